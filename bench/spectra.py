@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from backlight.measure.spectra import echo as estimate
-from backlight.measure.spectra.echo import align, overlap_scores
+from backlight.measure.spectra.echo import align, overlaps
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
 
@@ -63,11 +63,11 @@ def full_echo(G_Rpq: Tensor, k: int) -> np.ndarray:
     names, lefts, rights = (U[:, :k], Vt[:k].T), [], []
     for G in G_Rpq:
         U, _, Vt = torch.linalg.svd((R * mean - G) / (R - 1), full_matrices=False)
-        score = overlap_scores((U.T @ names[0]).numpy(), (Vt @ names[1]).numpy())
+        score = overlaps(U, Vt.T, *names).prod(0)
         order = torch.from_numpy(align(score).permutation)
         reference = U[:, order], Vt[order].T
         U, _, Vt = torch.linalg.svd(G, full_matrices=False)
-        score = overlap_scores((U.T @ reference[0]).numpy(), (Vt @ reference[1]).numpy())
+        score = overlaps(U, Vt.T, *reference).prod(0)
         order = torch.from_numpy(align(score).permutation)
         lefts.append(U[:, order])
         rights.append(Vt[order].T)
@@ -125,7 +125,7 @@ def hungarian(size: int = 1024) -> dict[str, float]:
     cases = {"half turned": (U.T @ turned, U.T @ turned), "noise": (U.T @ X, V.T @ Y)}
     medians = {}
     for name, (left, right) in cases.items():
-        score = overlap_scores(left, right)[:, generator.permutation(size)]
+        score = np.abs(left * right)[:, generator.permutation(size)]
         times = []
         for _ in range(5):
             begin = time.perf_counter()

@@ -14,7 +14,7 @@ import torch
 
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
-from backlight.monitors.spectra.model.recording import (
+from backlight.monitors.spectra.model.echo_records import (
     record_arrays,
     record_layer,
     record_left_out,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.stats import packing
+from backlight.measure.stats import packed_matrices
 from backlight.measure.stats import statistics as module
 
 Row = tuple[tuple[float, float, float], tuple[int, int, int, int, int]]
@@ -64,6 +64,6 @@ def check() -> Callable[..., None]:
 @pytest.fixture
 def as_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat the host's memory like that of an accelerator, which is only ever given work."""
-    for place in (module, packing):
+    for place in (module, packed_matrices):
         monkeypatch.setattr(place, "is_host", lambda device: False)
     return

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import backlight
 from backlight.measure import transfer
-from backlight.measure.stats import packing, statistics
+from backlight.measure.stats import packed_matrices, statistics
 from cases import CASES
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.masked_select")
@@ -52,7 +52,7 @@ def counting() -> Iterator[Count]:
 )
 def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the code does on an accelerator, on a machine that may have none.
-    for module in (statistics, packing):
+    for module in (statistics, packed_matrices):
         monkeypatch.setattr(module, "is_host", lambda _device: False)
     with counting() as alone:
         CASES[name].train()

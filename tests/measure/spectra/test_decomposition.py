@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.measure.spectra import decomposition, replicates
+from backlight.measure.spectra import decomposition
 from backlight.measure.spectra.decomposition import DecompositionError, count_above, decompose
-from backlight.measure.spectra.replicates import ReplicateError, Replicates
 from backlight.measure.spectra.shrinkage import threshold, upper_edge
 
 METHODS = ["svd", "gram", "randomized"]
@@ -157,58 +156,6 @@ def test_an_unresolved_search_falls_back_to_all_directions(monkeypatch):
 def test_an_unknown_method():
     with pytest.raises(ValueError, match="'svd', 'gram' or 'randomized'"):
         decompose(torch.ones(1, 2, 2), method="qr")
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 100])
-def test_chunks_hold_every_replicate_once_and_fit(size):
-    G = torch.randn(7, 4, 6)
-    seen = []
-    Replicates.of(G, budget=size * 10).chunks(lambda i, x: seen.append((i, x.clone())), bytes_each=10)
-    assert max(len(i) for i, _ in seen) == min(size, 7)
-    for indices, x in seen:
-        torch.testing.assert_close(x, G[list(indices)])
-    assert sorted(a for indices, _ in seen for a in indices) == list(range(7))
-
-
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("none left"), MemoryError(),
-              RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")],
-)  # fmt: skip
-def test_out_of_memory_halves_the_chunk(error):
-    seen = []
-
-    def work(indices, x):
-        if len(indices) > 2:
-            raise error
-        seen.append(indices)
-
-    assert Replicates.of(torch.randn(9, 3, 3)).chunks(work, bytes_each=1) == 2
-    assert sorted(sum(seen, ())) == list(range(9))
-    assert {len(indices) for indices in seen} == {1, 2}
-
-
-def test_out_of_memory_with_one_replicate_is_an_error():
-    def work(indices, x):
-        raise torch.OutOfMemoryError("none left")
-
-    with pytest.raises(
-        ReplicateError, match="layer 'w': out of memory on cpu with a single replicate of 3 x 5"
-    ):
-        Replicates.of(torch.randn(4, 3, 5), layer="w").chunks(work, bytes_each=1)
-
-
-def test_other_errors_do_not_halve_the_chunk():
-    def work(indices, x):
-        raise RuntimeError("something else")
-
-    with pytest.raises(RuntimeError, match="something else"):
-        Replicates.of(torch.randn(4, 3, 5)).chunks(work, bytes_each=1)
-
-
-def test_sums_of_squares_hold_what_single_precision_cannot():
-    for x in (torch.full((300, 400), 1e20), torch.full((300, 400), 1e-30), torch.randn(500, 300).T):
-        expected = float((x.double() ** 2).sum())
-        assert replicates.sum_squares(x) == pytest.approx(expected, rel=1e-12)
 
 
 def test_filling_up_directions_does_not_draw_from_the_generator_of_the_process() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from backlight.measure.spectra import echo
 
@@ -163,12 +164,12 @@ def test_the_unbiased_diagonal_is_unbiased_for_any_directions():
 def test_intervals_cover_what_they_should():
     """Replicates with echoes of their own law: their interval holds the mean nine times in ten."""
     generator = np.random.default_rng(0)
-    R, hits, trials = 16, {"triple": 0, "pooled": 0}, 200
+    R, hits, trials = 16, {echo.triple_mean: 0, echo.pooled: 0}, 200
     for trial in range(trials):
         Z = outer(generator.normal(0.7, 0.1, R)) + noisy(R, seed=trial) * 0.01
-        for name in hits:
-            low, high = echo.interval_of_echo(Z[None], estimator=name, draws=300, seed=trial)[0]
-            hits[name] += low <= 0.7 <= high
+        for estimator in hits:
+            low, high = echo.interval_of_echo(Z[None], estimator, draws=300, seed=trial)[0]
+            hits[estimator] += low <= 0.7 <= high
     assert all(178 <= found <= 198 for found in hits.values()), hits
 
 
@@ -179,3 +180,61 @@ def test_intervals_are_the_same_every_time_and_narrow_with_replicates():
     assert np.ptp(echo.interval_of_echo(many)) < np.ptp(one)
     assert echo.interval_of_echo(np.zeros((0, 4, 4))).shape == (0, 2)
     assert np.isnan(echo.interval_of_echo(np.zeros((2, 4, 4)))).all()
+
+
+SCORES = st.tuples(st.integers(0, 6), st.integers(0, 3)).flatmap(
+    lambda n: arrays(np.float64, (n[0] + n[1], n[0]), elements=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
+)
+
+
+@SETTINGS
+@given(SCORES)
+def test_the_alignment_is_the_best_there_is_and_uses_no_candidate_twice(score):
+    J, K = score.shape
+    found = echo.align(score)
+    assert len(set(found.permutation.tolist())) == K
+    np.testing.assert_array_equal(found.score, score[found.permutation, np.arange(K)])
+    np.testing.assert_array_equal(found.permutation, echo.align(score.copy()).permutation)
+    if J <= 6:
+        chosen = itertools.permutations(range(J), K)
+        best = max((sum(score[j, k] for k, j in enumerate(order)) for order in chosen), default=0.0)
+        assert found.score.sum() == pytest.approx(best)
+
+
+@SETTINGS
+@given(st.integers(0, 10_000), st.integers(2, 30))
+def test_a_permutation_is_found_again(seed, K):
+    order = np.random.default_rng(seed).permutation(K)
+    score = np.full((K, K), 0.01)
+    score[order, np.arange(K)] = 0.9
+    found = echo.align(score)
+    np.testing.assert_array_equal(found.permutation, order)
+    np.testing.assert_allclose(found.ambiguity, 0.89)
+
+
+def test_ambiguity_is_the_lead_over_the_next_candidate():
+    score = np.array([[0.9, 0.8], [0.7, 0.1], [0.2, 0.75]])
+    found = echo.align(score)
+    np.testing.assert_array_equal(found.permutation, [0, 2])
+    np.testing.assert_allclose(found.ambiguity, [0.2, -0.05])
+    np.testing.assert_allclose(echo.align([[0.5]]).ambiguity, 0.5)
+
+
+def test_equal_scores_keep_their_order():
+    for score in (np.zeros((5, 5)), np.ones((5, 5))):
+        np.testing.assert_array_equal(echo.align(score).permutation, np.arange(5))
+
+
+def test_overlaps_are_magnitudes_on_both_sides():
+    U, V, refs = columns(2, 9, 3), columns(2, 7, 3), (columns(1, 9, 2)[0], columns(1, 7, 2)[0])
+    found = echo.overlaps(U[0], V[0], *refs)
+    assert found.shape == (2, 3, 2)
+    for side, reference, overlap in zip((U[0], V[0]), refs, found, strict=True):
+        np.testing.assert_allclose(overlap, (side.T @ reference).abs().numpy())
+
+
+def test_bad_scores_are_refused():
+    with pytest.raises(ValueError, match="at least K candidates"):
+        echo.align(np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="must be finite"):
+        echo.align([[np.nan]])

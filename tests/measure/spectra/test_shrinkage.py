@@ -11,11 +11,9 @@ from backlight.measure.spectra.shrinkage import (
     MUON_STEPS,
     bulk_edge,
     clusters,
-    gavish_donoho,
     infer,
     mixing,
     muon,
-    newton_schulz,
     predict,
     threshold,
     upper_edge,
@@ -38,9 +36,7 @@ def test_infer_inverts_predict(shape, ratio, sigma):
     p, q = shape
     y, n = float(forward.value) / sigma, (p, q)
     delta = (y**2 - sum(n)) ** 2 - 4 * p * q
-    np.testing.assert_allclose(
-        gavish_donoho(forward.value, sigma, p, q), sigma * np.sqrt(max(delta, 0)) / y, rtol=1e-5
-    )
+    np.testing.assert_allclose(back.shrunk, sigma * np.sqrt(max(delta, 0)) / y, rtol=1e-5)
     x = ratio**2 * np.sqrt(p * q)
     echo = (x**2 - p * q) / (x * np.sqrt((x + p) * (x + q)))
     np.testing.assert_allclose(forward.echo, echo, rtol=1e-9)
@@ -86,7 +82,7 @@ def test_the_shrinker_loses_less_than_its_neighbours():
     losses = {0.9: 0.0, 1.0: 0.0, 1.1: 0.0}
     for _ in range(6):
         U, y, Vt = np.linalg.svd(s * np.outer(u, v) + sigma * generator.normal(size=(p, q)))
-        chosen = gavish_donoho(y[0], sigma, p, q)
+        chosen = float(infer(y[0], sigma, p, q).shrunk)
         overlap = (u @ U[:, 0]) * (v @ Vt[0])
         for factor in losses:
             losses[factor] += s**2 - 2 * s * factor * chosen * overlap + (factor * chosen) ** 2
@@ -119,14 +115,6 @@ def test_the_curve_of_muon_equals_torch():
     expected = muon(s.numpy(), float(s.norm()))
     np.testing.assert_allclose(along.numpy(), expected, atol=0.05)
     assert expected[0] != pytest.approx(1.0, abs=0.01)  # it does not converge to 1, and that is known
-
-
-def test_newton_schulz_is_a_polynomial():
-    x = np.linspace(0, 1, 11)
-    a, b, c = MUON
-    np.testing.assert_allclose(newton_schulz(x, steps=1), a * x + b * x**3 + c * x**5)
-    np.testing.assert_array_equal(newton_schulz(x, steps=0), x)
-    np.testing.assert_allclose(newton_schulz(1.0, coefficients=(1.875, -1.25, 0.375)), 1.0)
 
 
 @pytest.mark.parametrize("frobenius", [0.0, -1.0, float("nan"), float("inf")])

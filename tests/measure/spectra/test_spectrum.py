@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from backlight.measure.spectra.replicates import ReplicateError
-from backlight.measure.spectra.spectrum import drift, singular_values, stable_rank, stable_rank_of_values
+from backlight.measure.spectra.spectrum import (
+    singular_values,
+    stable_rank,
+    stable_rank_of_values,
+    subspace_overlap,
+)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 3), (64, 40), (330, 700), (4, 3, 2, 2)])
@@ -38,32 +43,29 @@ def test_vectors_and_nan_are_refused(measure):
         measure(torch.full((2, 2), math.nan), layer="b")
 
 
-def test_drift_of_subspaces():
+def test_the_overlap_of_subspaces_is_the_mean_squared_cosine_of_their_angles():
     e = torch.eye(10)
-    same = drift(e[:, :3], e[:, :3])
-    assert (same.overlap, same.distance, same.chance) == (pytest.approx(1), pytest.approx(0, abs=1e-7), 0.3)
-    away = drift(e[:, :3], e[:, 3:6])
-    assert (away.overlap, away.angle) == (0, pytest.approx(math.pi / 2))
+    assert subspace_overlap(e[:, :3], e[:, :3]) == pytest.approx(1)
+    assert subspace_overlap(e[:, :3], e[:, 3:6]) == 0
     angle = 0.3
     turned = e[:, :2].clone()
     turned[:, 1] = math.cos(angle) * e[:, 1] + math.sin(angle) * e[:, 5]
-    found = drift(e[:, :2], turned)
-    np.testing.assert_allclose(found.cosines, [1, math.cos(angle)], rtol=1e-6)
-    assert found.angle == pytest.approx(angle, rel=1e-5)
+    expected = pytest.approx((1 + math.cos(angle) ** 2) / 2, rel=1e-6)
+    assert subspace_overlap(e[:, :2], turned) == expected
     rotation = torch.linalg.qr(torch.randn(2, 2))[0]
-    np.testing.assert_allclose(drift(e[:, :2] @ rotation, turned).cosines, found.cosines, rtol=1e-5)
+    assert subspace_overlap(e[:, :2] @ rotation, turned) == expected
 
 
 def test_random_subspaces_overlap_by_chance():
     pairs = [[torch.linalg.qr(torch.randn(50, 5, dtype=torch.float64))[0] for _ in "ab"] for _ in range(60)]
-    assert np.mean([drift(a, b).overlap for a, b in pairs]) == pytest.approx(0.1, rel=0.1)
+    assert np.mean([subspace_overlap(a, b) for a, b in pairs]) == pytest.approx(0.1, rel=0.1)
 
 
 def test_columns_that_are_not_orthonormal_are_refused():
     with pytest.raises(ValueError, match=r"two matrices .* of one shape"):
-        drift(torch.eye(4)[:, :2], torch.eye(4)[:, :3])
+        subspace_overlap(torch.eye(4)[:, :2], torch.eye(4)[:, :3])
     with pytest.raises(ValueError, match="columns of 'after' are not orthonormal"):
-        drift(torch.eye(4)[:, :2], torch.ones(4, 2))
+        subspace_overlap(torch.eye(4)[:, :2], torch.ones(4, 2))
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6)])

@@ -22,7 +22,7 @@ from backlight.measure.stats.kernels import (
     root_sum_squares,
     root_sum_squares_by,
 )
-from backlight.measure.stats.packing import SMALL
+from backlight.measure.stats.packed_matrices import SMALL
 from backlight.measure.stats.statistics import statistics, tier_in_use, why_not_compiled
 
 LARGE = SMALL + 3

@@ -17,13 +17,12 @@ from backlight.diagnose.spectra.options import SpectraRequest
 from backlight.launch.recipe import Recipe
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.spectrum import stable_rank
-from backlight.measure.stats.kernels import promoted
 from backlight.monitors.spectra.instrument.layers import matrices
 from backlight.monitors.spectra.instrument.rank_group import RankGroup
 from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by
+from backlight.monitors.spectra.model.echo_records import record_arrays, record_measured
 from backlight.monitors.spectra.model.options import SpectraError
 from backlight.monitors.spectra.model.ownership import Sweep, cost, sweeps
-from backlight.monitors.spectra.model.recording import record_arrays, record_measured
 from backlight.store.format.spectra import Layer
 from backlight.store.write.writer import RunWriter
 
@@ -132,25 +131,16 @@ class CheckpointMeasurement:
             device=self.device,
             seed=options.seed,
         )
-        mean = torch.zeros(replicates[0].shape, dtype=torch.float64)
-        for replicate in replicates:
-            mean += replicate / len(replicates)
-        ranks = {
-            "weight": stable_rank(self._weight(layer), layer=name),
-            "gradient": stable_rank(mean.to(self.device or "cpu", promoted(replicates[0]).dtype), layer=name),
-        }
+        whole = layer.split_of or name
+        weight = matrices(whole, self.recipe.split(whole, self.model.get_parameter(whole).detach()))[name]
         record_arrays(writer, self.step, name, found)
         # Only now is the layer marked as measured: after a kill between the two it is measured again.
         writer.flush()
+        ranks = {"weight": stable_rank(weight, layer=name)}
         record_measured(writer, self.step, name, found, batch=self.batch, stable_ranks=ranks)
         writer.flush()
         if writer.lost is not None:
             raise SpectraError(f"{writer.lost}; run the same command again once that is fixed")
-
-    def _weight(self, layer: Layer) -> Tensor:
-        whole = layer.split_of or layer.parameter
-        weight = self.model.get_parameter(whole).detach()
-        return matrices(whole, self.recipe.split(whole, weight))[layer.parameter]
 
     def _types(self, layers: Sequence[Layer]) -> Mapping[str, torch.dtype]:
         """Return the type of each layer's gradient, which is that of its weight."""

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch documents it, and does not export it
 
-from backlight.measure.spectra.noise import Noise
 from backlight.measure.spectra.randomized_svd import Directions, resolved, strongest
-from backlight.measure.spectra.replicates import named
+from backlight.measure.spectra.replicates import Noise, named
 from backlight.measure.spectra.shrinkage import infer, predict, upper_edge
 
 Method = Literal["auto", "svd", "gram", "randomized"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,7 +19,9 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 Float64 = NDArray[np.float64]
-Estimator = Literal["triple", "pooled"]
+
+CONFIDENCE = 0.95
+"""Share of a bootstrap between the two ends of an interval."""
 
 
 def reverb(U_RpK: Tensor, V_RqK: Tensor) -> Float64:
@@ -34,9 +35,8 @@ def reverb(U_RpK: Tensor, V_RqK: Tensor) -> Float64:
 def block_reverb(U_RpK: Tensor, V_RqK: Tensor, blocks: Sequence[tuple[int, int]]) -> Float64:
     """Return the reverb of whole blocks of directions, float64 ``[B, R, R]``, diagonal zero.
 
-    ``<U_a V_a^T, U_b V_b^T>_F / m`` for a block of m directions: the reverb of the orthogonalised block,
-    which does not change when its directions are rotated among themselves, as noise does where singular
-    values are close. For m = 1 it is :func:`reverb`. ``blocks`` are half-open ranges, see
+    ``<U_a V_a^T, U_b V_b^T>_F / m`` for a block of m directions, which does not change when they are rotated
+    among themselves, as noise does where singular values are close. ``blocks`` are half-open ranges, see
     :func:`backlight.measure.spectra.shrinkage.clusters`.
     """
     count = U_RpK.shape[0]
@@ -96,10 +96,6 @@ def triple_mean(Z: ArrayLike, weights: ArrayLike | None = None) -> Float64:
         return np.where(total > 0, np.sum(w * np.nan_to_num(zeta), axis=-1) / total, np.nan)
 
 
-ESTIMATORS: dict[str, Callable[..., Float64]] = {"triple": triple_mean, "pooled": pooled}
-"""From reverbs ``[..., R, R]`` and weights ``[..., R]`` to one echo ``[...]``."""
-
-
 def residual(Z: ArrayLike, zeta: ArrayLike) -> Float64:
     """Return how badly ``ζ_a ζ_b`` fits the reverbs: ``|Z - ζ ζ^T| / |Z|`` off the diagonal, ``[...]``.
 
@@ -130,7 +126,6 @@ def bootstrap(
     estimate: Callable[[Float64], Float64],
     *,
     draws: int = 200,
-    confidence: float = 0.95,
     seed: int = 0,
 ) -> Float64:
     """Return the interval ``[..., 2]`` of an estimate over R replicates, by the Bayesian bootstrap.
@@ -139,8 +134,7 @@ def bootstrap(
     replacement: a replicate drawn twice would have a reverb with itself, and three replicates would often
     leave one. Its concentration is ``(R - 2) / R``, at which the variance of a weighted mean is the unbiased
     ``s^2 / R``; with a flat law intervals of few replicates are too narrow. Fewer than three replicates have
-    no interval: NaN. ``estimate`` maps weights ``[draws, R]`` that sum to R to estimates ``[draws, ...]``;
-    ``confidence`` is the share between the two quantiles.
+    no interval: NaN. ``estimate`` maps weights ``[draws, R]`` that sum to R to estimates ``[draws, ...]``.
     """
     concentration = np.full(replicates, max(replicates - 2, 1) / replicates)
     weights = np.random.default_rng(seed).dirichlet(concentration, draws) * replicates
@@ -150,28 +144,22 @@ def bootstrap(
     # A degenerate weighting has no estimate; with none at all the interval is NaN, without a warning.
     usable = ~np.all(np.isnan(found), axis=0)
     interval = np.full((*found.shape[1:], 2), np.nan)
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     if usable.any():
         interval[usable] = np.moveaxis(np.nanquantile(found[:, usable], [tail, 1 - tail], axis=0), 0, -1)
     return interval
 
 
 def interval_of_echo(
-    Z: ArrayLike,
-    *,
-    estimator: Estimator = "triple",
-    draws: int = 200,
-    confidence: float = 0.95,
-    seed: int = 0,
+    Z: Float64, estimator: Callable[..., Float64] = triple_mean, *, draws: int = 200, seed: int = 0
 ) -> Float64:
-    """Return the interval ``[K, 2]`` of the echo of reverbs ``[K, R, R]``; see :func:`bootstrap`."""
-    Z = _checked(Z, least=3 if estimator == "triple" else 2)
+    """Return the interval ``[K, 2]`` of :func:`triple_mean` or :func:`pooled` of reverbs ``[K, R, R]``."""
 
     def estimate(weights: Float64) -> Float64:
-        by_direction = [ESTIMATORS[estimator](one, weights) for one in Z]
+        by_direction = [estimator(one, weights) for one in Z]
         return np.stack(by_direction, axis=-1) if by_direction else np.empty((len(weights), 0))
 
-    return bootstrap(Z.shape[-1], estimate, draws=draws, confidence=confidence, seed=seed)
+    return bootstrap(Z.shape[-1], estimate, draws=draws, seed=seed)
 
 
 def signed_root(square: ArrayLike) -> Float64:
@@ -206,9 +194,6 @@ def _checked(Z: ArrayLike, *, least: int) -> Float64:
     return _without_diagonal(Z)
 
 
-AlignmentMethod = Literal["hungarian", "greedy"]
-
-
 @dataclass(frozen=True)
 class Alignment:
     """Candidates assigned to the directions of a reference; every array is ``[K]``."""
@@ -218,61 +203,35 @@ class Alignment:
     ambiguity: Float64  # score minus that of the best other candidate: near 0 where the choice is uncertain
 
 
-def overlap_scores(left_JK: ArrayLike, right_JK: ArrayLike) -> Float64:
-    """Return the scores ``|U_a^T U_ref| o |V_a^T V_ref|`` ``[J, K]`` of two matrices of inner products."""
-    return np.abs(np.asarray(left_JK, dtype=np.float64)) * np.abs(np.asarray(right_JK, dtype=np.float64))
+def overlaps(left_pJ: Tensor, right_qJ: Tensor, ref_left_pK: Tensor, ref_right_qK: Tensor) -> Float64:
+    """Return ``|U^T U_ref|`` and ``|V^T V_ref|``, ``[2, J, K]``; their product is the score of a match."""
+    sides = ((left_pJ, ref_left_pK), (right_qJ, ref_right_qK))
+    found = [torch.matmul(side.T, reference).abs().cpu().numpy() for side, reference in sides]
+    return np.asarray(found, dtype=np.float64)
 
 
-def align(score_JK: ArrayLike, *, method: AlignmentMethod = "hungarian") -> Alignment:
-    """Assign one of J candidates to each of K directions of a reference, given scores ``[J, K]``, J >= K.
+def align(score_JK: ArrayLike) -> Alignment:
+    """Assign one of J candidates to each of K directions of a reference, by the largest sum of scores.
 
-    ``"hungarian"`` maximises the sum of scores (``scipy.optimize``); ``"greedy"`` takes the largest score,
-    then the largest of the rest, and so on, the lowest candidate first among equal scores. Both are
-    deterministic.
+    Scores are ``[J, K]``, J >= K. The Hungarian method of scipy, which is deterministic.
 
     Raises
     ------
     ValueError
-        If there are fewer candidates than directions, a score is not finite, or the method is unknown.
+        If there are fewer candidates than directions, or a score is not finite.
     """
     score = np.asarray(score_JK, dtype=np.float64)
     if score.ndim != 2 or score.shape[0] < score.shape[1]:
         raise ValueError(f"expected scores [J, K] with at least K candidates, got shape {score.shape}")
     if not np.isfinite(score).all():
         raise ValueError("scores must be finite: a singular vector holds NaN or infinite values")
-    if method == "hungarian":
-        chosen = linear_sum_assignment(score.T, maximize=True)[1].astype(np.int64)
-    elif method == "greedy":
-        chosen = _greedy(score)
-    else:
-        raise ValueError(f"method must be 'hungarian' or 'greedy', got {method!r}")
+    chosen = linear_sum_assignment(score.T, maximize=True)[1].astype(np.int64)
     columns = np.arange(score.shape[1])
     taken = score[chosen, columns]
     others = score.copy()
     others[chosen, columns] = -np.inf
     second = np.max(others, axis=0, initial=-np.inf)
     return Alignment(chosen, taken, taken - np.where(np.isfinite(second), second, 0.0))
-
-
-def _greedy(score: Float64) -> NDArray[np.int64]:
-    """Take, in each round, every pair that is the best of its row and of its column.
-
-    A one-by-one search takes such a pair as well, whatever else it takes before.
-    """
-    left = score.copy()
-    rows, columns = np.arange(score.shape[0]), np.arange(score.shape[1])
-    chosen = np.full(score.shape[1], -1, dtype=np.int64)
-    while columns.size:
-        best_row = np.argmax(left, axis=0)
-        best_column = np.argmax(left, axis=1)
-        mutual = best_column[best_row] == np.arange(columns.size)
-        taken = best_row[mutual]
-        chosen[columns[mutual]] = rows[taken]
-        keep = np.ones(rows.size, dtype=bool)
-        keep[taken] = False
-        left = left[np.ix_(keep, ~mutual)]
-        rows, columns = rows[keep], columns[~mutual]
-    return chosen
 
 
 MAX_NULL_DIRECTIONS = 256
@@ -283,14 +242,13 @@ MAX_NULL_DIRECTIONS = 256
 class Null:
     """The echo that chance alone shows: shuffled controls of every replicate, aligned as the replicate is.
 
-    The coordinates of each replicate are shuffled and their signs flipped, on both sides, independently of
-    the other replicates. Spectrum and norms stay, what the replicates share is gone, and the alignment picks
-    its best matches as for the true directions, so the bias of picking is in the null as well.
+    Coordinates are shuffled and signs flipped, on both sides, independently of the other replicates. Spectrum
+    and norms stay, what the replicates share is gone, and the alignment picks its best matches as for the
+    true directions, so the bias of picking is in the null as well.
     """
 
     draws: int
     seed: int
-    alignment: AlignmentMethod
 
     def permutations(
         self, position: int, left_pJ: Tensor, right_qJ: Tensor, ref_left_pK: Tensor, ref_right_qK: Tensor
@@ -300,32 +258,20 @@ class Null:
         found = np.zeros((self.draws, K), dtype=np.int64)
         for draw in range(self.draws):
             left, right = self._shuffled(draw, position, left_pJ[:, :J], right_qJ[:, :J])
-            score = overlap_scores(
-                torch.matmul(left.T, ref_left_pK[:, :K]).cpu().numpy(),
-                torch.matmul(right.T, ref_right_qK[:, :K]).cpu().numpy(),
-            )
-            found[draw] = align(score, method=self.alignment).permutation
+            score = overlaps(left, right, ref_left_pK[:, :K], ref_right_qK[:, :K]).prod(0)
+            found[draw] = align(score).permutation
         return found
 
-    def echoes(
-        self,
-        left_RpJ: Tensor,
-        right_RqJ: Tensor,
-        permutations: NDArray[np.int64],
-        estimator: Estimator,
-    ) -> NDArray[np.float64]:
+    def echoes(self, left_RpJ: Tensor, right_RqJ: Tensor, permutations: NDArray[np.int64]) -> Float64:
         """Return the echo of each draw ``[draws, K]``; ``permutations`` is ``[R, draws, K]``."""
         found = np.zeros((self.draws, permutations.shape[2]))
         for draw in range(self.draws):
-            lefts, rights = [], []
-            for position in range(left_RpJ.shape[0]):
-                chosen = torch.from_numpy(permutations[position, draw]).to(left_RpJ.device)
-                left, right = self._shuffled(
-                    draw, position, left_RpJ[position][:, chosen], right_RqJ[position][:, chosen]
-                )
-                lefts.append(left)
-                rights.append(right)
-            found[draw] = ESTIMATORS[estimator](reverb(torch.stack(lefts), torch.stack(rights)))
+            pairs = []
+            for position, (left_pJ, right_qJ) in enumerate(zip(left_RpJ, right_RqJ, strict=True)):
+                chosen = torch.from_numpy(permutations[position, draw]).to(left_pJ.device)
+                pairs.append(self._shuffled(draw, position, left_pJ[:, chosen], right_qJ[:, chosen]))
+            lefts, rights = zip(*pairs, strict=True)
+            found[draw] = triple_mean(reverb(torch.stack(lefts), torch.stack(rights)))
         return found
 
     def _shuffled(self, draw: int, position: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from backlight.measure.spectra import echo as estimate
 from backlight.measure.spectra.decomposition import Method, Plan, decompose, plan, strengths
-from backlight.measure.spectra.echo import AlignmentMethod, Estimator, Null, align, overlap_scores
-from backlight.measure.spectra.noise import Noise, noise_about
+from backlight.measure.spectra.echo import CONFIDENCE, Null, align, overlaps
 from backlight.measure.spectra.randomized_svd import Directions
-from backlight.measure.spectra.replicates import BUDGET_BYTES, Replicates, check_distinct
-from backlight.measure.spectra.shrinkage import clusters, gavish_donoho, predict
+from backlight.measure.spectra.replicates import BUDGET_BYTES, Noise, Replicates, check_distinct, noise_about
+from backlight.measure.spectra.shrinkage import clusters, infer, predict
+from backlight.measure.spectra.spectrum import stable_rank
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
@@ -38,11 +38,12 @@ class SpectralEcho:
     shape: tuple[int, int]  # p, q
     replicates: int  # R
     method: str  # of the decompositions: "svd", "gram" or "randomized"
-    estimator: str  # of ``echo``: "triple" or "pooled"
     noise: Noise
     identifiable: int  # k directions can be found in one replicate: the first k of every array
     measured: int  # K directions were measured
-    echo: Float64  # [D]
+    stable_rank: float | None  # of the mean of all replicates; None where that is zero
+    mean: Directions  # directions of that mean, C = 1; at least the identifiable ones
+    echo: Float64  # [D], mean over the replicates of corrected triple least squares
     interval: Float64  # [D, 2], of the echo: bootstrap over replicates
     null: Float64  # [D], 95 % quantile of the echo that chance shows, over all directions together
     by_replicate: Float64  # [R, D], echo of each replicate, by triple least squares
@@ -72,7 +73,7 @@ _BY_REPLICATE = frozenset(
 )
 
 
-def to_length(result: SpectralEcho, D: int) -> SpectralEcho:
+def _padded(result: SpectralEcho, D: int) -> SpectralEcho:
     """Pad every array to D directions, with NaN or -1 where nothing was measured."""
     grown: dict[str, Any] = {}
     for field in fields(result):
@@ -97,9 +98,6 @@ def spectral_echo(
     layer: str = "",
     method: Method = "auto",
     max_directions: int | None = None,
-    estimator: Estimator = "triple",
-    alignment: AlignmentMethod = "hungarian",
-    confidence: float = 0.95,
     draws: int = 200,
     null_draws: int | None = None,
     device: torch.device | str | None = None,
@@ -121,12 +119,6 @@ def spectral_echo(
         any matrix, at the cost of 2 R full decompositions.
     max_directions
         Most directions to measure.
-    estimator
-        ``"triple"`` (mean over the replicates of corrected triple least squares) or ``"pooled"``.
-    alignment
-        ``"hungarian"`` or ``"greedy"``.
-    confidence
-        Of the intervals.
     draws, null_draws
         Weightings of the bootstrap, and shufflings of the null; of the latter, by default, as many (2 to 16)
         as make 64 with the number of directions.
@@ -153,26 +145,23 @@ def spectral_echo(
     ValueError
         If an option is unknown.
     """
-    if estimator not in estimate.ESTIMATORS:
-        raise ValueError(f"estimator must be 'triple' or 'pooled', got {estimator!r}")
     given = Replicates.of(G, layer=layer, least=3, device=device, budget=budget)
     given.refuse_zero()
-    tall = given.shape[0] > given.shape[1]
     wide = given.wide()
     mean = wide.mean()
     level = noise_about(wide, mean)
     check_distinct(wide, level.variance)
-    work = _Work(wide, mean, level, method, max_directions, alignment)
-    work.null = Null(_draws(null_draws, work.plan.directions), seed, alignment)
+    work = _Work(wide, mean, level, method, max_directions, null_draws, seed)
     work.run()
-    result = _result(work, estimator, draws, confidence, seed)
-    if tall:
+    result = _result(work, stable_rank(mean, layer=layer), draws, seed)
+    if given.shape[0] > given.shape[1]:
         result = replace(
             result,
             shape=given.shape,
             noise=replace(level, shape=given.shape),
             left_alignment=result.right_alignment,
             right_alignment=result.left_alignment,
+            mean=replace(result.mean, left=result.mean.right, right=result.mean.left),
         )
     return result
 
@@ -187,10 +176,10 @@ class _Work:
         level: Noise,
         method: Method,
         max_directions: int | None,
-        alignment: AlignmentMethod,
+        null_draws: int | None,
+        seed: int,
     ) -> None:
-        self.wide, self.level, self.alignment = wide, level, alignment
-        self.null = Null(0, 0, alignment)
+        self.wide, self.level = wide, level
         # Columns that the first chunk needed: the others need about as many.
         self.columns = (0, 0)
         pilot = wide.one(wide.order[0])
@@ -198,6 +187,9 @@ class _Work:
             mean.to(pilot.dtype), pilot, level, method=method, max_directions=max_directions, layer=wide.layer
         )
         R, K, J = len(wide), self.plan.directions, self.plan.candidates
+        self.null = Null(
+            min(16, max(2, math.ceil(64 / max(K, 1)))) if null_draws is None else null_draws, seed
+        )
         p, q = wide.shape
         # The mean of the others is R/(R-1) of the mean less 1/(R-1) of the replicate.
         self.scaled_mean = (mean * (R / (R - 1))).to(pilot.dtype)
@@ -261,21 +253,13 @@ class _Work:
     def _align(self, c: int, position: int, found: Directions, refs: Directions) -> None:
         """Assign the candidates of one replicate to the directions of the mean, through its reference."""
         mean, K = self.plan.mean, self.plan.directions
-        method = self.alignment
-        names = overlap_scores(
-            torch.matmul(refs.left[c].T, mean.left[0, :, :K]).cpu().numpy(),
-            torch.matmul(refs.right[c].T, mean.right[0, :, :K]).cpu().numpy(),
-        )
-        numbered = align(names, method=method).permutation
-        chosen = torch.from_numpy(numbered).to(found.left.device)
-        left = torch.matmul(found.left[c].T, refs.left[c][:, chosen]).abs().cpu().numpy()
-        right = torch.matmul(found.right[c].T, refs.right[c][:, chosen]).abs().cpu().numpy()
-        aligned = align(overlap_scores(left, right), method=method)
+        names = overlaps(refs.left[c], refs.right[c], mean.left[0, :, :K], mean.right[0, :, :K])
+        chosen = torch.from_numpy(align(names.prod(0)).permutation).to(found.left.device)
+        sides = overlaps(found.left[c], found.right[c], refs.left[c][:, chosen], refs.right[c][:, chosen])
+        aligned = align(sides.prod(0))
         self.permutation_RK[position] = aligned.permutation
         self.score_RK[position], self.ambiguity_RK[position] = aligned.score, aligned.ambiguity
-        columns = np.arange(K)
-        self.overlaps_2RK[0, position] = left[aligned.permutation, columns]
-        self.overlaps_2RK[1, position] = right[aligned.permutation, columns]
+        self.overlaps_2RK[:, position] = sides[:, aligned.permutation, np.arange(K)]
 
     def aligned(self, columns_RnJ: Tensor) -> Tensor:
         """Return ``[R, n, K]``: the columns of every replicate in the order of the directions."""
@@ -283,38 +267,30 @@ class _Work:
         return torch.stack([x[:, order] for x, order in zip(columns_RnJ, chosen, strict=True)])
 
 
-def _draws(asked: int | None, directions: int) -> int:
-    return asked if asked is not None else min(16, max(2, math.ceil(64 / max(directions, 1))))
-
-
-def _result(work: _Work, estimator: Estimator, draws: int, confidence: float, seed: int) -> SpectralEcho:
+def _result(work: _Work, rank: float | None, draws: int, seed: int) -> SpectralEcho:
     wide, level, plan = work.wide, work.level, work.plan
     R, K, D = len(wide), plan.directions, wide.shape[0]
     p, q = wide.shape
     null_K = np.full(K, np.nan)
     if K and work.null.draws:
-        by_chance = work.null.echoes(work.left_RpJ, work.right_RqJ, work.shuffled, estimator)
+        by_chance = work.null.echoes(work.left_RpJ, work.right_RqJ, work.shuffled)
         null_K[:] = np.nanquantile(by_chance, 0.95)
     left_RpK, right_RqK = work.aligned(work.left_RpJ), work.aligned(work.right_RqJ)
     Z_KRR = estimate.reverb(left_RpK, right_RqK)
     zeta_KR = estimate.triple(Z_KRR)
     strength_K = strengths(plan, level, p, q)
     blocks = clusters(strength_K[: min(plan.identifiable, K)], level.sigma)
-    echo_K = estimate.ESTIMATORS[estimator](Z_KRR)
+    echo_K = estimate.triple_mean(Z_KRR)
     block_K = np.full(K, np.nan)
     for begin, end in blocks:
         if end - begin == 1:
             block_K[begin] = echo_K[begin]
         elif end - begin <= _MAX_BLOCK:
             Z_1RR = estimate.block_reverb(left_RpK, right_RqK, [(begin, end)])
-            block_K[begin:end] = estimate.ESTIMATORS[estimator](Z_1RR)
-    intervals = {
-        name: estimate.interval_of_echo(Z_KRR, estimator=name, draws=draws, confidence=confidence, seed=seed)
-        for name in dict.fromkeys((estimator, "pooled"))
-    }
+            block_K[begin:end] = estimate.triple_mean(Z_1RR)
     values_RK = np.take_along_axis(work.values_RJ, work.permutation_RK, 1)
     diagonal_RK = np.take_along_axis(work.diagonal_RJ, work.permutation_RK, 1)
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     back = np.argsort(np.asarray(wide.order))
     top = work.values_RJ[:, :1]
     median = np.median(values_RK, axis=0)
@@ -325,20 +301,19 @@ def _result(work: _Work, estimator: Estimator, draws: int, confidence: float, se
         shape=(p, q),
         replicates=R,
         method=plan.method,
-        estimator=estimator,
         noise=level,
         identifiable=plan.identifiable,
         measured=K,
+        stable_rank=rank,
+        mean=plan.mean,
         echo=echo_K,
-        interval=intervals[estimator],
+        interval=estimate.interval_of_echo(Z_KRR, draws=draws, seed=seed),
         null=null_K,
         by_replicate=zeta_KR.T[back],
         pooled=estimate.pooled(Z_KRR),
-        pooled_interval=intervals["pooled"],
+        pooled_interval=estimate.interval_of_echo(Z_KRR, estimate.pooled, draws=draws, seed=seed),
         diagonal=np.mean(diagonal_RK, axis=0),
-        diagonal_interval=estimate.bootstrap(
-            R, lambda w: w @ diagonal_RK / R, draws=draws, confidence=confidence, seed=seed
-        ),
+        diagonal_interval=estimate.bootstrap(R, lambda w: w @ diagonal_RK / R, draws=draws, seed=seed),
         residual=estimate.residual(Z_KRR, zeta_KR),
         blocks=blocks,
         block_echo=block_K,
@@ -347,7 +322,7 @@ def _result(work: _Work, estimator: Estimator, draws: int, confidence: float, se
         singular_value_interval=np.quantile(values_RK, [tail, 1 - tail], axis=0).T,
         strength=strength_K,
         expected=predict(strength_K, level.sigma, p, q).echo,
-        shrunk=gavish_donoho(median, level.sigma, p, q),
+        shrunk=infer(median, level.sigma, p, q).shrunk,
         left_alignment=np.median(work.overlaps_2RK[0], axis=0),
         right_alignment=np.median(work.overlaps_2RK[1], axis=0),
         score=work.score_RK[back],
@@ -355,4 +330,4 @@ def _result(work: _Work, estimator: Estimator, draws: int, confidence: float, se
         permutation=work.permutation_RK[back],
         solver_residual=(np.take_along_axis(work.residual_RJ, work.permutation_RK, 1) / top)[back],
     )
-    return to_length(result, D)
+    return _padded(result, D)

@@ -36,7 +36,7 @@ class Spike:
     left: Float64  # squared cosine between the noisy and the true left direction (length p)
     right: Float64  # the same for the right direction (length q)
     echo: Float64  # expected spectral echo, sqrt(left * right); 0 below the threshold
-    shrunk: Float64  # Frobenius-optimal shrinkage of value: strength * echo
+    shrunk: Float64  # Frobenius-optimal shrinkage of value, strength * echo (Gavish and Donoho, 1405.7511)
 
 
 def bulk_edge(sigma: float, p: int, q: int) -> float:
@@ -85,7 +85,8 @@ def infer(value: ArrayLike, sigma: float, p: int, q: int) -> Spike:
     """Return the strength of the directions behind observed singular values, and what follows from it.
 
     The inverse of :func:`predict`: with ``b = y^2 - sigma^2 (p + q)`` and ``delta = b^2 - 4 p q sigma^4``
-    the strength is ``sqrt((b + sqrt(delta)) / 2)``. Values that are not above the bulk edge have strength 0.
+    the strength is ``sqrt((b + sqrt(delta)) / 2)`` and the shrunk value ``sqrt(delta) / y``. Values that are
+    not above the bulk edge have strength 0.
     """
     _check(sigma, p, q)
     y = np.asarray(value, dtype=np.float64)
@@ -100,37 +101,12 @@ def infer(value: ArrayLike, sigma: float, p: int, q: int) -> Spike:
     return Spike(s, y, spike.left, spike.right, spike.echo, spike.shrunk)
 
 
-def gavish_donoho(value: ArrayLike, sigma: float, p: int, q: int) -> Float64:
-    """Return the Frobenius-optimal estimate of singular values that were observed in noise.
-
-    ``sqrt((y^2 - (p + q) sigma^2)^2 - 4 p q sigma^4) / y`` above the bulk edge, 0 below: Gavish and Donoho,
-    "Optimal shrinkage of singular values", IEEE Trans. Inf. Theory 63 (2017), arXiv:1405.7511.
-    """
-    return infer(value, sigma, p, q).shrunk
-
-
-def newton_schulz(
-    value: ArrayLike,
-    *,
-    steps: int = MUON_STEPS,
-    coefficients: tuple[float, float, float] = MUON,
-) -> Float64:
-    """Return singular values in [0, 1] after Newton-Schulz iterations.
-
-    Each step maps ``x`` to ``a x + b x^3 + c x^5``; a matrix polynomial acts on singular values alone.
-    """
-    a, b, c = coefficients
-    x = np.asarray(value, dtype=np.float64)
-    for _ in range(steps):
-        x = x * (a + x**2 * (b + c * x**2))
-    return x
-
-
-def muon(value: ArrayLike, frobenius: float, *, steps: int = MUON_STEPS) -> Float64:
+def muon(value: ArrayLike, frobenius: float) -> Float64:
     """Return the singular values of the update that Muon makes of a matrix, before its learning rate.
 
     ``value`` holds the singular values of the matrix, ``frobenius`` its Frobenius norm, by which Muon
-    divides first.
+    divides first. Each Newton-Schulz step then maps ``x`` to ``a x + b x^3 + c x^5``: a matrix polynomial
+    acts on singular values alone.
 
     Raises
     ------
@@ -139,7 +115,11 @@ def muon(value: ArrayLike, frobenius: float, *, steps: int = MUON_STEPS) -> Floa
     """
     if not frobenius > 0 or not math.isfinite(frobenius):
         raise ValueError(f"the Frobenius norm must be positive and finite, got {frobenius!r}")
-    return newton_schulz(np.asarray(value, dtype=np.float64) / frobenius, steps=steps)
+    a, b, c = MUON
+    x = np.asarray(value, dtype=np.float64) / frobenius
+    for _ in range(MUON_STEPS):
+        x = x * (a + x**2 * (b + c * x**2))
+    return x
 
 
 def mixing(strength: ArrayLike, sigma: float) -> Float64:

@@ -7,7 +7,6 @@ else; D = min(p, q). docs/formulas.md, section 2.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -79,36 +78,10 @@ def _wide(matrix: Tensor, layer: str) -> tuple[Tensor, float]:
     return (a_pq.T if a_pq.shape[0] > a_pq.shape[1] else a_pq).double(), square
 
 
-@dataclass(frozen=True)
-class Drift:
-    """The move of a k-dimensional subspace of an n-dimensional space."""
+def subspace_overlap(before_nk: Tensor, after_nk: Tensor) -> float:
+    """Return the mean squared cosine of the principal angles between two spans of orthonormal columns.
 
-    cosines: NDArray[np.float64]  # of the k principal angles, descending
-    dimension: int  # n
-
-    @property
-    def overlap(self) -> float:
-        """Mean squared cosine, in [0, 1]: 1 for the same subspace; see :attr:`chance`."""
-        return float(np.mean(self.cosines**2))
-
-    @property
-    def chance(self) -> float:
-        """The expected overlap of two random subspaces, k / n."""
-        return len(self.cosines) / self.dimension
-
-    @property
-    def distance(self) -> float:
-        """Root mean square of the sines of the principal angles (chordal distance over sqrt k)."""
-        return math.sqrt(max(0.0, 1 - self.overlap))
-
-    @property
-    def angle(self) -> float:
-        """The largest principal angle, in radians."""
-        return float(np.arccos(np.clip(np.min(self.cosines), 0.0, 1.0)))
-
-
-def drift(before_nk: Tensor, after_nk: Tensor) -> Drift:
-    """Compare the spans of two sets of orthonormal columns by their principal angles, in float64.
+    1 for the same subspace; k / n is expected of two random ones. In float64.
 
     Bjorck and Golub, "Numerical methods for computing angles between linear subspaces", Math. Comp. 27
     (1973).
@@ -128,5 +101,4 @@ def drift(before_nk: Tensor, after_nk: Tensor) -> Drift:
         excess = columns.T @ columns - torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
         if not float(excess.abs().max()) < 1e-3:
             raise ValueError(f"the columns of {name!r} are not orthonormal")
-    cosines = torch.linalg.svdvals(one.T @ other).clamp(max=1.0)
-    return Drift(cosines.cpu().numpy(), before_nk.shape[0])
+    return float(torch.linalg.svdvals(one.T @ other).clamp(max=1.0).square().mean())

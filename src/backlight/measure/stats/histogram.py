@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.measure.stats.kernels import SCRATCH
-from backlight.measure.stats.packing import Owned, chunk_size, matrices, stored
+from backlight.measure.stats.packed_matrices import Owned, chunk_size, matrices, stored
 from backlight.measure.transfer import Arrays, Pending, Transfer, TransferBatch, start_copy
 
 LOWEST = -40

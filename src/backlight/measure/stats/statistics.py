@@ -28,7 +28,7 @@ from backlight.measure.stats.kernels import (
     root_sum_squares_by,
     wide,
 )
-from backlight.measure.stats.packing import (
+from backlight.measure.stats.packed_matrices import (
     SMALL,
     Owned,
     chunk_size,

@@ -184,7 +184,7 @@ def test_names_are_made_visible(tmp_path: Path) -> None:
 
 def test_drift_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     from backlight.measure.spectra.measurement import spectral_echo
-    from backlight.monitors.spectra.model.recording import record_arrays, record_layer, record_measured
+    from backlight.monitors.spectra.model.echo_records import record_arrays, record_layer, record_measured
     from backlight.store.format.spectra import Layer
     from backlight.store.read.run import open_run
     from backlight.store.write.writer import RunWriter

@@ -10,14 +10,15 @@ import torch
 from backlight.capture.hub import HUB
 from backlight.capture.model_state import unsharded
 from backlight.capture.parameters import local
+from backlight.distributed import rank_and_size
 from backlight.monitors.spectra.instrument.layers import Selection, select_layers
 from backlight.monitors.spectra.instrument.rank_exchange import owners
 from backlight.monitors.spectra.instrument.replicate_buffer import Target, fitting
+from backlight.monitors.spectra.model.echo_records import record_layer, record_left_out
 from backlight.monitors.spectra.model.options import SpectraError
-from backlight.monitors.spectra.model.recording import record_layer, record_left_out
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from backlight.capture.parameters import ParameterTable, Scope
     from backlight.monitor import Recorder
@@ -77,7 +78,7 @@ class LayerSelection:
         self._whole = unsharded(self.roots())
         self._unsharded_ids = {id(whole) for whole in self._whole.values()}
         self.all = tuple(self._possible(table, selection, left_out))
-        rank, size = _rank()
+        rank, size = rank_and_size()
         spread = group is not None or self._spreads()
         self.owner_of = owners(self.all, size) if spread else {}
         self.mine = frozenset(t.name for t in self.all if self.owner_of.get(t.name, rank) == rank)
@@ -153,22 +154,16 @@ class LayerSelection:
 
     def leaves(self) -> Sequence[tuple[int, torch.Tensor]]:
         """Return key and leaf of each parameter that is captured."""
-        found = []
-        for target in self.captured:
-            tensor = self._tensor(target)
-            leaf = None if tensor is None else self._leaf(tensor)
-            if leaf is not None:
-                found.append((target.key, leaf))
-        return found
+        leaves = ((target.key, self._leaf(tensor)) for target, tensor in self._tensors())
+        return [(key, leaf) for key, leaf in leaves if leaf is not None]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the parameters of this rank whose weights are whole here, by name."""
-        found = {}
-        for target in self.captured:
-            tensor = self._tensor(target)
-            if target.name in self.mine and tensor is not None and local(tensor) is tensor:
-                found[target.name] = tensor
-        return found
+        return {
+            target.name: tensor
+            for target, tensor in self._tensors()
+            if target.name in self.mine and local(tensor) is tensor
+        }
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the captured parameters by name; SpectraError if any of the model is sharded."""
@@ -176,8 +171,7 @@ class LayerSelection:
         if any(local(tensor) is not tensor for tensor in held):
             # Their forward communicates: every rank would have to run the extra passes.
             raise SpectraError("parameters are sharded; accumulate instead")
-        tensors = ((target.name, self._tensor(target)) for target in self.captured)
-        return {name: tensor for name, tensor in tensors if tensor is not None}
+        return {target.name: tensor for target, tensor in self._tensors()}
 
     def unwrapped_model(self) -> torch.nn.Module:
         """Return the model without a wrapper that communicates; SpectraError if there is no such one."""
@@ -202,16 +196,12 @@ class LayerSelection:
                     return held
         return None
 
-    def _tensor(self, target: Target) -> torch.Tensor | None:
-        return None if self._table is None else self._table.tensor(target.key)
-
-
-def _rank() -> tuple[int, int]:
-    import torch.distributed as dist  # noqa: PLC0415 - not every build has it
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    def _tensors(self) -> Iterator[tuple[Target, torch.Tensor]]:
+        """Yield the captured parameters that still exist."""
+        for target in self.captured:
+            tensor = None if self._table is None else self._table.tensor(target.key)
+            if tensor is not None:
+                yield target, tensor
 
 
 def _replicated(module: torch.nn.Module) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from backlight.capture.model_state import untouched
 from backlight.monitors.spectra.instrument.layers import Split, matrices
 from backlight.monitors.spectra.model.options import SpectraError
 
@@ -26,19 +26,6 @@ def seed_by(seed: int, *position: int | str) -> None:
     torch.manual_seed(number)
     np.random.seed(number % 2**32)  # a recipe may draw from any of the three
     random.seed(number)
-
-
-@contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the buffers of a model at the end."""
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in before and buffer.shape == before[name].shape:
-                    buffer.copy_(before[name])
 
 
 def differentiate(
@@ -98,13 +85,17 @@ def gradients(
         for name, parameter in model.named_parameters()
         if parameter.ndim >= 2 and any(part in wanted for part in split(name, parameter.detach()))
     }
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
     handles = [
-        parameter.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
+        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]  # torch's
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and name not in needed
     ]
     try:
-        with torch.enable_grad(), restored_buffers(model):
+        with torch.enable_grad(), untouched(model):
             value = loss(model, batch)
             if not value.requires_grad:
                 raise SpectraError(
@@ -149,7 +140,3 @@ def _take_gradient(
         shares = host.untyped_storage().nbytes() > host.nbytes
         out[part] = host.clone() if shares else host
     return out
-
-
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None

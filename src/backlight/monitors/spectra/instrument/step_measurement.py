@@ -11,19 +11,23 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
-from backlight.measure.spectra.decomposition import SMALL_SIDE, decompose
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
-from backlight.measure.spectra.spectrum import drift, singular_values, stable_rank, stable_rank_of_values
+from backlight.measure.spectra.spectrum import (
+    singular_values,
+    stable_rank,
+    stable_rank_of_values,
+    subspace_overlap,
+)
 from backlight.measure.stats.kernels import promoted
+from backlight.monitor import Recorder
 from backlight.monitors.spectra.instrument.layers import matrices
 from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep, Target
+from backlight.monitors.spectra.model.echo_records import record_arrays, record_measured
 from backlight.monitors.spectra.model.options import SpectraOptions
-from backlight.monitors.spectra.model.recording import Writer, record_arrays, record_measured
 from backlight.store.format.spectra import PREFIX
 
 COST = "spectra_cost"
@@ -54,7 +58,7 @@ class StepMeasurement:
     """
 
     def __init__(
-        self, options: SpectraOptions, writer: Writer, should_stop: Callable[[], bool] = lambda: False
+        self, options: SpectraOptions, writer: Recorder, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
         self._options, self._writer, self._should_stop = options, writer, should_stop
         self._leading: dict[str, tuple[Tensor, Tensor]] = {}  # left [p, k] and right [q, k] by layer
@@ -112,7 +116,8 @@ class StepMeasurement:
                 ranks = {}
             if echo and by_replicate:
                 try:
-                    G = [_unscaled(parts.pop(name), scale) for parts in by_replicate]
+                    G = [parts.pop(name) for parts in by_replicate]
+                    G = G if scale == 1 else [promoted(matrix) / scale for matrix in G]
                     self._layer(captured, name, G, ranks, self._options.device or target.device)
                     report.measured += 1
                     continue
@@ -129,13 +134,11 @@ class StepMeasurement:
         self, captured: CapturedStep, name: str, G: list[Tensor], ranks: dict[str, float | None], device: str
     ) -> None:
         result = spectral_echo(G, layer=name, max_directions=self._options.max_directions, device=device)
-        mean = _mean(G).to(device)
-        ranks = {**ranks, "gradient": stable_rank(mean, layer=name)}
-        moved = self._drift(name, mean, result)
-        batch = captured.samples[0] if captured.samples and captured.samples[0] else math.nan
+        moved = self._drift(name, result)
+        batch = captured.samples[0] or math.nan
         record_arrays(self._writer, captured.step, name, result)
         record_measured(
-            self._writer, captured.step, name, result, batch=float(batch), stable_ranks=ranks, drift=moved
+            self._writer, captured.step, name, result, batch=batch, stable_ranks=ranks, drift=moved
         )
 
     def _states(self, step: int, name: str, states: Mapping[str, Tensor]) -> dict[str, float | None]:
@@ -156,22 +159,20 @@ class StepMeasurement:
             )
         return ranks
 
-    def _drift(self, name: str, mean: Tensor, result: SpectralEcho) -> dict[str, float]:
+    def _drift(self, name: str, result: SpectralEcho) -> dict[str, float]:
         """Return the drift of the leading directions of the mean since the layer was measured last."""
         k = min(self._options.drift, result.identifiable)
         before = self._leading.pop(name, None)
         if k == 0:
             return {}
-        method: Literal["svd", "randomized"] = "svd" if min(mean.shape) <= SMALL_SIDE else "randomized"
-        found = decompose(mean[None], k, method=method, layer=name)
-        left_pk, right_qk = found.left[0, :, :k].clone(), found.right[0, :, :k].clone()
+        left_pk, right_qk = (side[0, :, :k].clone() for side in (result.mean.left, result.mean.right))
         self._leading[name] = (left_pk, right_qk)
         if before is None:
             return {}
         m = min(k, before[0].shape[1])
         return {
-            "drift_left": drift(before[0][:, :m], left_pk[:, :m]).overlap,
-            "drift_right": drift(before[1][:, :m], right_qk[:, :m]).overlap,
+            "drift_left": subspace_overlap(before[0][:, :m], left_pk[:, :m]),
+            "drift_right": subspace_overlap(before[1][:, :m], right_qk[:, :m]),
             "drift_directions": float(m),
         }
 
@@ -216,17 +217,6 @@ def _pop_states(captured: CapturedStep, name: str) -> dict[str, Tensor]:
     if (momentum := captured.momenta.pop(name, None)) is not None:
         states["momentum"] = momentum
     return states
-
-
-def _unscaled(matrix: Tensor, scale: float) -> Tensor:
-    return matrix if scale == 1 else promoted(matrix) / scale
-
-
-def _mean(G: Sequence[Tensor]) -> Tensor:
-    total = promoted(G[0]).clone()
-    for replicate in G[1:]:
-        total += promoted(replicate)
-    return total / len(G)
 
 
 def _reason(error: Exception) -> str:

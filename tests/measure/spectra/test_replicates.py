@@ -7,8 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.measure.spectra.noise import Noise, critical_batch, noise
-from backlight.measure.spectra.replicates import ReplicateError, Replicates, check_distinct
+from backlight.measure.spectra.replicates import (
+    Noise,
+    ReplicateError,
+    Replicates,
+    check_distinct,
+    noise,
+    sum_squares,
+)
 
 SETTINGS = settings(deadline=None, max_examples=40)
 
@@ -59,19 +65,11 @@ def test_the_noise_scale_of_a_quadratic():
     assert found.share_at(16) == pytest.approx(1 / (1 + true / 256), rel=0.05)
 
 
-def test_layers_together_are_one_gradient():
-    G = torch.randn(6, 4, 10, dtype=torch.float64) + 0.3
-    parts = [noise(G[..., :3]), noise(G[..., 3:])]
-    assert critical_batch(parts, 8) == pytest.approx(noise(G).noise_scale(8), rel=1e-12)
-    with pytest.raises(ValueError, match="same number of replicates"):
-        critical_batch([parts[0], noise(G[:3])], 8)
-    with pytest.raises(ValueError, match="batch size of a replicate must be positive"):
-        parts[0].noise_scale(0)
-
-
 def test_no_signal_has_no_finite_noise_scale():
     level = Noise(4, (3, 3), 1.0, 9.0, 2.0, -0.01)
     assert level.noise_scale(32) == math.inf
+    with pytest.raises(ValueError, match="batch size of a replicate must be positive"):
+        level.noise_scale(0)
     assert level.share_at(4) == 0
 
 
@@ -113,3 +111,55 @@ def test_the_same_data_twice_is_detected(change):
     check_distinct(distinct, noise(G[:4]).variance)
     mirrored = Replicates.of(torch.stack([G[0], -G[0], G[2]]))  # equal norms, but not the same
     check_distinct(mirrored, noise(torch.stack([G[0], -G[0], G[2]])).variance)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_chunks_hold_every_replicate_once_and_fit(size):
+    G = torch.randn(7, 4, 6)
+    seen = []
+    Replicates.of(G, budget=size * 10).chunks(lambda i, x: seen.append((i, x.clone())), bytes_each=10)
+    assert max(len(i) for i, _ in seen) == min(size, 7)
+    for indices, x in seen:
+        torch.testing.assert_close(x, G[list(indices)])
+    assert sorted(a for indices, _ in seen for a in indices) == list(range(7))
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("none left"), MemoryError(),
+              RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")],
+)  # fmt: skip
+def test_out_of_memory_halves_the_chunk(error):
+    seen = []
+
+    def work(indices, x):
+        if len(indices) > 2:
+            raise error
+        seen.append(indices)
+
+    assert Replicates.of(torch.randn(9, 3, 3)).chunks(work, bytes_each=1) == 2
+    assert sorted(sum(seen, ())) == list(range(9))
+    assert {len(indices) for indices in seen} == {1, 2}
+
+
+def test_out_of_memory_with_one_replicate_is_an_error():
+    def work(indices, x):
+        raise torch.OutOfMemoryError("none left")
+
+    with pytest.raises(
+        ReplicateError, match="layer 'w': out of memory on cpu with a single replicate of 3 x 5"
+    ):
+        Replicates.of(torch.randn(4, 3, 5), layer="w").chunks(work, bytes_each=1)
+
+
+def test_other_errors_do_not_halve_the_chunk():
+    def work(indices, x):
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        Replicates.of(torch.randn(4, 3, 5)).chunks(work, bytes_each=1)
+
+
+def test_sums_of_squares_hold_what_single_precision_cannot():
+    for x in (torch.full((300, 400), 1e20), torch.full((300, 400), 1e-30), torch.randn(500, 300).T):
+        expected = float((x.double() ** 2).sum())
+        assert sum_squares(x) == pytest.approx(expected, rel=1e-12)

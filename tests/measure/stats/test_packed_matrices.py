@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from backlight.measure.stats.packing import add_duplicates, chunks, matrices, stored
+from backlight.measure.stats.packed_matrices import add_duplicates, chunks, matrices, stored
 
 
 @pytest.mark.parametrize(

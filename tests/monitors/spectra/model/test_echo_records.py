@@ -11,7 +11,7 @@ import torch
 
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
-from backlight.monitors.spectra.model.recording import record_arrays, record_layer, record_left_out
+from backlight.monitors.spectra.model.echo_records import record_arrays, record_layer, record_left_out
 from backlight.store.format.spectra import FIELDS, NUMBERS, Layer
 from backlight.store.read.run import open_run
 from backlight.store.read.spectra import layers, left_out, measurements, steps, table
@@ -33,7 +33,7 @@ def test_a_table_is_read_as_it_was_recorded(tmp_path, result):
     writer = RunWriter.create(tmp_path / "run", step_offset=0)
     record_layer(writer, LAYER)
     record_left_out(writer, "norm.weight", "one-dimensional")
-    record(writer, 300, LAYER.parameter, result, batch=16, stable_ranks={"weight": 4.5, "gradient": None})
+    record(writer, 300, LAYER.parameter, result, batch=16, stable_ranks={"weight": 4.5, "momentum": None})
     record(writer, 20, LAYER.parameter, replace(result, identifiable=1))
     writer.close()
 
@@ -61,7 +61,8 @@ def test_a_table_is_read_as_it_was_recorded(tmp_path, result):
     assert set(numbers) == set(NUMBERS)
     assert found.measurement["noise_scale"] == pytest.approx(result.noise.noise_scale(16))
     assert (numbers["stable_rank_weight"], numbers["aspect_ratio"]) == (4.5, 0.6)
-    assert math.isnan(numbers["stable_rank_gradient"])
+    assert numbers["stable_rank_gradient"] == result.stable_rank
+    assert math.isnan(numbers["stable_rank_momentum"])
     assert math.isnan(measurements(run)[0]["batch"])
     assert run.scalar(f"spectra/{LAYER.parameter}/identifiable").values.tolist() == [1, 3]
 
@@ -107,7 +108,7 @@ def test_a_layer_of_noise_has_a_table(tmp_path):
 
 def test_unknown_stable_ranks_are_refused(tmp_path, result):
     writer = RunWriter.create(tmp_path / "run", step_offset=0)
-    with pytest.raises(ValueError, match="weight, gradient, update, momentum; got 'loss'"):
+    with pytest.raises(ValueError, match="stable_rank_loss: is no number of a layer; there are replicates"):
         record(writer, 0, "w", result, stable_ranks={"loss": 1.0})
     writer.close()
 

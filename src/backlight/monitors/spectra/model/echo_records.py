@@ -1,0 +1,116 @@
+"""Layers, parameters that are left out, and the spectral echo of a layer at a step, as they are stored.
+
+The layout is that of :mod:`backlight.store.format.spectra`. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.monitor import Recorder
+from backlight.store.format.spectra import FIELDS, LAYER, LEFT_OUT, MEASURED, NUMBERS, PREFIX, Layer
+
+if TYPE_CHECKING:
+    from backlight.measure.spectra.measurement import SpectralEcho
+
+
+def record_layer(writer: Recorder, layer: Layer) -> None:
+    """Write the description of a layer; once per layer and attempt, by one rank."""
+    writer.event(None, LAYER, {**asdict(layer), "fields": tuple(FIELDS)})
+
+
+def record_left_out(writer: Recorder, parameter: str, reason: str) -> None:
+    """Write that a parameter is not measured, and why."""
+    writer.event(None, LEFT_OUT, {"parameter": parameter, "reason": reason})
+
+
+def record_arrays(writer: Recorder, step: int, parameter: str, result: SpectralEcho) -> None:
+    """Write the arrays of a layer at a step, in float32."""
+    name = f"{PREFIX}/{parameter}"
+    measured = np.flatnonzero(~np.isnan(result.singular_values).all(axis=0))
+    values_RJ = result.singular_values[:, : int(measured[-1]) + 1 if measured.size else 1]
+    dims = ("replicate", "direction")
+    writer.array(f"{name}/singular_values", step, values_RJ.astype(np.float32), dims=dims, unit="gradient")
+    # At least one column: an empty array does not show what it would hold.
+    table_FK = np.stack(list(_fields(result).values()))[:, : max(1, result.measured)]
+    writer.array(f"{name}/directions", step, table_FK.astype(np.float32), dims=("field", "direction"))
+
+
+def record_measured(
+    writer: Recorder,
+    step: int,
+    parameter: str,
+    result: SpectralEcho,
+    *,
+    batch: float = math.nan,
+    stable_ranks: Mapping[str, float | None] | None = None,
+    drift: Mapping[str, float] | None = None,
+) -> None:
+    """Write the numbers of a layer at a step, and the event that marks it as measured.
+
+    Comes after :func:`record_arrays`. Where a process that is killed between the two must not leave the
+    event without its arrays, the writer is flushed between them. ``batch`` are the samples of one replicate;
+    without it there is no noise scale. ``stable_ranks`` are by ``"weight"``, ``"update"`` and ``"momentum"``;
+    ``drift`` holds the numbers of :data:`backlight.store.format.spectra.NUMBERS` that begin with that word.
+
+    Raises
+    ------
+    ValueError
+        If a number is not one of the format.
+    """
+    ranks = {"gradient": result.stable_rank, **(stable_ranks or {})}
+    p, q = result.shape
+    numbers = {
+        "replicates": float(result.replicates),
+        "batch": float(batch),
+        "noise_sigma": result.noise.sigma,
+        "edge": result.noise.edge,
+        "signal_share": result.noise.signal_share,
+        "noise_scale": result.noise.noise_scale(batch) if batch > 0 else math.nan,
+        "identifiable": float(result.identifiable),
+        "measured": float(result.measured),
+        "aspect_ratio": min(p, q) / max(p, q),
+        **{f"stable_rank_{of}": math.nan if rank is None else rank for of, rank in ranks.items()},
+        **(drift or {}),
+    }
+    unknown = ", ".join(numbers.keys() - NUMBERS.keys())
+    if unknown:
+        raise ValueError(f"{unknown}: is no number of a layer; there are {', '.join(NUMBERS)}")
+    writer.scalars(step, {f"{PREFIX}/{parameter}/{name}": value for name, value in numbers.items()})
+    payload = {
+        "parameter": parameter,
+        "method": result.method,
+        "estimator": "triple",
+        "blocks": result.blocks,
+        "numbers": numbers,
+    }
+    writer.event(step, MEASURED, payload)
+
+
+def _fields(result: SpectralEcho) -> dict[str, NDArray[np.float64]]:
+    block = np.full(len(result.echo), np.nan)
+    for number, (begin, end) in enumerate(result.blocks):
+        block[begin:end] = number
+    other = {
+        "unbiased": result.diagonal,
+        "echo_null": result.null,
+        "block": block,
+        "alignment_score": np.median(result.score, axis=0),
+        "ambiguity": np.median(result.ambiguity, axis=0),
+        "solver_residual": np.median(result.solver_residual, axis=0),
+    }
+    intervals = {
+        "singular_value": result.singular_value_interval,
+        "echo": result.interval,
+        "pooled": result.pooled_interval,
+        "unbiased": result.diagonal_interval,
+    }
+    for name, interval_D2 in intervals.items():
+        other[f"{name}_low"], other[f"{name}_high"] = interval_D2.T
+    return {name: other[name] if name in other else getattr(result, name) for name in FIELDS}
