@@ -46,15 +46,6 @@ def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["made.json"]
 
 
-def test_another_folder(tmp_path: Path) -> None:
-    path = made(tmp_path / "made.json")
-    folder = tmp_path / "evidence"
-    folder.mkdir()
-    open_trace(path, cache=True, folder=folder)
-    assert [file.name for file in folder.iterdir()] == ["made.json.backlight.parquet"]
-    assert not cache_path(path).exists()
-
-
 @pytest.mark.parametrize("change", ["content", "time", "version", "damage", "foreign"])
 def test_a_stale_or_damaged_file_is_not_used(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

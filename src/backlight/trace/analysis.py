@@ -77,19 +77,9 @@ class Analysis:
 
 
 def analyse(traces: Sequence[Trace], *, step: int | None = None) -> Analysis:
-    """Analyse the traces of one run.
+    """Analyse one trace, or one for each of several ranks; ``step`` is the number of the only step, if any.
 
-    Parameters
-    ----------
-    traces:
-        One trace, or one for each of several ranks.
-    step:
-        Number of the only step to analyse, as in ``ProfilerStep#3``; None analyses all.
-
-    Raises
-    ------
-    TraceError
-        If the traces do not belong together, or a trace has no such step.
+    A :class:`TraceError` is raised where the traces do not belong together, or have no such step.
     """
     timelines = [Timeline(trace) for trace in traces]
     together = None
@@ -149,17 +139,8 @@ def _step_rows(timeline: Timeline, steps: list[Step], devices: list[int]) -> lis
             rows.append(StepRow(step.number, length, None, 0, Idle(), Overlap(0, 0, 0), path))
         for device, cause in causes.items():
             busy = cause.busy.within(step.start, step.end).length
-            rows.append(
-                StepRow(
-                    step.number,
-                    length,
-                    device,
-                    busy,
-                    cause.within(step),
-                    overlap(timeline, step, device),
-                    path,
-                )
-            )
+            both = overlap(timeline, step, device)
+            rows.append(StepRow(step.number, length, device, busy, cause.within(step), both, path))
     return rows
 
 
@@ -203,15 +184,7 @@ def idle_causes(analysis: RankAnalysis) -> dict[str, float]:
 
 
 def exposed_communication(analysis: RankAnalysis) -> float | None:
-    """Return the median over steps of the part with communication and no computation.
-
-    None where no step communicates, which differs from fully hidden.
-    """
+    """Return the median over steps of the part with communication alone; None where no step communicates."""
     if not any(row.overlap.communication for row in analysis.steps):
         return None
     return float(np.median([row.overlap.exposed / row.duration for row in analysis.steps if row.duration]))
-
-
-def copy_share(analysis: RankAnalysis) -> float:
-    """Return the part of the busy time (of the host without a device) that copies and casts take."""
-    return sum(row.share for row in analysis.kinds if row.kind in {"copy and cast", "host copy"})

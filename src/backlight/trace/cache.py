@@ -18,39 +18,23 @@ VERSION = 1
 """Version of the columns; a file of another version is ignored."""
 
 _KEY = b"backlight.trace"
+_KEPT = ("metadata", "rank", "world_size", "base", "notes")
 _HASHED_BYTES = 65536
 
 
-def cache_path(path: Path, folder: Path | None = None) -> Path:
-    """Return the path of the cache of ``path``: next to it, or in ``folder``."""
-    return (folder or path.parent) / (path.name + SUFFIX)
+def cache_path(path: Path) -> Path:
+    """Return the path of the cache of ``path``."""
+    return path.with_name(path.name + SUFFIX)
 
 
-def open_trace(
-    path: str | Path, *, cache: bool = False, folder: Path | None = None, workers: int = 1
-) -> Trace:
-    """Read a trace, from its Parquet if there is one that is not stale.
+def open_trace(path: str | Path, *, cache: bool = False, workers: int = 1) -> Trace:
+    """Read a trace, from its Parquet if there is one that is not stale; with ``cache``, write that otherwise.
 
-    Parameters
-    ----------
-    path:
-        The trace.
-    cache:
-        Write the Parquet if there is none, or if it is stale; a folder that cannot be written is an error.
-    folder:
-        Folder of the Parquet; that of the trace by default.
-    workers:
-        Processes that decode, as in :func:`~backlight.trace.reader.read_trace`.
-
-    Raises
-    ------
-    TraceError
-        As :func:`~backlight.trace.reader.read_trace` does.
-    OSError
-        If the Parquet cannot be written.
+    Errors are those of :func:`~backlight.trace.reader.read_trace`, and an OSError where the Parquet cannot be
+    written.
     """
     path = Path(path)
-    kept = cache_path(path, folder)
+    kept = cache_path(path)
     if kept.is_file() and path.is_file():
         found = _load(path, kept)
         if found is not None:
@@ -80,12 +64,8 @@ def _save(trace: Trace, kept: Path) -> None:
     about = {
         "version": VERSION,
         "source": _identity(Path(trace.path)),
-        "metadata": trace.metadata,
-        "rank": trace.rank,
-        "world_size": trace.world_size,
-        "base": trace.base,
-        "notes": trace.notes,
         "words": trace.events.words,
+        **{name: getattr(trace, name) for name in _KEPT},
     }
     table = pa.table(arrays).replace_schema_metadata({_KEY: json.dumps(about).encode()})
     partial = kept.with_name(f".{kept.name}.{os.getpid()}")
@@ -110,10 +90,7 @@ def _load(path: Path, kept: Path) -> Trace | None:
             return None
         table = pq.read_table(kept)
         columns = {name: np.asarray(table[name]).astype(kept_as.dtype) for name, kept_as in COLUMNS.items()}
-        events = Events(columns, about["words"])
-        return Trace(
-            str(path), events, about["metadata"], about["rank"], about["world_size"], about["base"],
-            tuple(about["notes"]),
-        )  # fmt: skip
+        kept_fields = {name: about[name] for name in _KEPT} | {"notes": tuple(about["notes"])}
+        return Trace(str(path), Events(columns, about["words"]), **kept_fields)
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException):
         return None

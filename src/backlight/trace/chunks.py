@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -111,11 +111,9 @@ def cuts(text: bytes) -> Iterator[tuple[int, int]]:
 
 
 def top_level(prefix: bytes, rest: bytes) -> tuple[bytes, dict[str, Any]]:
-    """Parse the last of the events together with what follows them.
+    """Split ``rest``, the text from the start of an event to the end of the file.
 
-    ``rest`` is the text from the start of an event, or from the closing bracket, to the end of the file.
-    Returns the array of the last events as text, and the other entries of the file; a
-    :class:`msgspec.DecodeError` passes through.
+    Return the array of the last events as text, and the parsed other entries of the file.
     """
     if prefix == b"[":
         return bytes(msgspec.json.decode(b"[" + rest, type=msgspec.Raw)), {}
@@ -139,19 +137,14 @@ def refusal(path: Path, text: bytes, *, whole: bool) -> TraceError:
     start = text.lstrip(b"\xef\xbb\xbf \t\r\n")
     if not start:
         return TraceError(f"{path}: the file is empty; {_EXPECTED}")
-    if start.startswith(b"SQLite format 3"):
+    head = text[:65536]
+    if start.startswith(b"SQLite format 3") or b'"CudaEvent"' in head or b'"TraceProcessEvent"' in head:
         return TraceError(
-            f"{path}: an SQLite file, as Nsight Systems exports it; {_EXPECTED}. "
+            f"{path}: an export of Nsight Systems, not of torch.profiler; {_EXPECTED}. "
             "Record with torch.profiler.profile(...) and prof.export_chrome_trace(path)"
         )
     if start[:1] != b"{":
         return TraceError(f"{path}: is not JSON (it starts with {start[:24]!r}); {_EXPECTED}")
-    first = start.split(b"\n", 1)[0]
-    if b'"CudaEvent"' in text[:65536] or b'"TraceProcessEvent"' in text[:65536] or b'"StringTable"' in first:
-        return TraceError(
-            f"{path}: JSON of Nsight Systems (nsys export), not of torch.profiler; {_EXPECTED}. "
-            "Record with torch.profiler.profile(...) and prof.export_chrome_trace(path)"
-        )
     if not whole:
         return TraceError(f"{path}: no array traceEvents in the first {len(text) // 2**20} MiB; {_EXPECTED}")
     try:
@@ -173,18 +166,13 @@ def broken(path: Path, error: Exception, prefix: bytes) -> TraceError:
     return TraceError(f"{path}: is not valid JSON ({error}); {_EXPECTED}")
 
 
-def check(path: Path, events: Events, metadata: Mapping[str, Any]) -> None:
+def check(path: Path, events: Events) -> None:
     """Refuse, with a :class:`TraceError`, a Chrome trace without any category of torch.profiler."""
     if bool(events.complete(_PROFILER_CATEGORIES).any()):
         return
     categories = [word for word in events.words["category"] if word]
-    tool = ""
-    if any("devtools" in word or "v8" in word or word == "__metadata" for word in categories):
-        tool = "of Chrome's developer tools, "
-    elif "viztracer_metadata" in metadata:
-        tool = "of VizTracer, "
-    elif any("jax" in str(key) or "xla" in word.lower() for key in metadata for word in categories):
-        tool = "of JAX or XLA, "
+    is_chrome = any("devtools" in word or "v8" in word or word == "__metadata" for word in categories)
+    tool = "of Chrome's developer tools, " if is_chrome else ""
     if not len(events):
         raise TraceError(f"{path}: traceEvents is empty: the profiler recorded no step; {_EXPECTED}")
     shown = ", ".join(map(repr, categories[:5])) or "none"

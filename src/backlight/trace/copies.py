@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 
-from backlight.trace.classification import MEMCPY, PYTHON
-from backlight.trace.events import Events, Integers
+from backlight.trace.classification import MEMCPY
+from backlight.trace.events import Integers
 from backlight.trace.operators import Costs, joined
+from backlight.user_code import is_user_code
 
 LINE = "backlight.line/"
 """Prefix of a range that names the line of Python that called the operators in it."""
 
 _PYTHON_LINE = re.compile(r"^(?P<file>.+\.py)\((?P<line>\d+)\): (?P<function>.*)$")
-_IGNORED_FRAMES = re.compile(r"(^|/)(torch|backlight)/")
 
 
 @dataclass(frozen=True)
@@ -33,23 +35,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Copy:
-    """Calls of ``aten::copy_`` of one kind.
+    """Calls of ``aten::copy_`` of one kind, in nanoseconds.
 
-    Attributes
-    ----------
-    source, target:
-        Types as the profiler writes them, empty where it recorded no shapes.
-    contiguous:
-        Whether source and target have equal strides; None where none were recorded.
-    line:
-        Python function and line of the nearest frame outside torch, empty where the trace has neither ranges
-        of lines, stacks nor Python functions; for a copy in backward the line of its forward, where only
-        ranges are recorded. For a function torch records its first line; for one that was running when the
-        recording began, the line that it had reached.
-    calls, elements, host, device:
-        Number, elements in all (None without shapes), nanoseconds on host and device.
-    share:
-        Part of the busy time of the device, or of the host where there is none.
+    ``contiguous`` is whether source and target have equal strides. ``line`` is that of the user's code, for a
+    copy in backward that of its forward; of a function torch records the first line. Types and line are
+    empty, layout and elements None, where the trace lacks them.
     """
 
     source: str
@@ -88,13 +78,14 @@ def copies(costs: Costs, device: Integers) -> list[Copy]:
     lines = _lines(costs, indices)
     for index, line in zip(indices.tolist(), lines, strict=True):
         row = int(tree.rows[index])
-        types = _strings(events.word("types", row))
-        source, target = (types[1], types[0]) if len(types) > 1 else ("", "")
-        groups[source, target, _same_strides(events, row), line].append(index)
+        types, strides = events.listed("types", row), events.listed("strides", row)
+        source, target = (str(types[1]), str(types[0])) if len(types) > 1 else ("", "")
+        is_same = bool(strides[0] == strides[1]) if len(strides) > 1 else None
+        groups[source, target, is_same, line].append(index)
     found = []
     for (source, target, contiguous, line), members in groups.items():
         here = np.array(members)
-        elements = [_elements(events.word("shapes", int(row))) for row in tree.rows[here]]
+        elements = (_elements(events.listed("shapes", int(row))) for row in tree.rows[here])
         known = [count for count in elements if count is not None]
         host, spent = int((tree.end - tree.start)[here].sum()), int(device[here].sum())
         found.append(
@@ -108,24 +99,15 @@ def copies(costs: Costs, device: Integers) -> list[Copy]:
 
 def _lines(costs: Costs, indices: Integers) -> list[str]:
     """Return the Python line of each index: of a range, its call stack, or the functions around it."""
-    timeline = costs.timeline
-    tree, events = timeline.tree, timeline.events
-    python = events.complete(PYTHON)[tree.rows]
-    functions = bool(python.any())
+    tree, events = costs.timeline.tree, costs.timeline.events
     ranges = any(word.startswith(LINE) for word in events.words["name"])
     forwards = dict(zip(*(part.tolist() for part in reversed(joined(costs))), strict=True)) if ranges else {}
     lines = []
     for index in indices.tolist():
-        line = _of_range(costs, index, forwards) if ranges else ""
-        line = line or _of_stack(events.word("stack", int(tree.rows[index])))
-        outer = int(tree.parent[index]) if functions and not line else -1
-        while outer >= 0 and not line:
-            name = events.word("name", int(tree.rows[outer])) if python[outer] else ""
-            found = _PYTHON_LINE.match(name)
-            if found and not _IGNORED_FRAMES.search(found["file"]):
-                line = _location(found)
-            outer = int(tree.parent[outer])
-        lines.append(line)
+        frames = re.split(r"[;\n]", events.word("stack", int(tree.rows[index])))
+        frames += [events.word("name", int(tree.rows[outer])) for outer in tree.upwards(index)]
+        of_range = _of_range(costs, index, forwards) if ranges else ""
+        lines.append(of_range or next(filter(None, map(_location, frames)), ""))
     return lines
 
 
@@ -133,42 +115,28 @@ def _of_range(costs: Costs, index: int, forwards: Mapping[int, int]) -> str:
     """Return the line of the innermost range around a index; inside a node of backward, of its forward."""
     tree, events = costs.timeline.tree, costs.timeline.events
     ending = ""
-    while index >= 0:
-        name = events.word("name", int(tree.rows[index]))
+    for outer in tree.upwards(index):
+        name = events.word("name", int(tree.rows[outer]))
         if name.startswith(LINE):
             return name.removeprefix(LINE) + ending
-        if index in forwards and not ending:
-            index, ending = forwards[index], ", backward"
-        index = int(tree.parent[index])
+        if outer in forwards and not ending:
+            line = _of_range(costs, forwards[outer], {})
+            return f"{line}, backward" if line else ""
     return ""
 
 
-def _of_stack(stack: str) -> str:
-    for frame in re.split(r"[;\n]", stack):
-        found = _PYTHON_LINE.match(frame.strip())
-        if found and not _IGNORED_FRAMES.search(found["file"]):
-            return _location(found)
-    return ""
+@cache
+def _location(frame: str) -> str:
+    """Return file, line and function of a frame of the user's code, empty for any other."""
+    found = _PYTHON_LINE.match(frame.strip())
+    # The profiler cuts the folder of installed packages off.
+    if not found or found["file"].startswith(("torch/", "backlight/")) or not is_user_code(found["file"]):
+        return ""
+    return f"{found['file']}:{found['line']} ({found['function']})"
 
 
-def _location(frame: re.Match[str]) -> str:
-    return f"{frame['file']}:{frame['line']} ({frame['function']})"
-
-
-def _strings(text: str) -> list[str]:
-    found = json.loads(text) if text else []
-    return [str(one) for one in found] if isinstance(found, list) else []
-
-
-def _elements(shapes: str) -> int | None:
+def _elements(shapes: list[Any]) -> int | None:
     """Return the elements of the target, the first input."""
-    found = json.loads(shapes) if shapes else []
-    if not found or not isinstance(found[0], list) or any(not isinstance(side, int) for side in found[0]):
+    if not shapes or not isinstance(shapes[0], list) or any(not isinstance(side, int) for side in shapes[0]):
         return None
-    return int(np.prod(found[0], dtype=np.int64))
-
-
-def _same_strides(events: Events, row: int) -> bool | None:
-    strides = events.word("strides", row)
-    found = json.loads(strides) if strides else []
-    return bool(found[0] == found[1]) if isinstance(found, list) and len(found) > 1 else None
+    return math.prod(shapes[0])

@@ -27,22 +27,19 @@ BLOCKED_LAUNCH_NS = 50_000
 _QUEUEING = re.compile(r"Launch|Mem(cpy|set)\w*Async")
 
 
+_MOST_SPECIFIC = (
+    "backward", "optimizer", "clip", "data", "loss", "evaluation", "checkpoint", "host_to_device", "forward",
+    "other",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class CriticalPath:
-    """Nanoseconds on the path of one step.
+    """Nanoseconds on the path of one step: on the host by phase, on the device by kind of operation.
 
-    Attributes
-    ----------
-    host:
-        On the host by phase.
-    device:
-        On the device by kind of operation.
-    launch:
-        Between a launch and the begin of its kernel, and between queued kernels.
-    synchronisation:
-        Between the end of a device event and the return of the call that waited for it.
-    names:
-        The device events with most time on the path.
+    ``launch`` is between a launch and the begin of its kernel, and between queued kernels,
+    ``synchronisation`` between the end of a device event and the return of the call that waited for it;
+    ``names`` are the device events with most time on the path.
     """
 
     host: dict[str, int]
@@ -82,7 +79,7 @@ class Paths:
         # Inner phases overlap outer ones and other threads; the specific ones are counted first.
         self._phases: list[tuple[int, Union]] = []
         taken = EMPTY
-        for code in sorted(range(len(PHASES)), key=_specific):
+        for code in map(PHASES.index, _MOST_SPECIFIC):
             chosen = timeline.phases == code
             starts = np.concatenate((taken.start, tree.start[chosen]))
             taken = union(starts, np.concatenate((taken.end, tree.end[chosen])))
@@ -151,12 +148,12 @@ class Paths:
         kinds: Counter[str] = Counter()
         for code in np.unique(timeline.device.kind[chosen]):
             kinds[KINDS[code].value] += int(spent[timeline.device.kind[chosen] == code].sum())
-        codes, index = np.unique(timeline.events["name"][timeline.device.rows[chosen]], return_inverse=True)
-        by_name = np.zeros(len(codes), np.int64)
-        np.add.at(by_name, index, spent)
+        by_name: Counter[str] = Counter()
+        for row, time in zip(timeline.device.rows[chosen].tolist(), spent.tolist(), strict=True):
+            by_name[timeline.name(row)] += time
         names: Counter[str] = Counter()
-        for code, time in zip(codes.tolist(), by_name.tolist(), strict=True):
-            names[short(timeline.events.words["name"][code])] += time
+        for name, time in by_name.items():
+            names[short(name)] += time
         starts: Integers = np.array([a for a, _ in host], dtype=np.int64)
         ends: Integers = np.array([b for _, b in host], dtype=np.int64)
         phases: dict[str, int] = {}
@@ -171,21 +168,3 @@ class Paths:
             phases["outside any call"] = outside
         top = tuple(names.most_common(10))
         return CriticalPath(phases, dict(kinds.most_common()), launch, synchronisation, top)
-
-
-_ORDER = (
-    "backward",
-    "optimizer",
-    "clip",
-    "data",
-    "loss",
-    "evaluation",
-    "checkpoint",
-    "host_to_device",
-    "forward",
-    "other",
-)
-
-
-def _specific(code: int) -> int:
-    return _ORDER.index(PHASES[code].value)

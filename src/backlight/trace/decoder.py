@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
+from functools import cache
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -82,24 +85,12 @@ class Vocabulary(dict[Any, int]):
         self[word] = code = len(self) - 3
         return code
 
-    def words(self, start: int = 0) -> list[str]:
-        """Return the strings from the code ``start`` on."""
-        return [_text(word) for word in list(self)[3 + start :]]
-
-
-def _text(word: Any) -> str:
-    return word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)
-
-
-class _Kinds(dict[str, int]):
-    """Character codes of ``ph``, 0 for none."""
-
-    def __missing__(self, kind: str) -> int:
-        self[kind] = code = ord(kind[0]) & 127 if kind else 0
-        return code
-
-
-_KINDS = _Kinds()
+    def words(self) -> list[str]:
+        """Return the strings in the order of their codes."""
+        return [
+            word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)
+            for word in islice(self, 3, None)
+        ]
 
 
 class Columns:
@@ -127,7 +118,8 @@ class Columns:
         """Return an array for each of :data:`COLUMNS`, without those that are ``absent``."""
         count = len(events)
         columns: dict[str, Column] = {
-            "kind": np.fromiter(map(_KINDS.__getitem__, map(attrgetter("kind"), events)), np.int8, count),
+            # The code of the first character, 0 for none.
+            "kind": np.array(list(map(attrgetter("kind"), events)), "U1").view(np.uint32) & 127,
             "start": nanoseconds(list(map(bytes, map(attrgetter("start"), events))), 0),
             "duration": nanoseconds(list(map(bytes, map(attrgetter("duration"), events))), MISSING),
             "flow": _integers(events, "flow"),
@@ -160,6 +152,20 @@ class Columns:
         return np.fromiter(map(known.__getitem__, words), np.int32, count)
 
 
+@cache
+def _columns_of_this_process() -> Columns:
+    return Columns()
+
+
+def decode_in_worker(text: bytes) -> tuple[int, dict[str, Column], dict[str, list[Any]]]:
+    """Decode a chunk; return this process, the columns, and the words that are new to this process."""
+    columns = _columns_of_this_process()
+    known = {name: len(words) for name, words in columns.vocabularies.items()}
+    part = columns.of_text(text)
+    fresh = {name: list(islice(columns.vocabularies[name], start, None)) for name, start in known.items()}
+    return os.getpid(), part, fresh
+
+
 def _integers(objects: list[Any], name: str) -> Integers:
     values = attrgetter(name)
     try:
@@ -182,11 +188,9 @@ _MAX_LETTERS = 40
 
 
 def nanoseconds(texts: list[bytes], missing: int) -> Integers:
-    """Turn JSON numbers of microseconds into whole nanoseconds, exactly.
+    """Turn microseconds as written, ``b'1712195495519689.047'``, into nanoseconds, int64 [texts].
 
-    ``texts`` are numbers as written, ``b'1712195495519689.047'``; an empty one becomes ``missing``. Quoted
-    numbers and exponents are converted one by one, fractions of a nanosecond are rounded. Returns int64
-    [texts].
+    They are exact, or rounded to a nanosecond; an empty text becomes ``missing``.
     """
     packed = np.array(texts, dtype=np.bytes_)
     width = packed.dtype.itemsize

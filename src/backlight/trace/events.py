@@ -6,8 +6,9 @@ columns a third of it. Strings are codes into vocabularies, times are whole nano
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,6 @@ class Events:
 
     columns: dict[str, Column]
     words: dict[str, list[str]]
-    _found: dict[tuple[str, str], int] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.columns["kind"])
@@ -87,10 +87,10 @@ class Events:
         code = int(self.columns[name][row])
         return self.words[name][code] if code >= 0 else ""
 
-    def codes(self, name: str, *texts: str) -> list[int]:
-        """Return the codes of those of ``texts`` that occur in the column ``name``."""
-        wanted = set(texts)
-        return [code for code, word in enumerate(self.words[name]) if word in wanted]
+    def listed(self, name: str, row: int) -> list[Any]:
+        """Return the list in a coded column, empty where the event has none."""
+        found = json.loads(self.word(name, row) or "[]")
+        return found if isinstance(found, list) else []
 
     def where(self, name: str, accept: Callable[[str], bool]) -> Mask:
         """Return the rows whose word in the coded column ``name`` is accepted, bool [events]."""
@@ -101,10 +101,9 @@ class Events:
 
     def complete(self, categories: frozenset[str]) -> Mask:
         """Return the complete events whose category, in lower case, is one of ``categories``."""
-        mask: Mask = self.where("category", lambda word: word.lower() in categories) & (
-            self.columns["kind"] == COMPLETE
-        )
-        return mask
+        chosen: Mask = self.where("category", lambda word: word.lower() in categories)
+        chosen &= self.columns["kind"] == COMPLETE
+        return chosen
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield every event as a dictionary of the columns, for tests and small exports."""
@@ -114,18 +113,9 @@ class Events:
                 for name, kept in COLUMNS.items()
             }
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the columns."""
-        return sum(column.nbytes for column in self.columns.values())
-
 
 class EventBuilder:
-    """Columns that grow chunk by chunk.
-
-    A large array grows by moving pages, not bytes, so that the events are never held twice. A column that no
-    chunk has is one number.
-    """
+    """Columns that grow chunk by chunk; one that no chunk has is one number."""
 
     def __init__(self) -> None:
         self._columns: dict[str, Column] = {}
@@ -140,6 +130,7 @@ class EventBuilder:
             column = self._columns.get(name)
             if column is None:
                 column = self._columns[name] = np.full(begin, MISSING, kept.dtype)
+            # A large array grows by moving pages, not bytes, so that the events are never held twice.
             if len(column) < self._count:
                 column.resize(self._count * 5 // 4, refcheck=False)
             column[begin : self._count] = part.get(name, MISSING)
@@ -159,22 +150,10 @@ class EventBuilder:
 
 @dataclass(frozen=True)
 class Trace:
-    """One trace: its events and its metadata.
+    """Events of one trace, and the top-level entries of the file besides them.
 
-    Attributes
-    ----------
-    path:
-        Where it was read from.
-    events:
-        Every event of the file.
-    metadata:
-        The top-level entries of the file besides the events.
-    rank, world_size:
-        As the file states, None where it does not.
-    base:
-        Nanoseconds to add to ``start`` for time since 1970; 0 where starts already count from there.
-    notes:
-        Repairs that were made while reading.
+    ``base`` are nanoseconds to add to ``start`` for time since 1970, 0 where starts already count from there;
+    ``notes`` are repairs that were made while reading.
     """
 
     path: str

@@ -7,15 +7,15 @@ of the operation is that of the node (the link that torch.profiler uses).
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.records import Phase
 from backlight.trace.classification import ANNOTATION, ENGINE, OPERATOR
-from backlight.trace.events import COMPLETE, Events
+from backlight.trace.events import Column, Events, Integers, Mask
+from backlight.trace.intervals import union
+from backlight.trace.timeline import Tree, tree
 
 PHASE = "backlight:"
 """Prefix of the range of a phase."""
@@ -26,174 +26,99 @@ MODULE = "backlight.module/"
 
 @dataclass
 class ModuleTime:
-    """Host seconds of one module per step; ``exclusive`` times leave out the modules inside.
+    """Host milliseconds of one module per step; ``exclusive`` times leave out the modules inside.
 
-    ``recomputed`` is forward time inside backward, the cost of checkpointing; it is a part of backward.
+    ``recomputed_ms`` is forward time inside backward, which checkpointing costs; it is a part of backward.
     """
 
     name: str
     calls: float = 0.0
-    forward: float = 0.0
-    forward_exclusive: float = 0.0
-    recomputed: float = 0.0
-    backward: float = 0.0
-    backward_exclusive: float = 0.0
+    forward_ms: float = 0.0
+    forward_exclusive_ms: float = 0.0
+    recomputed_ms: float = 0.0
+    backward_ms: float = 0.0
+    backward_exclusive_ms: float = 0.0
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """Times by module, and the backward time without a module.
+    """Times by module in the order of their first call.
 
-    Attributes
-    ----------
-    modules:
-        In the order of their first call.
-    backward:
-        Seconds per step inside nodes of backward, attributed or not.
-    unattributed:
-        Those of nodes whose forward ran in no module (the loss, sums of gradients, the engine).
+    ``unattributed_ms`` per step are inside nodes of backward whose forward ran in no module: the loss, sums
+    of gradients, the engine.
     """
 
     modules: tuple[ModuleTime, ...]
-    backward: float
-    unattributed: float
-
-
-@dataclass
-class _Span:
-    start: int
-    end: int
-    name: str
-    row: int
-    parent: _Span | None
-    inside: int = 0
+    unattributed_ms: float
 
 
 def attribute(events: Events, steps: int) -> Attribution:
-    """Attribute host time to modules.
-
-    Parameters
-    ----------
-    events:
-        Events of a trace with ranges by :mod:`backlight.diagnose.profile.ranges`.
-    steps:
-        Steps that the trace covers; times are per step.
-
-    Raises
-    ------
-    ValueError
-        If ``steps`` is not positive.
-    """
-    if steps < 1:
-        raise ValueError(f"steps={steps}: expected the number of traced steps, 1 or more")
-    backwards = [
-        (span.start, span.end) for spans in _spans(events, PHASE).values() for span in spans
-        if span.name == Phase.BACKWARD
-    ]  # fmt: skip
-    by_thread = _spans(events, MODULE)
+    """Attribute the host time of ``steps`` traced steps to the modules whose ranges the trace has."""
+    calls = tree(events)
+    ranges = _named(events, calls, MODULE, ANNOTATION)
+    around, own = _nested(calls, ranges)
+    names = [events.word("name", row)[len(MODULE) :] for row in calls.rows.tolist()]
+    backward = _named(events, calls, f"{PHASE}{Phase.BACKWARD}", ANNOTATION)
+    inside = union(calls.start[backward], calls.end[backward]).covered(calls.start, calls.start + 1) > 0
+    scale = 1e-6 / steps
     times: dict[str, ModuleTime] = {}
-    scale = 1e-9 / steps
-    for span in sorted((s for spans in by_thread.values() for s in spans), key=lambda span: span.start):
-        time = times.setdefault(span.name, ModuleTime(span.name))
-        seconds = (span.end - span.start) * scale
-        if _within(span.start, backwards):
-            time.recomputed += seconds if span.parent is None or span.parent.name != span.name else 0.0
+    indices = np.flatnonzero(ranges)
+    for index in indices[np.argsort(calls.start[indices], kind="stable")].tolist():
+        name, outer = names[index], int(around[index])
+        time = times.setdefault(name, ModuleTime(name))
+        spent = int(calls.end[index] - calls.start[index]) * scale
+        if inside[index]:
+            time.recomputed_ms += spent if outer < 0 or names[outer] != name else 0.0
             continue
         time.calls += 1 / steps
+        time.forward_exclusive_ms += int(own[index]) * scale
         # A module inside itself (recursion) is counted once.
-        if not any(outer.name == span.name for outer in _above(span)):
-            time.forward += seconds
-        time.forward_exclusive += seconds - span.inside * scale
-    whole, missing = _backward(events, by_thread, backwards, times, scale)
+        while outer >= 0 and names[outer] != name:
+            outer = int(around[outer])
+        time.forward_ms += spent if outer < 0 else 0.0
+    unattributed = 0.0
+    owners = _owners(events, calls, around, inside)
+    nodes = _named(events, calls, ENGINE, OPERATOR)
+    own = _nested(calls, nodes)[1]
+    for index in np.flatnonzero(nodes).tolist():
+        owner = owners.get(int(events["sequence"][calls.rows[index]]))
+        if owner is None:
+            unattributed += int(own[index]) * scale
+        else:
+            times[names[owner]].backward_exclusive_ms += int(own[index]) * scale
     for time in times.values():
-        time.backward = sum(
-            other.backward_exclusive for other in times.values() if _is_inside(other.name, time.name)
+        time.backward_ms = sum(
+            other.backward_exclusive_ms
+            for other in times.values()
+            if not time.name or other.name == time.name or other.name.startswith(f"{time.name}.")
         )
-    return Attribution(tuple(times.values()), whole, missing)
+    return Attribution(tuple(times.values()), unattributed)
 
 
-def _backward(
-    events: Events,
-    by_thread: dict[tuple[int, int], list[_Span]],
-    backwards: Sequence[tuple[int, int]],
-    times: dict[str, ModuleTime],
-    scale: float,
-) -> tuple[float, float]:
-    owners = _owners(events, by_thread, backwards)
-    whole = missing = 0.0
-    for spans in _spans(events, ENGINE, categories=OPERATOR).values():
-        for span in spans:
-            seconds = (span.end - span.start - span.inside) * scale
-            whole += seconds
-            owner = owners.get(int(events["sequence"][span.row]))
-            if owner is None:
-                missing += seconds
-            else:
-                times[owner].backward_exclusive += seconds
-    return whole, missing
+def _named(events: Events, calls: Tree, prefix: str, categories: frozenset[str]) -> Mask:
+    named = events.where("name", lambda word: word.startswith(prefix)) & events.complete(categories)
+    return named[calls.rows]
 
 
-def _owners(
-    events: Events, by_thread: dict[tuple[int, int], list[_Span]], backwards: Sequence[tuple[int, int]]
-) -> dict[int, str]:
-    """Return the innermost module of each sequence number that an operation of a forward has."""
-    chosen = (events["kind"] == COMPLETE) & (events["sequence"] >= 0)
-    rows = np.flatnonzero(chosen & events.where("name", lambda word: not word.startswith(ENGINE)))
-    owners: dict[int, str] = {}
-    grouped: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row in rows[np.argsort(events["start"][rows], kind="stable")]:
-        grouped[int(events["process"][row]), int(events["thread"][row])].append(int(row))
-    for key, members in grouped.items():
-        spans = iter(by_thread.get(key, ()))
-        following = next(spans, None)
-        opened: list[_Span] = []
-        for row in members:
-            start = int(events["start"][row])
-            while following is not None and following.start <= start:
-                opened.append(following)
-                following = next(spans, None)
-            opened = [span for span in opened if span.end > start]
-            inside_node = _within(start, backwards)
-            # The innermost module wins, and within it the last operation: numbers are given on the way out.
-            if opened and (not inside_node or int(events["sequence"][row]) not in owners):
-                owners[int(events["sequence"][row])] = opened[-1].name
+def _nested(calls: Tree, chosen: Column) -> tuple[Integers, Integers]:
+    """Return the innermost chosen event around each one, and the time of each without the chosen inside."""
+    innermost = calls.inherited(np.where(chosen, np.arange(len(chosen)), -1))
+    around = np.where(calls.parent >= 0, innermost[calls.parent], -1)
+    own = calls.end - calls.start
+    nested = chosen & (around >= 0)
+    np.subtract.at(own, around[nested], (calls.end - calls.start)[nested])
+    return around, own
+
+
+def _owners(events: Events, calls: Tree, around: Integers, inside: Column) -> dict[int, int]:
+    """Return the range of the module of each sequence number that an operation of a forward has."""
+    sequence = events["sequence"][calls.rows]
+    node = events.where("name", lambda word: word.startswith(ENGINE))[calls.rows]
+    indices = np.flatnonzero((sequence >= 0) & ~node & (around >= 0))
+    owners: dict[int, int] = {}
+    for index in indices[np.argsort(calls.start[indices], kind="stable")].tolist():
+        number = int(sequence[index])
+        # The last operation of a forward wins: numbers are given on the way out.
+        if not inside[index] or number not in owners:
+            owners[number] = int(around[index])
     return owners
-
-
-def _spans(
-    events: Events, prefix: str, categories: frozenset[str] = ANNOTATION
-) -> dict[tuple[int, int], list[_Span]]:
-    """Return the nested ranges whose name begins with ``prefix``, by process and thread, by start."""
-    named = events.where("name", lambda word: word.startswith(prefix))
-    rows = np.flatnonzero(named & events.complete(categories))
-    order = np.lexsort((-events["duration"][rows], events["start"][rows]))
-    found: dict[tuple[int, int], list[_Span]] = defaultdict(list)
-    stacks: dict[tuple[int, int], list[_Span]] = defaultdict(list)
-    for row in rows[order].tolist():
-        key = int(events["process"][row]), int(events["thread"][row])
-        start = int(events["start"][row])
-        end = start + max(0, int(events["duration"][row]))
-        stack = stacks[key]
-        while stack and stack[-1].end <= start:
-            stack.pop()
-        parent = stack[-1] if stack else None
-        span = _Span(start, end, events.word("name", row)[len(prefix) :], row, parent)
-        if parent is not None:
-            parent.inside += end - start
-        stack.append(span)
-        found[key].append(span)
-    return found
-
-
-def _above(span: _Span) -> Iterator[_Span]:
-    while span.parent is not None:
-        span = span.parent
-        yield span
-
-
-def _within(time: int, spans: Sequence[tuple[int, int]]) -> bool:
-    return any(start <= time < end for start, end in spans)
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return not outer or name == outer or name.startswith(f"{outer}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from backlight.trace.classification import ENGINE, KINDS, MEMCPY, MEMSET, OPERATOR, PHASES, Kind, kind_of
 from backlight.trace.events import Column, Integers
 from backlight.trace.intervals import shares
-from backlight.trace.timeline import Step, Timeline, Tree
+from backlight.trace.timeline import Step, Timeline
 
 NO_OPERATOR = "(no operator)"
 """Name of time in no operator: Python and waiting on the host, device events without a known launch."""
@@ -17,27 +18,12 @@ NO_OPERATOR = "(no operator)"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table.
+    """One operator, kernel, kind or phase; ``phase`` and ``kind`` are empty where a row is over all.
 
-    Attributes
-    ----------
-    name:
-        Operator, kernel, kind or phase.
-    phase:
-        Phase it ran in, empty where rows are over all phases.
-    kind:
-        Kind of operation, empty where rows are over all kinds.
-    calls:
-        Calls of the operator, or device events.
-    host:
-        Nanoseconds on the host, without the operators called inside.
-    device:
-        Nanoseconds of the device. A moment shared by several events counts once: computation goes before
-        copies and copies before communication, so that rows add up to the union.
-    busy:
-        Sum of the durations of the device events; more than ``device`` where they overlap.
-    share:
-        Part of the device's busy time; where there is no device, of the host's.
+    ``host`` nanoseconds leave out the operators called inside. Of ``device`` nanoseconds a moment shared by
+    several events counts once: computation goes before copies and copies before communication, so that rows
+    add up to the union; ``busy`` is the sum of durations. ``share`` is that of the device, or without one of
+    the host.
     """
 
     name: str
@@ -86,25 +72,36 @@ class Costs:
         part, total = (device, self.device_total) if self.on_device else (host, self.host_total)
         return part / total if total else 0.0
 
-    def table(self, host_key: Column, device_key: Column) -> dict[int, tuple[int, int, int, int, int]]:
-        """Sum by key: host events, their own time, device events, their part of the union, their durations.
+    def rows(
+        self,
+        host_key: Column,
+        device_key: Column,
+        label: Callable[[int], tuple[str, str, str]],
+        counted: Column | None = None,
+    ) -> list[Row]:
+        """Return a row per key, the most expensive first.
 
-        ``host_key`` is int64 like ``host_rows``, ``device_key`` like ``device_rows``.
+        ``host_key`` is int64 like ``host_rows``, ``device_key`` like ``device_rows``, negative for no row;
+        ``label`` names a key. Calls are those of ``counted`` host events, or else the device events.
         """
         keys, inverse = np.unique(np.concatenate((host_key, device_key)), return_inverse=True)
         host, device = inverse[: len(host_key)], inverse[len(host_key) :]
-        count = len(keys)
-        columns = (
-            np.bincount(host, minlength=count),
-            _sums(host, self.timeline.tree.inner[self.host_rows], count),
-            np.bincount(device, minlength=count),
-            _sums(device, self.shares, count),
-            _sums(device, self.durations, count),
+        inner = self.timeline.tree.inner[self.host_rows]
+        columns = zip(
+            keys.tolist(),
+            np.bincount(device if counted is None else host[counted], minlength=len(keys)).tolist(),
+            *(
+                _sums(index, values, len(keys)).tolist()
+                for index, values in ((host, inner), (device, self.shares), (device, self.durations))
+            ),
+            strict=True,
         )
-        return {
-            int(key): (int(a), int(b), int(c), int(d), int(e))
-            for key, a, b, c, d, e in zip(keys, *columns, strict=True)
-        }
+        rows = [
+            Row(*label(key), calls, own, part, busy, self.share(own, part))
+            for key, calls, own, part, busy in columns
+            if key >= 0
+        ]
+        return sorted(rows, key=lambda row: (row.share, row.host), reverse=True)
 
 
 def _sums(groups: Integers, values: Integers, count: int) -> Integers:
@@ -116,42 +113,31 @@ def _sums(groups: Integers, values: Integers, count: int) -> Integers:
 def by_operator(costs: Costs) -> list[Row]:
     """Return operators by phase, the most expensive first.
 
-    Time on the host that calls of the runtime take inside an operator is the operator's.
+    Time on the host that calls of the runtime take inside an operator is the operator's; time in no operator
+    (annotations, Python, bare runtime calls) is in no row.
     """
     timeline = costs.timeline
-    tree, device, names = timeline.tree, timeline.device, timeline.events["name"]
-    operator = timeline.operators
-    here = costs.host_rows
-    owner = operator[here]
-    own = owner == here
+    names, words = timeline.events["name"], timeline.events.words["name"]
     base = len(PHASES)
-    # Time within no operator (annotations, Python, bare runtime calls) is no operator's time.
-    inside = owner >= 0
-    code = np.where(inside, names[tree.rows[owner]] if len(tree.rows) else 0, -1).astype(np.int64)
-    phase = timeline.phases[np.where(inside, owner, 0)] if len(tree.rows) else owner
-    host_key = np.where(inside, code * base + phase, -1)
-    launcher = device.operator[costs.device_rows]
-    known = launcher >= 0
-    device_key = np.full(len(launcher), -1)
-    if known.any():
-        device_key[known] = (
-            names[tree.rows[launcher[known]]].astype(np.int64) * base + timeline.phases[launcher[known]]
-        )
-    calls = dict(zip(*(part.tolist() for part in np.unique(host_key[own], return_counts=True)), strict=True))
-    rows = []
-    words = timeline.events.words["name"]
-    for key, (_, host, events, part, busy) in costs.table(host_key, device_key).items():
-        if key < 0:
-            if events:
-                rows.append(Row(NO_OPERATOR, "", "", events, 0, part, busy, costs.share(0, part)))
-            continue
-        name = words[key // base]
-        rows.append(
-            Row(
-                name, PHASES[key % base].value, kind_of(name).value, int(calls.get(key, 0)), host, part, busy,
-                costs.share(host, part),
-            )
-        )  # fmt: skip
+
+    def key(operator: Integers) -> Integers:
+        known = operator >= 0
+        found = np.full(len(operator), -1)
+        found[known] = names[timeline.tree.rows[operator[known]]].astype(np.int64) * base
+        found[known] += timeline.phases[operator[known]]
+        return found
+
+    def label(code: int) -> tuple[str, str, str]:
+        name = words[code // base]
+        return name, PHASES[code % base].value, kind_of(name).value
+
+    owner = timeline.operators[costs.host_rows]
+    launcher = timeline.device.operator[costs.device_rows]
+    rows = costs.rows(key(owner), key(launcher), label, counted=owner == costs.host_rows)
+    lost = launcher < 0
+    if lost.any():
+        part, busy = int(costs.shares[lost].sum()), int(costs.durations[lost].sum())
+        rows.append(Row(NO_OPERATOR, "", "", int(lost.sum()), 0, part, busy, costs.share(0, part)))
     return sorted(rows, key=lambda row: (row.share, row.host), reverse=True)
 
 
@@ -159,20 +145,12 @@ def by_kernel(costs: Costs) -> list[Row]:
     """Return device events by name, the most expensive first."""
     device, events = costs.timeline.device, costs.timeline.events
     base = len(KINDS)
-    key = (
-        events["name"][device.rows[costs.device_rows]].astype(np.int64) * base
-        + device.kind[costs.device_rows]
-    )
-    none = np.full(len(costs.host_rows), -1)
-    rows = [
-        Row(
-            events.words["name"][code // base], "", KINDS[code % base].value, count, 0, part, busy,
-            costs.share(0, part),
-        )
-        for code, (_, _, count, part, busy) in costs.table(none, key).items()
-        if code >= 0
-    ]  # fmt: skip
-    return sorted(rows, key=lambda row: row.device, reverse=True)
+    key = events["name"][device.rows].astype(np.int64) * base + device.kind
+
+    def label(code: int) -> tuple[str, str, str]:
+        return events.words["name"][code // base], "", KINDS[code % base].value
+
+    return costs.rows(np.full(len(costs.host_rows), -1), key[costs.device_rows], label)
 
 
 def by_kind(costs: Costs) -> list[Row]:
@@ -181,31 +159,24 @@ def by_kind(costs: Costs) -> list[Row]:
     owner = timeline.operators[costs.host_rows]
     inside = owner >= 0
     kinds = np.full(len(owner), -1)
-    if inside.any():
-        kinds[inside] = timeline.kinds[timeline.events["name"][timeline.tree.rows[owner[inside]]]]
-    table = costs.table(kinds, timeline.device.kind[costs.device_rows])
-    own = kinds[owner == costs.host_rows]
-    rows = [
-        Row(
-            KINDS[code].value, "", KINDS[code].value,
-            count if costs.on_device else int((own == code).sum()),
-            host, part, busy, costs.share(host, part),
-        )
-        for code, (_, host, count, part, busy) in table.items()
-        if code >= 0
-    ]  # fmt: skip
-    return sorted(rows, key=lambda row: (row.share, row.host), reverse=True)
+    kinds[inside] = timeline.kinds[timeline.events["name"][timeline.tree.rows[owner[inside]]]]
+    counted = None if costs.on_device else owner == costs.host_rows
+
+    def label(code: int) -> tuple[str, str, str]:
+        return KINDS[code].value, "", KINDS[code].value
+
+    return costs.rows(kinds, timeline.device.kind[costs.device_rows], label, counted)
 
 
 def by_phase(costs: Costs) -> list[Row]:
     """Return phases: own time of all host calls in them, and device time that they launched."""
-    timeline = costs.timeline
-    table = costs.table(timeline.phases[costs.host_rows], timeline.device.phase[costs.device_rows])
-    rows = [
-        Row(PHASES[code].value, PHASES[code].value, "", calls, host, part, busy, costs.share(host, part))
-        for code, (calls, host, _, part, busy) in table.items()
-    ]
-    return sorted(rows, key=lambda row: (row.share, row.host), reverse=True)
+    timeline, here = costs.timeline, costs.host_rows
+
+    def label(code: int) -> tuple[str, str, str]:
+        return PHASES[code].value, PHASES[code].value, ""
+
+    phases = timeline.device.phase[costs.device_rows]
+    return costs.rows(timeline.phases[here], phases, label, counted=np.ones(len(here), bool))
 
 
 @dataclass(frozen=True)
@@ -222,11 +193,9 @@ class Pair:
 
 
 def joined(costs: Costs) -> tuple[Integers, Integers]:
-    """Return indices in the tree of joined forward and backward operators, int64 [J] each.
-
-    Autograd gives a backward node the number of the forward call that recorded it. Operators that
-    call others carry the number of what they call next, so the last to start is the one that recorded.
-    """
+    """Return indices in the tree of joined forward and backward operators, int64 [J] each."""
+    # Autograd gives a backward node the number of the forward call that recorded it. Operators that call
+    # others carry the number of what they call next, so the last to start is the one that recorded.
     timeline = costs.timeline
     tree, events = timeline.tree, timeline.events
     sequence, thread = events["sequence"][tree.rows], events["forward_thread"][tree.rows]
@@ -253,25 +222,15 @@ def joined(costs: Costs) -> tuple[Integers, Integers]:
     return indices[last[found]], indices[found]
 
 
-def sizes(tree: Tree) -> Integers:
-    """Return the number of events in the subtree of each index, itself included, int64 [H]."""
-    size = np.ones(len(tree.rows), np.int64)
-    for level in range(int(tree.depth.max(initial=0)), 0, -1):
-        here = np.flatnonzero(tree.depth == level)
-        np.add.at(size, tree.parent[here], size[here])
-    return size
-
-
 def device_time(costs: Costs) -> Integers:
     """Return device time launched from the subtree of each index, in nanoseconds, int64 [H]."""
     tree, device = costs.timeline.tree, costs.timeline.device
-    own = np.zeros(len(tree.rows), np.int64)
     launch = device.launch[costs.device_rows]
-    np.add.at(own, launch[launch >= 0], costs.shares[launch >= 0])
-    total = np.concatenate(([0], np.cumsum(own)))
-    here = np.arange(len(tree.rows))
-    result: Integers = total[here + sizes(tree)] - total[here]
-    return result
+    total = _sums(launch[launch >= 0], costs.shares[launch >= 0], len(tree.rows))
+    for level in range(int(tree.depth.max(initial=0)), 0, -1):
+        here = np.flatnonzero(tree.depth == level)
+        np.add.at(total, tree.parent[here], total[here])
+    return total
 
 
 def pairs(costs: Costs, device: Integers) -> list[Pair]:

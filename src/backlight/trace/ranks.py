@@ -17,21 +17,10 @@ CLOCK_TOLERANCE_NS = 1_000_000
 
 @dataclass(frozen=True)
 class Lateness:
-    """One step over the ranks.
+    """One step over the ranks, in nanoseconds by rank.
 
-    Attributes
-    ----------
-    step:
-        Number of the step.
-    duration:
-        Nanoseconds of the step by rank.
-    waited:
-        Nanoseconds by rank in collectives beyond the shortest stay of any rank: the rank that comes last
-        waits least. Needs no common clock.
-    last:
-        The rank that waited least.
-    delay:
-        By how much the median of the others waited longer than ``last``.
+    ``waited`` is the time in collectives beyond the shortest stay of any rank, which needs no common clock:
+    the rank that comes ``last`` waits least, by ``delay`` less than the median of the others.
     """
 
     step: int
@@ -43,23 +32,11 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Comparison of several ranks.
+    """Comparison of the common steps of several ranks.
 
-    Attributes
-    ----------
-    given, world_size, missing:
-        Ranks that were given, their number in all (None if no file states it) and those not given.
-    collectives:
-        Collectives that all given ranks have in common steps.
-    offsets:
-        Nanoseconds of each clock ahead of the first rank's, from the ends of common collectives, which
-        leave together; empty where there are none.
-    clocks:
-        ``"agree"``, ``"disagree"`` or ``"not measured"``.
-    steps:
-        Common steps.
-    notes:
-        What is not known.
+    ``collectives`` counts those that all given ranks have; ``offsets`` are nanoseconds of each clock ahead of
+    the first rank's, from their ends, which leave together; ``clocks`` is ``"agree"``, ``"disagree"`` or
+    ``"not measured"``; ``notes`` list what is not known.
     """
 
     given: tuple[int, ...]
@@ -73,13 +50,7 @@ class Ranks:
 
 
 def check_ranks(timelines: list[Timeline]) -> dict[int, Timeline]:
-    """Return the timelines by rank.
-
-    Raises
-    ------
-    TraceError
-        If a rank is not known or given twice, or the files are of runs of different size.
-    """
+    """Return the timelines by rank; raise a :class:`TraceError` where they are not those of one run."""
     by_rank: dict[int, Timeline] = {}
     sizes = {}
     for timeline in timelines:
@@ -117,7 +88,8 @@ def ranks(by_rank: dict[int, Timeline]) -> Ranks:
             f"{len(given)} of {size} ranks given; {shown} {verb} missing: "
             "lateness is evaluated among those given"
         )
-    common = _common_steps(by_rank)
+    numbers = [{s.number for s in timeline.steps if s.number is not None} for timeline in by_rank.values()]
+    common = sorted(set.intersection(*numbers))
     if not common:
         notes.append("the ranks have no step of the same number: they cannot be compared step by step")
     starts, ends, owner = _collectives(by_rank, common)
@@ -134,14 +106,9 @@ def ranks(by_rank: dict[int, Timeline]) -> Ranks:
     return Ranks(given, size, missing, len(ends), offsets, clocks, steps if len(ends) else (), tuple(notes))
 
 
-def _common_steps(by_rank: dict[int, Timeline]) -> list[int]:
-    numbers = [{s.number for s in timeline.steps if s.number is not None} for timeline in by_rank.values()]
-    return sorted(set.intersection(*numbers)) if numbers else []
-
-
 def _collectives(by_rank: dict[int, Timeline], common: list[int]) -> tuple[Integers, Integers, Integers]:
     """Return start and end of common collectives, int64 [C, ranks], and their step, int64 [C]."""
-    found: list[dict[tuple[int, str, int], tuple[int, int]]] = []
+    found: list[dict[tuple[int, str, int, int], tuple[int, int]]] = []
     for timeline in by_rank.values():
         device, base = timeline.device, timeline.trace.base
         counts: dict[tuple[int, str], int] = defaultdict(int)
@@ -159,9 +126,8 @@ def _collectives(by_rank: dict[int, Timeline], common: list[int]) -> tuple[Integ
             )
             counts[number, name] += 1
         # One more or less of a kind within a step shifts all that follow: that kind is not matched there.
-        found.append({key: times for key, times in mine.items() if key[2] < counts[key[0], key[1]]})
-        found[-1] = {(*key[:2], key[2] * 10**6 + counts[key[0], key[1]]): t for key, t in found[-1].items()}
-    keys = sorted(set.intersection(*(set(one) for one in found))) if found else []
+        found.append({(*key, counts[key[:2]]): times for key, times in mine.items()})
+    keys = sorted(set.intersection(*(set(one) for one in found)))
     times = np.array([[one[key] for one in found] for key in keys], dtype=np.int64)
     times = times.reshape(len(keys), len(found), 2)
     return times[:, :, 0], times[:, :, 1], np.array([key[0] for key in keys], dtype=np.int64)
@@ -194,11 +160,7 @@ def _lateness(number: int, given: tuple[int, ...], by_rank: dict[int, Timeline],
 
 
 def straggler(ranks: Ranks) -> tuple[int, float, int] | None:
-    """Return the rank that most often comes last, its delay and in how many steps it did.
-
-    The delay is the median, over those steps, of the time by which the median of the others waited longer in
-    collectives, as a part of the step. None without common collectives.
-    """
+    """Return the rank that most often comes last, its median delay in steps, and in how many steps it did."""
     if not ranks.steps:
         return None
     last = [step.last for step in ranks.steps]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
-from collections.abc import Iterator
+from collections import deque
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import numpy as np
 
 from backlight.trace import chunks
-from backlight.trace.decoder import Columns, leniently, repaired
-from backlight.trace.decoder_processes import Workers, WorkersError
-from backlight.trace.events import Column, EventBuilder, Events, Trace, TraceError
+from backlight.trace.decoder import Columns, decode_in_worker, leniently, repaired
+from backlight.trace.events import COLUMNS, MISSING, Column, EventBuilder, Trace, TraceError
 
 MIN_PARALLEL_BYTES = 64 * 2**20
 """Smaller texts are decoded faster by one process."""
@@ -51,7 +54,7 @@ def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
         if workers > 1 and len(text) >= chunks.CHUNK_BYTES:
             try:
                 return read.in_processes(file, text, workers)
-            except (WorkersError, TraceError) as failure:
+            except (msgspec.DecodeError, ValueError, OSError, BrokenProcessPool) as failure:
                 # A cut was wrong or a chunk is unusual: one process finds out which, chunk by chunk.
                 read = _Read(path, head)
                 read.notes.append(f"read on one core: {failure}")
@@ -79,6 +82,7 @@ class _Read:
         self.head = head
         self.columns = Columns()
         self.notes: list[str] = []
+        self._codes: dict[tuple[int, str], Column] = {}
 
     def in_this_process(self, file: IO[bytes], text: bytes) -> Trace:
         events = EventBuilder()
@@ -92,15 +96,10 @@ class _Read:
             if part is not None:
                 events.add(part)
             elif len(buffer) > 16 * chunks.CHUNK_BYTES:
-                more += b"".join(self._rest(file))
+                while rest := chunks.read(file, self.path, chunks.CHUNK_BYTES):
+                    more += rest
             buffer = buffer[taken:] + more
-        last, metadata = self._last(buffer)
-        events.add(last)
-        return self._trace(events.events(self.columns.words()), metadata)
-
-    def _rest(self, file: IO[bytes]) -> Iterator[bytes]:
-        while more := chunks.read(file, self.path, chunks.CHUNK_BYTES):
-            yield more
+        return self._trace(events, buffer)
 
     def _slice(self, buffer: bytes) -> tuple[int, dict[str, Column] | None]:
         """Decode the events at the start of ``buffer``; None where no cut was right."""
@@ -159,32 +158,49 @@ class _Read:
         raise TraceError(f"{self.path}: is not JSON to its end")
 
     def in_processes(self, file: IO[bytes], text: bytes, count: int) -> Trace:
-        """Cut here, decode in ``count`` other processes, join here; may raise a :class:`WorkersError`."""
-        with Workers(count) as workers:
-            buffer = text[self.head.start :]
+        """Cut here, decode in ``count`` other processes, join here."""
+        events = EventBuilder()
+        buffer = text[self.head.start :]
+        pending: deque[Future[tuple[int, dict[str, Column], dict[str, list[Any]]]]] = deque()
+        # Not forked: this process may have threads.
+        with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
             while more := chunks.read(file, self.path, chunks.CHUNK_BYTES):
-                if workers.failure:
-                    raise WorkersError(str(workers.failure))
                 end, start = next(chunks.cuts(buffer), (0, 0))
                 if start:
-                    workers.submit(b"[" + buffer[:end] + b"]")
+                    pending.append(pool.submit(decode_in_worker, b"[" + buffer[:end] + b"]"))
+                if len(pending) > 2 * count:  # reading does not run far ahead
+                    events.add(self._recoded(*pending.popleft().result()))
                 buffer = buffer[start:] + more
                 if len(buffer) > 16 * chunks.CHUNK_BYTES:
-                    raise WorkersError("the text has no place to cut")
-            last, metadata = self._last(buffer)
-            parts, words = workers.join(last, self.columns.words())
-        events = EventBuilder()
-        for part in parts:
-            events.add(part)
-        return self._trace(events.events(words), metadata)
+                    raise TraceError("the text has no place to cut")
+            for future in pending:
+                events.add(self._recoded(*future.result()))
+        return self._trace(events, buffer)
 
-    def _trace(self, events: Events, metadata: dict[str, Any]) -> Trace:
-        chunks.check(self.path, events, metadata)
+    def _recoded(
+        self, process: int, part: dict[str, Column], fresh: dict[str, list[Any]]
+    ) -> dict[str, Column]:
+        """Return a chunk in the codes of this process; ``fresh`` are words that are new in ``process``."""
+        for name, words in fresh.items():
+            known = self.columns.vocabularies[name]
+            codes = self._codes.get((process, name), np.array([MISSING]))
+            # The last code answers for MISSING, which indexes from the end.
+            codes = np.concatenate((codes[:-1], [known[word] for word in words], [MISSING]))
+            self._codes[process, name] = codes = codes.astype(COLUMNS[name].dtype)
+            if name in part:
+                part[name] = codes[part[name]]
+        return part
+
+    def _trace(self, events: EventBuilder, rest: bytes) -> Trace:
+        last, metadata = self._last(rest)
+        events.add(last)
+        whole = events.events(self.columns.words())
+        chunks.check(self.path, whole)
         about = metadata.get("distributedInfo")
         about = about if isinstance(about, dict) else {}
         return Trace(
             str(self.path),
-            events,
+            whole,
             metadata,
             rank=_whole(about.get("rank"), rank_in_name(self.path.name)),
             world_size=_whole(about.get("world_size"), None),

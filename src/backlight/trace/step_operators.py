@@ -7,17 +7,14 @@ its own, so that the rows of a phase add up to the phase.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.trace.analysis import (
     RankAnalysis,
-    StepRow,
     analyse,
     exposed_communication,
     idle_causes,
@@ -41,8 +38,7 @@ _HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
 class OperatorTime:
     """One operator of a phase, one kind of operation or one kernel, per step.
 
-    ``host_ms`` is without the operators called inside. ``share`` is that of its phase (of the device time
-    launched in it, or without a device of its host time); over all phases that of all operators.
+    ``host_ms`` is without the operators called inside; ``share`` is that of its phase, or of all operators.
     """
 
     name: str
@@ -56,10 +52,7 @@ class OperatorTime:
 
 @dataclass(frozen=True)
 class CopyTime:
-    """Copies of one kind from one line, per step; ``share`` is of the step they were traced in.
-
-    ``contiguous`` is whether source and target have the same layout.
-    """
+    """Copies of one kind from one line, per step; ``share`` is of the step they were traced in."""
 
     source: str
     target: str
@@ -85,11 +78,7 @@ class JoinedTime:
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """Use of the device: median shares of a step, and the causes of idle time, which add up to 1.
-
-    ``launch_bound`` is whether the device mostly waits for the host to launch; ``statement`` says it in
-    words.
-    """
+    """Use of the device: median share of a step that is ``idle``, its ``causes`` (they add up to 1)."""
 
     name: str
     idle: float
@@ -101,30 +90,11 @@ class DeviceTime:
 
 @dataclass(frozen=True)
 class Operations:
-    """The tables of the traced steps.
+    """The tables of the traced steps, per step; times are milliseconds.
 
-    Attributes
-    ----------
-    traced_steps:
-        Steps that the operators and kinds are averaged over.
-    traced_step_ms:
-        Median length of a traced step.
-    traced_phases:
-        Host milliseconds by phase in the trace.
-    operators:
-        By phase; within a phase the most expensive first. Their shares of a phase add up to 1.
-    kernels:
-        Device events by name, compiled and Triton kernels by theirs.
-    joined:
-        Operators with the node of backward that differentiates them.
-    device:
-        None where no device event was recorded.
-    exposed_communication:
-        Median share of a step with communication and no computation; None without communication.
-    logits:
-        The input of the loss; None without a cross entropy.
-    trace_sum_error:
-        Share by which the phases of the traced steps miss the steps, on the thread that runs them.
+    ``operators`` are by phase, their shares of a phase add up to 1. None are: ``device`` without device
+    events, ``exposed_communication`` (median share of a step) without communication, ``logits`` without a
+    cross entropy. ``trace_sum_error`` is the share by which the phases miss the steps, on their thread.
     """
 
     traced_steps: int
@@ -143,33 +113,20 @@ class Operations:
 
 
 def read_operations(main: Trace, lines: Trace | None) -> Operations:
-    """Return the tables of a profile.
-
-    Parameters
-    ----------
-    main:
-        The traced steps.
-    lines:
-        The step that was traced with lines, for the copies; None to take them from ``main``.
-
-    Raises
-    ------
-    TraceError
-        If there is no step in the trace, or parts miss their whole by more than 2 %.
-    """
+    """Return the tables of the traced steps; the copies are those of ``lines``, where that is given."""
     one = analyse([main]).traces[0]
-    steps = {id(row.number): row for row in one.steps}
-    if any(row.number is None for row in steps.values()):
+    lengths = {row.number: row.duration for row in one.steps}
+    if None in lengths:
         raise TraceError(f"{main.path}: has no ProfilerStep: no step was traced to its end")
-    count = len({row.number for row in one.steps})
+    count = len(lengths)
     scale = 1e-6 / count
     on_device = bool(one.device_total)
     copying = analyse([lines]).traces[0] if lines is not None else one
     return Operations(
         traced_steps=count,
-        traced_step_ms=_step_ms(one.steps),
+        traced_step_ms=float(np.median(list(lengths.values()))) * 1e-6,
         traced_phases={row.phase: row.host * scale for row in one.phases},
-        operators=_operators(one, scale, on_device),
+        operators=_operators(one, count),
         kinds=tuple(
             OperatorTime(r.name, r.calls / count, r.host * scale, r.device * scale, r.share) for r in
             one.kinds
@@ -197,9 +154,7 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
 def split(trace: Trace, steps: int) -> tuple[Trace, Trace | None]:
     """Cut a trace after its first ``steps`` steps: those, and the rest; None where there is no rest.
 
-    Device events stay in both: they belong to the call that launched them. A call that is open at the end of
-    its step, as that of the optimizer whose hook ends the step, is cut off there: the rest is the profiler's
-    own time between two steps.
+    Device events stay in both: they belong to the call that launched them.
     """
     timeline = Timeline(trace)
     marked = [step for step in timeline.steps if step.number is not None]
@@ -210,6 +165,8 @@ def split(trace: Trace, steps: int) -> tuple[Trace, Trace | None]:
     host = np.flatnonzero(events.complete(HOST) & (events["duration"] > 0))
     inside = timeline.step_of(events["start"][host])
     host, inside = host[inside >= 0], inside[inside >= 0]
+    # A call that is open at the end of its step, as that of the optimizer whose hook ends the step, is cut
+    # off there: the rest is the profiler's own time between two steps.
     duration = events["duration"].copy()
     duration[host] = np.minimum(duration[host], ends[inside] - events["start"][host])
     events = Events({**events.columns, "duration": duration}, events.words)
@@ -226,8 +183,8 @@ def _kept(events: Events, mask: np.ndarray) -> Events:
     return Events({name: column[rows] for name, column in events.columns.items()}, events.words)
 
 
-def _operators(one: RankAnalysis, scale: float, on_device: bool) -> tuple[OperatorTime, ...]:
-    steps = round(1e-6 / scale)
+def _operators(one: RankAnalysis, steps: int) -> tuple[OperatorTime, ...]:
+    on_device, scale = bool(one.device_total), 1e-6 / steps
     whole = {row.phase: (row.device if on_device else row.host) for row in one.phases}
     inside: dict[str, int] = defaultdict(int)
     found = []
@@ -251,8 +208,8 @@ def _operators(one: RankAnalysis, scale: float, on_device: bool) -> tuple[Operat
 
 
 def _copies(one: RankAnalysis) -> tuple[CopyTime, ...]:
-    count = max(1, len({row.number for row in one.steps}))
-    length = sum({row.number: row.duration for row in one.steps}.values())
+    lengths = {row.number: row.duration for row in one.steps}
+    count, length = max(1, len(lengths)), sum(lengths.values())
     device = bool(one.device_total)
     return tuple(
         CopyTime(
@@ -279,10 +236,6 @@ def _device(one: RankAnalysis, scale: float) -> DeviceTime | None:
     elif main and idle > LAUNCH_BOUND_IDLE:
         statement += f", mostly {main.replace('_', ' ')}"
     return DeviceTime(names, idle, causes, one.device_total * scale, launch_bound, statement)
-
-
-def _step_ms(rows: Sequence[StepRow]) -> float:
-    return float(np.median(list({row.number: row.duration for row in rows}.values()))) * 1e-6
 
 
 def _sum_error(trace: Trace) -> float:
@@ -326,7 +279,7 @@ def logits(trace: Trace) -> Logits | None:
     wanted = events.where("name", lambda word: word in _LOSSES)
     found: dict[tuple[int, ...], str] = {}
     for row in (wanted & events.complete(OPERATOR)).nonzero()[0].tolist():
-        shapes, types = (json.loads(events.word(key, row) or "[]") for key in ("shapes", "types"))
+        shapes, types = events.listed("shapes", row), events.listed("types", row)
         if shapes and isinstance(shapes[0], list) and all(isinstance(n, int) for n in shapes[0]):
             found.setdefault(tuple(shapes[0]), str(types[0]) if types else "")
     if not found:

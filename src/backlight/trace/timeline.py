@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,20 +28,11 @@ _STEP = re.compile(r"^ProfilerStep\s*#(\d+)$")
 
 @dataclass(frozen=True)
 class Tree:
-    """Host events in the order of their threads and starts.
+    """Host events by process, thread and start, so that a parent comes before its children; int64 [H] each.
 
-    Attributes
-    ----------
-    rows:
-        Rows of the events, int64 [H], by process, thread, start; a parent comes before its children.
-    parent:
-        Index in ``rows`` of the enclosing event, -1 at the top, int64 [H].
-    depth:
-        Number of enclosing events, int64 [H].
-    thread:
-        Number of the process and thread, int64 [H].
-    start, end, inner:
-        Nanoseconds: begin and end of the event, and its time less that of its children.
+    ``rows`` are those of the events, ``parent`` is the index of the enclosing event (-1 at the top),
+    ``depth`` the number of enclosing ones. ``start``, ``end`` and ``inner``, the time without the children,
+    are nanoseconds.
     """
 
     rows: Integers
@@ -51,11 +43,14 @@ class Tree:
     end: Integers
     inner: Integers
 
-    def inherited(self, marks: Integers) -> Integers:
-        """Return for every event its own mark, or else that of its nearest enclosing event with one.
+    def upwards(self, index: int) -> Iterator[int]:
+        """Yield an index and those of its enclosing events, the innermost first."""
+        while index >= 0:
+            yield index
+            index = int(self.parent[index])
 
-        ``marks`` is int64 [H], negative for none. Outer marks do not override inner ones.
-        """
+    def inherited(self, marks: Integers) -> Integers:
+        """Return each event's mark, or that of its nearest enclosing event with one; int64 [H], -1: none."""
         result = marks.copy()
         for level in range(1, int(self.depth.max(initial=0)) + 1):
             here = np.flatnonzero((self.depth == level) & (result < 0))
@@ -89,10 +84,8 @@ def tree(events: Events) -> Tree:
 def _parents(
     thread: Integers, start: Integers, end: Integers
 ) -> tuple[Integers, Integers, list[tuple[int, int]]]:
-    """Return parent and depth of each index, and what to subtract from which index where intervals cross.
-
-    A moment in two intervals that cross belongs to the later one; their parent has lost it twice.
-    """
+    """Return parent and depth of each index, and what to subtract from which index where intervals cross."""
+    # A moment in two intervals that cross belongs to the later one; their parent has lost it twice.
     parents, depths = [-1] * len(end), [0] * len(end)
     stack: list[int] = []
     ends: list[int] = []
@@ -146,31 +139,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Device:
-    """The device events of a trace, by start.
+    """The device events of a trace by start, int64 [D] each; ``start`` and ``end`` are nanoseconds.
 
-    Attributes
-    ----------
-    rows:
-        Rows of the events, int64 [D].
-    start, end:
-        Nanoseconds.
-    device:
-        Number of the device.
-    stream:
-        Number of the stream.
-    launch:
-        Index in the tree of the call that launched it, -1 where that is not recorded.
-    operator:
-        Index in the tree of the innermost operator around that call, -1 for none.
-    kind, phase:
-        Indices in :data:`KINDS` and :data:`PHASES`.
+    ``launch`` and ``operator`` are indices in the tree of the call that launched the event and of the
+    innermost operator around it, -1 for none; ``kind`` and ``phase`` those in :data:`KINDS` and
+    :data:`PHASES`.
     """
 
     rows: Integers
     start: Integers
     end: Integers
     device: Integers
-    stream: Integers
     launch: Integers
     operator: Integers
     kind: Integers
@@ -215,11 +194,6 @@ class Timeline:
     def steps(self) -> list[Step]:
         """The steps by start; the whole trace as one where nothing marks a step."""
         events = self.events
-        numbers = {
-            code: int(found[1])
-            for code, word in enumerate(events.words["name"])
-            if (found := _STEP.match(word))
-        }
         rows = np.flatnonzero(
             events.where("name", lambda word: bool(_STEP.match(word)))
             & ~events.complete(frozenset({"gpu_user_annotation"}))
@@ -228,11 +202,11 @@ class Timeline:
         )
         steps = [
             Step(
-                numbers[int(events["name"][row])],
+                int(events.word("name", row).partition("#")[2]),
                 int(events["start"][row]),
                 int(events["start"][row] + events["duration"][row]),
             )
-            for row in rows
+            for row in rows.tolist()
         ]
         return sorted(steps, key=lambda step: step.start) or [self.whole]
 
@@ -271,9 +245,6 @@ class Timeline:
             events["start"][rows],
             events["start"][rows] + events["duration"][rows],
             number.astype(np.int64),
-            np.where(events["stream"][rows] >= 0, events["stream"][rows], events["thread"][rows]).astype(
-                np.int64
-            ),
             launch,
             operator.astype(np.int64),
             kind,

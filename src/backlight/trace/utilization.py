@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -28,25 +28,11 @@ _WAITING = re.compile(
 
 @dataclass(frozen=True)
 class Idle:
-    """Idle nanoseconds of a device by cause; the causes add up to ``total``.
+    """Idle nanoseconds of a device by cause, which depends on the launch of the next kernel.
 
-    Attributes
-    ----------
-    host_bound:
-        The next kernel had not been launched yet, and the host was busy with something else.
-    synchronisation:
-        The same, after the host had waited for the device: it could not launch ahead.
-    data:
-        The same, while the host waited for a DataLoader.
-    communication:
-        The same, while the host waited for a collective.
-    launch_gap:
-        The next kernel was launched already, and started within 20 us.
-    queued:
-        The next kernel was launched already and waited longer: for another stream or rank, or for work that
-        is not in the trace.
-    unknown:
-        The launch of the next kernel is not in the trace.
+    Not launched yet: ``host_bound``, or the host had waited for the device (``synchronisation``), for a
+    DataLoader (``data``) or a collective (``communication``). Launched already: a ``launch_gap`` of up to
+    20 us, or ``queued``. ``unknown``: its launch is not in the trace.
     """
 
     host_bound: int = 0
@@ -60,10 +46,7 @@ class Idle:
     @property
     def total(self) -> int:
         """Idle nanoseconds."""
-        return (
-            self.host_bound + self.synchronisation + self.data
-            + self.communication + self.launch_gap + self.queued + self.unknown
-        )  # fmt: skip
+        return sum(astuple(self))
 
 
 class Causes:
@@ -143,15 +126,13 @@ class Overlap:
 
 
 def overlap(timeline: Timeline, step: Step, number: int) -> Overlap:
-    """Return computation, communication and their overlap on one device in one window.
-
-    Copies count as computation here: during one the device does not merely wait for others.
-    """
+    """Return computation, communication and their overlap on one device in one window."""
     device = timeline.device
     here = device.device == number
     communicates = device.of_kind(Kind.COMMUNICATION)
-    talk = union(device.start[here & communicates], device.end[here & communicates])
-    work = union(device.start[here & ~communicates], device.end[here & ~communicates])
-    talk, work = talk.within(step.start, step.end), work.within(step.start, step.end)
-    both = int(work.covered(talk.start, talk.end).sum()) if len(talk.start) else 0
-    return Overlap(work.length, int(np.int64(talk.length)), both)
+    # Copies count as computation: during one the device does not merely wait for others.
+    talk, work = (
+        union(device.start[here & chosen], device.end[here & chosen]).within(step.start, step.end)
+        for chosen in (communicates, ~communicates)
+    )
+    return Overlap(work.length, talk.length, int(work.covered(talk.start, talk.end).sum()))

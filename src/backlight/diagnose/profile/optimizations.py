@@ -137,7 +137,7 @@ def _optimizer(live: LiveObjects, names: set[str] | None) -> Optimization:
 def _checkpointing(modules: Attribution | None) -> Optimization:
     if modules is None:
         return Optimization("checkpointing", UNKNOWN, "no trace")
-    recomputed = [module.name or "(model)" for module in modules.modules if module.recomputed]
+    recomputed = [module.name or "(model)" for module in modules.modules if module.recomputed_ms]
     if not recomputed:
         return Optimization("checkpointing", OFF, "no module was called in backward")
     return Optimization("checkpointing", ON, f"recomputed: {listed(recomputed)}")

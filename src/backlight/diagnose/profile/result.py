@@ -22,6 +22,7 @@ from backlight.records import Finding, Made, Phase, RunStatus
 from backlight.store.errors import RunWriteError
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
+from backlight.trace.module_times import ModuleTime
 from backlight.trace.step_operators import CopyTime, DeviceTime, JoinedTime, Logits, OperatorTime
 
 if TYPE_CHECKING:
@@ -41,22 +42,6 @@ class StepMilliseconds:
     p95_ms: float
     mad_ms: float
     steps: int
-
-
-@dataclass(frozen=True)
-class ModuleMilliseconds:
-    """Host time of one module per step; exclusive times are without the modules inside.
-
-    ``recomputed_ms`` is forward time inside backward, which checkpointing costs; it is a part of backward.
-    """
-
-    name: str
-    calls: float
-    forward_ms: float
-    forward_exclusive_ms: float
-    recomputed_ms: float
-    backward_ms: float
-    backward_exclusive_ms: float
 
 
 @dataclass(frozen=True)
@@ -97,7 +82,7 @@ class ProfileResult(BaseModel):
     tokens_per_second: float | None = None
     mfu: float | None = None
     mfu_basis: str | None = None
-    modules: tuple[ModuleMilliseconds, ...] | None = None
+    modules: tuple[ModuleTime, ...] | None = None
     backward_unattributed_ms: float | None = None
     traced_steps: int | None = None
     traced_step_ms: float | None = None

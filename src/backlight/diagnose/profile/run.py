@@ -22,12 +22,7 @@ from backlight.capture.parameters import Scope
 from backlight.diagnose.profile.controls import control_from_environment
 from backlight.diagnose.profile.observer import Observed, ProfileObserver
 from backlight.diagnose.profile.optimizations import find_optimizations
-from backlight.diagnose.profile.result import (
-    ModuleMilliseconds,
-    PeakMemory,
-    ProfileResult,
-    StepMilliseconds,
-)
+from backlight.diagnose.profile.result import PeakMemory, ProfileResult, StepMilliseconds
 from backlight.diagnose.profile.step_summary import StepProfile, summarize_steps
 from backlight.diagnose.profile.throughput import Attention, find_attention, peak_flops, throughput
 from backlight.distributed import world
@@ -143,7 +138,8 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
         **_step_fields(summary),
         **_throughput_fields(summary, options, count, attention, modules),
         **(_trace_fields(operations) if operations is not None else {}),
-        **(_module_fields(modules) if modules is not None else {}),
+        modules=modules.modules if modules is not None else None,
+        backward_unattributed_ms=modules.unattributed_ms if modules is not None else None,
     )
     return Profile(result, observed, operations, kept, tuple(pauses))
 
@@ -194,7 +190,7 @@ def _throughput_fields(
         device = devices.name_of()
         peak = peak_flops(device)
     rows = modules.modules if modules is not None else ()
-    recomputed = {m.name: m.recomputed for m in rows if m.recomputed}
+    recomputed = {m.name: m.recomputed_ms for m in rows if m.recomputed_ms}
     reached = throughput(
         summary.step.median,
         tokens=options.tokens,
@@ -206,7 +202,8 @@ def _throughput_fields(
         peak=peak,
         world=world().size,
         device=device,
-        recomputed=sum(s for name, s in recomputed.items() if name.rpartition(".")[0] not in recomputed),
+        recomputed=1e-3
+        * sum(s for name, s in recomputed.items() if name.rpartition(".")[0] not in recomputed),
     )
     return {
         "tokens_per_second": reached.tokens_per_second,
@@ -222,23 +219,6 @@ def _trace_fields(operations: Operations) -> dict[str, Any]:
         for row in operations.copies
     )
     return fields
-
-
-def _module_fields(modules: Attribution) -> dict[str, Any]:
-    rows = tuple(
-        ModuleMilliseconds(
-            m.name,
-            m.calls,
-            *(
-                1e3 * seconds
-                for seconds in (
-                    m.forward, m.forward_exclusive, m.recomputed, m.backward, m.backward_exclusive,
-                )
-            ),
-        )
-        for m in modules.modules
-    )  # fmt: skip
-    return {"modules": rows, "backward_unattributed_ms": modules.unattributed * 1e3}
 
 
 def _device_phases(observed: Observed, warmup: int) -> dict[str, float] | None:
