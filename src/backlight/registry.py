@@ -91,15 +91,7 @@ class Registry(Generic[T]):
     _lock: Any = field(default_factory=threading.RLock, repr=False)
 
     def add(self, name: str, entry: T) -> T:
-        """Register ``entry`` under ``name``.
-
-        Raises
-        ------
-        DuplicateNameError
-            If another entry has that name.
-        TypeError
-            If it is not what this registry holds, or the name is not a non-empty string.
-        """
+        """Register ``entry`` under ``name``."""
         if not self._fits(entry):
             raise TypeError(
                 f"{self.kind} {name!r}: expected {self.holds.__module__}.{self.holds.__qualname__}, "
@@ -191,13 +183,7 @@ class Registry(Generic[T]):
         return next((plug_in for plug_in in self.plug_ins() if name in plug_in.entries), None)
 
     def __getitem__(self, name: str) -> T:
-        """Return the entry called ``name``.
-
-        Raises
-        ------
-        UnknownNameError
-            If there is none.
-        """
+        """Return the entry called ``name``."""
         self._discover()
         try:
             return self._entries[name]

@@ -130,13 +130,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def assignment(item: str, option: str, example: str, error: type[ValueError] = ValueError) -> tuple[str, str]:
-    """Return key and value of a ``KEY=VALUE`` item of the command line, stripped.
-
-    Raises
-    ------
-    ValueError
-        ``error``, with ``option`` and ``example`` in its message, if the item has another form.
-    """
+    """Return key and value of a ``KEY=VALUE`` item of the command line, stripped."""
     key, sign, value = (part.strip() for part in item.partition("="))
     if not (key and sign and value):
         raise error(f"{option} {item!r}: expected {example}")
@@ -146,13 +140,7 @@ def assignment(item: str, option: str, example: str, error: type[ValueError] = V
 def assignments(
     items: Iterable[str], option: str, example: str, error: type[ValueError] = ValueError
 ) -> dict[str, str]:
-    """Return values by key from ``KEY=VALUE`` items of the command line.
-
-    Raises
-    ------
-    ValueError
-        ``error``, if an item has another form, or a key is given twice.
-    """
+    """Return values by key from ``KEY=VALUE`` items of the command line."""
     found: dict[str, str] = {}
     for item in items:
         key, value = assignment(item, option, example, error)

@@ -57,13 +57,7 @@ class FrameworkError(ImportError):
 
 
 def require(distribution: str, extra: str) -> str:
-    """Return the installed version of ``distribution``, which is recent enough.
-
-    Raises
-    ------
-    FrameworkError
-        If it is missing or older than :data:`OLDEST_RELEASES` says.
-    """
+    """Return the installed version of ``distribution``, which is recent enough."""
     least = OLDEST_RELEASES[distribution]
     try:
         found = importlib.metadata.version(distribution)
@@ -93,30 +87,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 class Hosted:
-    """The watch behind the callback of a framework.
+    """The watch behind the callback of a framework, which the user calls ``host``.
 
-    Parameters
-    ----------
-    host:
-        What the user calls it in their script; named in every warning.
-    run:
-        The run directory; None for ``runs/<name>-<time>``, where the framework gives the name.
-    on_end:
-        Called with the findings at the end, on rank 0.
-    summary:
-        Print the findings at the end, on rank 0, to standard error.
-    samples, settings:
-        As for :func:`backlight.watch`.
-
-    Raises
-    ------
-    ValueError
-        If a setting is unknown or out of range, or a monitor does not exist.
-
-    Attributes
-    ----------
-    watch:
-        The watch that is entered, else the one of the last training; None before the first.
+    ``watch`` is the one that is entered, else the one of the last training run; None before the first.
     """
 
     def __init__(

@@ -19,13 +19,7 @@ from backlight.launch.script import launch
 
 
 def end_script() -> None:
-    """End the script cleanly from within; its own ``finally`` blocks run.
-
-    Raises
-    ------
-    StopTraining
-        Always.
-    """
+    """End the script cleanly from within; its own ``finally`` blocks run."""
     raise StopTraining(0)
 
 
@@ -38,19 +32,7 @@ def explain(
     quiet: bool,
     compiled: bool = False,
 ) -> int:
-    """Run ``target`` under ``observer`` and return the script's own exit code.
-
-    Parameters
-    ----------
-    observer:
-        Entered before the script's first line and left after its last.
-    target, arguments, module:
-        As for :func:`backlight.launch.script.launch`.
-    quiet:
-        Send what the script prints to standard error, so that standard output holds the answer only.
-    compiled:
-        Let ``torch.compile`` do its work.
-    """
+    """Run ``target`` under ``observer`` and return its exit code; ``quiet`` moves its output to stderr."""
     aside = _output_aside() if quiet else contextlib.nullcontext()
     with aside, contextlib.nullcontext() if compiled else _uncompiled():
         code = launch(observer, target, arguments, module=module)

@@ -60,25 +60,13 @@ class Recipe:
         return callable(getattr(self.module, function, None))
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
-        """Return the same recipe with ``settings`` over those that it has.
-
-        Raises
-        ------
-        RecipeError
-            If no function of the recipe takes one of them.
-        """
+        """Return the same recipe with ``settings`` over those that it has."""
         merged = {**self.settings, **settings}
         _check_settings(self.path, self.module, merged)
         return Recipe(self.path, self.module, MappingProxyType(merged))
 
     def build_model(self) -> nn.Module:
-        """Return a new model.
-
-        Raises
-        ------
-        RecipeError
-            If ``build_model`` returns something else.
-        """
+        """Return a new model."""
         from torch import nn  # noqa: PLC0415 - reading a recipe's settings needs no torch
 
         model = self._call("build_model")
@@ -89,13 +77,7 @@ class Recipe:
         return model
 
     def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        """Return an iterator over the batches of ``rank``; ranks are given disjoint data by the recipe.
-
-        Raises
-        ------
-        RecipeError
-            If ``batches`` returns nothing that can be iterated over.
-        """
+        """Return an iterator over the batches of ``rank``; ranks are given disjoint data by the recipe."""
         given = self._call("batches", rank=rank, world_size=world_size)
         try:
             return iter(given)
@@ -105,13 +87,7 @@ class Recipe:
             ) from None
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the loss of ``batch``, a tensor with one element.
-
-        Raises
-        ------
-        RecipeError
-            If ``loss`` returns something else.
-        """
+        """Return the loss of ``batch``, a tensor with one element."""
         import torch  # noqa: PLC0415 - reading a recipe's settings needs no torch
 
         value = self.module.loss(model, batch)
@@ -125,13 +101,7 @@ class Recipe:
         return value
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return an optimizer over ``model``.
-
-        Raises
-        ------
-        RecipeError
-            If the recipe defines none, or returns something else.
-        """
+        """Return an optimizer over ``model``."""
         self._require("build_optimizer")
         optimizer = self._call("build_optimizer", model)
         if not hasattr(optimizer, "param_groups"):
@@ -142,16 +112,7 @@ class Recipe:
         return optimizer  # type: ignore[no-any-return]
 
     def load(self, model: nn.Module, path: Path) -> None:
-        """Load the checkpoint at ``path`` into ``model``, by the recipe's ``load`` where it has one.
-
-        Without one, the file is a state dict, or a dictionary that holds one under ``model`` or
-        ``state_dict``, read with ``weights_only=True``: nothing in it is executed.
-
-        Raises
-        ------
-        RecipeError
-            If the file cannot be read safely, or does not fit the model.
-        """
+        """Load a checkpoint by the recipe's ``load``, else a state dict with ``weights_only=True``."""
         if self.has("load"):
             self.module.load(model, path)
             return
@@ -173,13 +134,7 @@ class Recipe:
             ) from None
 
     def split(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return the matrices that the weight ``name`` fuses, by name; the whole one without a rule.
-
-        Raises
-        ------
-        RecipeError
-            If the recipe's ``split`` returns something else.
-        """
+        """Return the matrices that the weight ``name`` fuses, by name; the whole one without a rule."""
         if not self.has("split"):
             return {name: tensor}
         parts = self.module.split(name, tensor)
@@ -212,27 +167,7 @@ class Recipe:
 def read_recipe(
     path: str | Path, settings: Mapping[str, Any] | None = None, needs: Sequence[str] = REQUIRED
 ) -> Recipe:
-    """Execute a recipe file and check that it defines what a command needs.
-
-    Parameters
-    ----------
-    path:
-        The file; its folder is put on the module path, as Python does for a script.
-    settings:
-        Values for the recipe's functions, over the defaults of their signatures.
-    needs:
-        Functions that must be there.
-
-    Returns
-    -------
-    Recipe
-        Nothing of it has been called yet.
-
-    Raises
-    ------
-    RecipeError
-        If the file does not exist or fails, lacks a function, or takes none of a setting.
-    """
+    """Execute a recipe file with ``settings`` and check that it defines what a command needs."""
     path = Path(path)
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe; expected a Python file below {Path.cwd()}")
@@ -251,13 +186,7 @@ def read_recipe(
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read ``key=value`` pairs of a command line; a value is a Python literal, else text.
-
-    Raises
-    ------
-    RecipeError
-        If a pair has no ``=`` or a key comes twice.
-    """
+    """Read ``key=value`` pairs of a command line; a value is a Python literal, else text."""
     found = assignments(pairs, "--set", "name=value, such as --set dim=512", RecipeError)
     for key in found:
         if not key.isidentifier():

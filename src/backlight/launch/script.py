@@ -24,13 +24,7 @@ class ScriptNotFoundError(ValueError):
 
 
 def check(target: str, *, module: bool) -> None:
-    """Check that ``target`` can be started, before anything is written.
-
-    Raises
-    ------
-    ScriptNotFoundError
-        If there is no such script or module.
-    """
+    """Check that ``target`` can be started, before anything is written."""
     if module:
         try:
             found = importlib.util.find_spec(target)

@@ -40,13 +40,7 @@ class ClusterError(ValueError):
 
 
 def parameters(items: Iterable[str]) -> dict[str, Any]:
-    """Return the parameters of ``key=value`` items.
-
-    Raises
-    ------
-    ClusterError
-        If an item has another form.
-    """
+    """Return the parameters of ``key=value`` items."""
     example = "key=value, such as partition=gpu or cluster=local"
     return {
         key.lstrip("-").replace("-", "_"): int(value) if value.isdigit() else value
@@ -59,13 +53,7 @@ _NAMES = {"timeout_min": "time", "mem_gb": "mem", "name": "job-name"}
 
 
 def require(cluster: str | None) -> None:
-    """Check that jobs can be submitted from this machine; ``"local"`` runs them here.
-
-    Raises
-    ------
-    ClusterError
-        If the cluster is unknown, or sbatch is not on the path.
-    """
+    """Check that jobs can be submitted from this machine; ``"local"`` runs them here."""
     if cluster not in {None, "slurm", "local"}:
         raise ClusterError(f"--slurm cluster={cluster}: expected slurm, which is the default, or local")
     if cluster != "local" and shutil.which("sbatch") is None:
@@ -78,26 +66,10 @@ def require(cluster: str | None) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A watched torchrun job.
+    """A watched torchrun job: what torchrun starts on ``per_node`` ranks of each node, writing into ``out``.
 
-    Attributes
-    ----------
-    command:
-        What torchrun starts on every rank: its arguments from ``-m`` or the script on.
-    out:
-        The run directory, absolute.
-    nodes, per_node:
-        Nodes, and ranks on each.
-    minutes:
-        Time limit; None leaves it to the cluster.
-    restarts:
-        Times that torchrun may start all ranks again after a failure.
-    setup:
-        A shell command that runs before torchrun on every node, such as ``module load cuda``.
-    local:
-        Runs on this machine instead of a cluster.
-    directives:
-        Further options of sbatch, by their names there with underscores.
+    ``minutes`` is None where the cluster sets the limit, ``setup`` a shell command that runs before
+    torchrun on every node, ``directives`` further options of sbatch.
     """
 
     name: str
@@ -118,13 +90,7 @@ class Job:
 
     @classmethod
     def of(cls, given: dict[str, Any], command: Sequence[str], out: Path) -> Job:
-        """Return the job of the parameters of ``--slurm``.
-
-        Raises
-        ------
-        ClusterError
-            If one is out of range, or sets what torchrun decides.
-        """
+        """Return the job of the parameters of ``--slurm``."""
         for key in _REFUSED:
             if key in given:
                 raise ClusterError(
@@ -160,15 +126,7 @@ class Job:
 
 
 def minutes_of(limit: int | str) -> int:
-    """Return the minutes of a time limit in one of the forms of sbatch, rounded up.
-
-    Those are ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` and ``D-H:M:S``.
-
-    Raises
-    ------
-    ClusterError
-        If it has another form, or is zero.
-    """
+    """Return minutes, rounded up, from ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` or ``D-H:M:S``."""
     text = str(limit)
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     seconds = 0
@@ -215,13 +173,7 @@ def sbatch_lines(options: Mapping[str, Any]) -> list[str]:
 
 
 def write_script(path: Path, text: str, logs: Path) -> None:
-    """Write a batch script, then the folder of its logs.
-
-    Raises
-    ------
-    ClusterError
-        If another one is there, which may have been changed by hand, or the file system refuses.
-    """
+    """Write a batch script, then the folder of its logs."""
     try:
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
             raise ClusterError(
@@ -274,14 +226,7 @@ def batch_script(job: Job) -> str:
 
 
 def submit(job: Job) -> Any:
-    """Submit the job through submitit and return its handle.
-
-    Raises
-    ------
-    ClusterError
-        If there is no cluster here, or submitit does not take a parameter. A ModuleNotFoundError passes
-        through where submitit is not installed.
-    """
+    """Submit the job through submitit and return its handle."""
     require("local" if job.local else None)
     import submitit  # noqa: PLC0415 - an optional library
 
@@ -313,24 +258,14 @@ def submit(job: Job) -> Any:
 
 
 class NodeJob:
-    """What submitit runs on every node: one torchrun.
-
-    submitit pickles it; when the job is preempted or runs into its limit, :meth:`checkpoint` makes the
-    one that goes on.
-    """
+    """What submitit pickles and runs on every node: one torchrun."""
 
     def __init__(self, job: Job, starts: int = 0) -> None:
         self.job = job
         self.starts = starts
 
     def __call__(self) -> None:
-        """Run torchrun to its end.
-
-        Raises
-        ------
-        RuntimeError
-            If it fails.
-        """
+        """Run torchrun to its end."""
         import submitit  # noqa: PLC0415 - an optional library
 
         here = submitit.JobEnvironment()

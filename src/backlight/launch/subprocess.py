@@ -33,24 +33,7 @@ def run_in_own_session(
     command: Sequence[str], *, limit: float | None, stdout: int, stderr: int,
     directory: str | None = None, environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-    """Run a command without input; on a timeout or an interrupt, nothing that it started survives.
-
-    Parameters
-    ----------
-    command:
-        Program and arguments.
-    limit:
-        Seconds that it may take; None for any number.
-    stdout, stderr:
-        As for :class:`subprocess.Popen`; what is piped is read as text.
-    directory, environment:
-        Where it runs and its variables; those of this process by default.
-
-    Raises
-    ------
-    subprocess.TimeoutExpired
-        If it takes longer; it is ended by then.
-    """
+    """Run a command without input; on a timeout or an interrupt, nothing that it started survives."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, errors="replace",
@@ -78,15 +61,7 @@ def start(
 
 
 class ProcessTree:
-    """The processes that one command started, remembered over its life.
-
-    Parameters
-    ----------
-    leader:
-        The process that was started, in a session of its own.
-    mark:
-        The value of :data:`MARK` in its environment.
-    """
+    """The processes that the one with the pid ``leader`` started, remembered over its life."""
 
     def __init__(self, leader: int, mark: str) -> None:
         self._leader = leader
@@ -121,13 +96,7 @@ class ProcessTree:
         _wait_while(self.watchdogs, timeout)
 
     def end(self, grace: float) -> tuple[str, ...]:
-        """End the processes: SIGTERM, and SIGKILL for what is left after ``grace`` seconds.
-
-        Returns
-        -------
-        tuple[str, ...]
-            Which signal was sent to which processes, in words.
-        """
+        """End the processes by SIGTERM, after ``grace`` seconds by SIGKILL; return in words what was sent."""
         sent = []
         # The watchdog first: it would report the deaths that are caused here as deaths of the run.
         for process in self.watchdogs():

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from backlight.monitor import Monitor, RunContext, StoredStep
 from backlight.records import ParameterRecord
 from backlight.store.format.schema import GRADIENT
-from backlight.store.read.frames import Block, join_ranks, model_order, total
+from backlight.store.read.frames import Frame, join_ranks, model_order, total
+from backlight.store.read.rank_file import Block
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -152,7 +153,12 @@ class RankNormMonitor(Monitor):
             norm_SP[0, columns], mask_SP[0, columns] = norms, measured
             blocks.append(Block(np.array([step], dtype=np.int64), {"norm": norm_SP}, mask_SP))
         positions = [{step: offer[4]} for offer in offers]
-        return total(join_ranks(blocks, tables, "gradient", names, positions)).get(step)
+        joined = join_ranks(blocks, tables, "gradient", names, positions)
+        norms = Frame(
+            joined.steps, names, joined.columns["norm"], joined.measured, "gradient", joined.any_rank
+        )
+        _, known = total(norms)
+        return float(known[0]) if len(known) else None
 
 
 def _is_initialized() -> bool:

@@ -20,7 +20,7 @@ def test_floats_survive_bit_by_bit(values_SPK: npt.NDArray[np.float64]) -> None:
     _, P, K = values_SPK.shape
     stored = column_codec.encode_floats(values_SPK)
     for k in range(K):
-        back = column_codec.decode_floats(stored, P, K, k)
+        back = column_codec.decode(stored, "f", P, K, k)
         assert back.shape == values_SPK[:, :, k].shape
         assert np.array_equal(back.view(np.int64), np.ascontiguousarray(values_SPK[:, :, k]).view(np.int64))
 
@@ -30,7 +30,7 @@ def test_integers_survive(values_SPK: npt.NDArray[np.int64]) -> None:
     _, P, K = values_SPK.shape
     stored = column_codec.encode_integers(values_SPK)
     for k in range(K):
-        assert np.array_equal(column_codec.decode_integers(stored, P, K, k), values_SPK[:, :, k])
+        assert np.array_equal(column_codec.decode(stored, "i", P, K, k), values_SPK[:, :, k])
 
 
 def test_blobs_of_different_layouts_are_read_in_order() -> None:
@@ -42,7 +42,7 @@ def test_blobs_of_different_layouts_are_read_in_order() -> None:
         *column_codec.encode_floats(first),
     ]
     expected = np.concatenate([first, second, first])[:, :, 0]
-    assert np.array_equal(column_codec.decode_floats(stored, 3, 1, 0), expected)
+    assert np.array_equal(column_codec.decode(stored, "f", 3, 1, 0), expected)
 
 
 def test_constant_columns_take_few_bytes() -> None:
@@ -52,7 +52,7 @@ def test_constant_columns_take_few_bytes() -> None:
     ints[0, :, 0], ints[0, :, 1], ints[0, 5, 2] = 1, numel, 100
     (blob,) = column_codec.encode_integers(ints, numel)
     assert len(blob) == 3 + 8 + 0 + P
-    assert np.array_equal(column_codec.decode_integers([blob], P, 3, 1, numel)[0], numel)
+    assert np.array_equal(column_codec.decode([blob], "i", P, 3, 1, numel)[0], numel)
     narrow = np.random.default_rng(0).standard_normal((1, P, 1)).astype(np.float32).astype(np.float64)
     assert len(column_codec.encode_floats(narrow)[0]) == 1 + 4 * P
 
@@ -61,7 +61,7 @@ def test_a_nan_with_a_payload_is_not_narrowed_away() -> None:
     payload = np.array([0x7FF8_0000_0000_0001, 0x3FF0_0000_0000_0000], dtype=np.int64).view(np.float64)
     stored = column_codec.encode_floats(payload.reshape(1, 2, 1))
     assert np.array_equal(
-        column_codec.decode_floats(stored, 2, 1, 0).view(np.int64), payload.view(np.int64)[None]
+        column_codec.decode(stored, "f", 2, 1, 0).view(np.int64), payload.view(np.int64)[None]
     )
 
 
@@ -76,9 +76,9 @@ def test_a_nan_with_a_payload_is_not_narrowed_away() -> None:
 )
 def test_a_damaged_blob_is_refused(blob: bytes, match: str) -> None:
     with pytest.raises(RunFormatError, match=match):
-        column_codec.decode_floats([blob], 2, 1, 0)
+        column_codec.decode([blob], "f", 2, 1, 0)
 
 
 def test_sizes_that_are_not_known_are_refused() -> None:
     with pytest.raises(RunFormatError, match="refers to the sizes of a parameter table"):
-        column_codec.decode_integers([b"n"], 2, 1, 0)
+        column_codec.decode([b"n"], "i", 2, 1, 0)

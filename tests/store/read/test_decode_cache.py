@@ -9,18 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as drawn
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "report"))
 
 from growing import Growing
 from synthetic import Plan, write_run
 
-from backlight.store.read import decode_cache, frames, join_ranks
-from backlight.store.read.decode_cache import GrowingArray
-from backlight.store.read.rank_file import RankFile
+from backlight.store.read import decode_cache, join_ranks
+from backlight.store.read.rank_file import Block, RankFile
 from backlight.store.read.run import Run, open_growing, open_run
 
 COLUMNS = (("gradient", "rms"), ("gradient", "zero_share"), ("gradient", "non_finite"),
@@ -67,14 +63,14 @@ def test_an_incremental_reading_equals_a_whole_reading_at_every_length(tmp_path:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each decoding of a test took."""
     decoded: list[int] = []
-    whole = frames.rank_block
+    whole = RankFile.block
 
-    def counting(*arguments: object) -> frames.Block:
-        block = whole(*arguments)  # type: ignore[arg-type]  # passed through
+    def counting(*arguments: Any) -> Block:
+        block = whole(*arguments)
         decoded.append(len(block.steps))
         return block
 
-    monkeypatch.setattr(frames, "rank_block", counting)
+    monkeypatch.setattr(RankFile, "block", counting)
     return decoded
 
 
@@ -105,57 +101,22 @@ def test_returned_arrays_do_not_change(tmp_path: Path) -> None:
     run.close()
 
 
-def test_an_older_reading_is_served_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_reading_is_served_from_the_cache(tmp_path: Path, decoded: list[int]) -> None:
     run = Growing(tmp_path / "run")
     follow = open_growing()
     run.steps(20)
     early, whole = follow(run.path), open_run(run.path)
-    same(whole, whole)  # read before the run goes on
-    early.scalar("loss")
+    same(early, whole)  # read before the run goes on
     run.steps(100, broken=1)
     newest = follow(run.path)
     same(newest, open_run(run.path))
-
-    def decoding(*_: object) -> frames.Block:
-        raise AssertionError("decoded again")
-
-    monkeypatch.setattr(frames, "rank_block", decoding)
+    decoded.clear()
     same(early, whole)
     same(newest, newest)
-    monkeypatch.undo()
+    assert decoded == []
     run.steps(5)
     same(follow(run.path), open_run(run.path))
     run.close()
-
-
-def test_one_step_is_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(30, broken=2)
-    run.close()
-    decoded: list[int] = []
-    whole = frames.rank_block
-
-    def counting(*arguments: object) -> frames.Block:
-        block = whole(*arguments)  # type: ignore[arg-type]  # passed through
-        decoded.append(len(block.steps))
-        return block
-
-    known = open_run(run.path).frame("gradient", "nan")
-    follow = open_growing()
-    monkeypatch.setattr(frames, "rank_block", counting)
-    for read in (False, True):  # also where the column is remembered already
-        for step, row in ((29, slice(29, 30)), (4, slice(4, 5)), (300, slice(0, 0))):
-            alone = follow(run.path).frame_at("gradient", "nan", step)
-            assert (alone.names, alone.unit) == (known.names, known.unit)
-            np.testing.assert_array_equal(alone.steps, known.steps[row])
-            np.testing.assert_array_equal(alone.values, known.values[row])
-            np.testing.assert_array_equal(alone.measured, known.measured[row])
-        if not read:
-            assert decoded == [1, 1, 0]
-            follow(run.path).frame("gradient", "nan")
-    assert decoded == [1, 1, 0, 30]
-    with pytest.raises(KeyError, match="no column"):
-        follow(run.path).frame_at("gradient", "nothing", 3)
 
 
 def test_a_run_that_replaced_another_is_read_anew(tmp_path: Path) -> None:
@@ -274,7 +235,7 @@ def test_an_older_reading_of_ranks_does_not_change(tmp_path: Path) -> None:
 
 
 def test_new_rows_of_ranks_that_do_not_fit_into_memory_are_joined_a_few_steps_after_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[int]
 ) -> None:
     path = tmp_path / "run"
     ranks = several(path)
@@ -284,37 +245,18 @@ def test_new_rows_of_ranks_that_do_not_fit_into_memory_are_joined_a_few_steps_af
     same(follow(path), open_run(path))
     for rank, amount in zip(ranks, (30, 24), strict=True):
         rank.steps(amount)
-    whole = frames.rank_block
-    decoded: list[int] = []
-
-    def counting(*arguments: object) -> frames.Block:
-        block = whole(*arguments)  # type: ignore[arg-type]  # passed through
-        decoded.append(len(block.steps))
-        return block
-
+    decoded.clear()
     monkeypatch.setattr(join_ranks, "WINDOW_BYTES", 8_000)
-    monkeypatch.setattr(frames, "rank_block", counting)
     newest = follow(path)
     newest.frame("gradient", "rms")
     assert sum(decoded) == 54
     assert max(decoded) < 10
-    monkeypatch.undo()
     same(newest, open_run(path))
     for rank in ranks:
         rank.close()
 
 
-def test_only_new_rows_of_a_further_attempt_are_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoded: list[int] = []
-    whole = frames.rank_block
-
-    def counting(*arguments: object) -> frames.Block:
-        block = whole(*arguments)  # type: ignore[arg-type]  # passed through
-        decoded.append(len(block.steps))
-        return block
-
+def test_only_new_rows_of_a_further_attempt_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
     path = tmp_path / "run"
     first = Growing(path)
     first.steps(30)
@@ -323,12 +265,11 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(
     follow = open_growing()
     again.steps(20)
     same(follow(path), open_run(path))
-    monkeypatch.setattr(frames, "rank_block", counting)
     again.steps(4)
     newest = follow(path)
+    decoded.clear()
     newest.frame("gradient", "rms")
     assert decoded == [4]
-    monkeypatch.undo()
     same(newest, open_run(path))
     again.close()
     same(follow(path), open_run(path))
@@ -372,17 +313,3 @@ def test_evicted_columns_are_read_again(tmp_path: Path, monkeypatch: pytest.Monk
         run.steps(10)
         same(follow(run.path), open_run(run.path))
     run.close()
-
-
-@given(
-    st.lists(drawn.arrays(np.int64, st.tuples(st.integers(0, 4), st.just(3))), min_size=1, max_size=4)
-    | st.lists(drawn.arrays(np.float64, st.tuples(st.integers(0, 4), st.just(3))), min_size=1, max_size=4)
-)
-def test_growing_arrays_return_their_rows_unchanged(parts: list[np.ndarray]) -> None:
-    grown = GrowingArray(parts[0])
-    for part in parts[1:]:
-        grown.add(part)
-    whole = np.concatenate(parts)
-    assert grown.rows().dtype == whole.dtype
-    np.testing.assert_array_equal(grown.rows(), whole)
-    assert not grown.rows().flags.writeable

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from backlight.records import Layout, ParameterRecord, Placement
-from backlight.store.read import frames, join_ranks
+from backlight.store.read import join_ranks
+from backlight.store.read.rank_file import Block, RankFile
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
@@ -37,13 +39,13 @@ def test_windows_equal_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     whole = open_run(path)
     assert len(whole.series_steps("gradient")) > 20
     calls: list[tuple[int, int] | None] = []
-    original = frames.rank_block
+    original = RankFile.block
 
-    def counting(*arguments: object) -> frames.Block:
-        calls.append(arguments[5])  # type: ignore[arg-type]  # handed on as they came
-        return original(*arguments)  # type: ignore[arg-type]
+    def counting(*arguments: Any) -> Block:
+        calls.append(arguments[5])
+        return original(*arguments)
 
-    monkeypatch.setattr(frames, "rank_block", counting)
+    monkeypatch.setattr(RankFile, "block", counting)
     for limit in (1, 300, 1000):
         monkeypatch.setattr(join_ranks, "WINDOW_BYTES", limit)
         parts = open_run(path)

@@ -17,13 +17,7 @@ Member = tuple[str, Path | bytes]
 
 
 def check_archive(target: Path, what: str = "--bundle") -> None:
-    """Check the name of an archive before its content is made; ``what`` is the option that named it.
-
-    Raises
-    ------
-    ValueError
-        If its ending is none of :data:`ENDINGS`, its folder does not exist, or it is a folder itself.
-    """
+    """Check the name of an archive before its content is made; ``what`` is the option that named it."""
     if not target.name.endswith(ENDINGS):
         raise ValueError(f"{what} {target}: expected a name that ends in {', '.join(ENDINGS)}")
     if not target.absolute().parent.is_dir():
@@ -38,10 +32,7 @@ def root_of(target: Path, fallback: str = "bundle") -> str:
 
 
 def write_archive(target: Path, members: Iterable[Member]) -> Path:
-    """Write ``members`` below one folder into ``target`` and return its path; an OSError passes through.
-
-    An existing file is replaced as a whole, or not at all. Raises as :func:`check_archive`.
-    """
+    """Write ``members`` below one folder into ``target``, whole or not at all; an OSError passes through."""
     check_archive(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     root = root_of(target)

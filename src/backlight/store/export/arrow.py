@@ -66,13 +66,7 @@ def to_polars(
 
 
 def to_arrow(table: Table, wanted: Collection[str] | None = None) -> Any:
-    """Return a table, or some of its columns, as ``pyarrow.Table``.
-
-    Raises
-    ------
-    KeyError
-        If the table has no such column.
-    """
+    """Return a table, or some of its columns, as ``pyarrow.Table``."""
     import pyarrow as pa  # noqa: PLC0415 - an optional library
 
     chosen = set(table.names if wanted is None else wanted)

@@ -49,28 +49,7 @@ def export(
     rows: Rows | str | None = None,
     max_directions: int | None = None,
 ) -> tuple[Path, ...]:
-    """Write ``run`` to ``target`` and return the files that were written.
-
-    Parameters
-    ----------
-    run
-        The stored run.
-    target
-        The file, which ends in ``.csv``, ``.parquet`` or ``.h5``.
-    overwrite
-        Whether an existing file may be replaced.
-    rows
-        A row per parameter and step, or per direction of a layer's spectra and step. By default directions
-        for a run that holds spectra and no gradients, else parameters.
-    max_directions
-        Most directions of a layer at a step.
-
-    Raises
-    ------
-    ExportError
-        If the ending is not known, a file exists, the folder or a library is missing, or the run has no such
-        rows.
-    """
+    """Write ``run`` to ``target``, which ends in ``.csv``, ``.parquet`` or ``.h5``, and return the files."""
     target = Path(target)
     _check_target(target, ENDINGS, f"use one of {', '.join(ENDINGS)}")
     kind = _chosen_rows(run, target, rows, max_directions)
@@ -92,24 +71,7 @@ def export_tables(
     findings: Callable[[], Sequence[Finding]] | None = None,
     overwrite: bool = False,
 ) -> tuple[Path, ...]:
-    """Write one table of a run to ``target``, or without a name all, each to ``NAME.<table>.<ending>``.
-
-    Parameters
-    ----------
-    run, target
-        The stored run, and a file that ends in ``.csv`` or ``.parquet``.
-    name
-        A name of :func:`backlight.store.export.tables.tables_of`.
-    findings
-        Returns the findings; by default the stored ones.
-    overwrite
-        Whether existing files may be replaced.
-
-    Raises
-    ------
-    ExportError
-        If the ending or the table is not known, a file exists, the folder or a library is missing.
-    """
+    """Write one table of a run, or without a name all, each to ``NAME.<table>.<ending>``."""
     _check_target(target, TABLE_ENDINGS, "tables are .csv or .parquet")
     tables = tables_of(run, findings)
     if name is not None and name not in tables:

@@ -71,15 +71,7 @@ _MEASURED = TableColumn("measured", BOOLEAN, "", "whether it was; else the numbe
 
 
 def tables_of(run: Run, findings: Callable[[], Sequence[Finding]] | None = None) -> dict[str, Table]:
-    """Return the tables of a run by name; series that it does not hold are left out.
-
-    Parameters
-    ----------
-    run
-        The stored run.
-    findings
-        Returns the findings of the table ``findings``; by default the stored ones.
-    """
+    """Return the tables of a run by name, with the stored findings unless ``findings`` returns others."""
     tables = [_series_table(run, schema) for name, schema in SERIES.items() if run.has(name)]
     tables += [_steps_table(run), scalars_table(run), _events_table(run)]
     tables += [findings_table(findings or run.stored_findings), _parameters_table(run), _attempts_table(run)]
@@ -354,21 +346,7 @@ _LAYER_COUNTS = ("replicates", "identifiable")
 
 
 def spectra_table(run: Run, max_directions: int | None = None) -> Table:
-    """Return the spectra: a row per step, layer and direction, with the numbers of the layer in each row.
-
-    Parameters
-    ----------
-    run
-        The stored run.
-    max_directions
-        Most directions of a layer; by default all that were measured. A layer without a measured direction
-        has one row, for the numbers of the layer, without a direction.
-
-    Raises
-    ------
-    ExportError
-        If ``max_directions`` is not positive, or the run holds no spectra.
-    """
+    """Return the spectra: a row per step, layer and direction, with the numbers of the layer in each."""
     if max_directions is not None and max_directions < 1:
         raise ExportError(f"--max-directions must be at least 1, got {max_directions}")
     if not spectra.layers(run):

@@ -32,8 +32,8 @@ Integers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 _WIDTHS = {"f": 4, "d": 8, "b": 1, "h": 2, "i": 4, "q": 8}
-_INTEGER_LETTERS = ("b", "h", "i", "q")
-
+_LETTERS = {"f": "cfd", "i": "cnbhiq"}
+"""Letters that a column of floats or of integers may have."""
 
 _ROW_KEY = struct.Struct("<qqq")
 
@@ -80,45 +80,33 @@ def encode_integers(values_SPK: Integers, numel_P: Integers | None = None) -> li
         elif numel_P is not None and (column_SP == numel_P).all():
             letters.append("n")
         else:
-            letter = next(c for c in _INTEGER_LETTERS if _fits(low, high, c))
+            bits = max((bound if bound >= 0 else ~bound).bit_length() for bound in (low, high))
+            letter = next(c for c in "bhiq" if bits < 8 * _WIDTHS[c])
             letters.append(letter)
             parts.append(_as_bytes(column_SP, f"<i{_WIDTHS[letter]}"))
     return _join(letters, parts, S)
 
 
-def decode_floats(blobs: Sequence[bytes], P: int, K: int, wanted: int) -> Floats:
-    """Return the float column ``wanted`` of ``K`` as ``[S, P]``; a damaged blob raises a RunFormatError."""
-    chunks = []
-    for letter, part_SB in _parts(blobs, P, K, wanted, "cfd"):
-        if letter == "c":
-            chunks.append(_spread(part_SB.view("<f8").astype(np.float64), P))
+def decode(
+    blobs: Sequence[bytes], kind: str, P: int, K: int, wanted: int, numel_P: Integers | None = None
+) -> npt.NDArray[Any]:
+    """Return the column ``wanted`` of ``K`` as ``[S, P]``: float64 for the kind ``f``, int64 for ``i``."""
+    dtype = np.dtype(f"{kind}8")
+    chunks = [np.zeros((0, P), dtype)]
+    for letter, part_SB in _parts(blobs, P, K, wanted, _LETTERS[kind]):
+        S = len(part_SB)
+        if letter == "n" and numel_P is None:
+            raise RunFormatError(
+                "a row of a series refers to the sizes of a parameter table that is not there"
+            )
+        if letter == "n":
+            part = np.broadcast_to(numel_P, (S, P))  # type: ignore[arg-type]  # not None
+        elif letter == "c":
+            part = np.broadcast_to(part_SB.view(f"<{kind}8"), (S, P))
         else:
-            chunks.append(part_SB.view(f"<f{_WIDTHS[letter]}").reshape(-1, P).astype(np.float64))
-    return np.concatenate(chunks) if chunks else np.zeros((0, P))
-
-
-def decode_integers(
-    blobs: Sequence[bytes], P: int, K: int, wanted: int, numel_P: Integers | None = None
-) -> Integers:
-    """Return the integer column ``wanted`` of ``K`` as ``[S, P]``.
-
-    Raises
-    ------
-    RunFormatError
-        If a blob has another length or other letters than its table requires.
-    """
-    chunks = []
-    for letter, part_SB in _parts(blobs, P, K, wanted, "cnbhiq"):
-        if letter == "c":
-            chunks.append(_spread(part_SB.view("<i8").astype(np.int64), P))
-        elif letter != "n":
-            chunks.append(part_SB.view(f"<i{_WIDTHS[letter]}").reshape(-1, P).astype(np.int64))
-        elif numel_P is None:
-            msg = "a row of a series refers to the sizes of a parameter table that is not there"
-            raise RunFormatError(msg)
-        else:
-            chunks.append(_spread(numel_P[None, :], P, len(part_SB)))
-    return np.concatenate(chunks) if chunks else np.zeros((0, P), dtype=np.int64)
+            part = part_SB.view(f"<{kind}{_WIDTHS[letter]}").reshape(S, P)
+        chunks.append(part.astype(dtype))
+    return np.concatenate(chunks)
 
 
 def _parts(blobs: Sequence[bytes], P: int, K: int, wanted: int, allowed: str) -> Iterator[tuple[str, Bytes]]:
@@ -135,15 +123,6 @@ def _parts(blobs: Sequence[bytes], P: int, K: int, wanted: int, allowed: str) ->
         start = K + sum(sizes[:wanted])
         rows_SL = np.frombuffer(b"".join(group), dtype=np.uint8).reshape(-1, size)
         yield letters[wanted], np.ascontiguousarray(rows_SL[:, start : start + sizes[wanted]])
-
-
-def _spread(value: npt.NDArray[Any], P: int, S: int | None = None) -> npt.NDArray[Any]:
-    return np.broadcast_to(value, (len(value) if S is None else S, P))
-
-
-def _fits(low: int, high: int, letter: str) -> bool:
-    info = np.iinfo(f"i{_WIDTHS[letter]}")
-    return bool(info.min <= low and high <= info.max)
 
 
 def _repeat(value: np.int64, S: int) -> Bytes:

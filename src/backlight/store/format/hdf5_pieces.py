@@ -54,13 +54,7 @@ _index: OrderedDict[tuple[str, int, int, int], dict[str, list[str]]] = OrderedDi
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Compression of stored arrays: ``gzip`` with a ``level`` of 0 to 9, ``lzf``, or ``none``.
-
-    Raises
-    ------
-    ValueError
-        If there is no such compression or level.
-    """
+    """Compression of stored arrays: ``gzip`` with a ``level`` of 0 to 9, ``lzf``, or ``none``."""
 
     compression: str = "gzip"
     level: int = 1
@@ -141,16 +135,7 @@ def write_piece(path: Path, stacks: Iterable[Stack], filters: Filters = PLAIN) -
 
 
 def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) -> Iterator[Stack]:
-    """Yield what a piece holds under the name ``wanted``, or all; without ``values`` they stay empty.
-
-    Only plain numbers are read: no filter but shuffle, gzip and lzf (others may load plug-ins), no links, no
-    external or virtual storage, and nothing whose stated size is not really in the file.
-
-    Raises
-    ------
-    RunFormatError
-        If the file is no piece of backlight, or damaged.
-    """
+    """Yield what a piece holds under the name ``wanted``, or all; without ``values`` they stay empty."""
     import h5py  # noqa: PLC0415 - 0.1 s that a run without arrays need not pay
 
     try:
@@ -186,13 +171,7 @@ def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) ->
 
 
 def decoded(info: ArrayInfo, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return values in a type of numpy: bfloat16 becomes float32, exactly.
-
-    Raises
-    ------
-    RunFormatError
-        If the encoding is not known to this release.
-    """
+    """Return values in a type of numpy: bfloat16 becomes float32, exactly."""
     if ARRAY_ENCODINGS.get(info.encoding, 0) < info.encoding_version:
         msg = f"array {info.name!r} is encoded as {info.encoding!r} version {info.encoding_version}"
         raise RunFormatError(f"{msg}, which this release does not know. Upgrade backlight")

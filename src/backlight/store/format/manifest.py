@@ -64,10 +64,7 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class AttemptEntry:
-    """One attempt as the manifest holds it; ``progress`` is that of the rank ``first``.
-
-    That is rank 0, except in a part: a run directory of a host that cannot reach the one of rank 0.
-    """
+    """One attempt; ``progress`` is that of the rank ``first``: 0, except in a part of a run."""
 
     index: int
     step_offset: int
@@ -105,13 +102,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check ``manifest.json``.
-
-    Raises
-    ------
-    RunFormatError
-        If the folder is no run, its manifest is damaged, or it has another format than this release reads.
-    """
+    """Read and check ``manifest.json``."""
     path = folder / MANIFEST
     try:
         if not folder.is_dir():
@@ -146,13 +137,7 @@ def _checked(manifest: Manifest) -> Manifest:
 
 
 def check_format(path: Path, found: object) -> None:
-    """Refuse every format but the one of this release.
-
-    Raises
-    ------
-    RunFormatError
-        With both versions and the way out.
-    """
+    """Refuse every format but the one of this release."""
     if not isinstance(found, int) or isinstance(found, bool):
         raise RunFormatError(f"{path}: has format {found!r}, expected a number; it is damaged or foreign")
     if found != FORMAT_VERSION:

@@ -30,12 +30,7 @@ Span = tuple[int, int, int]
 
 
 def safe_name(text: str, fallback: str = "run") -> str:
-    """Return a name that is safe as one component of a path on any common file system.
-
-    Letters, digits, dot, dash and underscore stay, every run of other characters becomes one dash, no name
-    begins with a dot or a dash, and the length is at most 80 bytes. Different texts may give the same name:
-    append what makes it unique.
-    """
+    """Return a name of at most 80 bytes that is safe as one component of a path on any file system."""
     text = unicodedata.normalize("NFC", text[: 4 * MAX_NAME_BYTES])
     kept = "".join(c if (c.isalnum() or c in "._-") and c.isprintable() else "-" for c in text)
     while "--" in kept:
@@ -91,11 +86,7 @@ def parse_piece(name: str) -> Span | None:
 
 
 def unmerged(spans: Iterable[tuple[str, Span]]) -> list[str]:
-    """Return the files that no wider one of the same rank replaces, in order.
-
-    A merge publishes the wide file before it removes the narrow ones: a kill in between leaves both, and
-    readers must count neither twice.
-    """
+    """Return, in order, the files that no wider one of the same rank replaces: a kill may leave both."""
     kept: list[tuple[str, Span]] = []
     for name, (rank, first, last) in sorted(spans, key=lambda s: (s[1][0], s[1][1], -s[1][2], s[0])):
         if kept:

@@ -85,22 +85,10 @@ directions of that mean and those of the step before that was measured. NaN wher
 
 @dataclass(frozen=True)
 class Layer:
-    """A matrix whose gradient is measured.
+    """A matrix whose gradient is measured: a parameter, or the part ``split_of`` a fused weight.
 
-    Attributes
-    ----------
-    parameter
-        Its name; for a part of a fused weight, the name of the part.
-    layer
-        The module that it belongs to.
-    shape
-        Of the parameter, before it was made a matrix.
-    split_of
-        The fused weight that it is a part of, empty if none.
-    rows, columns
-        Of the matrix.
-    index
-        Its position in the model.
+    The parameter has ``shape``; the matrix has ``rows`` and ``columns``. ``layer`` is its module,
+    ``index`` its position in the model.
     """
 
     parameter: str
@@ -119,18 +107,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A layer at a step, in numbers of the whole layer.
+    """A layer at a step, in the :data:`NUMBERS` of the whole layer, NaN where not measured.
 
-    Attributes
-    ----------
-    parameter, step
-        The layer and the global step.
-    numbers
-        By the names of :data:`NUMBERS`, all of them; NaN where not measured.
-    method, estimator
-        How it was measured.
-    blocks
-        Ranges of directions that noise turns into one another.
+    ``blocks`` are ranges of directions that noise turns into one another.
     """
 
     parameter: str
@@ -157,16 +136,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Table:
-    """A layer at a step with all its directions, strongest first.
+    """A layer at a step with all its directions, strongest first; NaN where not measured.
 
-    Attributes
-    ----------
-    layer, measurement
-        The layer, and its numbers at the step.
-    singular_values
-        ``[R, D]``, descending in each replicate, NaN where not measured.
-    fields
-        ``[D]`` each, by the names of :data:`FIELDS`; NaN where not measured.
+    ``singular_values`` is ``[R, D]``, descending in each replicate; each of :data:`FIELDS` is ``[D]``.
     """
 
     layer: Layer

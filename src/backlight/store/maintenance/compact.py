@@ -52,25 +52,7 @@ class Compaction:
 
 
 def compact(path: str | Path, *, every: int | None = None, force: bool = False) -> Compaction:
-    """Compact the run at ``path``: after a kill, or to save space.
-
-    Parameters
-    ----------
-    every:
-        Keep only every Nth recorded step of each series; None keeps all. Scalars, events and findings always
-        stay.
-    force:
-        Also where it is not observable from this machine whether the writer still lives.
-
-    Raises
-    ------
-    RunExistsError
-        If a process writes the run, or may do so.
-    RunWriteError
-        If the file system refuses; the run then still opens.
-    ValueError
-        If ``every`` is not positive. A folder that is no run raises a RunFormatError.
-    """
+    """Compact a run; keep every Nth step of its series; with ``force`` also where a writer may still live."""
     path = Path(path)
     if every is not None and every < 1:
         raise ValueError(f"every is {every}, expected at least 1")

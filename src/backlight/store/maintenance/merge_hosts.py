@@ -37,16 +37,7 @@ class Merge:
 
 
 def merge_hosts(run: str | Path, parts: list[Path]) -> Merge:
-    """Copy the files of other hosts from ``parts`` into ``run``; the parts stay as they are.
-
-    Raises
-    ------
-    RunExistsError
-        If a process still writes one of the folders, a part belongs to another launch, or both hold another
-        file of one rank. Nothing has been copied then.
-    RunWriteError
-        If the file system refuses. A folder that is no run raises a RunFormatError.
-    """
+    """Copy the files of other hosts from ``parts`` into ``run``; the parts stay as they are."""
     run = Path(run)
     out = Merge()
     try:

@@ -24,10 +24,7 @@ MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
 
 
 def dump(document: Any) -> str:
-    """Return JSON in plain ASCII, so that no name breaks an encoding.
-
-    Numbers of numpy become numbers, arrays become lists, and what JSON does not know becomes its text.
-    """
+    """Return JSON in plain ASCII; arrays become lists, and what JSON does not know becomes its text."""
     return json.dumps(to_json(document), ensure_ascii=True, default=_plain)
 
 
@@ -42,13 +39,7 @@ def _plain(value: Any) -> Any:
 
 
 def parse(record: type[T], data: Any) -> T:
-    """Return ``data`` as a dataclass, its types checked; unknown keys are ignored.
-
-    Raises
-    ------
-    ValueError
-        If a value is missing or has the wrong type, with its path.
-    """
+    """Return ``data`` as a dataclass, its types checked; unknown keys are ignored."""
     try:
         if record not in _adapters:
             _adapters[record] = TypeAdapter(record)
@@ -60,13 +51,7 @@ def parse(record: type[T], data: Any) -> T:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises
-    ------
-    RunFormatError
-        If the file is missing, not readable, not JSON, or not an object.
-    """
+    """Read a JSON object."""
     try:
         size = path.stat().st_size
         if size > MAX_DOCUMENT_BYTES:
@@ -90,10 +75,7 @@ def write_document(path: Path, document: Any) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``, synced: a reader gets the old or the new content, never a part.
-
-    An OSError passes through; the old content is then still there.
-    """
+    """Replace ``path`` by ``data``, synced: readers get the old or the new content, never a part."""
     temporary = temporary_name(path)
     try:
         with temporary.open("wb") as file:

@@ -43,10 +43,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def file_system_type(path: Path) -> str:
-    """Return the type of the file system that holds ``path``, empty where the system does not report it.
-
-    The path need not exist: its nearest existing parent counts.
-    """
+    """Return the type of the file system of ``path`` or of its nearest parent, empty where not known."""
     try:
         lines = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         resolved = path.absolute().resolve()
@@ -83,11 +80,6 @@ def locked(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
 
     The lock is the kernel's and on the folder itself: it leaves no file and ends with the process. Between
     machines such locks are unreliable: on network storage the process also creates :data:`CLAIM`.
-
-    Raises
-    ------
-    RunExistsError
-        If another process holds it for longer than ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     with _kernel_lock(path, deadline):

@@ -38,11 +38,7 @@ class ProcessIdentity:
         return cls(pid, socket.gethostname(), _boot(), _namespace(), _start(pid))
 
     def alive(self) -> bool | None:
-        """Return whether the process lives, None where that cannot be determined from here.
-
-        It can be determined on the same host and in the same process namespace; another boot of the same
-        host means that the process is gone.
-        """
+        """Return whether the process lives, None where that cannot be determined from here."""
         if self.pid <= 0 or not self.host or self.host != socket.gethostname():
             return None
         boot = _boot()

@@ -256,10 +256,7 @@ def _is_merged(path: Path) -> bool:
 
 
 def wait_for_ranks(path: str | Path, timeout_s: float) -> bool:
-    """Wait until every rank above 0 of the newest attempt has ended; return whether all have.
-
-    A rank without a file in this folder, not watched or on a host that cannot reach it, is not waited for.
-    """
+    """Wait until the ranks above 0 of the newest attempt have ended; return whether all have."""
     deadline = time.monotonic() + timeout_s
     while not _have_ended(Path(path)):
         if time.monotonic() > deadline:

@@ -8,18 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from backlight.records import Layout, ParameterRecord, Placement
 from backlight.store.format.schema import SERIES, Join, SeriesSchema
-from backlight.store.read.rank_file import RankFile
-
-Array = npt.NDArray[Any]
-Steps = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+from backlight.store.read.rank_file import Array, Block, Logged, Mask, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +35,19 @@ class Frame:
         """Return where ranks measured parts that do not form a whole, ``[S, P]``."""
         return np.zeros_like(self.measured) if self.any_rank is None else self.any_rank & ~self.measured
 
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Stored columns of one rank or of joined ranks, over the same steps and parameters."""
-
-    steps: Steps
-    columns: Mapping[str, Array]
-    measured: Mask
-    any_rank: Mask | None = None
-
-    @property
-    def by_any_rank(self) -> Mask:
-        """What any rank measured, ``[S, P]``."""
-        return self.measured if self.any_rank is None else self.any_rank
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        extra = 0 if self.any_rank is None else self.any_rank.nbytes
-        return extra + self.measured.nbytes + sum(values.nbytes for values in self.columns.values())
-
-    def followed_by(self, tail: Block, head: int) -> Block:
-        """Return the first ``head`` steps of this block and all of ``tail``."""
-        return Block(
-            np.concatenate([self.steps[:head], tail.steps]),
-            {name: np.concatenate([self.columns[name][:head], tail.columns[name]]) for name in self.columns},
-            np.concatenate([self.measured[:head], tail.measured]),
-            np.concatenate([self.by_any_rank[:head], tail.by_any_rank]),
+    def followed_by(self, tail: Frame, first: int) -> Frame:
+        """Return the steps of this frame before ``first``, and then ``tail``."""
+        head = int(np.searchsorted(self.steps, first))
+        pairs = ((self.steps, tail.steps), (self.values, tail.values), (self.measured, tail.measured))
+        steps, values, measured = (np.concatenate([mine[:head], new]) for mine, new in pairs)
+        any_rank = np.concatenate(
+            [
+                measured[:head] if self.any_rank is None else self.any_rank[:head],
+                tail.measured if tail.any_rank is None else tail.any_rank,
+            ]
         )
+        one_rank = self.any_rank is None and tail.any_rank is None
+        return Frame(steps, self.names, values, measured, self.unit, None if one_rank else any_rank)
 
 
 RELATIVE_TOLERANCE = 1e-5
@@ -137,41 +116,6 @@ def model_order(tables: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(order)
 
 
-def rank_block(
-    file: RankFile,
-    series: str,
-    columns: Sequence[str],
-    names: Sequence[str],
-    part: int,
-    window: tuple[int, int] | None = None,
-    after: int = 0,
-) -> Block:
-    """Return stored columns of one rank over the parameters ``names``; see :meth:`RankFile.columns`."""
-    schema = SERIES[series]
-    index = {name: i for i, name in enumerate(names)}
-    wanted = list(dict.fromkeys((*columns, "measured")))
-    stored = file.columns(series, wanted, part, window, after)
-    S, P = len(stored.steps), len(names)
-    out: dict[str, Array] = {}
-    for name in wanted:
-        kind = np.int64 if name in schema.integers else np.float64
-        out[name] = np.zeros((S, P), dtype=kind)
-    for table in dict.fromkeys(stored.tables.tolist()):
-        at_P = np.array([index[p.name] for p in file.tables[table]], dtype=np.int64)
-        whole = len(at_P) == P and bool((at_P == np.arange(P)).all())
-        rows_S = np.flatnonzero(stored.tables == table)
-        for name in wanted:
-            if whole and len(rows_S) == S:
-                out[name] = stored.values[table, name]
-            else:
-                out[name][np.ix_(rows_S, at_P)] = stored.values[table, name]
-    measured = out["measured"] != 0
-    if not measured.all():
-        for name in columns:
-            out[name][~measured] = 0 if name in schema.integers else np.nan
-    return Block(stored.steps, {name: out[name] for name in columns}, measured)
-
-
 def join_ranks(
     blocks: Sequence[Block],
     records: Sequence[Mapping[str, ParameterRecord]],
@@ -181,20 +125,11 @@ def join_ranks(
 ) -> Block:
     """Join the blocks of R ranks: replicas count once, shards are joined as the schema says.
 
-    A parameter is measured where the whole of it was: where every shard that is not empty was, all of them
-    at the same position of the training; and where ranks that hold the same tensor have measured the same.
-    Norms of unreduced partial tensors do not give the norm of their sum, so such a parameter stays
-    unmeasured.
-
-    Parameters
-    ----------
-    blocks, records:
-        The numbers of each rank, and how it holds each parameter.
-    series, names:
-        The series of the blocks, and their parameters.
-    positions:
-        By rank, its backward passes up to a step: a rank that has skipped a step is at another position than
-        the others at the same step number.
+    A parameter is measured where the whole of it was: where every shard that is not empty was, all of
+    them at the same position of the training (``positions``: backward passes by rank and step); and where
+    ranks that hold the same tensor have measured the same. Norms of unreduced partial tensors do not give
+    the norm of their sum, so such a parameter stays unmeasured. ``records`` say how each rank holds each
+    parameter.
     """
     if len(blocks) == 1 and not any(divided(record, series) for record in records[0].values()):
         return blocks[0]
@@ -228,32 +163,28 @@ def join_ranks(
     return Block(steps, out, measured, any_rank)
 
 
-def total(joined: Block) -> dict[int, float]:
+def total(norms: Frame) -> Logged:
     """Return the norm over all parameters, each once, at the steps at which all of them are known."""
-    norm_SP = np.where(joined.measured, joined.columns["norm"], 0.0)
-    known = ~(joined.by_any_rank & ~joined.measured).any(axis=1) & joined.measured.any(axis=1)
+    norm_SP = np.where(norms.measured, norms.values, 0.0)
+    known = ~norms.incomplete().any(axis=1) & norms.measured.any(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
         # hypot returns infinity for (inf, NaN): NaN is restored.
         undefined = np.isnan(norm_SP).any(axis=1)
         total_S = np.where(undefined, np.nan, np.hypot.reduce(norm_SP, axis=1, initial=0.0))
-    return dict(zip(joined.steps[known].tolist(), total_S[known].tolist(), strict=True))
+    return norms.steps[known], total_S[known]
 
 
 def join_attempts(blocks: Sequence[Block]) -> Block:
     """Concatenate attempts; where two hold a step, the later one counts."""
     if len(blocks) == 1:
         return blocks[0]
-    owner: dict[int, tuple[int, int]] = {}
-    for i, block in enumerate(blocks):
-        for row, step in enumerate(block.steps.tolist()):
-            owner[step] = (i, row)
-    order = sorted(owner)
+    whole = np.concatenate([b.steps for b in blocks])
+    steps, at = np.unique(whole[::-1], return_index=True)
+    rows = len(whole) - 1 - at
     # Blocks of several ranks also hold the compared column; one of a single process does not.
     names = [name for name in blocks[0].columns if all(name in b.columns for b in blocks)]
-    starts = np.cumsum([0, *(len(b.steps) for b in blocks)])
-    rows = np.array([starts[owner[s][0]] + owner[s][1] for s in order], dtype=np.int64)
     return Block(
-        np.array(order, dtype=np.int64),
+        steps,
         {name: np.concatenate([b.columns[name] for b in blocks])[rows] for name in names},
         np.concatenate([b.measured for b in blocks])[rows],
         np.concatenate([b.by_any_rank for b in blocks])[rows],
@@ -275,14 +206,13 @@ def _on(block: Block, steps: Steps) -> Block:
 
 def placement(record: ParameterRecord, series: str) -> Placement:
     """Return the placement of the numbers of a series about a parameter."""
-    of_gradient = series in {"gradient", "histogram"} and record.gradient is not None
-    return record.gradient if of_gradient and record.gradient is not None else record.placement
+    own = record.gradient if series in {"gradient", "histogram"} else None
+    return record.placement if own is None else own
 
 
 def divided(record: ParameterRecord, series: str) -> bool:
     """Return whether a rank holds only a part of a parameter, as far as a series is concerned."""
-    layout = placement(record, series).layout
-    return layout is Layout.SHARD or layout is Layout.PARTIAL
+    return placement(record, series).layout in {Layout.SHARD, Layout.PARTIAL}
 
 
 def _shards(holders: Sequence[tuple[int, ParameterRecord]], series: str) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,8 @@ import numpy.typing as npt
 from backlight.records import ParameterRecord, RunStatus
 from backlight.store.read import frames
 from backlight.store.read.attempt_files import AttemptFiles
-from backlight.store.read.frames import COMPARED, Block
-from backlight.store.read.rank_file import RankFile
-
-Values = dict[int, float]
+from backlight.store.read.frames import COMPARED, Frame
+from backlight.store.read.rank_file import Block, Logged, RankFile, Steps, Window, latest
 
 MEANS = frozenset({"loss"})
 """Scalars of which each rank has its own share: the mean over ranks is that of the whole batch."""
@@ -31,17 +30,7 @@ _EPSILON = 1e-6  # torch adds it to the norm before it divides by it
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One number of each rank over global steps.
-
-    Attributes
-    ----------
-    ranks, steps:
-        Ranks that logged it at all, and steps at which any did.
-    values, logged:
-        ``values[s, r]`` is what rank r logged at step s, NaN where ``logged[s, r]`` is False.
-    unit:
-        The unit of the values.
-    """
+    """One number of each rank over global steps: ``values[s, r]`` is NaN where ``logged[s, r]`` is False."""
 
     ranks: tuple[int, ...]
     steps: npt.NDArray[np.int64]
@@ -54,10 +43,7 @@ class Spread:
         finite = np.isfinite(self.values)
         highest = np.where(finite, self.values, -np.inf).max(axis=1, initial=-np.inf)
         lowest = np.where(finite, self.values, np.inf).min(axis=1, initial=np.inf)
-        several = finite.sum(axis=1) > 1
-        out = np.full(len(several), np.nan)
-        out[several] = highest[several] - lowest[several]
-        return out
+        return np.where(finite.sum(axis=1) > 1, highest - lowest, np.nan)
 
     def first_non_finite(self) -> tuple[int, tuple[int, ...]] | None:
         """Return the first step at which a rank logged NaN or infinity, and the ranks that did; else None."""
@@ -70,10 +56,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank of an attempt: ``last_step`` is the last global step with readable rows, or -1.
-
-    ``ended`` is None where the end is not known; ``step`` is the last step that the rank itself stated.
-    """
+    """One rank of an attempt: its last readable global step, and the last that it stated itself."""
 
     rank: int
     host: str
@@ -115,41 +98,32 @@ def block(
     names: Sequence[str],
     part: int,
     local: bool,
-    window: tuple[int, int] | None = None,
+    window: Window | None = None,
+    after: Mapping[RankFile, int] = MappingProxyType({}),
 ) -> Block:
-    """Return stored columns of one attempt.
+    """Return stored columns of one attempt over the parameters ``names``.
 
-    Parameters
-    ----------
-    files:
-        Its files.
-    series, columns, names, part:
-        The stored columns, over which parameters.
-    local:
-        Return what a rank holds as it is, instead of joining a whole.
-    window:
-        The first global step and the one behind the last, None for all.
+    With ``local`` what a rank holds stays as it is, else ranks are joined to a whole. ``window`` limits the
+    steps; ``after`` holds a row of each file up to which there is nothing in that window.
     """
     ranks = by_rank(files)
-    wanted = list(columns)
-    if len(ranks) > 1 and not local and series in COMPARED:
-        wanted = list(dict.fromkeys((*columns, COMPARED[series])))
     if local or len(ranks) == 1:
-        windows: list[tuple[int, int] | None] = [window]
+        wanted, windows = list(columns), [window]
     else:
-        windows = _windows(ranks, series, len(names) * 8 * (len(wanted) + 2), window)
-    records = [] if local else [_records(mine) for mine in ranks.values()]
-    positions = [_position(mine) for mine in ranks.values()] if len(ranks) > 1 and not local else []
+        wanted = list(dict.fromkeys((*columns, *([COMPARED[series]] if series in COMPARED else []))))
+        windows = _windows(ranks, series, len(names) * 8 * (len(wanted) + 2), window, after)
     out = []
     for between in windows:
         blocks = [
             frames.join_attempts(
-                [frames.rank_block(file, series, wanted, names, part, between) for file in mine]
+                [f.block(series, wanted, names, part, between, after.get(f, 0)) for f in mine]
             )
             for mine in ranks.values()
         ]
         if local:
             return frames.join_attempts(blocks)
+        records = [_records(mine) for mine in ranks.values()]
+        positions = [_positions(mine) for mine in ranks.values()] if len(ranks) > 1 else []
         out.append(frames.join_ranks(blocks, records, series, names, positions))
     return frames.join_attempts(out)
 
@@ -158,10 +132,11 @@ def _windows(
     ranks: Mapping[int, Sequence[RankFile]],
     series: str,
     row_bytes: int,
-    within: tuple[int, int] | None,
-) -> list[tuple[int, int] | None]:
+    within: Window | None,
+    after: Mapping[RankFile, int],
+) -> list[Window | None]:
     """Return windows of steps in which the rows of all ranks fit into :data:`WINDOW_BYTES`."""
-    rows = sum(file.count(series, within) for mine in ranks.values() for file in mine)
+    rows = sum(f.count(series, within, after.get(f, 0)) for mine in ranks.values() for f in mine)
     count = -(-rows * row_bytes // WINDOW_BYTES)
     if count <= 1:
         return [within]
@@ -172,68 +147,72 @@ def _windows(
     return list(itertools.pairwise([first, *cuts[1:], end]))
 
 
-def scalars(files: Sequence[RankFile], source: str, name: str) -> dict[int, Values]:
-    """Return the values of a scalar by rank and global step."""
-    out: dict[int, Values] = {}
-    for rank, mine in by_rank(files).items():
-        for file in mine:
-            for identifier in file.scalar_ids(source, name):
-                steps, values = file.scalar(identifier)
-                out.setdefault(rank, {}).update(zip(steps.tolist(), values.tolist(), strict=True))
-    return out
+def scalars(files: Sequence[RankFile], source: str, name: str) -> dict[int, Logged]:
+    """Return the values of a scalar over global steps, by the ranks that logged it."""
+    found = {
+        rank: latest([file.scalar(source, name) for file in mine]) for rank, mine in by_rank(files).items()
+    }
+    return {rank: logged for rank, logged in found.items() if len(logged[0])}
 
 
-def lowest(values: Mapping[int, Values]) -> Values:
+def lowest(values: Mapping[int, Logged]) -> Logged:
     """Return, at each step, the value of the lowest rank that logged it."""
-    out: Values = {}
-    for rank in sorted(values, reverse=True):
-        out.update(values[rank])
-    return out
+    return latest([values[rank] for rank in sorted(values, reverse=True)])
 
 
-def mean(values: Mapping[int, Values]) -> Values:
+def mean(values: Mapping[int, Logged]) -> Logged:
     """Return, at each step, the mean over the ranks that logged it."""
-    steps = dict.fromkeys(step for mine in values.values() for step in mine)
-    return {step: float(np.mean([mine[step] for mine in values.values() if step in mine])) for step in steps}
+    if len(values) < 2:
+        return lowest(values)
+    table = spread([values], "")
+    total_S = np.where(table.logged, table.values, 0.0).sum(axis=1)
+    return table.steps, total_S / table.logged.sum(axis=1)
 
 
-def from_total(files: Sequence[RankFile], name: str, norms: Callable[[], Block]) -> Values:
+def from_total(files: Sequence[RankFile], name: str, norms: Callable[[], Frame]) -> Logged:
     """Return one of :data:`FROM_TOTAL`, computed from the joined gradient norms that ``norms`` returns."""
     if name == "total_norm":
         return frames.total(norms())
     stated = lowest(scalars(files, "backlight", name))
     by_total = lowest(scalars(files, "backlight", "clip/by_total"))
-    if not by_total:
+    if not len(by_total[0]):
         return stated
-    total, limit = frames.total(norms()), lowest(scalars(files, "backlight", "clip/limit"))
-    for step in by_total:
-        if step in total and step in limit:
-            factor = min(1.0, limit[step] / (total[step] + _EPSILON))
-            stated[step] = total[step] if name == "clip/norm" else factor
-    return stated
+    limits = dict(zip(*lowest(scalars(files, "backlight", "clip/limit")), strict=True))
+    steps, totals = frames.total(norms())
+    known = np.isin(steps, by_total[0]) & np.isin(steps, list(limits))
+    steps, totals = steps[known], totals[known]
+    limits_S = np.array([limits[step] for step in steps])
+    computed = totals if name == "clip/norm" else np.minimum(1.0, limits_S / (totals + _EPSILON))
+    return latest([stated, (steps, computed)])
 
 
 def alone(files: Sequence[RankFile]) -> bool:
     """Return whether one rank holds everything, so that its scalars of the whole are right."""
     ranks = by_rank(files)
-    return len(ranks) == 1 and not any(
-        frames.divided(record, "gradient") for mine in ranks.values() for record in _records(mine).values()
-    )
+    return len(ranks) == 1 and not any(frames.divided(p, "gradient") for p in _records(files).values())
 
 
-def spread(values: Mapping[int, Values], unit: str) -> Spread:
-    """Return the values of ranks as one table."""
-    ranks = tuple(sorted(values))
-    steps = sorted({step for mine in values.values() for step in mine})
-    shape = len(steps), len(ranks)
-    table = np.array([[values[r].get(step, np.nan) for r in ranks] for step in steps], dtype=np.float64)
-    logged = np.array([[step in values[r] for r in ranks] for step in steps], dtype=bool)
-    return Spread(ranks, np.array(steps, dtype=np.int64), table.reshape(shape), logged.reshape(shape), unit)
+def spread(attempts: Sequence[Mapping[int, Logged]], unit: str) -> Spread:
+    """Return the values of ranks as one table; where two attempts hold a step, the later one counts."""
+    ranks = tuple(sorted({rank for values in attempts for rank in values}))
+    taken = np.zeros(0, np.int64)
+    kept: list[tuple[int, Steps, npt.NDArray[np.float64]]] = []
+    for values in reversed(attempts):
+        for rank, (steps, logged) in values.items():
+            free = ~np.isin(steps, taken)
+            kept.append((ranks.index(rank), steps[free], logged[free]))
+        taken = np.unique(np.concatenate([taken, *(steps for steps, _ in values.values())]))
+    table = np.full((len(taken), len(ranks)), np.nan)
+    is_logged = np.zeros(table.shape, dtype=bool)
+    for column, steps, logged in kept:
+        rows = np.searchsorted(taken, steps)
+        table[rows, column], is_logged[rows, column] = logged, True
+    return Spread(ranks, taken, table, is_logged, unit)
 
 
 def _records(files: Sequence[RankFile]) -> dict[str, ParameterRecord]:
     return {p.name: p for file in files for table in file.tables.values() for p in table}
 
 
-def _position(files: Sequence[RankFile]) -> Values:
+def _positions(files: Sequence[RankFile]) -> dict[int, float]:
     return {step: value for file in files for step, value in file.positions.items()}

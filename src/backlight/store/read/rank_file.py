@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar
@@ -29,20 +29,30 @@ POSITION = "backwards_seen"
 T = TypeVar("T")
 Table = tuple[ParameterRecord, ...]
 Steps = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+Mask = npt.NDArray[np.bool_]
 Logged = tuple[Steps, npt.NDArray[np.float64]]
 """Global steps and values of a scalar, in the order in which they were logged."""
 
+Window = tuple[int, int]
+"""The first global step, and the one behind the last."""
 
-@dataclass(slots=True)
-class Columns:
-    """Columns of a series as stored: ``tables[s]`` is the id of the parameter table of row s.
+NOTHING: Logged = np.zeros(0, np.int64), np.zeros(0)
 
-    ``values[(table, column)]`` is ``[rows with that table, P]``, in the order of ``steps``.
-    """
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Stored columns of one rank or of joined ranks, over the same steps and parameters."""
 
     steps: Steps
-    tables: npt.NDArray[np.int64]
-    values: dict[tuple[int, str], npt.NDArray[Any]] = field(default_factory=dict)
+    columns: Mapping[str, Array]
+    measured: Mask
+    any_rank: Mask | None = None
+
+    @property
+    def by_any_rank(self) -> Mask:
+        """What any rank measured, ``[S, P]``."""
+        return self.measured if self.any_rank is None else self.any_rank
 
 
 class RankFile:
@@ -50,21 +60,22 @@ class RankFile:
 
     Rows that a living writer adds later are ignored: all answers of one reader are consistent. With
     ``keeps_rows``, the encoded rows of a series stay in memory once they are read, with ``keeps_scalars`` all
-    scalars; ``scalar_cache`` is asked for a scalar before the file is.
+    scalars, of which ``scalar_source`` may know the older ones already.
     """
 
     def __init__(self, path: Path, snapshot: Snapshot, *, attempt: int, rank: int, step_offset: int) -> None:
         self.path = path
+        self.inode = path.stat().st_ino
         self.attempt = attempt
         self.rank = rank
         self.step_offset = step_offset
         self.losses: dict[str, None] = {}
         self.keeps_rows = False
         self.keeps_scalars = False
-        self.scalar_cache: Callable[[RankFile, int], Logged | None] | None = None
+        self.scalar_source: Callable[[RankFile], dict[int, Logged]] = RankFile.scalars
         self._snapshot = snapshot
         self._kept_rows: dict[tuple[str, int], Rows] = {}
-        self._ids_and_steps: dict[str, tuple[npt.NDArray[np.int64], Steps]] = {}
+        self._ids_and_steps: dict[tuple[str, int], tuple[Steps, Steps]] = {}
         self.last = self._last_rows()
 
     @functools.cached_property
@@ -84,47 +95,49 @@ class RankFile:
         rows = self._rows("step", f"series_{series}", (int,), where)
         return np.unique(np.array([step for (step,) in rows], dtype=np.int64)) + self.step_offset
 
-    def columns(
+    def block(
         self,
         series: str,
+        columns: Sequence[str],
         names: Sequence[str],
         part: int,
-        window: tuple[int, int] | None = None,
+        window: Window | None = None,
         after: int = 0,
-    ) -> Columns:
-        """Return the named stored columns of a series at every step of one part.
-
-        ``window`` keeps the global steps from its first to before its second one; ``after`` keeps the rows
-        with higher ids.
-        """
+    ) -> Block:
+        """Return stored columns of one part over the parameters ``names``, of rows above ``after``."""
         schema = SERIES[series]
-        sizes = {
-            table: np.array([p.numel for p in records], dtype=np.int64)
-            for table, records in self.tables.items()
-        }
-        good = [row for row in self._checked_rows(series, window, after) if row[5] == part]
-        if any(a[0] >= b[0] for a, b in itertools.pairwise(good)):
+        rows = [row for row in self._checked_rows(series, window, after) if row[5] == part]
+        if any(a[0] >= b[0] for a, b in itertools.pairwise(rows)):
             # Of a step that was written twice the last row counts.
-            good = sorted({row[0]: row for row in good}.values())
-        out = Columns(
-            np.array([row[0] for row in good], dtype=np.int64) + self.step_offset,
-            np.array([row[1] for row in good], dtype=np.int64),
-        )
-        for table in dict.fromkeys(out.tables.tolist()):
-            mine = [row for row in good if row[1] == table]
-            P, floats, integers = len(sizes[table]), schema.floats, schema.integers
-            for name in names:
-                if name in integers:
-                    out.values[table, name] = column_codec.decode_integers(
-                        [row[4] for row in mine], P, len(integers), integers.index(name), sizes[table]
-                    )
+            rows = sorted({row[0]: row for row in rows}.values())
+        steps_S, tables_S = (np.array([row[i] for row in rows], dtype=np.int64) for i in (0, 1))
+        S, P = len(rows), len(names)
+        index = {name: i for i, name in enumerate(names)}
+        out: dict[str, Array] = {
+            name: np.zeros((S, P), np.int64 if name in schema.integers else np.float64)
+            for name in (*columns, "measured")
+        }
+        for table in dict.fromkeys(tables_S.tolist()):
+            rows_S = np.flatnonzero(tables_S == table)
+            at_P = np.array([index[p.name] for p in self.tables[table]], dtype=np.int64)
+            numel_P = np.array([p.numel for p in self.tables[table]], dtype=np.int64)
+            whole = len(rows_S) == S and np.array_equal(at_P, np.arange(P))
+            for name, target in out.items():
+                kind, stored = ("i", schema.integers) if name in schema.integers else ("f", schema.floats)
+                blobs = [rows[i][4 if kind == "i" else 3] for i in rows_S]
+                at = stored.index(name)
+                values = column_codec.decode(blobs, kind, len(at_P), len(stored), at, numel_P)
+                if whole:
+                    out[name] = values
                 else:
-                    out.values[table, name] = column_codec.decode_floats(
-                        [row[3] for row in mine], P, len(floats), floats.index(name)
-                    )
-        return out
+                    target[np.ix_(rows_S, at_P)] = values
+        measured = out["measured"] != 0
+        if not measured.all():
+            for name in columns:
+                out[name][~measured] = 0 if name in schema.integers else np.nan
+        return Block(steps_S + self.step_offset, {name: out[name] for name in columns}, measured)
 
-    def _checked_rows(self, series: str, window: tuple[int, int] | None, after: int) -> Rows:
+    def _checked_rows(self, series: str, window: Window | None, after: int) -> Rows:
         """Return step, table, checksum, floats, integers and part of the rows whose checksum is right.
 
         Callers ask for one column at a time, and every row holds all columns: with ``keeps_rows`` they stay.
@@ -134,11 +147,11 @@ class RankFile:
         condition, first, end = f" AND id > {int(after)}" if after else "", 0, 0
         if window is not None:
             first, end = window[0] - self.step_offset, window[1] - self.step_offset
-            ids, steps = self._ids(series)
+            ids, steps = self._ids(series, after)
             inside = ids[(steps >= first) & (steps < end)]
             if not len(inside):
                 return []
-            condition += f" AND id BETWEEN {inside.min()} AND {inside.max()}"
+            condition = f" AND id BETWEEN {inside.min()} AND {inside.max()}"
         # All parts are read, so that a row whose part is damaged is missed and not passed over.
         columns, types = "step, parameters, crc, floats, ints, part", (int, int, int, bytes, bytes, int)
         rows = self._rows(columns, f"series_{series}", types, condition)
@@ -156,11 +169,11 @@ class RankFile:
             self._kept_rows[series, after] = checked
         return checked
 
-    def count(self, series: str, window: tuple[int, int] | None = None) -> int:
-        """Return how many rows of a series there are, in any part, or within a window of global steps."""
+    def count(self, series: str, window: Window | None, after: int) -> int:
+        """Return how many rows of a series, in any part, are within a window and have ids above ``after``."""
         if window is None:
-            return self.last[f"series_{series}"]
-        steps = self._ids(series)[1] + self.step_offset
+            return self.last[f"series_{series}"] - after
+        steps = self._ids(series, after)[1] + self.step_offset
         return int(np.count_nonzero((steps >= window[0]) & (steps < window[1])))
 
     def first_after(self, table: str, row: int, condition: str = "") -> int | None:
@@ -170,13 +183,14 @@ class RankFile:
         steps = [step for (step,) in self._rows("step", table, (int,), f" AND id > {int(row)}{condition}")]
         return min(steps) + self.step_offset if steps else None
 
-    def _ids(self, series: str) -> tuple[npt.NDArray[np.int64], Steps]:
+    def _ids(self, series: str, after: int) -> tuple[Steps, Steps]:
         """Return id and local step of the rows of a series."""
-        if series not in self._ids_and_steps:
-            rows = self._rows("id, step", f"series_{series}", (int, int))
+        if (series, after) not in self._ids_and_steps:
+            condition = f" AND id > {int(after)}" if after else ""
+            rows = self._rows("id, step", f"series_{series}", (int, int), condition)
             both = np.array(rows, dtype=np.int64).reshape(-1, 2)
-            self._ids_and_steps[series] = both[:, 0], both[:, 1]
-        return self._ids_and_steps[series]
+            self._ids_and_steps[series, after] = both[:, 0], both[:, 1]
+        return self._ids_and_steps[series, after]
 
     @functools.cached_property
     def scalar_names(self) -> tuple[tuple[int, str, str], ...]:
@@ -204,25 +218,22 @@ class RankFile:
             for identifier, logged in by_name.items()
         }
 
-    def scalar(self, identifier: int) -> Logged:
-        """Return one scalar."""
-        found = None if self.scalar_cache is None else self.scalar_cache(self, identifier)
-        if found is None:
-            found = (self._all_scalars if self.keeps_scalars else self.scalars(identifier)).get(identifier)
-        return (np.zeros(0, np.int64), np.zeros(0)) if found is None else found
+    def scalar(self, source: str, name: str) -> Logged:
+        """Return one scalar; of a step that was logged twice the last value counts."""
+        ids = self.scalar_ids(source, name)
+        return latest(
+            [(self._all_scalars if self.keeps_scalars else self.scalars(i)).get(i, NOTHING) for i in ids]
+        )
 
     @functools.cached_property
     def _all_scalars(self) -> dict[int, Logged]:
-        return self.scalars()
+        return self.scalar_source(self)
 
     @functools.cached_property
     def positions(self) -> dict[int, float]:
         """Backward passes since watching began, by global step: the steps of ranks are aligned by them."""
-        found: dict[int, float] = {}
-        for identifier in self.scalar_ids("backlight", POSITION):
-            steps, values = self.scalar(identifier)
-            found |= dict(zip(steps.tolist(), values.tolist(), strict=True))
-        return found
+        steps, values = self.scalar("backlight", POSITION)
+        return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
     @functools.cached_property
     def _events(self) -> Rows:
@@ -293,6 +304,17 @@ class RankFile:
 
     def _lose(self, what: str) -> None:
         self.losses[f"{self.path}: {what}"] = None
+
+
+def latest(logged: Sequence[Logged]) -> Logged:
+    """Concatenate scalars; of a step that occurs several times the last value counts, and steps ascend."""
+    if not logged:
+        return NOTHING
+    steps, values = (np.concatenate(parts) for parts in zip(*logged, strict=True))
+    if (np.diff(steps) <= 0).any():
+        steps, at = np.unique(steps[::-1], return_index=True)
+        values = values[::-1][at]
+    return steps, values
 
 
 @functools.lru_cache(maxsize=64)

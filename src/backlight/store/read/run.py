@@ -26,10 +26,10 @@ from backlight.store.read.attempt_files import (
     evidence_paths,
     open_attempt,
 )
-from backlight.store.read.decode_cache import MAX_CACHE_BYTES, DecodeCache, FileKey, is_ascending
-from backlight.store.read.frames import Block, Frame
+from backlight.store.read.decode_cache import MAX_CACHE_BYTES, DecodeCache
+from backlight.store.read.frames import Frame
 from backlight.store.read.join_ranks import RankState, Spread
-from backlight.store.read.rank_file import RankFile
+from backlight.store.read.rank_file import Block, RankFile, Window, latest
 from backlight.store.read.snapshot import sibling, size_of
 
 __all__ = [
@@ -91,13 +91,12 @@ class Event:
 class Run:
     """A stored run as it was when it was opened; open it again to read later rows.
 
-    Several readings of a growing run share one incremental :class:`DecodeCache`.
+    Several readings of a growing run share one :class:`DecodeCache`.
     """
 
     def __init__(self, path: Path, cache: DecodeCache | None = None) -> None:
         self.path = path
         self._cache = cache or DecodeCache()
-        self._reading = self._cache.begin_reading()
         self._manifest = read_manifest(path)
         self._opened: list[AttemptFiles] = [open_attempt(path, entry) for entry in self._manifest.attempts]
         self._files: list[RankFile] = [file for opened in self._opened for file in opened.files]
@@ -108,12 +107,12 @@ class Run:
             raise RunFormatError(f"{path}: nothing in this run can be read: {reasons}")
         self.attempts = tuple(_attempt(opened) for opened in self._opened)
         size = sum(size_of(file.path) + size_of(sibling(file.path, "-wal")) for file in self._files)
+        self._owner = self._manifest.run_id, self._manifest.created  # another run may take its path
         for file in self._files:
             file.keeps_rows = size <= MAX_KEPT_ROWS_BYTES
-            file.keeps_scalars = len(self._files) <= MAX_FILES_WITH_SCALARS
-            if self._cache.incremental:
-                # Without a reference to this run: a cycle would delay the removal of temporary copies.
-                file.scalar_cache = functools.partial(self._cache.scalar, self._key(file), self._reading)
+            file.keeps_scalars = cache is not None or len(self._files) <= MAX_FILES_WITH_SCALARS
+            # Without a reference to this run: a cycle would delay the removal of temporary copies.
+            file.scalar_source = functools.partial(self._cache.scalars, self._owner)
 
     @property
     def name(self) -> str:
@@ -212,57 +211,25 @@ class Run:
         if unit is None:
             known = ", ".join([c.name for c in schema.columns] + [d.name for d in schema.derived])
             raise KeyError(f"series {series!r} has no column {column!r}; it has {known}")
-        key = (self.run_id, self._manifest.created, series, column, attempt, rank, part)
         groups = self._by_attempt(attempt, rank)
-        mark = (
-            self._names,
-            [
-                (f.path, f.attempt, f.last[f"series_{series}"], f.last["scalar"])
-                for files in groups
-                for f in files
-            ],
-        )
-        kept = self._cache.frame(key, mark)
-        if kept is not None:
-            return kept
-        file = self._only_file(attempt, rank)
-        found = None
-        if file is not None and self._cache.incremental:
-            found = self._cache.column(
-                file, self._key(file), self._reading, self._names, series, column, part
-            )
-        if found is None:
+        files = [file for group in groups for file in group]
+        key = (self._owner, series, column, attempt, rank, part)
+
+        def read(window: Window | None, after: Mapping[RankFile, int]) -> Frame:
             wanted = frames.needs(schema, column)
-            blocks = [self._block(files, series, wanted, part, local=rank is not None) for files in groups]
+            blocks = [
+                join_ranks.block(group, series, wanted, self._names, part, rank is not None, window, after)
+                for group in groups
+                if any(after.get(file, -1) < file.last[f"series_{series}"] for file in group)
+            ]
             if not blocks:
                 empty = np.zeros((0, len(self._names)))
                 blocks = [Block(np.zeros(0, dtype=np.int64), dict.fromkeys(wanted, empty), empty != 0)]
             joined = frames.join_attempts(blocks)
             values = frames.derive(column, joined.columns)
-            found = Frame(joined.steps, self._names, values, joined.measured, unit, joined.any_rank)
-        return self._cache.keep_frame(key, mark, found)
+            return Frame(joined.steps, self._names, values, joined.measured, unit, joined.any_rank)
 
-    def frame_at(self, series: str, column: str, step: int, *, rank: int | None = None) -> Frame:
-        """Return :meth:`frame` at one step alone: of one row, or none where nothing was recorded."""
-        file = self._only_file(None, rank)
-        unit = frames.unit(_schema(series), column)
-        if (
-            file is not None
-            and unit is not None
-            and self._cache.incremental
-            and not self._cache.has_column(self._key(file), series, column, 0)
-        ):
-            # No caller needed the whole column yet: only this row is decoded.
-            wanted = frames.needs(SERIES[series], column)
-            block = frames.rank_block(file, series, wanted, self._names, 0, (step, step + 1))
-            values = frames.derive(column, block.columns)
-            return Frame(block.steps, self._names, values, block.measured, unit)
-        whole = self.frame(series, column, rank=rank)
-        row = whole.steps == step
-        any_rank = None if whole.any_rank is None else whole.any_rank[row]
-        return Frame(
-            whole.steps[row], whole.names, whole.values[row], whole.measured[row], whole.unit, any_rank
-        )
+        return self._cache.frame(key, files, self._names, series, read)
 
     def __repr__(self) -> str:
         """Return path, status and last step."""
@@ -280,42 +247,28 @@ class Run:
         Without a rank: the loss is the mean over ranks, norms of the whole follow from the joined gradients,
         and of any other scalar the lowest rank that logged a step counts.
         """
-        unit = unit_of_scalar(name, source)
-        source, called = storable(source), storable(name)
-        file = self._only_file(attempt, rank)
-        ids = [] if file is None else file.scalar_ids(source, called)
-        if file is not None and len(ids) == 1:
-            steps, values = file.scalar(ids[0])
-            if is_ascending(steps):
-                return Scalar(steps, values, unit)
         whole = rank is None and source == "backlight"
-        merged: dict[int, float] = {}
+        merged = []
         for files in self._by_attempt(attempt, rank):
             if whole and name in join_ranks.FROM_TOTAL and not join_ranks.alone(files):
-                norms = functools.partial(self._block, files, "gradient", ("norm",), 0, local=False)
-                merged.update(join_ranks.from_total(files, name, norms))
+                norms = functools.partial(self.frame, "gradient", "norm", attempt=files[0].attempt)
+                merged.append(join_ranks.from_total(files, name, norms))
             else:
-                by_rank = join_ranks.scalars(files, source, called)
+                by_rank = join_ranks.scalars(files, storable(source), storable(name))
                 join = join_ranks.mean if whole and name in join_ranks.MEANS else join_ranks.lowest
-                merged.update(join(by_rank))
-        order = sorted(merged)
-        values = np.array([merged[step] for step in order], dtype=np.float64)
-        return Scalar(np.array(order, dtype=np.int64), values, unit)
+                merged.append(join(by_rank))
+        return Scalar(*latest(merged), unit_of_scalar(name, source))
 
     def spread(self, name: str, source: str = "backlight", *, attempt: int | None = None) -> Spread:
         """Return a scalar of every rank over global steps, as each logged it: its own loss, its own norm.
 
         Where two attempts hold a step, the later one counts.
         """
-        merged: dict[int, dict[int, float]] = {}
-        for files in self._by_attempt(attempt, None):
-            mine = join_ranks.scalars(files, storable(source), storable(name))
-            for step in {step for values in mine.values() for step in values}:
-                for values in merged.values():
-                    values.pop(step, None)
-            for rank, values in mine.items():
-                merged.setdefault(rank, {}).update(values)
-        return join_ranks.spread(merged, unit_of_scalar(name, source))
+        logged = [
+            join_ranks.scalars(files, storable(source), storable(name))
+            for files in self._by_attempt(attempt, None)
+        ]
+        return join_ranks.spread(logged, unit_of_scalar(name, source))
 
     def scalar_names(self, source: str | None = None) -> tuple[str, ...]:
         """Return the names of the scalars of a source, or of all, in the order of their first use."""
@@ -396,27 +349,6 @@ class Run:
         groups = [[file for file in opened.files if rank in {None, file.rank}] for opened in chosen]
         return [files for files in groups if files]
 
-    def _only_file(self, attempt: int | None, rank: int | None) -> RankFile | None:
-        """Return the file that holds all rows of a question, None where several must be joined."""
-        chosen = self._by_attempt(attempt, rank)
-        whole = len(self.attempts) == 1 and self.attempts[0].world_size == 1
-        return chosen[0][0] if whole and len(chosen) == 1 and len(chosen[0]) == 1 else None
-
-    def _key(self, file: RankFile) -> FileKey:
-        return file.path, file.attempt, self.run_id, self._manifest.created
-
-    def _block(
-        self, files: Sequence[RankFile], series: str, columns: Sequence[str], part: int, *, local: bool
-    ) -> Block:
-        """Return stored columns of one attempt, its ranks joined unless ``local``."""
-        found = None
-        if self._cache.incremental and not local:
-            keys = [self._key(file) for file in files]
-            found = self._cache.joined(files, keys, self._reading, self._names, series, columns, part)
-        if found is None:
-            found = join_ranks.block(files, series, columns, self._names, part, local)
-        return found
-
 
 def open_run(path: str | Path) -> Run:
     """Open the run in a directory for reading; nothing in it is changed, and nothing in it is executed.
@@ -430,7 +362,7 @@ def open_run(path: str | Path) -> Run:
 
 def open_growing(cache: DecodeCache | None = None) -> Callable[[Path], Run]:
     """Return a function that opens a growing run, each time decoding only the rows since the last reading."""
-    return functools.partial(Run, cache=cache or DecodeCache(incremental=True))
+    return functools.partial(Run, cache=cache or DecodeCache())
 
 
 def _attempt(opened: AttemptFiles) -> Attempt:

@@ -72,13 +72,7 @@ class Snapshot:
         return self.read(lambda query: query(sql, parameters))
 
     def read(self, read: Callable[[Callable[[str, tuple[Any, ...]], Rows]], T]) -> T:
-        """Call ``read`` with a function that runs a query; all its queries share one short connection.
-
-        Raises
-        ------
-        RunFormatError
-            If the file is missing, is no database, or is damaged.
-        """
+        """Call ``read`` with a function that runs a query; all its queries share one short connection."""
         problem: Exception | None = None
         for i in range(_TRIES):
             try:
@@ -162,16 +156,7 @@ class Snapshot:
         return f"{self._copy.as_uri()}?mode=ro", "copy"
 
     def _copied(self) -> Path:
-        """Copy the database with its log so that the two belong together.
-
-        The log only grows until it is begun anew, with another header. Pages that a checkpoint moves into the
-        file meanwhile are also in the log, so equal headers before and after prove the pair.
-
-        Raises
-        ------
-        OSError
-            If it changes faster than it can be copied.
-        """
+        """Copy the database with its log so that the two belong together."""
         log = sibling(self.path, "-wal")
         folder = Path(tempfile.mkdtemp(prefix="backlight-read-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)

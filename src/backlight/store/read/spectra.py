@@ -48,13 +48,7 @@ def steps(run: Run, parameter: str) -> NDArray[np.int64]:
 
 
 def tables(run: Run, parameter: str) -> tuple[Table, ...]:
-    """Return the tables of a layer, by step; a step whose arrays were lost is left out.
-
-    Raises
-    ------
-    KeyError
-        If the run has no such layer.
-    """
+    """Return the tables of a layer, by step; a step whose arrays were lost is left out."""
     known = {layer.parameter: layer for layer in layers(run)}
     if parameter not in known:
         raise KeyError(f"{run.path}: no spectra of {parameter!r}; there are {', '.join(known) or 'none'}")
@@ -75,13 +69,7 @@ def tables(run: Run, parameter: str) -> tuple[Table, ...]:
 
 
 def table(run: Run, step: int, parameter: str) -> Table:
-    """Return the table of a layer at a step.
-
-    Raises
-    ------
-    KeyError
-        If the run has no such layer, or it was not measured at that step.
-    """
+    """Return the table of a layer at a step."""
     found = {one.measurement.step: one for one in tables(run, parameter)}
     if step not in found:
         there = ", ".join(map(str, found)) or "none"

@@ -39,10 +39,9 @@ class _Piece:
 class ArrayWriter:
     """Buffers arrays and writes each flush as one piece; a small piece is merged with its predecessor.
 
-    Merging goes by size as in a binary counter: every array is rewritten a logarithmic number of times, and
-    a long run has few pieces. The merged piece is published first and its name says which pieces it
-    replaces. Pieces that will be merged again are stored plain; a piece is compressed once, when it is so
-    large that it stays, or at the end.
+    Merging goes by size as in a binary counter: every array is rewritten a logarithmic number of times.
+    Pieces that will be merged again are stored plain; a piece is compressed once, when it is so large
+    that it stays, or at the end.
     """
 
     def __init__(self, folder: Path, rank: int, filters: Filters = Filters()) -> None:  # noqa: B008 - frozen
@@ -57,13 +56,7 @@ class ArrayWriter:
     def add(
         self, name: str, step: int, values: npt.ArrayLike, dims: Sequence[str], unit: str, encoding: str
     ) -> None:
-        """Buffer a copy of one array.
-
-        Raises
-        ------
-        ValueError
-            If the array does not fit its description, or holds no plain numbers.
-        """
+        """Buffer a copy of one array."""
         array = np.array(values, copy=True)
         if array.dtype.kind not in "biufc" or array.dtype.itemsize > 16:
             msg = f"array {name!r} has type {array.dtype}, expected booleans, integers, floats or complex"

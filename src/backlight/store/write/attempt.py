@@ -117,25 +117,13 @@ def part_path(path: Path) -> Path:
 
 
 def enter_first(path: Path, options: AttemptOptions) -> Entry:
-    """Open a new attempt as its first rank; on failure nothing is left behind.
-
-    Raises
-    ------
-    RunWriteError
-        If the file system refuses.
-    RunExistsError
-        If the folder holds something else, or a living process writes the run. A run that this release cannot
-        read raises a RunFormatError.
-    """
+    """Open a new attempt as its first rank; on failure nothing is left behind."""
     with _entering(path) as created:
         return _open_attempt(path, options, created)
 
 
 def enter_part(path: Path, options: AttemptOptions) -> Entry:
-    """Open the part of a run that this host keeps for itself, or join it; ``path`` is the part's folder.
-
-    A part is a run of its own that lacks the other ranks, until it is joined. Raises as :func:`enter_first`.
-    """
+    """Open or join the part of a run, a run of its own, that this host keeps for itself."""
     with _entering(path) as created:
         if (path / MANIFEST).exists():
             joined = _joined(path, read_manifest(path), options.first, options.launch)
@@ -145,15 +133,7 @@ def enter_part(path: Path, options: AttemptOptions) -> Entry:
 
 
 def enter_further(path: Path, *, rank: int, launch: str | None, timeout_s: float = JOIN_TIMEOUT_S) -> Entry:
-    """Enter, as rank > 0, the attempt that rank 0 of the same launch opens.
-
-    Raises
-    ------
-    RunExistsError
-        If no such attempt appears in time.
-    ValueError
-        If the launch is not named.
-    """
+    """Enter, as rank > 0, the attempt that rank 0 of the same launch opens."""
     if not launch:
         raise ValueError(
             f"rank {rank} joins the run of rank 0 and needs its run_id; give all ranks the same one"

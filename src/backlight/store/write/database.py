@@ -161,11 +161,7 @@ class RankDatabase:
             raise
 
     def write(self, batch: Batch, sizes: Sizes) -> None:
-        """Write a batch as one transaction, or nothing of it.
-
-        A sqlite3.Error or OSError passes through. :class:`VanishedError` is raised where the file was
-        deleted or its folder moved: SQLite would go on writing into nothing without an error.
-        """
+        """Write a batch as one transaction, or nothing of it; a sqlite3.Error or OSError passes through."""
         self.check_exists()
         rows = batch.rows(sizes)
         self._connection.execute("BEGIN IMMEDIATE")

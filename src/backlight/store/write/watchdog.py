@@ -35,15 +35,7 @@ def host_name() -> str:
 
 
 class WatchdogWriter:
-    """Writes for the watchdog of this machine; not thread-safe.
-
-    Parameters
-    ----------
-    run, attempt_folder:
-        The run directory, and the folder of the attempt inside it.
-    host:
-        Name of this machine, empty for :func:`host_name`.
-    """
+    """Writes for the watchdog of the machine ``host``; not thread-safe."""
 
     def __init__(self, run: Path, attempt_folder: Path, host: str = "") -> None:
         self._run = run

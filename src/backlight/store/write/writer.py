@@ -50,15 +50,8 @@ MAX_BUFFERED_BYTES = 256 * 1024 * 1024
 class RunWriter:
     """Writes one rank of an attempt; create one with :meth:`create`.
 
-    Attributes
-    ----------
-    path, run_id, attempt, step_offset, rank:
-        The folder, the id that all ranks and attempts share, the number of this attempt, the global step of
-        its step 0, the rank.
-    lost:
-        Why recording stopped, or None.
-    part_reason:
-        Why this rank writes another folder than it was given: a part of the run, to be joined. Else empty.
+    ``lost`` is the reason why recording stopped, or None; ``part_reason`` why this rank writes a part of
+    the run in another folder than it was given, or empty.
     """
 
     def __init__(
@@ -137,37 +130,7 @@ class RunWriter:
         options: Mapping[str, Any] | None = None,
         join_timeout: float | None = None,
     ) -> RunWriter:
-        """Open a new run, or a new attempt of the run that is already at ``path``.
-
-        Parameters
-        ----------
-        path:
-            The run directory; missing folders are created, an empty one is used.
-        run_id:
-            Id that all ranks of one launch share; ranks above 0 need it to find the attempt that rank 0
-            opens. None on rank 0 generates one.
-        max_disk:
-            Bytes that the whole run may take; near it the series become sparser.
-        step_offset:
-            Added to the steps of this attempt. None continues after the last recorded step of the run.
-        on_lost, on_limit:
-            Called once with a reason: recording stopped; ``max_disk`` made the series sparser.
-        filters:
-            Compression of arrays that are not merged any more.
-        options:
-            What this rank records; readers report where ranks differ.
-        join_timeout:
-            Seconds that a rank above 0 waits for rank 0 to open the run. Then it writes, with the other ranks
-            of its host, a part of the run next to ``path``. None raises instead.
-
-        Raises
-        ------
-        ValueError
-            If an argument is out of range.
-        RunWriteError
-            If the file system refuses. A folder that cannot take this run raises a RunExistsError or a
-            RunFormatError. In each case nothing half-written is left behind.
-        """
+        """Open a new run, or a new attempt of the run that is already at ``path``."""
         if not 0 <= rank < world_size or flush_interval < 0 or (max_disk is not None and max_disk <= 0):
             msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
             raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
@@ -225,13 +188,7 @@ class RunWriter:
             self._progress.set_fingerprint(fingerprint)
 
     def parameter_table(self, parameters: tuple[ParameterRecord, ...]) -> int:
-        """Return the id of a table of parameters; an equal table has the same id.
-
-        Raises
-        ------
-        ValueError
-            If two rows have one name: a series could not distinguish them.
-        """
+        """Return the id of a table of parameters; an equal table has the same id."""
         if self._pid != os.getpid():
             return 0
         with self._buffers:
@@ -264,15 +221,7 @@ class RunWriter:
         ints_PI: npt.ArrayLike,
         part: int = 0,
     ) -> None:
-        """Buffer one recorded step of a per-parameter series; the arrays are copied.
-
-        Raises
-        ------
-        ValueError
-            If the arrays do not have the shape of the schema and the table.
-        KeyError
-            If there is no such series or table.
-        """
+        """Buffer one recorded step of a per-parameter series; the arrays are copied."""
         if self._off():
             return
         P, (F, K) = len(self._sizes[table]), _WIDTHS[series]
@@ -330,10 +279,7 @@ class RunWriter:
         unit: str = "1",
         encoding: str = "plain",
     ) -> None:
-        """Buffer one array; ``dims`` names its axes, ``encoding="bf16"`` takes bfloat16 bits as uint16.
-
-        A ValueError comes from an array that does not fit its description.
-        """
+        """Buffer one array; ``dims`` names its axes, ``encoding="bf16"`` takes bfloat16 bits as uint16."""
         if self._off():
             return
         with self._disk:

@@ -78,7 +78,7 @@ def _in_gradients(
     nearest = int(ill[-1])  # backward begins at the loss, so the last in model order is reached first
     name = frame.names[nearest]
     nan, inf, size = (
-        int(run.frame_at("gradient", column, step, rank=local).values[0, nearest])
+        int(run.frame("gradient", column, rank=local).values[row, nearest])
         for column in ("nan", "inf", "numel")
     )
     before = f"{int(frame.steps[row - 1])}" if row else "none"
