@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backlight.experiments.experiment import EXPERIMENTS, Task
+from backlight.experiments.experiment import EXPERIMENTS
+from backlight.experiments.task import Task
 from backlight.monitors.grokking.model.detection import detect
 from backlight.monitors.grokking.model.verdicts import Detection
 
@@ -64,9 +65,9 @@ def verdict_of(task: Task, logs: list[Log], test: str = "test_accuracy") -> Dete
         [values["train_accuracy"] for _, values in logged],
         steps,
         [values[test] for _, values in logged],
-        chance=task.facts.chance,
-        train_size=task.facts.train_size,
-        test_size=task.facts.test_size,
+        chance=task.chance,
+        train_size=len(task.split.train_inputs),
+        test_size=len(task.split.test_inputs),
     )
 
 
@@ -83,11 +84,7 @@ def trained(name: str, seed: int, change: Change, control: str = "") -> Outcome:
         if step == plan.steps:
             break
         task.before_step(step)
-        task.optimizer.zero_grad(set_to_none=True)
-        task.loss(task.model, task.batch(step)).backward()
-        task.optimizer.step()
-        if task.scheduler is not None:
-            task.scheduler.step()
+        task.train_step(step)
     return Outcome(logs, verdict_of(task, logs), time.process_time() - start)
 
 

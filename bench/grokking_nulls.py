@@ -53,15 +53,10 @@ def trained(
         if step % every == 0:
             values = task.evaluate(thorough=False)
             rows.append((step, values["train_accuracy"], values["test_accuracy"]))
-        task.before_step(step)
-        task.optimizer.zero_grad(set_to_none=True)
-        task.loss(task.model, task.batch(step)).backward()
-        task.optimizer.step()
+        task.train_step(step)
     at, train, test = np.array(rows).T
-    facts = task.facts
-    return detect(
-        at, train, at, test, chance=facts.chance, train_size=facts.train_size, test_size=facts.test_size
-    )
+    sizes = len(task.split.train_inputs), len(task.split.test_inputs)
+    return detect(at, train, at, test, chance=task.chance, train_size=sizes[0], test_size=sizes[1])
 
 
 def linear(seed: int, *, ratio: float, steps: int = 4000, inputs: int = 100) -> Detection:

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from backlight.experiments.config import assigned, configure
-from backlight.experiments.loop import Loop
-from backlight.experiments.runner import OffsetRecorder, build, pace_of, run_experiment, tracker_of
+from backlight.experiments.runner import Loop, OffsetRecorder, build, measures_of, probe_of, run_experiment
+from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.store.format.hdf5_pieces import ArrayInfo, Filters, Stack, write_piece
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -66,7 +66,8 @@ def added(name: str, changes: list[str], blocks: int, warm: int) -> tuple[float,
     base = ["training.steps=1000000", *changes]
     tracked = configure(name, "ci", ("bench", assigned(base)))
     bare = configure(name, "ci", ("bench", assigned([*base, *(f"measures.{m}=0" for m in OFF)])))
-    every = pace_of(tracked).log_every
+    duration = tracked.settings.training
+    every = duration.log_every
     cadences = [getattr(tracked.measures, m) for m in OFF if m != "vectors"]
     # As long as the two seconds between flushes of a run, so that writing has its true share.
     block = every * max([10, *cadences])
@@ -75,15 +76,12 @@ def added(name: str, changes: list[str], blocks: int, warm: int) -> tuple[float,
         writer = RunWriter.create(Path(directory) / "run")
         sink = Logging(writer, 0)
         first, second = build(tracked), build(bare)
+        measures = measures_of(tracked)
+        tracker = Tracker(measures, sink, probe_of(first, measures))
+        without = Tracker(measures_of(bare), Nothing())
         loops = (
-            Loop(first, pace_of(tracked), tracker_of(tracked, first, sink), sink.log, lambda _s, _c: None),
-            Loop(
-                second,
-                pace_of(bare),
-                tracker_of(bare, second, Nothing()),
-                lambda _s, _v: None,
-                lambda _s, _c: None,
-            ),
+            Loop(first, duration, tracker, sink.log, lambda _s, _c: None),
+            Loop(second, duration, without, lambda _s, _v: None, lambda _s, _c: None),
         )
         for loop in loops:
             for step in range(1, 1 + warm):

@@ -17,8 +17,16 @@ from backlight.experiments.data.algorithmic import (
     permutation_table,
     unordered,
 )
-from backlight.experiments.data.split import apply_control, derived_seed, draw_split, generator, seeded
-from backlight.experiments.data.vectors import image_split, linear_teacher, load_images
+from backlight.experiments.data.split import (
+    apply_control,
+    derived_seed,
+    draw_split,
+    generator,
+    image_split,
+    linear_teacher,
+    load_images,
+    seeded,
+)
 from backlight.experiments.published.doshi import Data as Polynomial
 from backlight.experiments.published.doshi import polynomial_table
 

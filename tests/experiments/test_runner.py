@@ -106,7 +106,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(whole: Path, tmp_path: Path, s
     path = tmp_path / "killed"
     slow = (
         "import sys, time\n"
-        "import backlight.experiments.loop as t\n"
+        "import backlight.experiments.runner as t\n"
         "step = t.Loop.step\n"
         "t.Loop.step = lambda self, n: (time.sleep(0.005), step(self, n))\n"
         "from backlight.cli.app import main\n"

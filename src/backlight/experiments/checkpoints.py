@@ -20,7 +20,7 @@ from backlight import devices
 from backlight.store.platform import atomic_json
 
 if TYPE_CHECKING:
-    from backlight.experiments.experiment import Task
+    from backlight.experiments.task import Task
 
 DIRECTORY = "checkpoints"
 _NAME = re.compile(r"step-(\d{9})\.pt")

@@ -8,25 +8,22 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from backlight import devices
 from backlight.experiments.config import Configuration
-from backlight.experiments.loop import named_gradients
-from backlight.experiments.runner import build, pace_of, torch_threads
+from backlight.experiments.experiment import Duration
+from backlight.experiments.runner import build, measures_of, named_gradients, probe_of, torch_threads
+from backlight.experiments.task import Task
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.disk_guard import free_bytes
 from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
 from backlight.processes import available_memory, resident_memory
 from backlight.text import size
-
-if TYPE_CHECKING:
-    from backlight.experiments.experiment import Task
-    from backlight.experiments.loop import Pace
 
 MEASURED = ("gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "sketch")
 """Measures by the key of their cadence."""
@@ -69,16 +66,7 @@ class Cost:
 class Estimate:
     """The costs of a configuration and the free resources, in seconds and bytes.
 
-    Attributes
-    ----------
-    training:
-        Steps, evaluations and checkpoints.
-    measured:
-        One cost for each active measure.
-    base_memory:
-        Resident memory of the process during training.
-    reserve:
-        Bytes that must stay free on the disk.
+    ``base_memory`` is the resident memory of the process during training; ``reserve`` must stay free on disk.
     """
 
     training: tuple[Cost, ...]
@@ -136,8 +124,8 @@ class Estimate:
         """Return the estimate as plain values."""
         tier = self.fitting()
         parts = [
-            {"name": c.name, "times": c.times, "seconds": c.times * c.seconds,
-             "disk_bytes": c.times * c.disk, "memory_bytes": c.memory}
+            {"name": c.name, "times": c.times, "seconds": c.total_seconds,
+             "disk_bytes": c.total_disk, "memory_bytes": c.memory}
             for c in (*self.training, *self.measured)
         ]  # fmt: skip
         return {
@@ -170,16 +158,7 @@ class _ByteCounter:
     def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
         self.bytes += SCALAR_BYTES * len(values)
 
-    def array(
-        self,
-        name: str,
-        step: int,
-        values: Any,
-        *,
-        dims: tuple[str, ...] = (),
-        unit: str = "1",
-        encoding: str = "plain",
-    ) -> None:
+    def array(self, name: str, step: int, values: Any, **options: Any) -> None:
         self.bytes += stored_bytes(np.asarray(values))
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
@@ -213,12 +192,12 @@ def estimate_of(
         Called with the name of each part before it is timed.
     """
     task = build(configuration)  # trained for the timed steps, so it serves nothing else
-    pace = pace_of(configuration)
-    measures = configuration.measures.logged_every(pace.log_every)
-    probe = Probe(task.model, task.sample_loss, task.probe, task.inputs) if measures.sampled else None
+    duration: Duration = configuration.settings.training
+    measures = measures_of(configuration)
+    probe = probe_of(task, measures)
     with torch_threads(configuration.run.threads):
         on_part("training")
-        step_seconds = _timed_steps(task, budget)
+        step_seconds = _step_seconds(task, budget)
         base = resident_memory()
         on_part("evaluation")
         cheap = _timed(lambda: task.evaluate(thorough=False))
@@ -227,62 +206,50 @@ def estimate_of(
         for name in MEASURED:
             if getattr(measures, name) and (probe is not None or name not in SAMPLED):
                 on_part(name)
-                measured.append(_measure(task, pace, measures, probe, name))
-    logs = -(-pace.steps // pace.log_every)
-    costly = min(logs, -(-pace.steps // pace.thorough_every))
+                measured.append(_measure(task, duration.steps, measures, probe, name))
+    logs = -(-duration.steps // duration.log_every)
+    costly = min(logs, -(-duration.steps // duration.thorough_every))
     state = _state_bytes(task)
     saved = state + _held_bytes(task, measures)
-    checkpoints = min(configuration.run.checkpoints, 1 + pace.steps // pace.checkpoint_every)
+    checkpoints = min(configuration.run.checkpoints, 1 + duration.steps // configuration.run.checkpoint_every)
     training = (
-        Cost("training", pace.steps, step_seconds, 0, state),
+        Cost("training", duration.steps, step_seconds, 0, state),
         Cost("evaluation", logs - costly, cheap, 10 * SCALAR_BYTES, 0),
         Cost("thorough evaluation", costly + 1, thorough, 20 * SCALAR_BYTES, 0),
         Cost("checkpoints", checkpoints, saved / CHECKPOINT_BYTES_PER_S, saved, saved),
     )
-    return Estimate(
-        training,
-        tuple(measured),
-        base,
-        free_bytes(path),
-        configuration.run.disk_free,
-        available_memory(),
-        measures,
-    )
+    reserve, memory = configuration.run.disk_free, available_memory()
+    return Estimate(training, tuple(measured), base, free_bytes(path), reserve, memory, measures)
 
 
-def _timed_steps(task: Task, budget: float) -> float:
+def _step_seconds(task: Task, budget: float) -> float:
     seconds: list[float] = []
     begin = time.perf_counter()
     while len(seconds) < 3 or (time.perf_counter() - begin < budget and len(seconds) < 50):
-        at = time.perf_counter()
-        task.optimizer.zero_grad(set_to_none=True)
-        task.loss(task.model, task.batch(len(seconds))).backward()  # type: ignore[no-untyped-call]  # torch has no types here
-        task.optimizer.step()
-        _synchronise()
-        seconds.append(time.perf_counter() - at)
+        seconds.append(_timed(lambda: task.train_step(len(seconds))))
     return statistics.median(seconds[1:])
 
 
-def _measure(task: Task, pace: Pace, measures: Measures, probe: Probe | None, name: str) -> Cost:
+def _measure(task: Task, steps: int, measures: Measures, probe: Probe | None, name: str) -> Cost:
     """Return the cost of one measure, timed with all others off."""
-    cadences: dict[str, Any] = dict.fromkeys(MEASURED, 0) | {name: 1}
+    at = measures.window_steps
+    cadences: dict[str, Any] = dict.fromkeys(MEASURED, 0) | {name: at}
     recorder = _ByteCounter()
     tracker = Tracker(
         replace(measures, every=1, **cadences), recorder, probe, warn=lambda _what, _reason: None
     )
     gradients = named_gradients(task.model)
     if name == "window":
-        for step in range(measures.window_steps - 1):
-            tracker.gradients(step, gradients)
-            tracker.hold(step)
-    at = measures.window_steps
+        for step in range(1, at):  # fills the window without a measurement
+            tracker.measure(step, gradients)
     recorder.bytes = 0
-    seconds = _timed(lambda: _measure_step(tracker, at, gradients))
+    seconds = _timed(lambda: tracker.measure(at, gradients))
     stored = recorder.bytes
     if seconds < REPEAT_BELOW_S:  # the first measurement of a process also imports and compiles
-        seconds = min(seconds, _timed(lambda: _measure_step(tracker, at + 1, gradients)))
-    size = sum(g.numel() * g.element_size() for _, g in gradients if g is not None)
-    samples, outer = _samples(task), sum(g.numel() for _, g in gradients if g is not None)
+        seconds = min(seconds, _timed(lambda: tracker.measure(2 * at, gradients)))
+    held = [g for _, g in gradients if g is not None]
+    size, outer = sum(g.nbytes for g in held), sum(g.numel() for g in held)
+    samples = len(task.probe[0])
     memory = {
         "window": measures.window_steps * size,
         "gradients": size,
@@ -293,42 +260,26 @@ def _measure(task: Task, pace: Pace, measures: Measures, probe: Probe | None, na
         "sketch": 2 * measures.sketch_rows * outer * 8,
         "agop": 0,
     }[name]
-    spacing = measures.every * getattr(measures, name)
-    return Cost(name, -(-pace.steps // spacing), seconds, stored, memory)
-
-
-def _measure_step(tracker: Tracker, step: int, gradients: list[tuple[str, Any]]) -> None:
-    tracker.gradients(step, gradients)
-    tracker.close(step)
-    tracker.sample(step)
+    return Cost(name, -(-steps // (measures.every * getattr(measures, name))), seconds, stored, memory)
 
 
 def _timed(work: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     work()
-    _synchronise()
-    return time.perf_counter() - begin
-
-
-def _synchronise() -> None:
     devices.synchronize()
-
-
-def _samples(task: Task) -> int:
-    first = task.probe[0] if isinstance(task.probe, (tuple, list)) else task.probe
-    return int(first.shape[0]) if isinstance(first, torch.Tensor) else 0
+    return time.perf_counter() - begin
 
 
 def _state_bytes(task: Task) -> int:
     held = list(task.model.state_dict().values())
     held += [v for state in task.optimizer.state.values() for v in state.values()]
-    return sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor))
+    return sum(t.nbytes for t in held if isinstance(t, torch.Tensor))
 
 
 def _held_bytes(task: Task, measures: Measures) -> int:
     """Return the bytes that a tracker holds between steps, which a checkpoint contains as well."""
     parameters = [p for p in task.model.parameters() if p.requires_grad]
-    window = measures.window_steps * sum(p.numel() * p.element_size() for p in parameters)
+    window = measures.window_steps * sum(p.nbytes for p in parameters)
     sketch = 2 * measures.sketch_rows * 8 * sum(p.numel() for p in parameters)
     return (window if measures.window else 0) + (sketch if measures.sketch else 0)
 
@@ -346,14 +297,7 @@ class Choice:
 
 
 def choose(found: Estimate, *, degrade: bool, ask: Callable[[str], bool] | None = None) -> Choice:
-    """Return the tier that fits: the full one, or a cheaper one if that is allowed.
-
-    Parameters
-    ----------
-    degrade:
-        Take a cheaper tier without asking.
-    ask:
-        Called with a question; None without a terminal.
+    """Return the tier that fits: the full one, or a cheaper one if ``degrade`` is set or ``ask`` says so.
 
     Raises
     ------

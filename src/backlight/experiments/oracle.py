@@ -16,16 +16,8 @@ import torch
 from backlight.experiments.data.algorithmic import modular_table, one_hot_pairs
 from backlight.experiments.data.split import apply_control, draw_split, seeded
 from backlight.experiments.experiment import Experiment, Paper, Settings
-from backlight.experiments.models.mlp import PowerNet
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, one_hot_squared_error
-
-PAPER = Paper(
-    arxiv="2301.02679",
-    title="Grokking modular arithmetic",
-    authors="Gromov",
-    claim="A two-layer quadratic net groks modular addition, and its solution has a closed form.",
-    unclear="Sizes and training are chosen for speed, not published.",
-)
+from backlight.experiments.models import PowerNet
+from backlight.experiments.task import AdamWTraining, Task, one_hot_squared_error
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ def build(
     seed: int = 0,
     device: torch.device | str = "cpu",
     control: str = "",
-) -> SupervisedTask:
+) -> Task:
     """Return the oracle, ready to train."""
     p, width, device = settings.data.p, settings.model.width, torch.device(device)
     pairs, results = modular_table(p, settings.data.operation)
@@ -70,11 +62,22 @@ def build(
     split = apply_control(split, control, seed).to(device)
     with seeded(seed, "model"):
         model = PowerNet(2 * p, width, p, power=2).to(device)
-    return SupervisedTask.with_adamw(
+    return Task.with_adamw(
         model, split, seed, settings.training, chance=1 / p, sample_losses=one_hot_squared_error
     )
 
 
 ORACLE = Experiment(
-    "oracle", "Fast oracle: modular addition in a quadratic net", PAPER, SETTINGS, SETTINGS, build
+    "oracle",
+    "Fast oracle: modular addition in a quadratic net",
+    Paper(
+        arxiv="2301.02679",
+        title="Grokking modular arithmetic",
+        authors="Gromov",
+        claim="A two-layer quadratic net groks modular addition, and its solution has a closed form.",
+        unclear="Sizes and training are chosen for speed, not published.",
+    ),
+    SETTINGS,
+    SETTINGS,
+    build,
 )

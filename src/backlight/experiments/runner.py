@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.parameters import Scope
@@ -23,13 +24,12 @@ from backlight.experiments.config import (
     experiment_of,
 )
 from backlight.experiments.data.split import derived_seed
-from backlight.experiments.experiment import Task
-from backlight.experiments.loop import Loop, Pace, learning_phase
-from backlight.monitor import Recorder
+from backlight.experiments.experiment import Duration
+from backlight.experiments.task import Task
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.disk_guard import DiskGuard, degradation
-from backlight.monitors.grokking.model.measures import TIERS, at_tier
+from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier
 from backlight.records import RunStatus, to_json
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_pieces import Filters
@@ -38,6 +38,9 @@ from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
 CONFIGURATION = "configuration.json"
+
+MEMORISED_ACCURACY = 0.99
+GENERALISED_ACCURACY = 0.95
 
 _CHANGEABLE_ON_RESUME = (
     "training.steps",
@@ -56,6 +59,69 @@ class Progress:
     steps: int
     values: Mapping[str, float]
     phase: str
+
+
+def learning_phase(train: float, test: float, chance: float) -> str:
+    """Return the phase that two accuracies suggest: a label for a progress bar, no verdict."""
+    if not (math.isfinite(train) and math.isfinite(test)):
+        return "no accuracies"
+    if test >= GENERALISED_ACCURACY:
+        return "generalised"
+    if test >= chance + 0.5 * (GENERALISED_ACCURACY - chance):
+        return "generalising"
+    return "memorised" if train >= MEMORISED_ACCURACY else "memorising"
+
+
+@dataclass
+class Loop:
+    """One training run, from ``start`` (above 0 in a resumed run) to the end of its duration.
+
+    ``on_log`` gets step and values of each evaluation, of the weights before the step; ``on_checkpoint`` step
+    and the state that continuing there needs; ``before_log`` each logged step.
+    """
+
+    task: Task
+    duration: Duration
+    tracker: Tracker
+    on_log: Callable[[int, Mapping[str, float]], None]
+    on_checkpoint: Callable[[int, Mapping[str, Any]], None]
+    before_log: Callable[[int], None] = lambda _step: None
+    checkpoint_every: int = 1000
+    start: int = 0
+
+    def resume(self, step: int, state: Mapping[str, Any]) -> None:
+        """Continue at ``step`` from the state that ``on_checkpoint`` got."""
+        checkpoints.restore(self.task, state["training"])
+        self.tracker.load_state(state["tracker"])
+        self.start = step
+
+    def run(self) -> None:
+        """Train to the end; the last log is after the last step."""
+        steps = self.duration.steps
+        for step in range(self.start, steps):
+            if step > self.start and step % self.checkpoint_every == 0:
+                self.on_checkpoint(step, self.state())
+            self.step(step)
+        self.on_log(steps, self.task.evaluate(thorough=True))
+        self.on_checkpoint(steps, self.state())
+
+    def step(self, step: int) -> None:
+        """Log what is due before ``step``, and train it."""
+        self.task.before_step(step)
+        if step % self.duration.log_every == 0:
+            self.before_log(step)
+            self.on_log(step, self.task.evaluate(thorough=step % self.duration.thorough_every == 0))
+        # Before the optimizer step: the samples must see the weights that the gradient was taken at.
+        self.task.train_step(step, lambda: self.tracker.measure(step, named_gradients(self.task.model)))
+
+    def state(self) -> dict[str, Any]:
+        """Return all that continuing here needs."""
+        return {"training": checkpoints.training_state(self.task), "tracker": self.tracker.state()}
+
+
+def named_gradients(model: nn.Module) -> list[tuple[str, torch.Tensor | None]]:
+    """Return the gradients of a model by parameter name; a tied parameter has its first name."""
+    return [(name, parameter.grad) for name, parameter in model.named_parameters()]
 
 
 def build(configuration: Configuration) -> Task:
@@ -80,28 +146,14 @@ def build(configuration: Configuration) -> Task:
     return task
 
 
-def pace_of(configuration: Configuration) -> Pace:
-    """Return the pace of the loop."""
-    section = configuration.settings.training
-    log_every = int(getattr(section, "log_every", 10))
-    return Pace(
-        steps=int(section.steps),
-        log_every=log_every,
-        thorough_every=int(getattr(section, "thorough_every", log_every)),
-        checkpoint_every=configuration.run.checkpoint_every,
-    )
+def measures_of(configuration: Configuration) -> Measures:
+    """Return the measures of a run; those without a spacing of their own are logged with the evaluations."""
+    return configuration.measures.logged_every(configuration.settings.training.log_every)
 
 
-def tracker_of(
-    configuration: Configuration,
-    task: Task,
-    recorder: Recorder,
-    warn: Callable[[str, str], None] | None = None,
-) -> Tracker:
-    """Return the tracker of a task, with its probe batch if a measure needs samples."""
-    measures = configuration.measures.logged_every(pace_of(configuration).log_every)
-    probe = Probe(task.model, task.sample_loss, task.probe, task.inputs) if measures.sampled else None
-    return Tracker(measures, recorder, probe, warn)
+def probe_of(task: Task, measures: Measures) -> Probe | None:
+    """Return the probe batch of a task, None if no measure needs samples."""
+    return Probe(task.model, task.sample_loss, task.probe, task.inputs) if measures.sampled else None
 
 
 def run_experiment(
@@ -139,9 +191,8 @@ def run_experiment(
     if not resume:
         refuse_existing(path)
     task = build(configuration)
-    pace = pace_of(configuration)
+    duration: Duration = configuration.settings.training
     start = state[0] if state is not None else 0
-    measures = configuration.measures
     writer = RunWriter.create(
         path,
         name=path.name,
@@ -150,7 +201,7 @@ def run_experiment(
         flush_interval=configuration.run.flush_seconds,
         step_offset=start,
         on_lost=on_warning,
-        filters=Filters(measures.compression, measures.level),
+        filters=Filters(configuration.measures.compression, configuration.measures.level),
     )
     recorder = OffsetRecorder(writer, start)
     warned: set[str] = set()
@@ -160,15 +211,15 @@ def run_experiment(
             warned.add(what)
             on_warning(f"{what} is not measured: {why}")
 
-    tracker = tracker_of(configuration, task, recorder, warn)
-    full = tracker.measures
+    full = measures_of(configuration)
+    tracker = Tracker(full, recorder, probe_of(task, full), warn)
     tracker.measures = at_tier(full, tier)
     disk = DiskGuard(path, configuration.run.disk_free, recorder, tier)
 
     def logged(step: int, values: Mapping[str, float]) -> None:
         recorder.scalars(step, values, source="user")
         train, test = (values.get(f"{part}_accuracy", math.nan) for part in ("train", "test"))
-        on_progress(Progress(step, pace.steps, values, learning_phase(train, test, task.facts.chance)))
+        on_progress(Progress(step, duration.steps, values, learning_phase(train, test, task.chance)))
 
     def checkpoint(step: int, state: Mapping[str, Any]) -> None:
         writer.flush()
@@ -180,9 +231,8 @@ def run_experiment(
     def guard_disk(step: int) -> None:
         tracker.measures = disk.cheaper_if_full(step, tracker.measures)
 
-    loop = Loop(task, pace, tracker, on_log=logged, on_checkpoint=checkpoint, before_log=guard_disk)
+    loop = Loop(task, duration, tracker, logged, checkpoint, guard_disk, configuration.run.checkpoint_every)
     status = RunStatus.FAILED
-    flushing = _FlushThread(writer, configuration.run.flush_seconds)
     try:
         if state is None:
             text = json.dumps(to_json(configuration.as_mapping()), indent=2)
@@ -191,11 +241,13 @@ def run_experiment(
             torch.manual_seed(derived_seed(configuration.seed, "training"))
         else:
             loop.resume(start, state[1])
-        _record_facts(recorder, configuration, task, control_of, start)
+        recorder.event(start, "grokking", _facts(configuration, task, control_of))
         if tier != TIERS[0] and state is None:
             recorder.event(start, "degradation", degradation(TIERS[0], tier, reason, full, tracker.measures))
-        writer.fingerprint(_fingerprint(task))
-        with torch_threads(configuration.run.threads), flushing:
+        scope = Scope([task.model], [task.optimizer])
+        scope.refresh()
+        writer.fingerprint(take_fingerprint(scope, ()))
+        with torch_threads(configuration.run.threads), _flushed(writer, configuration.run.flush_seconds):
             loop.run()
         status = RunStatus.FINISHED
     finally:
@@ -225,42 +277,31 @@ class OffsetRecorder:
         """Store scalars."""
         self._writer.scalars(step - self._start, values, source)
 
-    def array(
-        self,
-        name: str,
-        step: int,
-        values: Any,
-        *,
-        dims: tuple[str, ...] = (),
-        unit: str = "1",
-        encoding: str = "plain",
-    ) -> None:
+    def array(self, name: str, step: int, values: Any, **options: Any) -> None:
         """Store an array."""
-        self._writer.array(name, step - self._start, values, dims=dims, unit=unit, encoding=encoding)
+        self._writer.array(name, step - self._start, values, **options)
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
         """Store an event."""
         self._writer.event(None if step is None else step - self._start, kind, payload)
 
 
-class _FlushThread:
-    """Background thread that flushes the writer every few seconds."""
+@contextlib.contextmanager
+def _flushed(writer: RunWriter, interval: float) -> Iterator[None]:
+    """Flush the writer every ``interval`` seconds, in a background thread."""
+    stopped = threading.Event()
 
-    def __init__(self, writer: RunWriter, interval: float) -> None:
-        self._writer, self._interval = writer, interval
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="backlight-flush", daemon=True)
+    def flush() -> None:
+        while not stopped.wait(interval):
+            writer.flush()
 
-    def _run(self) -> None:
-        while not self._stopped.wait(self._interval):
-            self._writer.flush()
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_error: object) -> None:
-        self._stopped.set()
-        self._thread.join()
+    thread = threading.Thread(target=flush, name="backlight-flush", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
 
 
 def configuration_of(path: Path) -> dict[str, Any]:
@@ -316,34 +357,21 @@ def _differences(
     return out
 
 
-def _record_facts(
-    recorder: OffsetRecorder, configuration: Configuration, task: Task, control_of: str, start: int
-) -> None:
-    probe = task.probe[0] if isinstance(task.probe, (tuple, list)) else task.probe
-    recorder.event(
-        start,
-        "grokking",
-        {
-            "experiment": configuration.experiment,
-            "preset": configuration.preset,
-            "control": configuration.control,
-            "control_of": control_of,
-            "chance": task.facts.chance,
-            "train_size": task.facts.train_size,
-            "test_size": task.facts.test_size,
-            "accuracy": task.facts.accuracy,
-            "seed": configuration.seed,
-            "settings": configuration.as_mapping(),
-            "sample_unit": "first dimension of the probe batch",
-            "probe_size": len(probe) if hasattr(probe, "__len__") else None,
-        },
-    )
-
-
-def _fingerprint(task: Task) -> Any:
-    scope = Scope([task.model], [task.optimizer])
-    scope.refresh()
-    return take_fingerprint(scope, ())
+def _facts(configuration: Configuration, task: Task, control_of: str) -> dict[str, Any]:
+    return {
+        "experiment": configuration.experiment,
+        "preset": configuration.preset,
+        "control": configuration.control,
+        "control_of": control_of,
+        "chance": task.chance,
+        "train_size": len(task.split.train_inputs),
+        "test_size": len(task.split.test_inputs),
+        "accuracy": task.accuracy,
+        "seed": configuration.seed,
+        "settings": configuration.as_mapping(),
+        "sample_unit": "first dimension of the probe batch",
+        "probe_size": len(task.probe[0]),
+    }
 
 
 def tier_of(path: Path) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from backlight.experiments.data.split import apply_control
-from backlight.experiments.data.vectors import linear_teacher
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper
-from backlight.experiments.tasks.supervised import SupervisedTask
+from backlight.experiments.data.split import apply_control, linear_teacher
+from backlight.experiments.experiment import Duration, Paper, Settings, experiment
+from backlight.experiments.task import Task
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,13 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Training:
-    """Full-batch gradient descent."""
+class Model:
+    """A linear student without bias."""
+
+
+@dataclass(frozen=True)
+class Training(Duration):
+    """Full-batch gradient descent: ``backlight grok run teacher --set training.lr=0.1``."""
 
     steps: int = 2000
     lr: float = 0.01
@@ -33,27 +37,34 @@ class Training:
     thorough_every: int = 500
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What can be set: ``backlight grok run teacher --set training.lr=0.1``."""
-
-    data: Data = field(default_factory=Data)
-    training: Training = field(default_factory=Training)
-
-
 def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the squared error of each sample, [N]."""
     return (outputs - targets).square().mean(1)
 
 
-def build(settings: Settings, seed: int, device: torch.device, control: str) -> SupervisedTask:
+@experiment(
+    "teacher",
+    "A linear student of a linear teacher",
+    Paper(
+        arxiv="",
+        title="An example of an extension",
+        authors="",
+        claim="With twice as many samples as inputs the student generalises as it fits: no delay.",
+    ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(Data(40, 80, 200), Model(), Training(steps=300, lr=0.1)),
+    effect="no delay",
+    expects="",
+    ci_expects="",
+)
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task; ``control`` shuffles the labels where it is ``"random-labels"``."""
     data, training = settings.data, settings.training
     split, _ = linear_teacher(data.inputs, 1, data.train_size, data.test_size, seed)
     split = apply_control(split, control, seed).to(device)
     torch.manual_seed(seed)
     student = nn.Linear(data.inputs, 1, bias=False, dtype=torch.float64).to(device)
-    return SupervisedTask(
+    return Task(
         student,
         torch.optim.SGD(student.parameters(), lr=training.lr),
         split,
@@ -63,25 +74,3 @@ def build(settings: Settings, seed: int, device: torch.device, control: str) -> 
         right=lambda outputs, targets: squared_error(outputs, targets) <= training.tolerance,
         accuracy="share of samples whose squared error is at most training.tolerance",
     )
-
-
-EXPERIMENTS.add(
-    "teacher",
-    Experiment(
-        name="teacher",
-        title="A linear student of a linear teacher",
-        paper=Paper(
-            arxiv="",
-            title="An example of an extension",
-            authors="",
-            claim="With twice as many samples as inputs the student generalises as it fits: no delay.",
-            unclear="",
-        ),
-        settings=Settings(),
-        ci=Settings(Data(40, 80, 200), Training(steps=300, lr=0.1)),
-        build=build,
-        effect="no delay",
-        expects="",
-        ci_expects="",
-    ),
-)

@@ -8,21 +8,15 @@ import torch
 from torch import Tensor
 
 from backlight.experiments.data.split import apply_control, draw_split, seeded
-from backlight.experiments.experiment import Experiment, Paper, Settings, register
-from backlight.experiments.models.mlp import PowerNet
-from backlight.experiments.progress.input_sensitivity import circulant_deviation, input_agop
-from backlight.experiments.progress.representation import inverse_participation_ratio, weight_norm
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, one_hot_squared_error
-
-PAPER = Paper(
-    arxiv="2406.03495",
-    title="Grokking Modular Polynomials",
-    authors="Doshi, He, Das, Gromov",
-    claim="Two-layer nets with a power activation grok modular addition of many terms; each neuron "
-    "ends on one wave, so that the inverse participation ratio rises.",
-    unclear="Width, learning rate, weight decay and β of each figure could not be checked against "
-    "the paper; those here are the values known from the authors' work on modular arithmetic.",
+from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.models import PowerNet
+from backlight.experiments.progress import (
+    circulant_deviation,
+    inverse_participation_ratio,
+    weight_norm,
 )
+from backlight.experiments.task import AdamWTraining, Task, one_hot_squared_error
+from backlight.monitors.grokking.instrument.gram.agop import input_agop
 
 
 @dataclass(frozen=True)
@@ -59,16 +53,6 @@ class Training(AdamWTraining):
     thorough_every: int = 200
 
 
-PUBLISHED = Settings(Data(), Model(), Training())
-"""The published setting for two terms, as far as it is known; see ``unclear``."""
-
-CI = Settings(
-    data=Data(p=11, coefficients=(1, 1, 1), exponents=(1, 1, 1), train_share=0.45),
-    model=Model(width=256),
-    training=Training(steps=1500, lr=5e-3, weight_decay=1.0, log_every=5, thorough_every=100),
-)
-
-
 def polynomial_table(data: Data) -> tuple[Tensor, Tensor]:
     """Return tuples [p^S, S] and values of the polynomial [p^S], int64."""
     terms = len(data.coefficients)
@@ -85,9 +69,27 @@ def polynomial_table(data: Data) -> tuple[Tensor, Tensor]:
     return tuples, value % data.p
 
 
-def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
-) -> SupervisedTask:
+@experiment(
+    "doshi",
+    "Doshi: modular polynomials",
+    Paper(
+        arxiv="2406.03495",
+        title="Grokking Modular Polynomials",
+        authors="Doshi, He, Das, Gromov",
+        claim="Two-layer nets with a power activation grok modular addition of many terms; each neuron "
+        "ends on one wave, so that the inverse participation ratio rises.",
+        unclear="Width, learning rate, weight decay and β of each figure could not be checked against "
+        "the paper; those here are the values known from the authors' work on modular arithmetic.",
+    ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(
+        data=Data(p=11, coefficients=(1, 1, 1), exponents=(1, 1, 1), train_share=0.45),
+        model=Model(width=256),
+        training=Training(steps=1500, lr=5e-3, weight_decay=1.0, log_every=5, thorough_every=100),
+    ),
+    effect="late generalisation, neurons on one wave",
+)
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     p, width, training = settings.data.p, settings.model.width, settings.training
     tuples, values = polynomial_table(settings.data)
@@ -105,7 +107,7 @@ def build(
     def deviation() -> float:
         return circulant_deviation(input_agop(model, split.train_inputs[:256]), p)
 
-    return SupervisedTask.with_adamw(
+    return Task.with_adamw(
         model,
         split,
         seed,
@@ -115,16 +117,3 @@ def build(
         cheap={"fourier_ipr": participation, "weight_norm": lambda: weight_norm(model.parameters())},
         thorough={"agop_circulant_deviation": deviation},
     )
-
-
-register(
-    Experiment(
-        "doshi",
-        "Doshi: modular polynomials",
-        PAPER,
-        PUBLISHED,
-        CI,
-        build,
-        effect="late generalisation, neurons on one wave",
-    )
-)

@@ -6,34 +6,23 @@ from dataclasses import dataclass
 
 import torch
 
-from backlight.experiments.data.split import apply_control, generator, seeded
-from backlight.experiments.data.vectors import image_split
-from backlight.experiments.experiment import Experiment, Paper, Settings, register
-from backlight.experiments.models.mlp import Mlp
-from backlight.experiments.progress.input_sensitivity import (
+from backlight.experiments.data.split import apply_control, generator, image_split, seeded
+from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.models import Mlp
+from backlight.experiments.progress import (
     adversarial_accuracy,
     local_complexity,
     neighbourhood,
+    weight_norm,
 )
-from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import (
+from backlight.experiments.task import (
     AdamWTraining,
-    SupervisedTask,
+    Task,
     cross_entropy,
     one_hot_squared_error,
 )
 
 LOSSES = {"cross-entropy": cross_entropy, "squared-error": one_hot_squared_error}
-
-PAPER = Paper(
-    arxiv="2402.15555",
-    title="Deep Networks Always Grok and Here is Why",
-    authors="Humayun, Balestriero, Baraniuk",
-    claim="Accuracy on attacked samples comes long after accuracy on clean ones, while local "
-    "complexity around the data falls; clean accuracy itself need not be delayed.",
-    unclear="Attack and radius of each figure; the public code for MNIST measures complexity at "
-    "radii .05 to 5 and 50 vertices, depths 2 to 6, with GELU as the last default of its file.",
-)
 
 
 @dataclass(frozen=True)
@@ -76,28 +65,37 @@ class Training(AdamWTraining):
     log_every: int = 1000
 
 
-PUBLISHED = Settings(Data(), Model(), Training())
-"""The published setting of the fully connected net."""
-
-CI = Settings(
-    data=Data(train_size=200),
-    model=Model(hidden=(100, 100), scale=8.0),
-    training=Training(
-        steps=8000,
-        batch_size=0,
-        lr=2e-3,
-        weight_decay=0.1,
-        attack_radius=0.06,
-        measured=200,
-        log_every=100,
-        thorough_every=100,
+@experiment(
+    "humayun",
+    "Humayun: delayed robustness",
+    Paper(
+        arxiv="2402.15555",
+        title="Deep Networks Always Grok and Here is Why",
+        authors="Humayun, Balestriero, Baraniuk",
+        claim="Accuracy on attacked samples comes long after accuracy on clean ones, while local "
+        "complexity around the data falls; clean accuracy itself need not be delayed.",
+        unclear="Attack and radius of each figure; the public code for MNIST measures complexity at "
+        "radii .05 to 5 and 50 vertices, depths 2 to 6, with GELU as the last default of its file.",
     ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(
+        data=Data(train_size=200),
+        model=Model(hidden=(100, 100), scale=8.0),
+        training=Training(
+            steps=8000,
+            batch_size=0,
+            lr=2e-3,
+            weight_decay=0.1,
+            attack_radius=0.06,
+            measured=200,
+            log_every=100,
+            thorough_every=100,
+        ),
+    ),
+    effect="late robustness",
+    expects="",
 )
-
-
-def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
-) -> SupervisedTask:
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     data, training = settings.data, settings.training
     if training.loss not in LOSSES:
@@ -129,7 +127,7 @@ def build(
     def complexity(points: torch.Tensor) -> float:
         return local_complexity(hidden, points, frame, training.frame_radius)
 
-    return SupervisedTask.with_adamw(
+    return Task.with_adamw(
         model,
         split,
         seed,
@@ -144,17 +142,3 @@ def build(
             "local_complexity_random": lambda: complexity(some_random),
         },
     )
-
-
-register(
-    Experiment(
-        "humayun",
-        "Humayun: delayed robustness",
-        PAPER,
-        PUBLISHED,
-        CI,
-        build,
-        effect="late robustness",
-        expects="",
-    )
-)

@@ -8,21 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from backlight.experiments.data.split import apply_control, generator
-from backlight.experiments.data.vectors import linear_teacher
-from backlight.experiments.experiment import Duration, Experiment, Paper, Settings, register
-from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import SupervisedTask
-
-PAPER = Paper(
-    arxiv="2310.16441",
-    title="Grokking in Linear Estimators -- A Solvable Model that Groks without Understanding",
-    authors="Levi, Beck, Bar-Sinai",
-    claim="A linear student fits long before it generalises where λ = d/N is near 1, as its closed "
-    "form D_t = D_0 (I - 2ηΣ/d_out)^t says; the delay is one of the accuracy's threshold.",
-    unclear="Sizes, rate and ε differ between figures; those here have λ = .9 and ε = 1e-3 and "
-    "could not be checked against each of them.",
-)
+from backlight.experiments.data.split import apply_control, generator, linear_teacher
+from backlight.experiments.experiment import Duration, Paper, Settings, experiment
+from backlight.experiments.progress import weight_norm
+from backlight.experiments.task import Task
 
 
 @dataclass(frozen=True)
@@ -57,24 +46,31 @@ class Model:
     scale: float = 1.0
 
 
-PUBLISHED = Settings(Data(), Model(), Training())
-"""A setting of the paper with λ = .9, as far as it is known; see ``unclear``."""
-
-CI = Settings(
-    model=Model(),
-    data=Data(inputs=100, train_size=105, test_size=1000),
-    training=Training(steps=12_000, lr=0.1, tolerance=1e-3, log_every=20, thorough_every=500),
-)
-
-
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the squared error of each sample, the mean over outputs, [N]."""
     return (outputs - targets).square().mean(1)
 
 
-def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
-) -> SupervisedTask:
+@experiment(
+    "levi",
+    "Levi: linear teacher and student",
+    Paper(
+        arxiv="2310.16441",
+        title="Grokking in Linear Estimators -- A Solvable Model that Groks without Understanding",
+        authors="Levi, Beck, Bar-Sinai",
+        claim="A linear student fits long before it generalises where λ = d/N is near 1, as its closed "
+        "form D_t = D_0 (I - 2ηΣ/d_out)^t says; the delay is one of the accuracy's threshold.",
+        unclear="Sizes, rate and ε differ between figures; those here have λ = .9 and ε = 1e-3 and "
+        "could not be checked against each of them.",
+    ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(
+        model=Model(),
+        data=Data(inputs=100, train_size=105, test_size=1000),
+        training=Training(steps=12_000, lr=0.1, tolerance=1e-3, log_every=20, thorough_every=500),
+    ),
+)
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     data, training = settings.data, settings.training
     split, teacher = linear_teacher(data.inputs, data.outputs, data.train_size, data.test_size, seed)
@@ -87,7 +83,7 @@ def build(
     teacher = teacher.to(device)
     # The student that always answers 0 is right where a target is that small; errors are normal.
     chance = math.erf(math.sqrt(training.tolerance / 2) / float(teacher.norm())) if data.outputs == 1 else 0.0
-    return SupervisedTask(
+    return Task(
         student,
         torch.optim.SGD(student.parameters(), lr=training.lr),
         split,
@@ -101,6 +97,3 @@ def build(
             "weight_norm": lambda: weight_norm([student.weight]),
         },
     )
-
-
-register(Experiment("levi", "Levi: linear teacher and student", PAPER, PUBLISHED, CI, build))

@@ -8,20 +8,10 @@ import torch
 from torch import Tensor
 
 from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
-from backlight.experiments.experiment import Duration, Experiment, Paper, Settings, register
-from backlight.experiments.models.mlp import AdditionToy
-from backlight.experiments.progress.representation import representation_quality, weight_norm
-from backlight.experiments.tasks.supervised import SupervisedTask
-
-PAPER = Paper(
-    arxiv="2205.10343",
-    title="Towards Understanding Grokking: An Effective Theory of Representation Learning",
-    authors="Liu, Kitouni, Nolte, Michaud, Tegmark, Williams",
-    claim="Generalisation comes when embeddings form parallelograms; how fast that is against the "
-    "decoder decides between comprehension, grokking, memorisation and confusion.",
-    unclear="The tolerance of a parallelogram and whether it is on the distance or its square; "
-    "the public code has the square below 0.01, which is used here.",
-)
+from backlight.experiments.experiment import Duration, Paper, Settings, experiment
+from backlight.experiments.models import AdditionToy
+from backlight.experiments.progress import representation_quality, weight_norm
+from backlight.experiments.task import Task
 
 
 @dataclass(frozen=True)
@@ -58,22 +48,32 @@ class Training(Duration):
     thorough_every: int = 10
 
 
-PUBLISHED = Settings(Data(), Model(), Training())
-"""The published setting of the toy."""
-
-CI = Settings(
-    # A slow and wide decoder leaves the embedding the time to come into order before all is fitted.
-    data=Data(train_size=36),
-    model=Model(hidden=400),
-    training=Training(
-        steps=7000, embedding_lr=1e-2, decoder_lr=3e-5, decoder_decay=0.3, log_every=20, thorough_every=20
+@experiment(
+    "liu",
+    "Liu: effective theory of representation learning",
+    Paper(
+        arxiv="2205.10343",
+        title="Towards Understanding Grokking: An Effective Theory of Representation Learning",
+        authors="Liu, Kitouni, Nolte, Michaud, Tegmark, Williams",
+        claim="Generalisation comes when embeddings form parallelograms; how fast that is against the "
+        "decoder decides between comprehension, grokking, memorisation and confusion.",
+        unclear="The tolerance of a parallelogram and whether it is on the distance or its square; "
+        "the public code has the square below 0.01, which is used here.",
     ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(
+        # A slow and wide decoder leaves the embedding the time to come into order before all is fitted.
+        data=Data(train_size=36),
+        model=Model(hidden=400),
+        training=Training(
+            steps=7000, embedding_lr=1e-2, decoder_lr=3e-5, decoder_decay=0.3, log_every=20, thorough_every=20
+        ),
+    ),
+    effect="structure with generalisation",
+    expects="",
+    ci_expects="no-delay",
 )
-
-
-def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
-) -> SupervisedTask:
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     p, training = settings.data.p, settings.training
     pairs = torch.combinations(torch.arange(p), with_replacement=True)
@@ -104,7 +104,7 @@ def build(
     def right(outputs: Tensor, labels: Tensor) -> Tensor:
         return torch.cdist(outputs, targets).argmin(1) == labels
 
-    return SupervisedTask(
+    return Task(
         model,
         optimizer,
         split,
@@ -118,18 +118,3 @@ def build(
             "weight_norm": lambda: weight_norm(model.parameters()),
         },
     )
-
-
-register(
-    Experiment(
-        "liu",
-        "Liu: effective theory of representation learning",
-        PAPER,
-        PUBLISHED,
-        CI,
-        build,
-        effect="structure with generalisation",
-        expects="",
-        ci_expects="no-delay",
-    )
-)

@@ -7,23 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backlight.experiments import progress as fourier
 from backlight.experiments.data.algorithmic import modular_table
 from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
-from backlight.experiments.experiment import Experiment, Paper, Settings, register
-from backlight.experiments.models.transformer import PlainTransformer
-from backlight.experiments.progress import representation as fourier
-from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask
-
-PAPER = Paper(
-    arxiv="2301.05217",
-    title="Progress measures for grokking via mechanistic interpretability",
-    authors="Nanda, Chan, Lieberum, Smith, Steinhardt",
-    claim="A one-layer transformer learns addition by Fourier waves; restricted loss falls and "
-    "excluded loss rises before the test loss falls.",
-    unclear="Key frequencies are those of the trained net in the paper; here they are the strongest "
-    "of the embedding at the step that is measured, so that no later step is looked at.",
-)
+from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.models import PlainTransformer
+from backlight.experiments.progress import weight_norm
+from backlight.experiments.task import AdamWTraining, Task
 
 
 @dataclass(frozen=True)
@@ -57,24 +47,32 @@ class Training(AdamWTraining):
     thorough_every: int = 500
 
 
-PUBLISHED = Settings(Data(), Model(), Training())
-"""The published setting."""
-
-CI = Settings(
-    data=Data(p=29, train_share=0.5),
-    model=Model(width=64, heads=4, hidden=256),
-    training=Training(steps=2000, lr=3e-3, weight_decay=2.0, log_every=20, thorough_every=100),
-)
-
-
 def precise_cross_entropy(outputs_NC: Tensor, labels_N: Tensor) -> Tensor:
     """Return the cross-entropy of each sample in fp64, as the authors take it against softmax collapse."""
     return torch.nn.functional.cross_entropy(outputs_NC.to(torch.float64), labels_N, reduction="none")
 
 
-def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
-) -> SupervisedTask:
+@experiment(
+    "nanda",
+    "Nanda: modular addition with progress measures",
+    Paper(
+        arxiv="2301.05217",
+        title="Progress measures for grokking via mechanistic interpretability",
+        authors="Nanda, Chan, Lieberum, Smith, Steinhardt",
+        claim="A one-layer transformer learns addition by Fourier waves; restricted loss falls and "
+        "excluded loss rises before the test loss falls.",
+        unclear="Key frequencies are those of the trained net in the paper; here they are the strongest "
+        "of the embedding at the step that is measured, so that no later step is looked at.",
+    ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(
+        data=Data(p=29, train_share=0.5),
+        model=Model(width=64, heads=4, hidden=256),
+        training=Training(steps=2000, lr=3e-3, weight_decay=2.0, log_every=20, thorough_every=100),
+    ),
+    effect="late generalisation, restricted loss first",
+)
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     p, shape, training = settings.data.p, settings.model, settings.training
     pairs, results = modular_table(p, "add")
@@ -103,7 +101,7 @@ def build(
         outputs, keys = logits()
         return fourier.excluded_loss(outputs, labels, p, keys, trained, precise_cross_entropy)
 
-    return SupervisedTask.with_adamw(
+    return Task.with_adamw(
         model,
         split,
         seed,
@@ -116,16 +114,3 @@ def build(
         },
         thorough={"restricted_loss": restricted, "excluded_loss": excluded},
     )
-
-
-register(
-    Experiment(
-        "nanda",
-        "Nanda: modular addition with progress measures",
-        PAPER,
-        PUBLISHED,
-        CI,
-        build,
-        effect="late generalisation, restricted loss first",
-    )
-)

@@ -6,22 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from backlight.experiments.data.split import apply_control, seeded
-from backlight.experiments.data.vectors import image_split
-from backlight.experiments.experiment import Experiment, Paper, Settings, register
-from backlight.experiments.models.mlp import Mlp
-from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask, one_hot_squared_error
-
-PAPER = Paper(
-    arxiv="2210.01117",
-    title="Omnigrok: Grokking Beyond Algorithmic Data",
-    authors="Liu, Michaud, Tegmark",
-    claim="Weights begun eight times too large memorise first and generalise when weight decay has "
-    "brought their norm down; begun at the usual size they do not grok.",
-    unclear="The paper trains in fp64 and does not state the weight decay of each figure; 0.01 is "
-    "that of the public code. Training here is in fp32.",
-)
+from backlight.experiments.data.split import apply_control, image_split, seeded
+from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.models import Mlp
+from backlight.experiments.progress import weight_norm
+from backlight.experiments.task import AdamWTraining, Task, one_hot_squared_error
 
 
 @dataclass(frozen=True)
@@ -57,19 +46,28 @@ class Training(AdamWTraining):
     thorough_every: int = 5000
 
 
-PUBLISHED = Settings(Data(), Model(), Training())
-"""The published setting on MNIST; on the digits where no file is given."""
-
-CI = Settings(
-    data=Data(train_size=200),
-    model=Model(hidden=(100, 100), scale=8.0),
-    training=Training(steps=8000, batch_size=0, lr=2e-3, weight_decay=0.1, log_every=25, thorough_every=200),
+@experiment(
+    "omnigrok",
+    "Omnigrok: images with a large initialisation",
+    Paper(
+        arxiv="2210.01117",
+        title="Omnigrok: Grokking Beyond Algorithmic Data",
+        authors="Liu, Michaud, Tegmark",
+        claim="Weights begun eight times too large memorise first and generalise when weight decay has "
+        "brought their norm down; begun at the usual size they do not grok.",
+        unclear="The paper trains in fp64 and does not state the weight decay of each figure; 0.01 is "
+        "that of the public code. Training here is in fp32.",
+    ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(
+        data=Data(train_size=200),
+        model=Model(hidden=(100, 100), scale=8.0),
+        training=Training(
+            steps=8000, batch_size=0, lr=2e-3, weight_decay=0.1, log_every=25, thorough_every=200
+        ),
+    ),
 )
-
-
-def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
-) -> SupervisedTask:
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     data, training = settings.data, settings.training
     split = image_split(data.path, data.train_size, data.test_size, seed)
@@ -78,7 +76,7 @@ def build(
         model = Mlp((split.train_inputs.shape[1], *settings.model.hidden, 10), scale=settings.model.scale).to(
             device
         )
-    return SupervisedTask.with_adamw(
+    return Task.with_adamw(
         model,
         split,
         seed,
@@ -90,6 +88,3 @@ def build(
             "last_layer_norm": lambda: weight_norm(model.layers[-1].parameters()),
         },
     )
-
-
-register(Experiment("omnigrok", "Omnigrok: images with a large initialisation", PAPER, PUBLISHED, CI, build))

@@ -9,20 +9,10 @@ from torch import Tensor
 
 from backlight.experiments.data.algorithmic import modular_table, permutation_table
 from backlight.experiments.data.split import apply_control, draw_split, seeded
-from backlight.experiments.experiment import Experiment, Paper, Settings, register
-from backlight.experiments.models.transformer import Decoder
-from backlight.experiments.progress.representation import softmax_collapse, weight_norm
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask
-
-PAPER = Paper(
-    arxiv="2201.02177",
-    title="Grokking: Generalization Beyond Overfitting on Small Algorithmic Datasets",
-    authors="Power, Burda, Edwards, Babuschkin, Misra",
-    claim="A small transformer generalises on a∘b long after it has memorised the training half.",
-    unclear="The weight decay differs from figure to figure; 1 is the value that the paper finds "
-    "best. The authors' code also asks for the sign of the end after the answer; here the loss is "
-    "that of the answer alone. Positions are sinusoidal and blocks post-norm as in that code.",
-)
+from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.models import Decoder
+from backlight.experiments.progress import softmax_collapse, weight_norm
+from backlight.experiments.task import AdamWTraining, Task
 
 
 @dataclass(frozen=True)
@@ -60,28 +50,6 @@ class Training(AdamWTraining):
     warmup: int = 10
 
 
-PUBLISHED = Settings(Data(), Model(), Training())
-"""The published setting: division mod 97, half of the table for training."""
-
-CI = Settings(
-    data=Data(p=47, train_share=0.85),
-    model=Model(layers=1, width=128, heads=4, vocabulary=50),
-    # Batches of one size: the rest of an epoch would be a small and noisy one. Without clipping, as in the
-    # paper, the loss jumps to that of guessing every few hundred or thousand updates once the decay has
-    # made the weights small, and training is lost at more logs than the verdict allows.
-    training=Training(
-        steps=14_000,
-        batch_size=613,
-        lr=6e-4,
-        weight_decay=0.5,
-        betas=(0.9, 0.999),
-        clip=3.0,
-        log_every=50,
-        thorough_every=500,
-    ),
-)
-
-
 def table(data: Data, vocabulary: int) -> tuple[Tensor, Tensor, int]:
     """Return tokens [n, 5] of ``end a operation b =``, result tokens [n], and the number of elements."""
     if data.operation == "s5":
@@ -102,9 +70,38 @@ def table(data: Data, vocabulary: int) -> tuple[Tensor, Tensor, int]:
     return torch.stack([signs[:, 0], a, signs[:, 1], b, signs[:, 2]], 1), results + offset, count
 
 
-def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
-) -> SupervisedTask:
+@experiment(
+    "power",
+    "Power: small algorithmic tables",
+    Paper(
+        arxiv="2201.02177",
+        title="Grokking: Generalization Beyond Overfitting on Small Algorithmic Datasets",
+        authors="Power, Burda, Edwards, Babuschkin, Misra",
+        claim="A small transformer generalises on a∘b long after it has memorised the training half.",
+        unclear="The weight decay differs from figure to figure; 1 is the value that the paper finds "
+        "best. The authors' code also asks for the sign of the end after the answer; here the loss is "
+        "that of the answer alone. Positions are sinusoidal and blocks post-norm as in that code.",
+    ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(
+        data=Data(p=47, train_share=0.85),
+        model=Model(layers=1, width=128, heads=4, vocabulary=50),
+        # Batches of one size: the rest of an epoch would be a small and noisy one. Without clipping, as in
+        # the paper, the loss jumps to that of guessing every few hundred or thousand updates once the decay
+        # has made the weights small, and training is lost at more logs than the verdict allows.
+        training=Training(
+            steps=14_000,
+            batch_size=613,
+            lr=6e-4,
+            weight_decay=0.5,
+            betas=(0.9, 0.999),
+            clip=3.0,
+            log_every=50,
+            thorough_every=500,
+        ),
+    ),
+)
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     shape, training = settings.model, settings.training
     tokens, results, count = table(settings.data, shape.vocabulary)
@@ -114,7 +111,7 @@ def build(
         model = Decoder(shape.vocabulary, 5, layers=shape.layers, width=shape.width, heads=shape.heads).to(
             device
         )
-    return SupervisedTask.with_adamw(
+    return Task.with_adamw(
         model,
         split,
         seed,
@@ -127,6 +124,3 @@ def build(
         },
         thorough={"softmax_collapse": lambda: softmax_collapse(model(split.train_inputs[:512]))},
     )
-
-
-register(Experiment("power", "Power: small algorithmic tables", PAPER, PUBLISHED, CI, build))

@@ -9,20 +9,10 @@ from torch import nn
 
 from backlight.experiments.data.algorithmic import modular_table, unordered
 from backlight.experiments.data.split import apply_control, draw_split, seeded
-from backlight.experiments.experiment import Duration, Experiment, Paper, Settings, register
-from backlight.experiments.models.mlp import PairMlp
-from backlight.experiments.models.transformer import Decoder
-from backlight.experiments.progress.representation import smallest_margin, softmax_collapse, weight_norm
-from backlight.experiments.tasks.supervised import SupervisedTask, linear_warmup
-
-PAPER = Paper(
-    arxiv="2206.04817",
-    title="The Slingshot Mechanism: An Empirical Study of Adaptive Optimizers and the Grokking Phenomenon",
-    authors="Thilak, Littwin, Zhai, Saremi, Paiss, Susskind",
-    claim="Adam without weight decay goes through cycles: the last layer's norm grows, the training "
-    "loss spikes, the norm rests; generalisation comes with such cycles.",
-    unclear="Batch size and β of each figure; those of Power et al. are taken.",
-)
+from backlight.experiments.experiment import Duration, Paper, Settings, experiment
+from backlight.experiments.models import Decoder, PairMlp
+from backlight.experiments.progress import smallest_margin, softmax_collapse, weight_norm
+from backlight.experiments.task import Task, linear_warmup
 
 
 @dataclass(frozen=True)
@@ -59,20 +49,28 @@ class Training(Duration):
     warmup: int = 10
 
 
-PUBLISHED = Settings(Data(), Model(), Training())
-"""The published setting."""
-
-CI = Settings(
-    # With fewer residues or a smaller share there are slingshots without generalisation.
-    data=Data(operation="add", p=59, train_share=0.9),
-    model=Model(kind="pairs", width=128),
-    training=Training(steps=9000, batch_size=0, lr=5e-3, log_every=20, thorough_every=200),
+@experiment(
+    "thilak",
+    "Thilak: the slingshot mechanism",
+    Paper(
+        arxiv="2206.04817",
+        title="The Slingshot Mechanism: An Empirical Study of Adaptive Optimizers and the Grokking "
+        "Phenomenon",
+        authors="Thilak, Littwin, Zhai, Saremi, Paiss, Susskind",
+        claim="Adam without weight decay goes through cycles: the last layer's norm grows, the training "
+        "loss spikes, the norm rests; generalisation comes with such cycles.",
+        unclear="Batch size and β of each figure; those of Power et al. are taken.",
+    ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(
+        # With fewer residues or a smaller share there are slingshots without generalisation.
+        data=Data(operation="add", p=59, train_share=0.9),
+        model=Model(kind="pairs", width=128),
+        training=Training(steps=9000, batch_size=0, lr=5e-3, log_every=20, thorough_every=200),
+    ),
+    effect="slingshots, and generalisation with them",
 )
-
-
-def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
-) -> SupervisedTask:
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     data, shape, training = settings.data, settings.model, settings.training
     pairs, results = modular_table(data.p, data.operation)
@@ -95,7 +93,7 @@ def build(
     optimizer = torch.optim.Adam(
         model.parameters(), lr=training.lr, betas=(training.betas[0], training.betas[1]), eps=training.eps
     )
-    return SupervisedTask(
+    return Task(
         model,
         optimizer,
         split,
@@ -112,16 +110,3 @@ def build(
             "smallest_margin": lambda: smallest_margin(model(split.train_inputs), split.train_labels),
         },
     )
-
-
-register(
-    Experiment(
-        "thilak",
-        "Thilak: the slingshot mechanism",
-        PAPER,
-        PUBLISHED,
-        CI,
-        build,
-        effect="slingshots, and generalisation with them",
-    )
-)

@@ -8,21 +8,10 @@ import torch
 
 from backlight.experiments.data.algorithmic import knowledge_graph
 from backlight.experiments.data.split import Split, apply_control, seeded
-from backlight.experiments.experiment import Experiment, Paper, Settings, register
-from backlight.experiments.models.transformer import Gpt
-from backlight.experiments.progress.representation import weight_norm
-from backlight.experiments.tasks.supervised import AdamWTraining, SupervisedTask
-
-PAPER = Paper(
-    arxiv="2405.15071",
-    title="Grokked Transformers are Implicit Reasoners: A Mechanistic Journey to the Edge of Generalization",
-    authors="Wang, Yue, Su, Sun",
-    claim="Two-hop questions in distribution are answered long after training is fitted; those out "
-    "of distribution never are.",
-    unclear="φ differs between figures, here it is the largest. β of AdamW, clipping and what does "
-    "not decay are those of the released code; its command leaves GPT-2's dropout on, here is none. "
-    "Each entity, relation and tail is one token here as there, but no end of text is predicted.",
-)
+from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.models import Gpt
+from backlight.experiments.progress import weight_norm
+from backlight.experiments.task import AdamWTraining, Task
 
 
 @dataclass(frozen=True)
@@ -68,30 +57,40 @@ class Training(AdamWTraining):
     thorough_every: int = 10_000
 
 
-PUBLISHED = Settings(Data(), Model(), Training())
-"""The published setting of composition."""
-
-CI = Settings(
-    # Nearly all inferred facts: the more of them in training, the sooner the others come, as in the paper.
-    data=Data(entities=100, relations=10, degree=10, inferred_ratio=9.0),
-    model=Model(layers=2, width=64, heads=4),
-    # A ten times faster rate and three times the decay save steps, and so does β₂: in seed 0 the test is at
-    # .30 after 3,000 steps, at .20 with .999.
-    training=Training(
-        steps=16_000,
-        lr=1e-3,
-        weight_decay=0.3,
-        betas=(0.9, 0.98),
-        warmup=50,
-        log_every=200,
-        thorough_every=600,
+@experiment(
+    "wang",
+    "Wang: two-hop questions on a knowledge graph",
+    Paper(
+        arxiv="2405.15071",
+        title="Grokked Transformers are Implicit Reasoners: A Mechanistic Journey to the Edge of "
+        "Generalization",
+        authors="Wang, Yue, Su, Sun",
+        claim="Two-hop questions in distribution are answered long after training is fitted; those out "
+        "of distribution never are.",
+        unclear="φ differs between figures, here it is the largest. β of AdamW, clipping and what does "
+        "not decay are those of the released code; its command leaves GPT-2's dropout on, here is none. "
+        "Each entity, relation and tail is one token here as there, but no end of text is predicted.",
     ),
+    settings=Settings(Data(), Model(), Training()),
+    ci=Settings(
+        # Nearly all inferred facts: the more of them in training, the sooner the others come.
+        data=Data(entities=100, relations=10, degree=10, inferred_ratio=9.0),
+        model=Model(layers=2, width=64, heads=4),
+        # A ten times faster rate and three times the decay save steps, and so does β₂: in seed 0 the test is
+        # at .30 after 3,000 steps, at .20 with .999.
+        training=Training(
+            steps=16_000,
+            lr=1e-3,
+            weight_decay=0.3,
+            betas=(0.9, 0.98),
+            warmup=50,
+            log_every=200,
+            thorough_every=600,
+        ),
+    ),
+    effect="late in distribution, never out of it",
 )
-
-
-def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
-) -> SupervisedTask:
+def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task: training on atomic and inferred facts, tested on inferred ones in distribution."""
     data, shape, training = settings.data, settings.model, settings.training
     graph = knowledge_graph(
@@ -104,7 +103,7 @@ def build(
         model = Gpt(
             data.entities + data.relations, 3, layers=shape.layers, width=shape.width, heads=shape.heads
         ).to(device)
-    task = SupervisedTask.with_adamw(
+    task = Task.with_adamw(
         model,
         split,
         seed,
@@ -118,16 +117,3 @@ def build(
         "weight_norm": lambda: weight_norm(model.parameters()),
     }
     return task
-
-
-register(
-    Experiment(
-        "wang",
-        "Wang: two-hop questions on a knowledge graph",
-        PAPER,
-        PUBLISHED,
-        CI,
-        build,
-        effect="late in distribution, never out of it",
-    )
-)

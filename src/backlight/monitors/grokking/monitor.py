@@ -72,12 +72,12 @@ class GrokkingMonitor(Monitor):
 
     def wants_step(self, step: int) -> bool:
         """Return whether ``step`` is a logged one."""
-        return self._tracker.wants(step)
+        return self._tracker.measures.logs(step)
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
         """Take gradients as backward left them, and measure the samples with the weights before the step."""
         step = record.step
-        if not self._tracker.wants(step):
+        if not self.wants_step(step):
             return
         if self._sampled_step < 0:
             self._bound_window(gradients.table)
@@ -101,7 +101,7 @@ class GrokkingMonitor(Monitor):
 
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
         """Measure what the gradients of a finished step allow."""
-        if self._tracker.wants(record.step):
+        if self.wants_step(record.step):
             self._tracker.close(record.step)
 
     def _sample(self, step: int) -> None:

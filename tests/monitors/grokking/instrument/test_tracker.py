@@ -50,9 +50,7 @@ def flat(step: int) -> np.ndarray:
 
 def follow(tracker: Tracker, steps: range) -> None:
     for step in steps:
-        if tracker.wants(step):
-            tracker.gradients(step, gradients(step).items())
-            tracker.close(step)
+        tracker.measure(step, gradients(step).items())
 
 
 def test_gradients_products_and_window_against_numpy() -> None:

@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 class Probe:
     """A model with its per-sample loss and a probe batch.
 
-    Parameters
-    ----------
-    sample_loss:
-        ``sample_loss(model, batch)``, summed over the samples along the first dimension.
-    batch:
-        The probe batch, or a callable that returns one for each measurement.
-    inputs:
-        Returns the real-valued input of a batch, for the AGOP; None if there is none.
+    ``sample_loss(model, batch)`` is summed over the samples along the first dimension. ``batch`` may be a
+    callable that returns one for each measurement. ``inputs`` returns the real-valued input of a batch, for
+    the AGOP; None if there is none.
     """
 
     def __init__(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,16 +33,9 @@ if TYPE_CHECKING:
 class Tracker:
     """Measures the geometry of gradients at logged steps.
 
-    Parameters
-    ----------
-    measures:
-        What is measured; may be replaced by cheaper ones during the run.
-    recorder:
-        Takes everything that is measured.
-    probe:
-        Per-sample gradients of a probe batch; None without samples.
-    warn:
-        Called as ``warn(what, reason)`` for each failed measurement. None lets the error propagate.
+    ``measures`` may be replaced by cheaper ones during the run. ``probe`` gives the per-sample gradients,
+    None without samples. ``warn(what, reason)`` is called for each failed measurement; None lets the error
+    propagate.
     """
 
     def __init__(
@@ -62,9 +54,12 @@ class Tracker:
         self._step = -1
         self._held: dict[str, Tensor] = {}
 
-    def wants(self, step: int) -> bool:
-        """Return whether ``step`` is a logged step."""
-        return self.measures.logs(step)
+    def measure(self, step: int, gradients: Iterable[tuple[str, Tensor | None]]) -> None:
+        """Measure all that is due at ``step``, given all gradients and the weights they were taken at."""
+        if self.measures.logs(step):
+            self.gradients(step, gradients)
+            self.close(step)
+            self.sample(step)
 
     def gradients(self, step: int, gradients: Iterable[tuple[str, Tensor | None]]) -> None:
         """Copy gradients of ``step`` by parameter name, as backward left them; may come in several calls."""
@@ -77,50 +72,40 @@ class Tracker:
             # A copy: the optimizer, clipping or the next backward may write over it.
             self._held[name] = dense.detach().to("cpu", copy=True)
 
-    def hold(self, step: int) -> None:
-        """Add the gradients of ``step`` to the window without a measurement."""
-        held, self._held = self._held, {}
-        self._window.add(step, held)
-
     def close(self, step: int) -> None:
         """Measure the gradients of ``step``, once all of them were given."""
         held, self._held = self._held, {}
         if not held or step != self._step:
             return
         measures = self.measures
-        norm = (
-            sum(float(torch.linalg.vector_norm(g, dtype=_wide(g.dtype))) ** 2 for g in held.values()) ** 0.5
-        )
-        self.recorder.scalars(step, {"gradient/norm": norm})
+        squares = [
+            float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float64))) ** 2
+            for g in held.values()
+        ]
+        self.recorder.scalars(step, {"gradient/norm": sum(squares) ** 0.5})
         if measures.due(measures.gradients, step):
             for name, gradient in held.items():
-                record_array(
-                    self.recorder,
-                    f"gradient/{name}",
-                    step,
-                    stored(gradient, measures.precision),
-                    _axes(gradient),
-                )
+                values = stored(gradient, measures.precision)
+                record_array(self.recorder, f"gradient/{name}", step, values, _axes(gradient))
         if measures.window:
             self._window.add(step, held)
             if measures.due(measures.window, step) and len(self._window) > 1:
-                self._guarded("window", lambda: self._measure_window(step))
+                self._guarded("window", self._measure_window, step)
         if measures.sketch:
-            self._guarded("sketch", partial(self._sketch.add, held))
+            self._guarded("sketch", self._sketch.add, held)
             if measures.due(measures.sketch, step):
-                self._guarded("sketch", partial(self._sketch.record, step, self.recorder))
+                self._guarded("sketch", self._sketch.record, step, self.recorder)
         if measures.due(measures.products, step):
             for name, gradient in held.items():
                 if gradient.ndim >= 2 and min(gradient.shape[0], gradient[0].numel()) > 1:
-                    self._guarded(f"product/{name}", partial(self._measure_product, step, name, gradient))
+                    self._guarded(f"product/{name}", self._measure_product, step, name, gradient)
 
     def sample(self, step: int) -> None:
         """Measure what needs per-sample gradients, at the current weights."""
-        if self.probe is None:
-            return
-        self._step = step
-        self._guarded("gram", partial(self.probe.measure, step, self.measures, self.recorder))
-        self._guarded("agop", partial(self.probe.agop, step, self.measures, self.recorder))
+        if self.probe is not None:
+            self._step = step
+            self._guarded("gram", self.probe.measure, step, self.measures, self.recorder)
+            self._guarded("agop", self.probe.agop, step, self.measures, self.recorder)
 
     def without_window(self) -> None:
         """Stop measuring the window and release its gradients."""
@@ -155,10 +140,10 @@ class Tracker:
         if self.measures.spectra:
             record_array(self.recorder, f"product/{name}/eigenvalues", step, found.eigenvalues, ("rank",))
 
-    def _guarded(self, what: str, measure: Callable[[], None]) -> None:
-        """Run ``measure``; a failure becomes an event and a warning, or is raised without ``warn``."""
+    def _guarded(self, what: str, measure: Callable[..., None], *given: Any) -> None:
+        """Call ``measure``; a failure becomes an event and a warning, or is raised without ``warn``."""
         try:
-            measure()
+            measure(*given)
         except Exception as error:  # a measurement must not end the run
             if self._warn is None:
                 raise
@@ -166,11 +151,6 @@ class Tracker:
             self._warn(what, f"{type(error).__name__}: {error}")
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
-
-
 def _axes(gradient: Tensor) -> tuple[str, ...]:
-    return {1: ("out",), 2: ("out", "in")}.get(
-        gradient.ndim, tuple(f"axis_{i}" for i in range(gradient.ndim))
-    )
+    names = {1: ("out",), 2: ("out", "in")}
+    return names.get(gradient.ndim, tuple(f"axis_{i}" for i in range(gradient.ndim)))

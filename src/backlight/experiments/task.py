@@ -1,4 +1,8 @@
-"""A task on fixed training and test samples, with the optimizers and schedules that experiments share."""
+"""The task of an experiment: a model with its optimizer, data and progress measures, trained and resumed.
+
+Everything that training changes is in the model, optimizer, scheduler and ``extra_state``, and the batch of a
+step depends on seed and step alone, so that a resumed run gives the numbers of an uninterrupted one.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from backlight.experiments.data.split import Split, generator
-from backlight.experiments.experiment import Duration, Facts
+from backlight.experiments.experiment import Duration
 
 Batch = tuple[Tensor, Tensor]
+
+PROBE_SIZE = 128
+"""Training samples of which per-sample gradients are taken."""
+
+EVALUATION_CHUNK = 4096
+"""Most samples in one forward pass of an evaluation."""
 
 
 def cross_entropy(outputs_NC: Tensor, labels_N: Tensor) -> Tensor:
@@ -102,23 +112,26 @@ def linear_warmup(
 
 
 @dataclass
-class SupervisedTask:
-    """A task whose samples are tensors; see :class:`backlight.experiments.experiment.Task`.
+class Task:
+    """A model in training on fixed samples.
 
-    Parameters
+    Attributes
     ----------
+    model, optimizer, scheduler:
+        The optimizer holds every trainable parameter; the scheduler is stepped after it, None for a constant
+        learning rate.
+    chance:
+        Accuracy of guessing.
     sample_losses:
         Outputs and labels of N samples → loss of each sample, [N]; the training loss is their mean.
-    right:
-        Outputs and labels → whether each sample is correct, [N] bool.
+    right, accuracy:
+        Outputs and labels → whether each sample is correct, [N] bool; and what that is in words.
     batch_size:
         Samples in a training batch; 0 for all. Each epoch is one permutation, a function of seed
         and epoch; its last batch may be smaller.
     cheap, thorough:
-        Progress measures by name, called without gradients and in evaluation mode; one that needs
-        gradients enables them and never writes to ``.grad``. A value of None is left out.
-    chunk:
-        Most samples in one forward pass of an evaluation.
+        Progress measures by name, called without gradients and in evaluation mode, those that take long
+        only in thorough evaluations; one that needs gradients enables them and never writes to ``.grad``.
     """
 
     model: nn.Module
@@ -130,11 +143,9 @@ class SupervisedTask:
     right: Callable[[Tensor, Tensor], Tensor] = largest_is_label
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     batch_size: int = 0
-    probe_size: int = 128
-    accuracy: str = ""
-    cheap: Mapping[str, Callable[[], float | None]] = field(default_factory=dict)
-    thorough: Mapping[str, Callable[[], float | None]] = field(default_factory=dict)
-    chunk: int = 4096
+    accuracy: str = "share of samples whose largest output is the label"
+    cheap: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+    thorough: Mapping[str, Callable[[], float]] = field(default_factory=dict)
 
     @classmethod
     def with_adamw(
@@ -148,17 +159,15 @@ class SupervisedTask:
         return cls(model, optimizer, split, seed, scheduler=scheduler, **batch)
 
     def __post_init__(self) -> None:
-        train = len(self.split.train_inputs)
-        wording = {"accuracy": self.accuracy} if self.accuracy else {}
-        self.facts = Facts(self.chance, train, len(self.split.test_inputs), **wording)
-        chosen = torch.randperm(train, generator=generator(self.seed, "probe"))[: self.probe_size]
-        chosen = chosen.to(self.split.train_inputs.device)
-        self.probe: Batch = (self.split.train_inputs[chosen], self.split.train_labels[chosen])
+        inputs, labels = self.split.train_inputs, self.split.train_labels
+        draw = generator(self.seed, "probe")
+        chosen = torch.randperm(len(inputs), generator=draw)[:PROBE_SIZE].to(inputs.device)
+        self.probe: Batch = (inputs[chosen], labels[chosen])
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 
     def batch(self, step: int) -> Batch:
-        """Return inputs and labels of ``step``, counted from 0."""
+        """Return inputs and labels of ``step``, counted from 0; a function of seed and step alone."""
         inputs, labels = self.split.train_inputs, self.split.train_labels
         if not 0 < self.batch_size < len(inputs):
             return inputs, labels
@@ -177,44 +186,52 @@ class SupervisedTask:
         """Return the loss summed over the samples of ``batch``."""
         return self.sample_losses(model(batch[0]), batch[1]).sum()
 
+    def train_step(self, step: int, on_gradients: Callable[[], None] = lambda: None) -> Tensor:
+        """Train ``step`` and return its loss; ``on_gradients`` is called between backward and update."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss(self.model, self.batch(step))
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        on_gradients()
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return loss
+
     def inputs(self, batch: Batch) -> Tensor | None:
         """Return the input if it is real-valued; token ids have no input AGOP."""
         return batch[0] if batch[0].is_floating_point() else None
 
     def evaluate(self, *, thorough: bool) -> dict[str, float]:
         """Return losses, accuracies and progress measures without changing the training state."""
+        split = self.split
         with evaluation_mode(self.model):
-            split = self.split
             train_loss, train_accuracy = self.score(split.train_inputs, split.train_labels)
             test_loss, test_accuracy = self.score(split.test_inputs, split.test_labels)
-            values: dict[str, float] = {
+            due = {**self.cheap, **(self.thorough if thorough else {})}
+            return {
                 "train_loss": train_loss,
                 "test_loss": test_loss,
                 "train_accuracy": train_accuracy,
                 "test_accuracy": test_accuracy,
+                **{f"progress/{name}": float(measure()) for name, measure in due.items()},
             }
-            for name, measure in {**self.cheap, **(self.thorough if thorough else {})}.items():
-                value = measure()
-                if value is not None:
-                    values[f"progress/{name}"] = float(value)
-        return values
 
     def score(self, inputs: Tensor, labels: Tensor) -> tuple[float, float]:
         """Return mean loss and accuracy of ``inputs``, a chunk at a time, summed in fp64."""
         loss, right = 0.0, 0
-        for start in range(0, len(inputs), self.chunk):
-            outputs = self.model(inputs[start : start + self.chunk])
-            truth = labels[start : start + self.chunk]
+        for start in range(0, len(inputs), EVALUATION_CHUNK):
+            truth = labels[start : start + EVALUATION_CHUNK]
+            outputs = self.model(inputs[start : start + EVALUATION_CHUNK])
             loss += float(self.sample_losses(outputs, truth).sum(dtype=torch.float64))
             right += int(self.right(outputs, truth).sum())
         return loss / len(inputs), right / len(inputs)
 
     def before_step(self, step: int) -> None:
-        """Do nothing."""
+        """Do what the experiment does at set steps (prune, rewind, change a rate); here nothing."""
 
     def extra_state(self) -> dict[str, Any]:
-        """Return nothing: model, optimizer and scheduler hold the whole state."""
+        """Return tensors and plain values, beyond model and optimizer, that a resumed task needs."""
         return {}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        """Restore what :meth:`extra_state` returned."""
