@@ -32,7 +32,7 @@ names = [
     for package in (backlight.store, backlight.report)
     for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
 ]
-names += ["backlight.findings.evaluate", "backlight.analysis.compare", "backlight.findings.fail_on",
+names += ["backlight.findings.evaluate", "backlight.analysis.compare",
           "backlight.analysis.report", "backlight.cli.doctor", "backlight.analysis.live",
           "backlight.cli.app"]
 import backlight.cli

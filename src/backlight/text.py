@@ -17,6 +17,10 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 """Unicode categories that are invisible, reorder text, or end a line."""
 
 
+MOST_NAMES = 60
+"""Names that a message lists where none is close to the one that was given."""
+
+
 def visible(text: object) -> str:
     r"""Return ``text`` on one line with every invisible or reordering character written as an escape.
 
@@ -126,7 +130,7 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"; did you mean {prefix + close[0]!r}?"
-    return f"; there are: {', '.join(names)}" if names else "; there are none"
+    return f"; there are: {listed(names, MOST_NAMES)}" if names else "; there are none"
 
 
 def assignment(item: str, option: str, example: str, error: type[ValueError] = ValueError) -> tuple[str, str]:

@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.findings.evaluate import RuleFailedWarning, evaluate_rules, findings_of, in_order
+from backlight.findings.evaluate import (
+    FailOnError,
+    RuleFailedWarning,
+    evaluate_rules,
+    findings_of,
+    in_order,
+    parse_fail_on,
+)
 from backlight.findings.limits import ThresholdError
 from backlight.records import Finding, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
@@ -72,7 +79,7 @@ def test_findings_carry_version_origin_and_what_was_overridden(tmp_path: Path) -
 def test_what_a_caller_changes_goes_beyond_what_the_run_recorded(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"zero_window": 10.0}})
     assert not evaluate_rules(run, {"health": {"zero_window": 31}})
-    with pytest.raises(ThresholdError, match="no threshold 'zero_windw'; nearest: zero_window"):
+    with pytest.raises(ThresholdError, match="no threshold 'zero_windw'; did you mean 'zero_window'"):
         evaluate_rules(run, {"health": {"zero_windw": 31}})
 
 
@@ -132,3 +139,40 @@ def test_several_findings_of_one_subject_are_told_apart_by_step(tmp_path: Path) 
     writer.close()
     found = {f.subject.step: f.made for f in findings_of(open_run(tmp_path / "run"))}
     assert found == {100: Made.LIVE, 150: Made.READER}
+
+
+SPIKE = finding("spike")
+BROKEN = finding("non_finite", severity=Severity.ERROR)
+FROZEN = finding("no_gradient", severity=Severity.INFO)
+
+
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [
+        ("non_finite", [BROKEN]),
+        ("error", [BROKEN]),
+        ("warning", [SPIKE, BROKEN]),
+        ("info", [SPIKE, BROKEN, FROZEN]),
+        ("spike, no_gradient", [SPIKE, FROZEN]),
+        ("no_gradient,error,", [BROKEN, FROZEN]),
+    ],
+)
+def test_a_severity_or_a_list_of_rules_matches(text: str, matches: list[Finding]) -> None:
+    matching = parse_fail_on(text)
+    assert [f for f in (SPIKE, BROKEN, FROZEN) if matching(f)] == matches
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a severity or names of rules"),
+        (" , ", "expected a severity or names of rules"),
+        ("spyke", "no severity or rule is called 'spyke'; did you mean 'spike'"),
+        ("eror,spike", "did you mean 'error'"),
+        ("non_finite or spike", "'non_finite or spike'"),
+        ("xyz", "there are: info, warning, error, accumulating"),
+    ],
+)
+def test_an_unknown_name_is_refused(text: str, message: str) -> None:
+    with pytest.raises(FailOnError, match=message):
+        parse_fail_on(text)

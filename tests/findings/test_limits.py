@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 
@@ -66,7 +64,7 @@ def test_an_override_is_a_new_object_of_the_right_types() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vanishing_rm": 1e-9}, "has no threshold 'vanishing_rm'; nearest: vanishing_rms"),
+        ({"vanishing_rm": 1e-9}, "has no threshold 'vanishing_rm'; did you mean 'vanishing_rms'"),
         ({"xyzzy": 1}, "has no threshold 'xyzzy'; there are: accumulating_growth, "),
         ({"vanishing_rms": "small"}, "'vanishing_rms' of the health monitor must be a number, got 'small'"),
         ({"vanishing_rms": True}, "must be a number, got True"),
@@ -108,11 +106,3 @@ def test_a_class_has_the_monitor_and_the_fields_of_its_base() -> None:
 
     assert (Own.monitor, list(declared("of_this_test"))) == ("of_this_test", ["shared", "own"])
     assert with_overrides(Own, {"own": 2, "of_another_rule": 4}) == Own(own=2)
-
-
-def test_evaluation_of_a_run_needs_no_torch() -> None:
-    script = "import sys; sys.modules['torch'] = None\n"
-    script += "import backlight.findings.evaluate, backlight.analysis.compare, backlight.findings.fail_on\n"
-    script += "from backlight.registry import RULES\nassert 'vanishing' in RULES\n"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -326,10 +326,10 @@ def test_the_loss_of_an_accumulation_is_that_of_its_last_backward(tmp_path: Path
 def test_groups(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="'frist' matches none of 6 parameters; near it: first"):
+    with pytest.raises(ValueError, match="'frist' matches none of 6 parameters; did you mean 'first'"):
         backlight.watch(model, optimizer, run=tmp_path / "run", groups={"host": "frist"})
     assert not (tmp_path / "run").exists()
-    with pytest.warns(RuntimeWarning, match="the group 'host' is not measured: .* near it: first"):
+    with pytest.warns(RuntimeWarning, match="the group 'host' is not measured: .* did you mean 'first'"):
         with backlight.watch(run=tmp_path / "run", groups={"host": "frist", "head": "last"}):
             loop(model, optimizer)
     run = backlight.open_run(tmp_path / "run")

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from backlight.findings.limits import Limits, merge_overrides, with_overrides
 from backlight.findings.phrases import shorten
-from backlight.records import Finding, Made
+from backlight.records import Finding, Made, Severity
 from backlight.registry import DISPLAYS, RULES, warn
 from backlight.store.export.arrow import to_pandas, to_polars
 from backlight.store.export.tables import findings_table
-from backlight.store.read.run import Frame, Run
+from backlight.store.read.run import Run
+from backlight.text import did_you_mean
 
-FRAMES_KEPT = 6
-"""Columns of series kept in memory while the rules run, since several rules read the same ones."""
+
+class FailOnError(ValueError):
+    """A name in ``--fail-on`` that is neither a severity nor a rule."""
 
 
 class RuleFailedWarning(UserWarning):
@@ -67,16 +69,15 @@ def evaluate_rules(
     ThresholdError
         If ``thresholds_by_monitor`` holds an unknown name or a value that it cannot take.
     """
-    given = dict(thresholds_by_monitor or {})
+    given = thresholds_by_monitor or {}
     overrides_of: dict[str, dict[str, float]] = {}
-    remembered = _Remembering(run)
     findings: list[Finding] = []
     for name, rule in RULES.items():
-        if only is not None and name not in only:
-            continue
-        if run.monitors and rule.monitor not in run.monitors:
-            continue
-        if not all(remembered.has(series) for series in rule.needs):
+        if (
+            (only is not None and name not in only)
+            or (run.monitors and rule.monitor not in run.monitors)
+            or not all(run.has(series) for series in rule.needs)
+        ):
             continue
         if rule.monitor not in overrides_of:
             overrides_of[rule.monitor] = merge_overrides(
@@ -85,18 +86,10 @@ def evaluate_rules(
         limits = with_overrides(rule.limits or Limits, overrides_of[rule.monitor])
         changed = limits.changed()
         try:
-            for finding in rule.evaluate(remembered, limits):
-                findings.append(
-                    dataclasses.replace(
-                        finding,
-                        rule=rule.name,
-                        monitor=rule.monitor,
-                        version=rule.version,
-                        title=shorten(finding.title),
-                        made=made,
-                        overridden=changed,
-                    )
-                )
+            for finding in rule.evaluate(run, limits):
+                named = {"rule": rule.name, "monitor": rule.monitor, "version": rule.version}
+                said = {"title": shorten(finding.title), "made": made, "overridden": changed}
+                findings.append(dataclasses.replace(finding, **named, **said))
         except Exception as error:  # noqa: BLE001 - one broken rule must not hide what the others found
             plug_in = RULES.origin(name)
             whose = f", which {plug_in.distribution} {plug_in.version} adds," if plug_in else ""
@@ -136,13 +129,8 @@ def in_order(findings: Iterable[Finding]) -> Findings:
     """Sort findings: the most severe first, then by step, those without a step last."""
 
     def place(finding: Finding) -> tuple[int, float, str, str]:
-        step = finding.subject.step
-        return (
-            -finding.severity.rank,
-            float("inf") if step is None else step,
-            finding.rule,
-            finding.subject.parameter or "",
-        )
+        step = math.inf if finding.subject.step is None else finding.subject.step
+        return -finding.severity.rank, step, finding.rule, finding.subject.parameter or ""
 
     return Findings(sorted(findings, key=place))
 
@@ -159,40 +147,24 @@ def _same(fresh: Finding, stored: Finding, among: list[Finding]) -> bool:
     return alone or fresh.subject.step == stored.subject.step
 
 
-class _Remembering:
-    """A run that keeps what was just read: rules share columns, and reading one decodes every step."""
+def parse_fail_on(text: str) -> Callable[[Finding], bool]:
+    """Return a predicate that is true of findings that ``text`` names, the value of ``--fail-on``.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._frames: OrderedDict[Any, Frame] = OrderedDict()
-        self._answers: dict[Any, Any] = {}
+    It holds a severity (``"warning"``: that severity and above), names of rules, or both, separated by
+    commas.
 
-    def frame(self, series: str, column: str, **where: Any) -> Frame:
-        key = (series, column, tuple(sorted(where.items())))
-        if key not in self._frames:
-            self._frames[key] = self._run.frame(series, column, **where)
-            if len(self._frames) > FRAMES_KEPT:
-                self._frames.popitem(last=False)
-        self._frames.move_to_end(key)
-        return self._frames[key]
-
-    def _once(self, question: str, *arguments: Any, **where: Any) -> Any:
-        key = (question, arguments, tuple(sorted(where.items())))
-        if key not in self._answers:
-            self._answers[key] = getattr(self._run, question)(*arguments, **where)
-        return self._answers[key]
-
-    def scalar(self, name: str, source: str = "backlight", **where: Any) -> Any:
-        return self._once("scalar", name, source, **where)
-
-    def has(self, series: str) -> Any:
-        return self._once("has", series)
-
-    def series_steps(self, series: str) -> Any:
-        return self._once("series_steps", series)
-
-    def parameters(self) -> Any:
-        return self._once("parameters")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run, name)
+    Raises
+    ------
+    FailOnError
+        If a name is unknown, or there is none.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [*(severity.value for severity in Severity), *RULES]
+    if not names:
+        raise FailOnError("--fail-on: expected a severity or names of rules, such as 'warning' or 'spike'")
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise FailOnError(f"--fail-on: no severity or rule is called {name!r}{hint}")
+    ranks = [severity.rank for severity in Severity if severity.value in names]
+    return lambda finding: finding.rule in names or any(finding.severity.rank >= rank for rank in ranks)

@@ -16,7 +16,6 @@ table of thresholds per monitor: ``[thresholds.steptime]``.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import warnings
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 from backlight.registry import RULES
+from backlight.text import did_you_mean
 
 CHOSEN = "chosen: injected faults are found, controls stay silent"
 
@@ -134,9 +134,8 @@ def _checked(
 def _problem(monitor: str, known: Mapping[str, dataclasses.Field[Any]], name: str, value: Any) -> str:
     """Return what is wrong with ``value`` for the limit ``name``; empty if nothing is."""
     if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
-        hint = f"nearest: {', '.join(near)}" if near else f"there are: {', '.join(sorted(known))}"
-        return f"the {monitor} monitor has no threshold {name!r}; {hint}"
+        hint = did_you_mean(str(name), sorted(known))
+        return f"the {monitor} monitor has no threshold {name!r}{hint}"
     whole = isinstance(known[name].default, int)
     kind = "a whole number" if whole else "a number"
     where = f"threshold {name!r} of the {monitor} monitor"

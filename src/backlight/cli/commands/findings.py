@@ -22,8 +22,7 @@ def findings(
     ] = None,
 ) -> int:
     """Print the findings of a run."""
-    from backlight.findings.evaluate import findings_of
-    from backlight.findings.fail_on import parse_fail_on
+    from backlight.findings.evaluate import findings_of, parse_fail_on
     from backlight.records import to_json
     from backlight.report.terminal import print_findings
     from backlight.store.read.run import open_run

@@ -110,7 +110,7 @@ def test_an_unmeasured_group_has_no_ratio() -> None:
 def test_bad_groups_are_refused() -> None:
     model = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
     with pytest.raises(
-        ValueError, match=r"pattern 'encodr\.\*' matches none of 2 parameters; near it: encoder"
+        ValueError, match=r"pattern 'encodr\.\*' matches none of 2 parameters; did you mean 'encoder'"
     ):
         backlight.collect_groups({"host": "encodr.*"}, model=model)
     with pytest.raises(ValueError, match="the group 'host' is empty; expected at least one parameter"):

@@ -34,9 +34,9 @@ def test_what_a_pattern_means(pattern: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("encodr.*", "'encodr.*' matches none of 5 parameters; near it: encoder"),
-        ("", "matches none of 5 parameters; parameters begin with: encoder, head, headless"),
-        ("Head", "near it: head"),
+        ("encodr.*", "'encodr.*' matches none of 5 parameters; did you mean 'encoder'"),
+        ("", "matches none of 5 parameters; there are: encoder, encoder.0, "),
+        ("Head", "did you mean 'head'"),
     ],
 )
 def test_a_group_that_matches_nothing_names_what_is_near(pattern: str, message: str) -> None:

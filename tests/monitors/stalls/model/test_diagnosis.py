@@ -368,6 +368,6 @@ def test_timeout_follows_the_run_and_backward_always_has_one() -> None:
 
 
 def test_thresholds_are_refused_with_the_way_out() -> None:
-    with pytest.raises(ThresholdError, match=r"no threshold 'flor'; nearest: floor"):
+    with pytest.raises(ThresholdError, match=r"no threshold 'flor'; did you mean 'floor'"):
         LIMITS.override({"flor": 1})
     assert LIMITS.override({"floor": 5}).floor == pytest.approx(5.0)

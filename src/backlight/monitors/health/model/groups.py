@@ -5,7 +5,6 @@ The ratio is ``(|g_A|/sqrt(n_A)) / (|g_B|/sqrt(n_B))``, with no epsilon; docs/fo
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.store.read.run import Run
+from backlight.text import did_you_mean
 
 
 class GroupError(ValueError):
@@ -30,16 +30,15 @@ def members(names: Sequence[str], pattern: str) -> tuple[str, ...]:
     Raises
     ------
     GroupError
-        If nothing matches, with the nearest names of parameters and modules.
+        If nothing matches, with the nearest name of a parameter or module.
     """
     wanted = [part.strip() for part in pattern.split(",") if part.strip()]
     found = tuple(name for name in names if any(_means(part, name) for part in wanted))
     if found:
         return found
     known = sorted({place for name in names for place in _places(name)})
-    near = [place for part in wanted for place in difflib.get_close_matches(part.strip("*."), known, n=3)]
-    hint = f"near it: {', '.join(dict.fromkeys(near))}" if near else f"parameters begin with: {_tops(names)}"
-    raise GroupError(f"the group pattern {pattern!r} matches none of {len(names)} parameters; {hint}")
+    hint = did_you_mean(wanted[0].strip("*.") if wanted else "", known)
+    raise GroupError(f"the group pattern {pattern!r} matches none of {len(names)} parameters{hint}")
 
 
 def ratio(rms_a: NDArray[np.float64] | float, rms_b: NDArray[np.float64] | float) -> NDArray[np.float64]:
@@ -84,8 +83,3 @@ def _places(name: str) -> list[str]:
 
 def _means(pattern: str, name: str) -> bool:
     return any(fnmatch.fnmatchcase(place, pattern) for place in _places(name))
-
-
-def _tops(names: Sequence[str]) -> str:
-    tops = list(dict.fromkeys(name.split(".")[0] for name in names))
-    return ", ".join(tops[:8]) + (", ..." if len(tops) > 8 else "")
