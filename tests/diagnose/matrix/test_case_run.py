@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from backlight.diagnose.matrix.case_run import count_progress, last_error
+from backlight.diagnose.matrix.observation import count_progress, last_error
 
 LAUNCHER = (
     "Traceback (most recent call last):\n"

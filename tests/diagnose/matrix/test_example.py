@@ -34,7 +34,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MatrixReport]:
 
 def test_the_example_finds_its_fault(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
-    verdicts = {case.name: case.evaluation.verdict for case in report.cases}
+    verdicts = {one.case.name: one.evaluation.verdict for one in report.cases}
     assert verdicts == {
         "base": DiagnosisKind.PASS,
         "checkpointing": DiagnosisKind.BLOCKED,
@@ -57,10 +57,13 @@ def test_the_example_finds_its_fault(done: tuple[Path, MatrixReport]) -> None:
 def test_the_finding_of_the_watchdog_is_the_verdict(done: tuple[Path, MatrixReport]) -> None:
     out, report = done
     blocked = report.cases[1].evaluation
-    assert blocked.because[0] == "finding of rule stall in cases/checkpointing/000/run"
-    assert blocked.phase == "backward"
+    assert blocked.because[0] == "finding of rule stall in the run directory"
     assert "Block.forward, train.py:" in blocked.claim
-    kept = next(out / note.what for note in report.cases[1].files if "/stacks-" in note.what)
+    kept = next(
+        out / report.cases[1].attempt / name
+        for name in report.cases[1].observation.files
+        if "/stacks-" in name
+    )
     assert "Block.forward" in kept.read_text()
     # The kills at its end are no findings: the watchdog process was ended first.
     findings = subprocess.run(
@@ -90,7 +93,7 @@ def test_two_ranks_show_the_same_fault(tmp_path: Path) -> None:
         '[factors.checkpointing]\noff = {}\non = { arguments = ["--checkpoint"] }\n'
     )  # fmt: skip
     report = execute(prepare(tmp_path / "plan.toml"), tmp_path / "out")
-    verdicts = {case.name: case.evaluation.verdict for case in report.cases}
+    verdicts = {one.case.name: one.evaluation.verdict for one in report.cases}
     assert verdicts == {
         "base": DiagnosisKind.PASS,
         "checkpointing=on": DiagnosisKind.BLOCKED,

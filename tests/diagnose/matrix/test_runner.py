@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from backlight.diagnose.matrix.comparison import Effect
 from backlight.diagnose.matrix.decision_tree import Status
-from backlight.diagnose.matrix.evaluation import Effect
 from backlight.diagnose.matrix.plan import PlanError
 from backlight.diagnose.matrix.report import (
+    MatrixDirectoryError,
     MatrixReport,
     as_markdown,
     is_matrix,
@@ -27,7 +28,6 @@ from backlight.diagnose.matrix.report import (
     read_report,
     write_bundle,
 )
-from backlight.diagnose.matrix.results import MatrixDirectoryError
 from backlight.diagnose.matrix.runner import execute, prepare
 from backlight.launch.subprocess import mark_of
 from backlight.processes import Process, read_process, read_process_table
@@ -87,7 +87,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, script: str) -> tuple[Path, M
 @alone
 def test_every_case_has_its_verdict(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
-    verdicts = {case.name: case.evaluation.verdict for case in report.cases}
+    verdicts = {one.case.name: one.evaluation.verdict for one in report.cases}
     assert verdicts == {
         "base": DiagnosisKind.PASS,
         "fails": DiagnosisKind.CRASH,
@@ -97,7 +97,7 @@ def test_every_case_has_its_verdict(done: tuple[Path, MatrixReport]) -> None:
         "nothing": DiagnosisKind.PASS,
         "gone": DiagnosisKind.UNKNOWN,  # it exits with 0 and does not print what the plan calls success
     }
-    lines = {case.name: case.evaluation.line.rpartition("/")[2] for case in report.cases}
+    lines = {one.case.name: one.evaluation.line.rpartition("/")[2] for one in report.cases}
     assert lines["waits"] == "job.py:7"
     assert lines["spins"] == "job.py:10"
     assert lines["fails"] == "job.py:18"
@@ -110,7 +110,7 @@ def test_no_process_is_left(done: tuple[Path, MatrixReport]) -> None:
     marks = {json.loads(start.read_text())["mark"] for start in folder.glob("out/cases/*/*/start.json")}
     assert len(marks) == len(report.cases)
     assert not [pid for pid in read_process_table() if mark_of(pid) in marks]
-    ended = {case.name: case.ended_by for case in report.cases}
+    ended = {one.case.name: one.observation.ended_by for one in report.cases}
     assert ended["base"] == ()
     assert ended["waits"][0].startswith("SIGTERM to ")
 
@@ -118,16 +118,15 @@ def test_no_process_is_left(done: tuple[Path, MatrixReport]) -> None:
 @alone
 def test_evidence_was_collected_before_the_end(done: tuple[Path, MatrixReport]) -> None:
     folder, report = done
-    waits = next(case for case in report.cases if case.name == "waits")
-    files = {Path(kept.what).name.split("-")[0] for kept in waits.files}
+    waits = next(one for one in report.cases if one.case.name == "waits")
+    files = {Path(name).name.split("-")[0] for name in waits.observation.files}
     assert {"processes.txt", "tail.txt", "stacks", "stdout.txt", "start.json"} <= files
-    for case in report.cases:
-        for kept in case.files:
-            assert (folder / "out" / kept.what).exists(), kept
+    for one in report.cases:
+        for name in one.observation.files:
+            assert (folder / "out" / one.attempt / name).exists(), name
     # The process was alive when it was sampled: its main thread sleeps.
-    state = next(k for k in waits.files if "processes.txt" in k.what)
-    assert " S " in (folder / "out" / state.what).read_text()
-    assert any("stdout: mode: wait" in line for line in waits.tail)
+    assert " S " in (folder / "out" / waits.attempt / "evidence/processes.txt").read_text()
+    assert any("stdout: mode: wait" in line for line in waits.observation.tail)
 
 
 @alone
@@ -232,7 +231,7 @@ def test_a_case_with_a_result_does_not_run_again(folder: Path, plan: Writer) -> 
     run()
     assert started == ["a", "b"]
     # An attempt that was cut short has no result, and the next one does not touch it.
-    (folder / "out/cases/a/001/result.json").write_text('{"format": 2, "dig')
+    (folder / "out/cases/a/001/result.json").write_text('{"seconds": 2, "lim')
     report = run()
     assert started == ["a"]
     assert report.cases[0].attempt == "cases/a/002"
@@ -342,7 +341,7 @@ def test_edits_are_made_in_copies(folder: Path, plan: Writer) -> None:
         base='script = "show.py"\nwatch = false\narguments = ["c.json", "--config=c.txt"]',
     )
     report = execute(prepare(path), folder / "out")
-    said = {c.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
+    said = {c.case.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
     assert '"depth": 2' in said["base"]
     assert "depth = 7" in said["text"]
     assert '"depth": 9' in said["key"]
@@ -366,13 +365,13 @@ def test_a_branch_runs_from_a_copy_of_its_files(folder: Path, plan: Writer) -> N
         ["git", "status", "--porcelain"], cwd=folder, capture_output=True, check=True
     ).stdout
     path = plan("[cases.here]\n[cases.main]\ncontrol = 'here'\nbranch = 'main'\n")
-    assert prepare(path).cases[1].launch.inputs.keys() == {"commit"}
+    assert prepare(path).cases[1].inputs.keys() == {"commit"}
     path = plan("[cases.here]\n[cases.main]\ncontrol = 'here'\nbranch = 'mian'\n")
     with pytest.raises(PlanError, match=r"branch 'mian': not found in .*: no such commit"):
         prepare(path)
     path = plan("[cases.here]\n[cases.main]\ncontrol = 'here'\nbranch = 'main'\n")
     report = execute(prepare(path), folder / "out")
-    said = {c.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
+    said = {c.case.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
     assert said == {"here": "changed here\n", "main": "mode: end\nfinished\n"}
     assert subprocess.run(
         ["git", "status", "--porcelain", "--", "job.py"], cwd=folder, capture_output=True, check=True
@@ -383,7 +382,7 @@ def test_a_branch_runs_from_a_copy_of_its_files(folder: Path, plan: Writer) -> N
 def test_secrets_are_hidden(folder: Path, plan: Writer) -> None:
     path = plan("[cases.a]\nenvironment = { HUB_TOKEN = 'sesame', PLAIN = 'x' }\n")
     report = execute(prepare(path), folder / "out")
-    assert report.cases[0].environment == {"HUB_TOKEN": "(hidden)", "PLAIN": "x"}
+    assert report.cases[0].case.environment == {"HUB_TOKEN": "(hidden)", "PLAIN": "x"}
     texts = [
         p.read_text(errors="replace")
         for p in (folder / "out").rglob("*")

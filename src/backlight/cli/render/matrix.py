@@ -16,7 +16,7 @@ from backlight.text import visible
 
 if TYPE_CHECKING:
     from backlight.diagnose.matrix.cases import Case
-    from backlight.diagnose.matrix.evaluation import Finished
+    from backlight.diagnose.matrix.comparison import CaseResult
     from backlight.diagnose.matrix.report import MatrixReport
 
 _COLOURS = {DiagnosisKind.PASS: "green"} | dict.fromkeys(
@@ -24,7 +24,7 @@ _COLOURS = {DiagnosisKind.PASS: "green"} | dict.fromkeys(
 )
 
 
-def result_line(one: Finished) -> Text:
+def result_line(one: CaseResult) -> Text:
     """Return the line for a finished case: ``BLOCKED  case  12.0 s  claim``."""
     found = one.evaluation
     text = Text(f"{found.verdict.value:<15}", style=_COLOURS.get(found.verdict, "red"))
@@ -45,7 +45,7 @@ def print_cases(cases: Sequence[Case], console: Console) -> None:
     for column in ("case", "control", "differs in", "limit", "command"):
         table.add_column(column, overflow="fold")
     for case in cases:
-        limit = f"{case.launch.time_limit:g} s"
-        words = (case.name, case.control, case.factor, limit, shlex.join(case.launch.argv))
+        limit = f"{case.time_limit:g} s"
+        words = (case.name, case.control, case.factor, limit, shlex.join(case.argv))
         table.add_row(*(Text(visible(word)) for word in words))
     console.print(table)

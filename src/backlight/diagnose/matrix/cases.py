@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,29 +12,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from backlight.diagnose.matrix.plan import CaseTable, Change, Edit, Plan, PlanError
 from backlight.text import did_you_mean
 
-BASE = "base"
-"""Name of the case in which every factor is at its first level."""
+FORMAT = 3
+"""Version of what is stored; a result of another version does not count."""
 
 PLACEHOLDERS = ("python", "run", "case", "ranks")
 """Allowed in braces in a command: the interpreter, the run directory, the case's directory, the ranks."""
 
 _BRACES = re.compile(r"\{([a-z_]+)\}")
 _SINGLE = ("interpreter", "directory", "branch", "ranks", "script", "module", "command")
+_NOT_STARTED = {"name", "shows", "levels", "control", "factor"}
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """A command that can be started. ``argv`` still holds ``{run}`` and ``{case}``.
+class Case:
+    """One case: a command that can be started, and how it differs from its control.
 
-    ``source`` is the script, relative to ``directory``, empty where not known. ``inputs`` are digests of the
-    script and of the files that arguments name: a stored result is stale where they changed.
+    ``argv`` still holds ``{run}`` and ``{case}``. ``script`` is relative to ``directory``, empty where not
+    known. ``inputs`` are digests of the script and of the files that arguments name: a stored result is stale
+    where they changed. ``factor`` is the difference from ``control``; both are empty without a control.
     """
 
+    name: str
     argv: tuple[str, ...]
     directory: str
     time_limit: float
@@ -42,37 +44,30 @@ class Launch:
     edits: tuple[Edit, ...] = ()
     interpreter: str = ""
     branch: str = ""
-    ranks: int = 1
-    source: str = ""
+    script: str = ""
     watched: bool = False
     progress: str = ""
     success: str = ""
     inputs: Mapping[str, str] = field(default_factory=dict)
+    shows: tuple[str, ...] = ()
+    levels: Mapping[str, str] = field(default_factory=dict)
+    control: str = ""
+    factor: str = ""
 
-    def fill(self, run: Path, case: Path) -> tuple[str, ...]:
-        """Return the command with the directories of one attempt."""
-        return tuple(_fill(part, {"run": str(run), "case": str(case)}) for part in self.argv)
+    @property
+    def digest(self) -> str:
+        """Identity of what is started: a stored result counts only where it agrees."""
+        parts = [(name, getattr(self, name)) for name in self.__slots__ if name not in _NOT_STARTED]
+        return hashlib.sha256(json.dumps([FORMAT, *parts], default=repr).encode()).hexdigest()[:16]
 
     def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of the case."""
         return {k: v for k, v in {**inherited, **self.environment}.items() if k not in self.unset}
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One case. ``factor`` is the difference from ``control``; both are empty without a control."""
-
-    name: str
-    launch: Launch
-    control: str = ""
-    factor: str = ""
-    levels: Mapping[str, str] = field(default_factory=dict)
-    shows: tuple[str, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        """Identity of what is started: a stored result counts only where it agrees."""
-        return hashlib.sha256(TypeAdapter(Launch).dump_json(self.launch)).hexdigest()[:16]
+def fill(part: str, values: Mapping[str, str]) -> str:
+    """Replace ``{name}`` by its value where it has one."""
+    return _BRACES.sub(lambda match: values.get(match[1], match[0]), part)
 
 
 def cases_of(plan: Plan, path: Path) -> tuple[Case, ...]:
@@ -95,11 +90,11 @@ def cases_of(plan: Plan, path: Path) -> tuple[Case, ...]:
     cases = {}
     for name, table in tables.items():
         try:
-            launch = _launch(plan, merged[name], path.parent, distributed=distributed)
+            case = _case(plan, name, merged[name], path.parent, distributed=distributed)
         except ValueError as error:
             raise PlanError(f"{path}: case {name!r}: {error}") from None
-        launch = replace(launch, time_limit=table.time_limit or plan.time_limit)
-        cases[name] = Case(name, launch, levels=_levels(plan, table), shows=merged[name]["shows"])
+        limit = table.time_limit or plan.time_limit
+        cases[name] = replace(case, time_limit=limit, levels=_levels(plan, table))
     return tuple(_with_control(case, tables, cases, path) for case in cases.values())
 
 
@@ -111,11 +106,11 @@ def _design(plan: Plan) -> Iterator[tuple[str, CaseTable]]:
             continue
         # The control resets the last factor, so that each step of the product changes one.
         control = _product_name(dict(list(moved.items())[:-1])) if moved else None
-        yield _product_name(moved), CaseTable.model_validate({"control": control, "levels": moved})
+        yield _product_name(moved), CaseTable(control=control, levels=moved)
 
 
 def _product_name(moved: Mapping[str, str]) -> str:
-    return ",".join(f"{factor}={level}" for factor, level in moved.items()) or BASE
+    return ",".join(f"{factor}={level}" for factor, level in moved.items()) or "base"
 
 
 def _levels(plan: Plan, table: CaseTable) -> dict[str, str]:
@@ -140,28 +135,26 @@ def _merge(plan: Plan, name: str, table: CaseTable, path: Path) -> dict[str, Any
                 raise PlanError(f"{path}: {setters[key]} and {level} both set {key}; only one factor may")
             setters[key] = level
     merged: dict[str, Any] = dict.fromkeys(_SINGLE)
-    merged |= {"arguments": (), "environment": {}, "unset": (), "edits": (), "shows": ()}
+    merged |= {"arguments": [], "environment": {}, "unset": [], "edits": [], "shows": []}
     for change in (plan.base, *levels.values(), table):
         if change.script or change.module or change.command:
             merged.update(script=None, module=None, command=None)
         merged |= {key: getattr(change, key) for key in _SINGLE if getattr(change, key) is not None}
         kept = {k: v for k, v in merged["environment"].items() if k not in change.unset}
         merged["environment"] = kept | change.environment
-        unset = (*merged["unset"], *change.unset)
-        merged["unset"] = tuple(n for n in unset if n not in merged["environment"])
+        merged["unset"] = [n for n in (*merged["unset"], *change.unset) if n not in merged["environment"]]
         merged["arguments"] += change.arguments
         merged["edits"] += change.edits
-        merged["shows"] += (change.shows,) if change.shows else ()
+        merged["shows"] += [change.shows] if change.shows else []
     return merged
 
 
-def _launch(plan: Plan, merged: Mapping[str, Any], folder: Path, *, distributed: bool) -> Launch:
+def _case(plan: Plan, name: str, merged: Mapping[str, Any], folder: Path, *, distributed: bool) -> Case:
     base, ranks, command = plan.base, merged["ranks"] or 1, merged["command"]
     interpreter = _interpreter(merged["interpreter"], folder)
-    values = {"python": interpreter, "ranks": str(ranks)}
-    for name in _BRACES.findall(" ".join(command or ())):
-        if name not in PLACEHOLDERS:
-            raise ValueError(f"command: unknown placeholder {{{name}}}{did_you_mean(name, PLACEHOLDERS)}")
+    for word in _BRACES.findall(" ".join(command or ())):
+        if word not in PLACEHOLDERS:
+            raise ValueError(f"command: unknown placeholder {{{word}}}{did_you_mean(word, PLACEHOLDERS)}")
     if command is not None:
         if merged["ranks"] is not None and not any("{ranks}" in part for part in command):
             raise ValueError("ranks is given, but command has no {ranks} where it would go")
@@ -171,20 +164,22 @@ def _launch(plan: Plan, merged: Mapping[str, Any], folder: Path, *, distributed:
         watch = ("-m", "backlight", "run", "--out", "{run}", *base.run_options) if base.watch else ()
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
         argv = (interpreter, *(torchrun if distributed else ()), *watch, *target)
-    return Launch(
-        argv=tuple(_fill(part, values) for part in (*argv, *merged["arguments"])),
+    values = {"python": interpreter, "ranks": str(ranks)}
+    return Case(
+        name=name,
+        argv=tuple(fill(part, values) for part in (*argv, *merged["arguments"])),
         directory=str((folder / (merged["directory"] or ".")).resolve()),
         time_limit=plan.time_limit,
         environment=dict(sorted(merged["environment"].items())),
         unset=tuple(sorted(set(merged["unset"]))),
-        edits=merged["edits"],
+        edits=tuple(merged["edits"]),
         interpreter=interpreter,
         branch=merged["branch"] or "",
-        ranks=ranks,
-        source=merged["script"] or "",
+        script=merged["script"] or "",
         watched=base.watch if command is None else any("{run}" in part for part in command),
         progress=base.progress or "",
         success=base.success or "",
+        shows=tuple(merged["shows"]),
     )
 
 
@@ -197,10 +192,6 @@ def _interpreter(given: str | None, folder: Path) -> str:
     return str((path / "bin" / "python" if path.is_dir() else path).absolute())
 
 
-def _fill(part: str, values: Mapping[str, str]) -> str:
-    return _BRACES.sub(lambda match: values.get(match[1], match[0]), part)
-
-
 def _with_control(case: Case, tables: Mapping[str, CaseTable], cases: Mapping[str, Case], path: Path) -> Case:
     control = tables[case.name].control
     if control is None:
@@ -211,11 +202,10 @@ def _with_control(case: Case, tables: Mapping[str, CaseTable], cases: Mapping[st
     if control == case.name:
         raise PlanError(f"{where} is its own control; name the case that it differs from in one factor")
     other = cases[control]
-    limits = case.launch.time_limit, other.launch.time_limit
-    if limits[0] != limits[1]:
+    if case.time_limit != other.time_limit:
         raise PlanError(
-            f"{where} has {limits[0]:g} s, its control {control!r} has {limits[1]:g} s; a verdict is only "
-            "comparable under the same limit: give both the same time_limit"
+            f"{where} has {case.time_limit:g} s, its control {control!r} has {other.time_limit:g} s; "
+            "a verdict is only comparable under the same limit: give both the same time_limit"
         )
     moved = [f"factor {f}" for f in case.levels if case.levels[f] != other.levels[f]]
     one, two = _settings(tables[case.name]), _settings(tables[control])
@@ -246,11 +236,8 @@ def _settings(change: Change) -> dict[str, object]:
     return found | {f"argument {name}": values for name, values in split_options(change.arguments)}
 
 
-def split_options(arguments: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-    """Split arguments into options with their values; what comes before the first is ``positional``.
-
-    ``--a 1 --b=2 -3`` is ``--a`` with ``1`` and ``--b`` with ``2`` and ``-3``.
-    """
+def split_options(arguments: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Split ``--a 1 --b=2 -3`` into options with their values; the first words are ``positional``."""
     found: list[tuple[str, tuple[str, ...]]] = []
     for token in arguments:
         if token.startswith("-") and not token[1:2].isdigit() and token != "-":

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from backlight.diagnose.matrix.evaluation import Comparison, Evaluation
+from backlight.diagnose.matrix.comparison import Comparison
+from backlight.diagnose.matrix.evaluation import Evaluation
 from backlight.diagnose.matrix.plan import UNDECIDED, Node, Plan, PlanError
 from backlight.text import did_you_mean
 
@@ -65,14 +66,13 @@ def check_tree(plan: Plan, controls: Mapping[str, str], path: Path) -> tuple[str
             raise PlanError(f"{where}: no case is called {about!r}{did_you_mean(about, controls)}")
         if node.compare is not None and not controls[node.compare]:
             raise PlanError(f"{where}: compare = {about!r}, which has no control; ask case = {about!r}")
-        answers: set[str] = set()
+        answers = [answer for answer, _ in node.edges]
         for answer, target in node.edges:
             if target not in plan.tree:
                 hint = did_you_mean(target, plan.tree)
                 raise PlanError(f"{where}: {answer!r} leads to {target!r}, which is no node{hint}")
-            if answer in answers:
+            if answers.count(answer) > 1:
                 raise PlanError(f"{where}: {answer!r} leads to two nodes; expected one")
-            answers.add(answer)
     targets = {target for node in plan.tree.values() for target in node.on.values()}
     roots = [name for name in plan.tree if name not in targets]
     if len(roots) > 1:
@@ -95,10 +95,7 @@ def walk(
     evaluations: Mapping[str, Evaluation],
     comparisons: Mapping[str, Comparison],
 ) -> tuple[Branch, ...]:
-    """Walk the tree in the order of :func:`check_tree` and return every node.
-
-    A question without an answer leaves everything below it open.
-    """
+    """Walk the tree in the order of :func:`check_tree`; without an answer, everything below stays open."""
     reached = {name: (Status.SUPPORTED, "the root") for name in order[:1]}
     branches = []
     for name in order:
@@ -131,8 +128,4 @@ def _answer(
     if node.case not in evaluations:
         return "", f"case {node.case} has not run"
     verdict = evaluations[node.case].verdict
-    return (
-        ("", f"the verdict of {node.case} is {verdict.value}")
-        if verdict in UNDECIDED
-        else (verdict.value, "")
-    )
+    return ("", f"the verdict of {node.case} is {verdict}") if verdict in UNDECIDED else (verdict.value, "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,14 +13,17 @@ from urllib.parse import quote
 from markdown_it import MarkdownIt
 from pydantic import TypeAdapter, ValidationError
 
+from backlight.diagnose.matrix.cases import FORMAT
+from backlight.diagnose.matrix.comparison import CaseResult, Comparison, Effect
 from backlight.diagnose.matrix.decision_tree import Branch, Status
-from backlight.diagnose.matrix.evaluation import Comparison, Effect, Evaluation, Finished
 from backlight.diagnose.matrix.plan import UNDECIDED, Plan
-from backlight.diagnose.matrix.results import FORMAT, REPORT, MatrixDirectoryError, Note, write_whole
 from backlight.records import DiagnosisKind
 from backlight.report.markdown import code, escape
 from backlight.store.export.archive import check_archive, write_archive
+from backlight.store.platform.atomic_json import write_atomically
 from backlight.text import visible
+
+REPORT = "matrix.json"
 
 _FIXES = {
     DiagnosisKind.BLOCKED: "find out what should end this wait",
@@ -30,7 +32,6 @@ _FIXES = {
     DiagnosisKind.CRASH: "read the error that comes from this line",
     DiagnosisKind.SLOW: "profile from this line",
 }
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
 _BREAK = "&#8203;"
 _STYLE = """
 :root{color-scheme:light dark}
@@ -41,25 +42,8 @@ border-bottom:1px solid #8884}code{font:13px/1.4 ui-monospace,monospace;overflow
 """
 
 
-@dataclass(frozen=True, slots=True)
-class CaseReport:
-    """One case: what was started, its evaluation, and where its evidence is."""
-
-    name: str
-    control: str
-    factor: str
-    command: str
-    directory: str
-    environment: Mapping[str, str]
-    branch: str
-    seconds: float
-    limit: float
-    attempt: str
-    evaluation: Evaluation
-    files: tuple[Note, ...]
-    missing: tuple[Note, ...]
-    tail: tuple[str, ...]
-    ended_by: tuple[str, ...] = ()
+class MatrixDirectoryError(ValueError):
+    """A directory that holds no matrix, or one that cannot be used now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +64,7 @@ class MatrixReport:
     plan: str
     created: str
     environment: Mapping[str, str]
-    cases: tuple[CaseReport, ...]
+    cases: tuple[CaseResult, ...]
     comparisons: tuple[Comparison, ...]
     branches: tuple[Branch, ...]
     open: tuple[str, ...]
@@ -130,24 +114,8 @@ def read_report(root: Path) -> MatrixReport:
         ) from None
 
 
-def hide_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without the values of those whose names look secret."""
-    return {k: "(hidden)" if _SECRET.search(k) else v for k, v in variables.items()}
-
-
-def case_report(one: Finished) -> CaseReport:
-    """Return what the report holds of one case."""
-    case, launch, observation = one.case, one.case.launch, one.observation
-    return CaseReport(
-        case.name, case.control, case.factor, shlex.join(launch.fill(one.attempt.run, one.attempt.path)),
-        launch.directory, hide_secrets(launch.environment) | dict.fromkeys(launch.unset, "(unset)"),
-        launch.branch, observation.seconds, launch.time_limit, one.attempt.relative(one.attempt.path),
-        one.evaluation, observation.files, observation.missing, observation.tail, observation.ended_by,
-    )  # fmt: skip
-
-
 def open_questions(
-    finished: Mapping[str, Finished], branches: tuple[Branch, ...], comparisons: Mapping[str, Comparison]
+    results: Mapping[str, CaseResult], branches: tuple[Branch, ...], comparisons: Mapping[str, Comparison]
 ) -> Iterator[str]:
     """Return what the evidence does not decide."""
     for branch in branches:
@@ -158,39 +126,36 @@ def open_questions(
     for each in comparisons.values():
         if not each.outcome:
             yield f"{each.case} against {each.control}: {each.why}"
-    for name, one in finished.items():
+    for name, one in results.items():
         yield from (f"{name}: {alternative}" for alternative in one.evaluation.alternatives)
 
 
 def next_actions(
-    plan: Plan, finished: Mapping[str, Finished], branches: tuple[Branch, ...],
+    plan: Plan, results: Mapping[str, CaseResult], branches: tuple[Branch, ...],
     comparisons: Mapping[str, Comparison], rerun: str,
 ) -> Iterator[Todo]:  # fmt: skip
     """Return actions of supported conclusions, then the lines found, then what would decide more."""
-
-    def again(name: str) -> str:
-        return f"{rerun} --again {shlex.quote(name)}"
-
     for branch in branches:
         for action in plan.tree[branch.name].actions if branch.status is Status.SUPPORTED else ():
             yield Todo(action.do, action.at, branch.conclusion, action.verify or rerun)
+    again = {name: f"{rerun} --again {shlex.quote(name)}" for name in results}
     lines: dict[str, list[str]] = {}
-    for name, one in finished.items():
+    for name, one in results.items():
         if one.evaluation.line and one.evaluation.verdict not in {*UNDECIDED, DiagnosisKind.PASS}:
             lines.setdefault(one.evaluation.line, []).append(name)
     for line, names in lines.items():
-        found = finished[names[0]].evaluation
+        found = results[names[0]].evaluation
         fix = _FIXES.get(found.verdict, "look at this line")
-        yield Todo(fix, line, f"{', '.join(names)}: {found.claim}", again(names[0]))
+        yield Todo(fix, line, f"{', '.join(names)}: {found.claim}", again[names[0]])
     for each in comparisons.values():
         if each.effect in {Effect.NONE, Effect.UNKNOWN} and not each.outcome:
             do = f"make sure that {each.factor} reaches the training script, and declare its output (shows)"
-            yield Todo(do, "", f"{each.case}: {each.why}", again(each.case))
-    for name, one in finished.items():
+            yield Todo(do, "", f"{each.case}: {each.why}", again[each.case])
+    for name, one in results.items():
         if one.evaluation.verdict in UNDECIDED:
             more = f"raise time_limit above {one.observation.limit:g} s, or declare its output (progress)"
-            do = more if one.observation.window else "read its output"
-            yield Todo(do, "", f"{name}: {one.evaluation.claim}", again(name))
+            do = more if one.observation.window_s else "read its output"
+            yield Todo(do, "", f"{name}: {one.evaluation.claim}", again[name])
 
 
 def as_markdown(report: MatrixReport, *, full: bool = True) -> str:
@@ -202,13 +167,12 @@ def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
     yield f"# {escape(report.name)}: {escape(report.headline)}\n"
     yield f"Plan {code(report.plan)}, {escape(report.created)}.\n\n## Cases\n"
     yield "| case | verdict | seconds | control | factor | claim |\n|---|---|---|---|---|---|"
-    for case in report.cases:
-        found = case.evaluation
-        times = f"{case.seconds:.1f} of {case.limit:g}"
+    for one in report.cases:
+        case, found = one.case, one.evaluation
+        times = f"{one.observation.seconds:.1f} of {case.time_limit:g}"
         claim = f"{found.claim} [{found.line}]" if found.line else found.claim
         cells = (case.name, found.verdict.value, times, case.control, case.factor, claim)
         yield f"| {' | '.join(escape(cell) for cell in cells)} |"
-    missing = [f"{code(c.name)}: {escape(m.what)}: {escape(m.text)}" for c in report.cases for m in c.missing]
     sections = {
         "Not run": [code(name) for name in report.not_run],
         "Cases against their controls": [_comparison(each) for each in report.comparisons],
@@ -219,7 +183,11 @@ def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
             for todo in report.actions
         ],
         "Left open": [escape(text) for text in report.open],
-        "Evidence that could not be collected": missing,
+        "Evidence that could not be collected": [
+            f"{code(one.case.name)}: {escape(what)}"
+            for one in report.cases
+            for what in one.observation.missing
+        ],
     }
     if full:
         sections["Commands to verify"] = [code(command) for command in report.verify]
@@ -229,8 +197,8 @@ def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
             yield f"\n## {title}\n"
             mark = "1." if title.startswith("What to do") else "-"
             yield from [f"{mark} {item}" for item in items] or ["None."]
-    for case in report.cases if full else ():
-        yield from _evidence(case)
+    for one in report.cases if full else ():
+        yield from _evidence(one)
 
 
 def _comparison(each: Comparison) -> str:
@@ -241,28 +209,32 @@ def _comparison(each: Comparison) -> str:
     return f"{against}\n  - {effect}; differs: {differences}; compared: {compared}"
 
 
-def _evidence(case: CaseReport) -> Iterator[str]:
-    found = case.evaluation
+def _evidence(one: CaseResult) -> Iterator[str]:
+    case, observed, found = one.case, one.observation, one.evaluation
     yield f"\n## Evidence of {escape(case.name)}: {found.verdict.value}\n"
-    yield f"- command: {code(case.command)}"
+    yield f"- command: {code(shlex.join(observed.argv))}"
     yield f"- directory: {code(case.directory)}" + (f", branch {code(case.branch)}" * bool(case.branch))
-    if case.environment:
-        yield f"- environment: {code(' '.join(f'{k}={v}' for k, v in case.environment.items()))}"
+    if variables := [
+        *(f"{k}={v}" for k, v in case.environment.items()),
+        *(f"{n}=(unset)" for n in case.unset),
+    ]:
+        yield f"- environment: {code(' '.join(variables))}"
     yield f"- claim: {escape(found.claim)} (confidence: {escape(found.confidence)})"
     yield from (f"- because: {escape(reason)}" for reason in found.because)
     yield f"- refuted if: {escape(found.refuted_if)}"
-    yield from (f"- ended by: {escape(text)}" for text in case.ended_by)
-    yield from (f"- file: [{escape(f.what)}](<{quote(f.what)}>): {escape(f.text)}" for f in case.files)
-    if case.tail:
+    yield from (f"- ended by: {escape(text)}" for text in observed.ended_by)
+    for name, what in observed.files.items():
+        path = f"{one.attempt}/{name}"
+        yield f"- file: [{escape(path)}](<{quote(path)}>): {escape(what)}"
+    if observed.tail:
         yield "- end of its output:\n"
-        yield from (f"      {visible(line)}" for line in case.tail)
+        yield from (f"      {visible(line)}" for line in observed.tail)
 
 
 def page(report: MatrixReport) -> str:
     """Return the report as one page that works offline: no script, no external resource."""
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(
-        as_markdown(report).replace(_BREAK, "")
-    )  # fmt: skip
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    body = markdown.render(as_markdown(report).replace(_BREAK, ""))
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return (
@@ -282,7 +254,7 @@ def write_report(root: Path, target: Path, *, as_html: bool) -> Path:
     """Write the report of the matrix in ``root`` to ``target`` and return it."""
     report = read_report(root)
     text = page(report) if as_html else as_markdown(report)
-    write_whole(target, text.encode(errors="backslashreplace"))
+    write_atomically(target, text.encode(errors="backslashreplace"))
     return target
 
 
@@ -296,8 +268,6 @@ def write_bundle(root: Path, target: Path) -> Path:
     """Pack the directory of a matrix into ``target``, whole or not at all; links are left out."""
     check_archive(target)
     write_reports(root)
-    files = (
-        p for p in sorted(root.rglob("*")) if p.is_file() and not p.is_symlink() and p != target.absolute()
-    )
-    kept = (path for path in files if path.name != ".lock" and path.suffix != ".tmp")
+    files = (p for p in sorted(root.rglob("*")) if p.is_file() and not p.is_symlink())
+    kept = (p for p in files if p not in {target.absolute(), root / ".lock"} and p.suffix != ".tmp")
     return write_archive(target, ((path.relative_to(root).as_posix(), path) for path in kept))
