@@ -195,15 +195,22 @@ class Monitor:
         What is no longer recorded when it is disabled, for the warning; ``name`` where empty.
     order:
         Monitors with a lower number are called first, attached first and detached first; then by name.
-    uses_samples:
-        Whether it makes use of ``watch(samples=...)``.
+    uses_samples, needs_samples:
+        Whether it makes use of ``watch(samples=...)``; the setting that cannot do without, empty for none.
+    samples_for:
+        The setting that makes use of them, for the error where none does.
+    spent:
+        Seconds that its hooks have taken so far.
     """
 
     name: ClassVar[str]
     requested_by: ClassVar[str | None] = ""
     records: ClassVar[str] = ""
     order: ClassVar[int] = 0
+    samples_for: ClassVar[str] = ""
     uses_samples: bool = False
+    needs_samples: str = ""
+    spent: float = 0.0
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Monitor | None:

@@ -21,6 +21,27 @@ from backlight.capture import hooks, modules
 from backlight.records import Phase
 
 
+def guarded(
+    owner: Any,
+    on_error: Callable[[Any, Exception], None],
+    method: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a method of a listener or monitor: the only guard, and the only stopwatch, around all of them.
+
+    ``owner.spent`` grows by the seconds taken; ``on_error(owner, error)`` is called where the method raises.
+    """
+    begin = time.perf_counter()
+    try:
+        return method(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - never break the user's training
+        on_error(owner, error)
+        return None
+    finally:
+        owner.spent += time.perf_counter() - begin
+
+
 class Listener:
     """Receives the raw events of the process; each method does nothing here.
 
@@ -203,7 +224,7 @@ class Hub:
     def __init__(self) -> None:
         self.listeners: tuple[Listener, ...] = ()
         self._on_error: dict[int, Callable[[Exception], None]] = {}
-        self._receivers: dict[str, tuple[Listener, ...]] = {}
+        self._receivers: dict[str, tuple[tuple[Listener, Callable[..., None]], ...]] = {}
         self.backward_depth = 0
         self.grad_depth = 0
         self.own_passes = 0
@@ -259,17 +280,26 @@ class Hub:
         if receivers is None:
             # Only those that do something at this event.
             nothing = getattr(Listener, event)
-            receivers = tuple(one for one in self.listeners if getattr(type(one), event) is not nothing)
-            self._receivers[event] = receivers
-        for listener in receivers:
-            begin = time.perf_counter()
-            try:
-                getattr(listener, event)(*args, **kwargs)
-                listener.spent += time.perf_counter() - begin
-            except Exception as error:  # noqa: BLE001 - never break the user's training
-                on_error = self._on_error.get(id(listener), listener.dropped)
-                self.remove(listener)
-                _report(on_error, error)
+            receivers = self._receivers[event] = tuple(
+                (one, getattr(one, event))
+                for one in self.listeners
+                if getattr(type(one), event) is not nothing
+            )
+        for listener, method in receivers:
+            guarded(listener, self._drop, method, *args, **kwargs)
+
+    def _drop(self, listener: Listener, error: Exception) -> None:
+        on_error = self._on_error.get(id(listener), listener.dropped)
+        self.remove(listener)
+        try:
+            on_error(error)
+        except Exception as second:  # noqa: BLE001 - nothing is left but to warn
+            warnings.warn(
+                f"backlight: stopped measuring after {type(error).__name__}: {error} "
+                f"(and could not record that: {second}). Your training goes on unchanged.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _install(self) -> None:
         self.backward_depth = self.grad_depth = 0
@@ -295,18 +325,6 @@ class Hub:
         self._on_error.clear()
         self._receivers = {}
         self.backward_depth = self.grad_depth = 0
-
-
-def _report(on_error: Callable[[Exception], None], error: Exception) -> None:
-    try:
-        on_error(error)
-    except Exception as second:  # noqa: BLE001 - nothing is left but to warn
-        warnings.warn(
-            f"backlight: stopped measuring after {type(error).__name__}: {error} "
-            f"(and could not record that: {second}). Your training goes on unchanged.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 HUB = Hub()

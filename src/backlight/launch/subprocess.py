@@ -51,12 +51,15 @@ def run_in_own_session(
 
 def start(
     command: Sequence[str], directory: Path, environment: Mapping[str, str], mark: str,
-    stdout: IO[bytes], stderr: IO[bytes],
+    stdout: IO[bytes] | int | None, stderr: IO[bytes] | None, *, inherit: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Start a command without input as the leader of its own session, marked; an OSError passes through."""
+    """Start a command without input as the leader of its own session, marked; an OSError passes through.
+
+    It inherits the open files ``inherit``.
+    """
     return subprocess.Popen(
         command, cwd=directory, env={**environment, MARK: mark}, stdin=subprocess.DEVNULL, stdout=stdout,
-        stderr=stderr, start_new_session=True,
+        stderr=stderr, start_new_session=True, pass_fds=inherit,
     )  # fmt: skip
 
 

@@ -1,16 +1,15 @@
-"""The monitors of one run: their hooks are called, timed and shielded here, and nowhere else."""
+"""The monitors of one run, and the calls of their hooks."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from backlight.capture.hub import HUB
+from backlight.capture.hub import HUB, guarded
 from backlight.monitor import MONITORS, Monitor, RunContext, Timed
 from backlight.registry import warn
 
@@ -57,11 +56,6 @@ class MonitorSet:
         In the order in which they are called.
     notifier:
         Warns the user.
-
-    Attributes
-    ----------
-    seconds:
-        Seconds that the hooks of each monitor have taken, by name, on whatever thread they ran.
     """
 
     def __init__(self, monitors: Iterable[Monitor], notifier: Notifier) -> None:
@@ -73,7 +67,6 @@ class MonitorSet:
         self._timed: list[Timed] = []
         self._lock = threading.Lock()
         self._calls: dict[str, tuple[tuple[Monitor, Callable[..., Any]], ...]] = {}
-        self.seconds = {monitor.name: 0.0 for monitor in self._monitors}
 
     def __iter__(self) -> Iterator[Monitor]:
         return iter(self._monitors)
@@ -88,7 +81,7 @@ class MonitorSet:
                 account=self._timed.append,
             )
             self._attached = (*self._attached, monitor)
-            self._guarded(monitor, monitor.attach, own)
+            guarded(monitor, self._disable, monitor.attach, own)
         self._find_hooks()
 
     def detach(self, error: BaseException | None) -> None:
@@ -102,23 +95,13 @@ class MonitorSet:
     def call(self, hook: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a hook of every monitor that implements it; return what they returned."""
         return [
-            self._guarded(monitor, bound, *args, **kwargs) for monitor, bound in self._calls.get(hook, ())
+            guarded(monitor, self._disable, bound, *args, **kwargs)
+            for monitor, bound in self._calls.get(hook, ())
         ]
 
     def spent_outside_hooks(self) -> float:
         """Return the seconds that listeners and own threads of the monitors have taken."""
         return sum(timed.spent for timed in self._timed)
-
-    def _guarded(self, monitor: Monitor, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a monitor: the only stopwatch and the only guard around its hooks."""
-        begin = time.perf_counter()
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - never break the user's training
-            self._disable(monitor, error)
-            return None
-        finally:
-            self.seconds[monitor.name] += time.perf_counter() - begin
 
     def _listen(self, monitor: Monitor, listener: Listener) -> None:
         if listener not in self._listeners[monitor.name]:

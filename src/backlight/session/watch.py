@@ -16,7 +16,7 @@ from backlight.capture.parameters import Scope, build_table
 from backlight.capture.steps import StepTracker, StopTraining
 from backlight.distributed import launch_id, rank_and_size
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitor import Monitor, RunContext, Samples, Timed, check_monitors
+from backlight.monitor import MONITORS, Monitor, RunContext, Samples, Timed, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding, Made, RunStatus
 from backlight.session.monitor_set import MonitorSet, requested_monitors
@@ -74,10 +74,11 @@ class Watch:
         check_monitors(settings.monitors)
         monitors = requested_monitors(settings)
         if samples is not None and not any(monitor.uses_samples for monitor in monitors):
-            raise ValueError(
-                f"watch: samples are for the monitor grokking, and for spectra={{'split': R}}, but "
-                f"monitors={settings.monitors}; add 'grokking', or 'spectra' with a split"
-            )
+            users = ", and for ".join(cls.samples_for for _, cls in MONITORS.items() if cls.samples_for)
+            raise ValueError(f"watch: samples are for {users}, but monitors={settings.monitors}")
+        for monitor in monitors:
+            if monitor.needs_samples and samples is None and not script:
+                raise ValueError(f"watch: {monitor.needs_samples} needs samples=(loss_fn, batch) to split")
         if self._models:
             table = build_table(self._models, self._optimizers, HUB.seen)
             for monitor in monitors:
@@ -374,12 +375,7 @@ def watch(
     optimizers = [inner for outer in given for inner in underlying(outer)]
     if samples is not None:
         _check_samples(samples, models)
-    checked = Settings.of(settings)
-    if samples is None and "spectra" in checked.monitors and checked.spectra.split:
-        raise ValueError(
-            f"watch: spectra.split={checked.spectra.split} needs samples=(loss_fn, batch) to split"
-        )
-    return Watch(models, optimizers, checked, run, samples=samples)
+    return Watch(models, optimizers, Settings.of(settings), run, samples=samples)
 
 
 def _check_samples(samples: Any, models: Sequence[Any]) -> None:

@@ -6,9 +6,11 @@ many predictions as a search needs. Every number is a prediction of the whole st
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import uuid
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -21,6 +23,7 @@ from typing import Any
 
 from backlight.diagnose.memory.result import GRANULE_BYTES, Fit, PredictedMemory, PredictionError, Saving
 from backlight.launch.recipe import Recipe, RecipeError, read_recipe
+from backlight.launch.subprocess import ProcessTree, start
 
 MAX_BATCH = 2**20
 """Batch at which a search ends."""
@@ -63,23 +66,19 @@ class Predictor(AbstractContextManager["Predictor"]):
         self._pipe, child = Pipe()
         # Without a GPU a recipe cannot choose one; compiled code would hide its operations.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "backlight.diagnose.memory.predictor", str(child.fileno())],
-            pass_fds=[child.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            env=environment,
-        )
+        command = [sys.executable, "-m", "backlight.diagnose.memory.predictor", str(child.fileno())]
+        mark = uuid.uuid4().hex
+        self._process = start(command, Path.cwd(), environment, mark, 2, None, inherit=[child.fileno()])
+        self._tree = ProcessTree(self._process.pid, mark)
         child.close()
 
     def __exit__(self, *exception: object) -> None:
         """End the subprocess."""
         self._pipe.close()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._tree.end(grace=0.0)
+        self._process.wait()
 
     def predict(
         self,

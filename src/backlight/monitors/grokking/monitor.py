@@ -42,6 +42,7 @@ class GrokkingMonitor(Monitor):
     name = "grokking"
     records = "gradient geometry"
     uses_samples = True
+    samples_for = "the monitor grokking"
 
     def __init__(self, measures: Measures) -> None:
         self._measures = measures.logged_every(LOG_SPACING)

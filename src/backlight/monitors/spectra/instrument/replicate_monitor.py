@@ -46,11 +46,13 @@ class ReplicateMonitor(Monitor):
     """
 
     name = "spectra"
+    samples_for = "spectra={'split': R}"
 
     def __init__(self, options: SpectraOptions, every: int | None) -> None:
         self._options = options
         self._every = options.every or every or EVERY_STEPS
         self.uses_samples = options.split > 0
+        self.needs_samples = f"spectra.split={options.split}" if options.split else ""
 
     def check_models(self, models: Sequence[nn.Module], table: ParameterTable) -> None:
         """Refuse patterns that match no layer."""
