@@ -2,7 +2,7 @@
 
 import pytest
 
-from backlight.diagnose.spectra.checkpoints import find_checkpoints, natural
+from backlight.diagnose.spectra.checkpoints import _natural, find_checkpoints
 
 
 def found(tmp_path, names, *patterns):
@@ -43,4 +43,4 @@ def test_nothing_matches(tmp_path):
 
 
 def test_natural_order():
-    assert sorted(["b2", "b10", "a10", "2", "a"], key=natural) == ["2", "a", "a10", "b2", "b10"]
+    assert sorted(["b2", "b10", "a10", "2", "a"], key=_natural) == ["2", "a", "a10", "b2", "b10"]

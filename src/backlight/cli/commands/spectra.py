@@ -62,7 +62,7 @@ def spectra(
     """
     from backlight.cli.options import parse_size
     from backlight.cli.render.spectra import as_object, bar, show
-    from backlight.diagnose.spectra.options import SpectraRequest, method_of
+    from backlight.diagnose.spectra.options import SpectraRequest
     from backlight.launch.recipe import parse_settings
 
     request = SpectraRequest(
@@ -72,7 +72,7 @@ def spectra(
         replicates=replicates,
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
-        method=method_of(method),
+        method=method,
         max_directions=max_directions,
         device=device,
         dtype=dtype,

@@ -6,7 +6,7 @@ Replicate r of R has the first batch of ``batches(r, R)``, whichever rank comput
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,10 +51,9 @@ class CheckpointMeasurement:
 
     def plan(self, layers: Sequence[Layer]) -> tuple[Sweep, ...]:
         """Return the sweeps in which the layers are measured, with their owners."""
-        types = self._types(layers)
         return sweeps(
             [cost(layer.rows, layer.columns) for layer in layers],
-            [layer.rows * layer.columns * types[layer.parameter].itemsize for layer in layers],
+            [layer.rows * layer.columns * self._dtype(layer).itemsize for layer in layers],
             replicates=self.options.replicates,
             ranks=self.group.size,
             budget=self.options.budget,
@@ -64,7 +63,6 @@ class CheckpointMeasurement:
         """Measure and write the layers of a sweep, reporting progress; errors are raised on every rank."""
         group, options = self.group, self.options
         held = self._gradients([layers[i].parameter for i in sweep.layers], report)
-        types = self._types(layers)
         report("sending replicates")
         owned: dict[int, list[Tensor]] = {}
         for index, owner in zip(sweep.layers, sweep.owners, strict=True):
@@ -75,21 +73,18 @@ class CheckpointMeasurement:
                 [held_here[r] for r in sorted(held_here)],
                 [replicate % group.size for replicate in range(options.replicates)],
                 shape=(layer.rows, layer.columns),
-                dtype=types[layer.parameter],
+                dtype=self._dtype(layer),
                 chunk_bytes=options.chunk_bytes,
             )
             if owner == group.rank:
                 owned[index] = gathered
         problem: tuple[int, Exception] | None = None
-        count = len(owned)
-        for number, index in enumerate(sorted(owned)):
-            layer = layers[index]
-            report(f"{layer.parameter}, {number + 1} of {count}")
-            try:
-                self._layer(layer, owned.pop(index))
-            except Exception as error:  # noqa: BLE001 - reported on all ranks
-                problem = (layer.index, error)
-                break
+        try:
+            for number, index in enumerate(sorted(owned), 1):
+                report(f"{layers[index].parameter}, {number} of {len(owned) + number - 1}")
+                self._layer(layers[index], owned.pop(index))
+        except Exception as error:  # noqa: BLE001 - reported on all ranks
+            problem = (layers[index].index, error)
         group.raise_first(problem)
 
     def _gradients(self, names: Sequence[str], report: Callable[[str], None]) -> dict[str, dict[int, Tensor]]:
@@ -98,7 +93,7 @@ class CheckpointMeasurement:
         device = self.device or next(self.model.parameters()).device
         held: dict[str, dict[int, Tensor]] = {name: {} for name in names}
         problem: tuple[int, Exception] | None = None
-        own = replicates_of(group, options.replicates)
+        own = self.data.digests
         for count, replicate in enumerate(own):
             report(f"gradient {count + 1} of {len(own)}")
             try:
@@ -111,10 +106,13 @@ class CheckpointMeasurement:
                 problem = (replicate, error)
                 break
             except Exception as error:  # noqa: BLE001 - a user's loss; reported on all ranks
-                text = f"replicate {replicate}: loss or backward failed: {type(error).__name__}: {error}"
-                wrapped = SpectraError(text)
-                wrapped.__cause__ = error
-                problem = (replicate, wrapped)
+                problem = (
+                    replicate,
+                    SpectraError(
+                        f"replicate {replicate}: loss or backward failed: {type(error).__name__}: {error}"
+                    ),
+                )
+                problem[1].__cause__ = error
                 break
             for name, matrix in found.items():
                 held[name][replicate] = matrix
@@ -126,7 +124,7 @@ class CheckpointMeasurement:
         found = spectral_echo(
             replicates,
             layer=name,
-            method=options.method,
+            method=options.method,  # type: ignore[arg-type]  # check() knows it
             max_directions=options.max_directions,
             device=self.device,
             seed=options.seed,
@@ -142,12 +140,9 @@ class CheckpointMeasurement:
         if writer.lost is not None:
             raise SpectraError(f"{writer.lost}; run the same command again once that is fixed")
 
-    def _types(self, layers: Sequence[Layer]) -> Mapping[str, torch.dtype]:
-        """Return the type of each layer's gradient, which is that of its weight."""
-        return {
-            layer.parameter: self.model.get_parameter(layer.split_of or layer.parameter).dtype
-            for layer in layers
-        }
+    def _dtype(self, layer: Layer) -> torch.dtype:
+        """Return the type of a layer's gradient, which is that of its weight."""
+        return self.model.get_parameter(layer.split_of or layer.parameter).dtype
 
 
 BATCH_SHARE = 8
@@ -157,19 +152,17 @@ BATCH_SHARE = 8
 class ReplicateData:
     """Draws the batches of this rank's replicates, again where they do not fit into memory.
 
-    The generators of torch, numpy and Python are seeded by ``seed`` and the replicate before a batch is
-    drawn; ``budget`` are the bytes that batches and replicates together may take.
+    The generators of torch, numpy and Python are seeded by the request's seed and the replicate before a
+    batch is drawn.
     """
 
-    def __init__(
-        self, recipe: Recipe, replicates: int, own: Iterable[int], *, seed: int, budget: int
-    ) -> None:
-        self._recipe, self._replicates, self._seed = recipe, replicates, seed
-        self._free_bytes = budget // BATCH_SHARE
+    def __init__(self, recipe: Recipe, options: SpectraRequest, group: RankGroup) -> None:
+        self._recipe, self._replicates, self._seed = recipe, options.replicates, options.seed
+        self._free_bytes = options.budget // BATCH_SHARE
         self._kept: dict[int, Any] = {}
         self.digests: dict[int, str | None] = {}
         self.samples: dict[int, int | None] = {}
-        for replicate in own:
+        for replicate in range(group.rank, options.replicates, group.size):
             batch = self._draw(replicate)
             self.digests[replicate], self.samples[replicate] = digest(batch), samples(batch)
             if nbytes(batch) <= self._free_bytes:
@@ -234,8 +227,3 @@ def check_data(group: RankGroup, recipe: Recipe, data: ReplicateData) -> tuple[f
         first[known] = replicate
     whole = "" if None in digests.values() else " ".join(str(digests[r]) for r in sorted(digests))
     return (math.nan if sizes[0] is None else float(sizes[0])), whole
-
-
-def replicates_of(group: RankGroup, replicates: int) -> range:
-    """Return the numbers of the replicates that a rank computes."""
-    return range(group.rank, replicates, group.size)

@@ -44,7 +44,7 @@ def find_checkpoints(patterns: Sequence[str]) -> tuple[Checkpoint, ...]:
         if not matched:
             raise ValueError(f"--checkpoints {pattern!r} matches no file in {Path.cwd()}")
         found.update(dict.fromkeys(Path(name) for name in matched))
-    paths = sorted(found, key=lambda path: natural(str(path)))
+    paths = sorted(found, key=lambda path: _natural(str(path)))
     last = [re.findall(r"\d+", path.stem) for path in paths]
     numbers = [int(digits[-1]) for digits in last if digits]
     named = len(numbers) == len(paths) and all(a < b for a, b in itertools.pairwise(numbers))
@@ -52,11 +52,6 @@ def find_checkpoints(patterns: Sequence[str]) -> tuple[Checkpoint, ...]:
         Checkpoint(path, numbers[index] if named and numbers[index] < 2**62 else index)
         for index, path in enumerate(paths)
     )
-
-
-def natural(text: str) -> list[tuple[int, int, str]]:
-    """Return a key that sorts digits by their value and everything else as text."""
-    return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", text) if t]
 
 
 CONFIGURATION, CHECKPOINT = "spectra_configuration", "spectra_checkpoint"
@@ -94,7 +89,7 @@ def read_earlier(path: Path, configuration: Mapping[str, Any]) -> Earlier:
     run = open_run(path)
     known = [event.payload for event in run.events(CONFIGURATION)]
     if not known:
-        if len(run.attempts) and not run.last_step() >= 0 and not run.events():
+        if run.attempts and run.last_step() < 0 and not run.events():
             return Earlier()  # killed before it had written anything
         raise SpectraError(f"{path}: is a run of something else; choose another --out")
     for payload in known:
@@ -120,14 +115,9 @@ def read_earlier(path: Path, configuration: Mapping[str, Any]) -> Earlier:
     return Earlier(frozenset(done), checkpoints)
 
 
-def check_checkpoint(path: Path, earlier: Earlier, step: int, file: str, weights: str) -> None:
-    """Raise SpectraError for a step whose weights differ from those that were measured before."""
-    before = earlier.checkpoints.get(step)
-    if before is not None and before[1] != weights:
-        raise SpectraError(
-            f"{path}: step {step} was measured on other weights ({before[0]}) than those of {file}; "
-            "choose another --out"
-        )
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    """Return a key that sorts digits by their value and everything else as text."""
+    return [(0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", text) if t]
 
 
 def _changed(name: str, before: Any, now: Any) -> str:

@@ -31,7 +31,7 @@ class SpectraRequest:
     replicates: int = 16
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
-    method: Method = "auto"
+    method: str = "auto"
     max_directions: int | None = None
     device: str | None = None
     dtype: str | None = None
@@ -47,6 +47,8 @@ class SpectraRequest:
 
     def check(self) -> None:
         """Raise SpectraError for options that cannot be used."""
+        if self.method not in get_args(Method):
+            raise SpectraError(f"--method {self.method}: expected one of {', '.join(get_args(Method))}")
         if self.replicates < 3:
             raise SpectraError(f"--replicates {self.replicates}: at least 3 are needed, 8 or more are better")
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -76,11 +78,3 @@ class SpectraProgress:
     done: int
     total: int
     text: str
-
-
-def method_of(text: str) -> Method:
-    """Return the method of decomposing with this name; SpectraError if there is none."""
-    for method in get_args(Method):
-        if method == text:
-            return method  # type: ignore[no-any-return]  # get_args is not typed
-    raise SpectraError(f"--method {text}: expected one of {', '.join(get_args(Method))}")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from backlight.capture.batches import digest_of_weights
@@ -21,14 +20,12 @@ from backlight.diagnose.spectra.checkpoint_measurement import (
     CheckpointMeasurement,
     ReplicateData,
     check_data,
-    replicates_of,
 )
 from backlight.diagnose.spectra.checkpoints import (
     CHECKPOINT,
     CONFIGURATION,
     Checkpoint,
     Earlier,
-    check_checkpoint,
     find_checkpoints,
     read_earlier,
 )
@@ -84,54 +81,42 @@ class _Measurement:
     ) -> None:
         self.group, self.options = group, options
         self.on_progress = on_progress if group.is_leader else lambda _: None
-        self.device: torch.device | None = None
         self.recipe: Recipe = group.run(lambda: read_recipe(options.recipe, options.settings))
-        self.writer: RunWriter | None = None
-        self.measured = self.resumed = self.sweeps = 0
-        self.selection: Selection | None = None
-
-    def run(self) -> SpectraResult:
-        group, options = self.group, self.options
         group.run(options.check)
         self.device = group.run(options.find_device)
-        checkpoints = group.broadcast(group.run(lambda: find_checkpoints(options.checkpoints)))
-        path = group.broadcast(options.out or default_path(str(options.recipe)))
-        data = group.run(
-            lambda: ReplicateData(
-                self.recipe,
-                options.replicates,
-                replicates_of(group, options.replicates),
-                seed=options.seed,
-                budget=options.budget,
-            )
+        self.checkpoints = group.broadcast(group.run(lambda: find_checkpoints(options.checkpoints)))
+        self.path = group.broadcast(options.out or default_path(str(options.recipe)))
+        self.data = group.run(lambda: ReplicateData(self.recipe, options, group))
+        self.batch, digest = check_data(group, self.recipe, self.data)
+        self.configuration = self._configuration(digest)
+        self.earlier = group.broadcast(
+            group.run(lambda: read_earlier(self.path, self.configuration) if group.is_leader else Earlier())
         )
-        batch, known = check_data(group, self.recipe, data)
-        configuration = self._configuration(known)
-        earlier = group.broadcast(
-            group.run(lambda: read_earlier(path, configuration) if group.is_leader else Earlier())
-        )
+        self.writer: RunWriter | None = None
+        self.selection: Selection | None = None
+        self.measured = self.resumed = self.sweeps = 0
+
+    def run(self) -> SpectraResult:
         status = RunStatus.FAILED
         try:
-            for number, checkpoint in enumerate(checkpoints):
-                self._checkpoint(
-                    path, configuration, earlier, data, batch, checkpoint, number, len(checkpoints)
-                )
+            for number, checkpoint in enumerate(self.checkpoints):
+                self._checkpoint(checkpoint, number)
             status = RunStatus.FINISHED
         finally:
             if self.writer is not None:
                 self.writer.close(status)
         assert self.selection is not None  # there is a checkpoint
         return SpectraResult(
-            path=path,
-            rank=group.rank,
-            world_size=group.size,
-            checkpoints=checkpoints,
+            path=self.path,
+            rank=self.group.rank,
+            world_size=self.group.size,
+            checkpoints=self.checkpoints,
             layers=len(self.selection.layers),
             left_out=self.selection.left_out,
             measured=self.measured,
             resumed=self.resumed,
             sweeps=self.sweeps,
-            batch=batch,
+            batch=self.batch,
         )
 
     def _configuration(self, data: str) -> dict[str, Any]:
@@ -149,17 +134,14 @@ class _Measurement:
             "data": hashlib.sha256(data.encode()).hexdigest()[:16] if data else "",
         }
 
-    def _model(self, checkpoint: Checkpoint, number: int) -> nn.Module:
-        def build() -> nn.Module:
-            seed_by(self.options.seed, "model")
-            model = self.recipe.build_model()
-            if checkpoint.path is not None:
-                self.recipe.load(model, checkpoint.path)
-            return model.to(device=self.device, dtype=self.options.torch_dtype)
+    def _model(self, checkpoint: Checkpoint) -> nn.Module:
+        seed_by(self.options.seed, "model")
+        model = self.recipe.build_model()
+        if checkpoint.path is not None:
+            self.recipe.load(model, checkpoint.path)
+        return model.to(device=self.device, dtype=self.options.torch_dtype)
 
-        return self.group.run(build, number)
-
-    def _check_model(self, path: Path, earlier: Earlier, checkpoint: Checkpoint, model: nn.Module) -> str:
+    def _check_weights(self, checkpoint: Checkpoint, model: nn.Module) -> str:
         """Return the digest of the weights; raise SpectraError if a rank or an earlier attempt has others."""
         state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         weights = self.group.run(lambda: digest_of_weights(state))
@@ -170,55 +152,44 @@ class _Measurement:
                 f"{self.recipe.path}: rank {rank} has other weights than rank 0 for {checkpoint}; "
                 "build_model and load must give every rank the same"
             )
-        self.group.run(lambda: check_checkpoint(path, earlier, checkpoint.step, str(checkpoint), weights))
+        before, digest = self.earlier.checkpoints.get(checkpoint.step, ("", weights))
+        if digest != weights:
+            raise SpectraError(
+                f"{self.path}: step {checkpoint.step} was measured on other weights ({before}) than those of "
+                f"{checkpoint}; choose another --out"
+            )
         return weights
 
     def _select(self, model: nn.Module, checkpoint: Checkpoint) -> Selection:
-        selection = select_layers(
-            model.named_parameters(),
-            self.recipe.split,
-            self.options.include,
-            self.options.exclude,
-            prefix="--",
-        )
+        include, exclude = self.options.include, self.options.exclude
+        selection = select_layers(model.named_parameters(), self.recipe.split, include, exclude, prefix="--")
         if self.selection is not None and self.selection.layers != selection.layers:
             raise SpectraError(f"{checkpoint}: has other layers than the checkpoint before it")
         self.selection = selection
         return selection
 
-    def _checkpoint(
-        self,
-        path: Path,
-        configuration: Mapping[str, Any],
-        earlier: Earlier,
-        data: ReplicateData,
-        batch: float,
-        checkpoint: Checkpoint,
-        number: int,
-        count: int,
-    ) -> None:
-        group = self.group
-        model = self._model(checkpoint, number)
-        weights = self._check_model(path, earlier, checkpoint, model)
+    def _checkpoint(self, checkpoint: Checkpoint, number: int) -> None:
+        group, step = self.group, checkpoint.step
+        model = group.run(lambda: self._model(checkpoint), number)
+        weights = self._check_weights(checkpoint, model)
         selection = group.run(lambda: self._select(model, checkpoint))
-        todo = [layer for layer in selection.layers if (checkpoint.step, layer.parameter) not in earlier.done]
+        todo = [layer for layer in selection.layers if (step, layer.parameter) not in self.earlier.done]
         self.resumed += len(selection.layers) - len(todo)
         if not todo:
             return
-        writer = self._open(path, configuration, selection, batch)
+        if self.writer is None:
+            self.writer = self._open(selection)
         if group.is_leader:
             file = "" if checkpoint.path is None else str(checkpoint.path)
-            writer.event(checkpoint.step, CHECKPOINT, {"path": file, "weights": weights})
-            writer.flush()  # before any rank marks a layer as measured
+            self.writer.event(step, CHECKPOINT, {"path": file, "weights": weights})
+            self.writer.flush()  # before any rank marks a layer as measured
         work = CheckpointMeasurement(
-            group, self.options, self.recipe, self.device, data, batch, writer, checkpoint.step, model
+            group, self.options, self.recipe, self.device, self.data, self.batch, self.writer, step, model
         )
-        total = count * len(selection.layers)
+        total = len(self.checkpoints) * len(selection.layers)
 
         def report(text: str) -> None:
-            self.on_progress(
-                SpectraProgress(self.resumed + self.measured, total, f"step {checkpoint.step}: {text}")
-            )
+            self.on_progress(SpectraProgress(self.resumed + self.measured, total, f"step {step}: {text}"))
 
         planned = work.plan(todo)
         self.sweeps = max(self.sweeps, len(planned))
@@ -227,37 +198,28 @@ class _Measurement:
             self.measured += len(sweep.layers)
             report("written")
 
-    def _open(
-        self, path: Path, configuration: Mapping[str, Any], selection: Selection, batch: float
-    ) -> RunWriter:
-        """Return the writer of this rank; the first call opens the attempt, rank 0 before the others."""
-        if self.writer is not None:
-            return self.writer
-        launch = self.group.broadcast(uuid.uuid4().hex)
+    def _open(self, selection: Selection) -> RunWriter:
+        """Open the attempt, rank 0 before the others, and return the writer of this rank."""
+        group, launch = self.group, self.group.broadcast(uuid.uuid4().hex)
 
-        def enter() -> None:
-            self.writer = RunWriter.create(
-                path,
-                name=path.name,
-                rank=self.group.rank,
-                world_size=self.group.size,
+        def create() -> RunWriter:
+            return RunWriter.create(
+                self.path,
+                name=self.path.name,
+                rank=group.rank,
+                world_size=group.size,
                 run_id=launch,
                 script=f"backlight spectra {self.options.recipe}",
                 monitors=("spectra",),
                 step_offset=0,
             )
 
-        self.group.run(lambda: enter() if self.group.is_leader else None)
-        self.group.run(lambda: None if self.group.is_leader else enter())
-        writer = self._entered()
-        if self.group.is_leader:
-            writer.event(None, CONFIGURATION, {**configuration, "batch": batch, "version": 1})
+        first = group.run(lambda: create() if group.is_leader else None)
+        writer = group.run(lambda: first or create())
+        if group.is_leader:
+            writer.event(None, CONFIGURATION, {**self.configuration, "batch": self.batch, "version": 1})
             for layer in selection.layers:
                 record_layer(writer, layer)
             for parameter, reason in selection.left_out.items():
                 record_left_out(writer, parameter, reason)
         return writer
-
-    def _entered(self) -> RunWriter:
-        assert self.writer is not None
-        return self.writer
