@@ -1,4 +1,4 @@
-"""Replicate buffers: one backward adds up, the budget holds, all ranks decide the same."""
+"""Replicate buffers: one backward adds up, the budget holds."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import pytest
 import torch
 
 from backlight.capture.batches import split
-from backlight.monitors.spectra.instrument.rank_exchange import (
-    Offer,
-    agreed_owners,
-    common_parameters,
-    owners,
-)
 from backlight.monitors.spectra.instrument.replicate_buffer import ReplicateBuffer, Target, copied, fitting
 from backlight.store.format.spectra import Layer
 
@@ -69,26 +63,6 @@ def test_sparse_and_expanded_gradients_are_copied_whole() -> None:
     assert torch.equal(copied(sparse, "host"), torch.eye(3))
     expanded = torch.ones(1).expand(3, 4)
     assert copied(expanded, "host").is_contiguous()
-
-
-def test_all_ranks_drop_what_one_lacks_or_has_in_another_type() -> None:
-    kind = ("torch.float32", (2, 4))
-    one = Offer(0, {"a": 2, "b": 2, "c": 2}, dict.fromkeys("abc", kind), owners={"a": 0, "b": 1, "c": 0})
-    other = Offer(
-        0, {"a": 2, "c": 1}, {"a": kind, "c": ("torch.bfloat16", (2, 4))}, owners={"a": 1, "c": 1, "d": 1}
-    )
-    assert agreed_owners([one, other]) == {"a": 0, "b": 1, "c": 0, "d": 1}
-    together, dropped = common_parameters([one, other], agreed_owners([one, other]))
-    assert together == ("a",)
-    assert dropped == {
-        "b": "no whole set of gradients on rank 1",
-        "c": "its gradients have another type or shape on some ranks",
-        "d": "no whole set of gradients on rank 0, 1",
-    }
-
-
-def test_layers_are_assigned_by_cost() -> None:
-    assert owners([target(0, 2), target(1, 50), target(2, 8)], 2) == {"w1": 0, "w2": 1, "w0": 1}
 
 
 def test_a_batch_is_split_into_equal_parts() -> None:

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from backlight.monitors.spectra.panels import explorer as shared
-from backlight.monitors.spectra.panels.explorer import FIELDS, explorer, frobenius, spectra_of, thinned
+from backlight.monitors.spectra.panels.explorer import (
+    FIELDS,
+    explorer,
+    frobenius,
+    spectra_of,
+    steps_of,
+    thinned,
+)
 from backlight.records import Evidence
 from backlight.report.evidence_links import place_of
 from backlight.report.page import model
@@ -45,7 +52,7 @@ def test_layers_are_sorted_by_their_share_of_signal(source: Source) -> None:
     rows = drawn(source, "spectra_layers").data["rows"]
     shares = [float(row[3]) for row in rows]
     assert shares == sorted(shares, reverse=True)
-    assert [row[0] for row in rows] == [layer.parameter for layer in spectra_of(source).layers]
+    assert [row[0] for row in rows] == [history.name for history in spectra_of(source)]
     assert rows[-1][0] == HEAD
     assert rows[-1][2] == "300"
 
@@ -96,12 +103,12 @@ def test_numbers_over_steps_have_a_line_per_layer(source: Source) -> None:
 
 
 def test_thinned_tables_have_a_remark(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert explorer(spectra_of(source))[1] == []
+    assert explorer(source)[1] == []
     monkeypatch.setattr(shared, "NUMBERS", 3 * 20 * 32 * 2)
     monkeypatch.setattr(shared, "DIRECTIONS", 16)
     monkeypatch.setattr(shared, "LAYERS", 2)
-    data, remarks = explorer(spectra_of(source))
-    assert [one["name"] for one in data["layers"]] == [o.parameter for o in spectra_of(source).layers[:2]]
+    data, remarks = explorer(source)
+    assert [one["name"] for one in data["layers"]] == [o.name for o in spectra_of(source)[:2]]
     first = data["layers"][0]
     assert first["steps"][0] == 0
     assert first["steps"][-1] == 300
@@ -111,7 +118,7 @@ def test_thinned_tables_have_a_remark(source: Source, monkeypatch: pytest.Monkey
     assert len(remarks) == 2
     assert remarks[0].startswith("3 layers were measured; the 2 with the largest share")
     monkeypatch.setattr(shared, "NUMBERS", 1)
-    data, remarks = explorer(spectra_of(source))
+    data, remarks = explorer(source)
     assert data["layers"][0]["steps"].tolist() == [0, 300]
     assert "Of up to 4 measured steps 2 are shown, evenly spread." in remarks
 
@@ -150,7 +157,7 @@ def test_noise_alone_has_a_page(tmp_path: Path) -> None:
 def test_attempts_are_joined(tmp_path: Path) -> None:
     write_spectra_run(tmp_path / "run", Injected(steps=(0, 10)))
     run = write_spectra_run(tmp_path / "run", Injected(steps=(10, 20)))
-    assert spectra_of(Source(run)).steps.tolist() == [0, 10, 20]
+    assert steps_of(spectra_of(Source(run))).tolist() == [0, 10, 20]
 
 
 def test_evidence_leads_to_its_layer() -> None:

@@ -14,7 +14,6 @@ import torch
 from backlight.monitors.spectra.instrument.rank_group import RankGroup
 from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep, Target
 from backlight.monitors.spectra.model.options import SpectraError
-from backlight.monitors.spectra.model.ownership import cost, longest_first
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,26 @@ class Offer:
     """The loss scale."""
     reason: str = ""
     """Why this rank has nothing; empty if it has."""
+
+
+def cost(rows: int, columns: int) -> int:
+    """Return the cost of decomposing a matrix, up to a factor: ``min^2 max``."""
+    return min(rows, columns) ** 2 * max(rows, columns)
+
+
+def longest_first(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
+    """Return the owner of each layer: the longest first, each to the rank with the least to do so far.
+
+    Graham's rule for scheduling on parallel machines (SIAM J. Appl. Math. 17, 1969): the busiest rank has at
+    most 4/3 of its work in the best schedule. Ties go to the first layer and the first rank.
+    """
+    load = [0] * ranks
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        owner = load.index(min(load))
+        owners[index] = owner
+        load[owner] += costs[index]
+    return tuple(owners)
 
 
 def owners(targets: Sequence[Target], ranks: int) -> dict[str, int]:

@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from backlight.records import Evidence
 from backlight.store.format.spectra import Layer, Measurement
 from backlight.store.read.run import Run
@@ -35,6 +38,15 @@ class LayerHistory:
         """The last measurement."""
         return self.measured[-1]
 
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Steps at which the layer was measured, ascending."""
+        return np.array([one.step for one in self.measured], np.int64)
+
+    def values(self, name: str) -> NDArray[np.float64]:
+        """Return a number of the layer at each of the steps."""
+        return np.array([one[name] for one in self.measured], np.float64)
+
 
 @dataclass(frozen=True)
 class Hit:
@@ -48,14 +60,8 @@ class Hit:
 
 def layer_histories(run: Run) -> tuple[LayerHistory, ...]:
     """Return the layers that were measured at least once, in the order of the model."""
-    by_layer: dict[str, list[Measurement]] = {}
-    for one in measurements(run):
-        by_layer.setdefault(one.parameter, []).append(one)
-    return tuple(
-        LayerHistory(layer, tuple(by_layer[layer.parameter]))
-        for layer in layers(run)
-        if layer.parameter in by_layer
-    )
+    found = (LayerHistory(layer, measurements(run, layer.parameter)) for layer in layers(run))
+    return tuple(history for history in found if history.measured)
 
 
 def worst_first(hits: Sequence[Hit], size: Callable[[Hit], float]) -> list[Hit]:

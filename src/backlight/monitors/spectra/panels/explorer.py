@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -13,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.measure.spectra.shrinkage import muon
+from backlight.monitors.spectra.model.layer_history import LayerHistory, layer_histories
 from backlight.report.charts import Line
 from backlight.report.panel import Figures, Summary
 from backlight.report.source import Source
 from backlight.store.format.spectra import NUMBERS as STORED_NUMBERS
-from backlight.store.format.spectra import Layer, Measurement, Table
+from backlight.store.format.spectra import Layer, Table
 from backlight.store.read import spectra
-from backlight.store.read.run import Run
 from backlight.text import count, number, visible
 
 Floats = NDArray[np.float64]
@@ -63,47 +61,22 @@ LAYERS = 64
 """Layers that can be chosen."""
 
 
-@dataclass(frozen=True)
-class Spectra:
-    """The spectra of a run: layers by signal share at their last step, the largest first."""
-
-    run: Run = field(repr=False)
-    layers: tuple[Layer, ...] = ()
-    measured: Mapping[str, tuple[Measurement, ...]] = field(default_factory=dict)
-
-    @cached_property
-    def left_out(self) -> dict[str, str]:
-        """Parameters that are not measured, with the reason."""
-        return spectra.left_out(self.run)
-
-    @cached_property
-    def steps(self) -> NDArray[np.int64]:
-        """Steps at which any layer was measured."""
-        return np.unique([one.step for of in self.measured.values() for one in of]).astype(np.int64)
-
-
-def spectra_of(source: Source) -> Spectra:
-    """Return the spectra of a run, read once, without their tables."""
+def spectra_of(source: Source) -> tuple[LayerHistory, ...]:
+    """Return the layers by signal share at their last step, the largest first; read once, without tables."""
     return source.once(_read)
 
 
-def _read(source: Source) -> Spectra:
-    known = {layer.parameter: layer for layer in spectra.layers(source.run)}
-    if not known:
-        return Spectra(source.run)
-    measured: dict[str, list[Measurement]] = {}
-    for one in spectra.measurements(source.run):
-        if one.parameter in known:
-            measured.setdefault(one.parameter, []).append(one)
+def _read(source: Source) -> tuple[LayerHistory, ...]:
+    def signal(history: LayerHistory) -> float:
+        share = history.last["signal_share"]
+        return math.inf if math.isnan(share) else -share
 
-    def signal(name: str) -> tuple[float, int]:
-        share = measured[name][-1]["signal_share"]
-        return (math.inf if math.isnan(share) else -share, known[name].index)
+    return tuple(sorted(layer_histories(source.run), key=signal))
 
-    ranked = sorted(measured, key=signal)
-    return Spectra(
-        source.run, tuple(known[name] for name in ranked), {name: tuple(measured[name]) for name in ranked}
-    )
+
+def steps_of(histories: Sequence[LayerHistory]) -> NDArray[np.int64]:
+    """Return the steps at which any layer was measured."""
+    return np.unique(np.concatenate([history.steps for history in histories]))
 
 
 def shape_of(layer: Layer) -> str:
@@ -134,33 +107,19 @@ def thinned(amount: int, most: int) -> NDArray[np.int64]:
     return np.unique(np.concatenate([np.arange(head), np.rint(tail).astype(np.int64)]))
 
 
-def numbers_of(found: Spectra, name: str) -> tuple[list[tuple[Layer, NDArray[np.int64], Floats]], int]:
-    """Return a number of the first :data:`LINES` layers over their steps, and how many layers have it."""
-    lines = []
-    for layer in found.layers:
-        values = np.array([one[name] for one in found.measured[layer.parameter]], np.float64)
-        if not np.isnan(values).all():
-            steps = np.array([one.step for one in found.measured[layer.parameter]], np.int64)
-            lines.append((layer, steps, values))
-    return lines[:LINES], len(lines)
-
-
-def explorer(found: Spectra) -> tuple[dict[str, Any], list[str]]:
+def explorer(source: Source) -> tuple[dict[str, Any], list[str]]:
     """Return the tables of the layers as the drawer ``spectra`` takes them, and what was left out of them."""
-    remarks = []
-    layers = found.layers[:LAYERS]
-    if len(layers) < len(found.layers):
+    remarks, found = [], spectra_of(source)
+    layers = [history.layer for history in found[:LAYERS]]
+    if len(layers) < len(found):
         remarks.append(
-            f"{len(found.layers)} layers were measured; the {LAYERS} with the largest share of signal can be "
+            f"{len(found)} layers were measured; the {LAYERS} with the largest share of signal can be "
             "chosen, and the export holds all."
         )
     width = max(min(layer.directions, DIRECTIONS) for layer in layers)
     each = max(2, NUMBERS // (len(layers) * width * (len(FIELDS) + len(VALUES))))
-    packed = [
-        one
-        for layer in layers
-        if (one := _layer(layer, tuple(spectra.tables(found.run, layer.parameter)), each))
-    ]
+    tables = [(layer, spectra.tables(source.run, layer.parameter)) for layer in layers]
+    packed = [_layer(layer, of, each) for layer, of in tables if of]
     if any(one["of"] > len(one["steps"]) for one in packed):
         most = max(one["of"] for one in packed)
         remarks.append(f"Of up to {most:,} measured steps {each:,} are shown, evenly spread.")
@@ -171,8 +130,6 @@ def explorer(found: Spectra) -> tuple[dict[str, Any], list[str]]:
 
 
 def _layer(layer: Layer, tables: tuple[Table, ...], most: int) -> dict[str, Any]:
-    if not tables:
-        return {}
     places = np.unique(np.linspace(0, len(tables) - 1, min(most, len(tables))).round().astype(np.int64))
     chosen = [tables[place] for place in places]
     K = max(1, *(_width(table["singular_value"]) for table in chosen))
@@ -232,34 +189,33 @@ def _spectrum(table: Table) -> Floats:
     return out
 
 
-def lines_over_steps(found: Spectra, name: str) -> tuple[list[Line], list[str]]:
+def lines_over_steps(found: Sequence[LayerHistory], name: str) -> tuple[list[Line], list[str]]:
     """Return a line for each of the layers with the largest signal share, and a remark on the others."""
-    chosen, amount = numbers_of(found, name)
-    lines = [Line(visible(layer.parameter), steps, values, gaps=True) for layer, steps, values in chosen]
+    known = [(history, values) for history in found if not np.isnan(values := history.values(name)).all()]
+    lines = [Line(visible(history.name), history.steps, values, gaps=True) for history, values in known]
     remarks = []
-    if amount > LINES:
+    if len(known) > LINES:
         remarks.append(
-            f"{amount:,} layers were measured; those {LINES} with the largest share of signal at the last "
-            "step "
-            "are drawn."
+            f"{len(known):,} layers were measured; those {LINES} with the largest share of signal at the "
+            "last step are drawn."
         )
-    return lines, remarks
+    return lines[:LINES], remarks
 
 
 def summary(source: Source) -> Summary | None:
     """Return the summary of a run of which spectra were measured, and no gradients."""
     found = spectra_of(source)
-    if source.run.has("gradient") or not len(found.steps):
+    if source.run.has("gradient") or not found:
         return None
-    layers, steps = count(len(found.layers), "layer"), count(len(found.steps), "step")
+    layers, steps = count(len(found), "layer"), count(len(steps_of(found)), "step")
     return Summary(f"Spectra of {layers} over replicates were measured at {steps}.", _figures)
 
 
 def _figures(source: Source) -> Figures:
     found = spectra_of(source)
-    last = [found.measured[layer.parameter][-1] for layer in found.layers]
+    last, steps = [history.last for history in found], steps_of(found)
     fewest, most = min(one.replicates for one in last), max(one.replicates for one in last)
-    first_step, last_step = (number(int(found.steps[at])) for at in (0, -1))
+    first_step, last_step = (number(int(steps[at])) for at in (0, -1))
 
     def median_of(name: str) -> str:
         values = [one[name] for one in last if not math.isnan(one[name])]
@@ -268,7 +224,7 @@ def _figures(source: Source) -> Figures:
     replicates = number(most) if fewest == most else f"{number(fewest)} to {number(most)}"
     return (
         ("layers", number(len(last)), ""),
-        ("steps", number(len(found.steps)), f"{first_step} to {last_step}"),
+        ("steps", number(len(steps)), f"{first_step} to {last_step}"),
         ("replicates", replicates, "at the last step of each layer"),
         ("signal share", median_of("signal_share"), "median of the layers"),
         ("noise scale", median_of("noise_scale"), "samples, median of the layers"),

@@ -10,54 +10,37 @@ from backlight.monitors.spectra.panels.explorer import (
     lines_over_steps,
     shape_of,
     spectra_of,
+    steps_of,
     summary,
 )
 from backlight.report.charts import Axis, chart
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.store.format.spectra import Measurement
+from backlight.store.read.spectra import left_out
 from backlight.text import count, number, visible
 
 MAX_LAYERS = 300
 """Layers that are listed."""
 
-HEADS = (
-    "Layer",
-    "Matrix",
-    "Step",
-    "Signal share",
-    "Noise scale",
-    "Identifiable",
-    "Rank (gradient)",
-    "Rank (weight)",
-    "Replicates",
-)
+COLUMNS = {
+    "Signal share": "signal_share",
+    "Noise scale": "noise_scale",
+    "Identifiable": "identifiable",
+    "Rank (gradient)": "stable_rank_gradient",
+    "Rank (weight)": "stable_rank_weight",
+    "Replicates": "replicates",
+}
+"""Numbers of a layer that are listed, by the head of their column."""
 
-COLUMNS = (
-    "signal_share",
-    "noise_scale",
-    "identifiable",
-    "stable_rank_gradient",
-    "stable_rank_weight",
-    "replicates",
-)
-"""Numbers behind the first three heads."""
+_COSINE = Axis("mean squared cosine", low=0.0)
 
 SIGNAL_CHARTS = (
     ("signal_share", "Signal share", Axis("share of the squared norm")),
     ("noise_scale", "Noise scale", Axis("samples", log=True)),
     ("identifiable", "Identifiable directions", Axis("directions", low=0.0)),
     ("noise_sigma", "Noise level", Axis("noise of one entry", log=True)),
-    (
-        "drift_left",
-        "Overlap of the leading left directions with those before",
-        Axis("mean squared cosine", low=0.0),
-    ),
-    (
-        "drift_right",
-        "Overlap of the leading right directions with those before",
-        Axis("mean squared cosine", low=0.0),
-    ),
+    ("drift_left", "Overlap of the leading left directions with those before", _COSINE),
+    ("drift_right", "Overlap of the leading right directions with those before", _COSINE),
 )
 
 RANK_CHARTS = tuple(
@@ -86,23 +69,25 @@ FEW_REPLICATES = 8
 def spectra_layers(source: Source) -> Drawn | NotMeasured:
     """List the layers, the one with the largest share of signal first."""
     found = spectra_of(source)
-    if not found.layers:
+    if not found:
         return NotMeasured(source.reason("spectra", otherwise="No spectra were recorded."))
     rows, few = [], 0
-    for layer in found.layers[:MAX_LAYERS]:
-        last = found.measured[layer.parameter][-1]
+    for history in found[:MAX_LAYERS]:
+        last = history.last
         few += last.replicates < FEW_REPLICATES
-        values = [_value(last, name) for name in COLUMNS]
-        rows.append([visible(layer.parameter), shape_of(layer), number(last.step), *values])
+        numbers = [last[name] for name in COLUMNS.values()]
+        shown = ["not measured" if math.isnan(value) else number(value, 3) for value in numbers]
+        rows.append([visible(history.name), shape_of(history.layer), number(last.step), *shown])
     remarks = []
-    if len(found.layers) > MAX_LAYERS:
-        remarks.append(f"{len(found.layers):,} layers were measured; the first {MAX_LAYERS} are listed.")
+    if len(found) > MAX_LAYERS:
+        remarks.append(f"{len(found):,} layers were measured; the first {MAX_LAYERS} are listed.")
     if few:
         remarks.append(
             f"{count(few, 'layer')} with fewer than {FEW_REPLICATES} replicates: single ones dominate "
             "the echo; compare its interval."
         )
-    data = {"name": "Layers by signal", "heads": HEADS, "figures": list(range(2, len(HEADS))), "rows": rows}
+    heads = ("Layer", "Matrix", "Step", *COLUMNS)
+    data = {"name": "Layers by signal", "heads": heads, "figures": list(range(2, len(heads))), "rows": rows}
     return Drawn("listing", data, (), tuple(remarks))
 
 
@@ -119,20 +104,17 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
 def spectra(source: Source) -> Drawn | NotMeasured:
     """Return the tables of the layers, by signal share."""
     found = spectra_of(source)
-    if not found.layers:
-        return NotMeasured(
-            source.reason(
-                "spectra",
-                otherwise='No spectra recorded: watch(..., monitors=("spectra",)), or backlight spectra.',
-            )
-        )
-    data, remarks = explorer(found)
+    if not found:
+        otherwise = 'No spectra recorded: watch(..., monitors=("spectra",)), or backlight spectra.'
+        return NotMeasured(source.reason("spectra", otherwise=otherwise))
+    data, remarks = explorer(source)
     if not data["layers"]:
         return NotMeasured("The arrays of the spectra were lost; the numbers of the layers are below.")
-    if found.left_out:
-        reasons = sorted(set(found.left_out.values()))
-        remarks.append(f"{count(len(found.left_out), 'parameter')} left out: {'; '.join(reasons[:3])}.")
-    facts = (Fact("layers", number(len(found.layers))), Fact("steps", number(len(found.steps))))
+    without = left_out(source.run)
+    if without:
+        reasons = sorted(set(without.values()))
+        remarks.append(f"{count(len(without), 'parameter')} left out: {'; '.join(reasons[:3])}.")
+    facts = (Fact("layers", number(len(found))), Fact("steps", number(len(steps_of(found)))))
     return Drawn("spectra", data, facts, tuple(remarks))
 
 
@@ -174,8 +156,3 @@ def _lines(source: Source, named: Sequence[tuple[str, str, Axis]], otherwise: st
     if not charts:
         return NotMeasured(source.reason("spectra", otherwise=otherwise))
     return Drawn("lines", {"charts": charts, "small": True}, (), tuple(dict.fromkeys(remarks)))
-
-
-def _value(at: Measurement, name: str) -> str:
-    value = at[name]
-    return "not measured" if math.isnan(value) else number(value, 3)
