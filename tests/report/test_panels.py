@@ -35,7 +35,7 @@ FULL = Plan(
 ALONE = [panel for panel in in_order() if not panel.several]
 """Panels of a run of one process; those of several ranks are drawn by tests/ranks."""
 
-ALWAYS = {"events", "fingerprint", "health", "optimizer"}
+ALWAYS = {"events", "fingerprint", "health", "updates"}
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +97,8 @@ def test_the_reason_is_the_one_that_the_session_noted(empty: Source) -> None:
         result = PANELS[name].render(empty)
         assert isinstance(result, NotMeasured)
         assert result.reason == "No optimizer step was seen."
-    updates = PANELS["updates"].render(empty)
-    assert isinstance(updates, NotMeasured)
-    assert updates.reason == "The optimizer steps inside backward."
+    remark = "The update ratio was not measured. The optimizer steps inside backward."
+    assert drawn(empty, "updates").remarks == (remark,)
 
 
 def test_the_reason_of_one_parameter_is_not_that_of_the_series(tmp_path: Path) -> None:
@@ -130,14 +129,14 @@ def test_a_profile_is_shown_as_tables(full: Source) -> None:
     assert drawn(full, "modules").remarks == (
         "0.25 ms of backward belong to no module: the loss, sums of gradients.",
     )
-    operators, joined = drawn(full, "operators").data["tables"]
+    operators, kinds, joined, copies, optimisations = drawn(full, "operators").data["tables"]
     assert operators["rows"][1] == ["(no operator)", "backward", "", "", "2.00", "25.0%"]
     assert joined["rows"] == [["aten::addmm", "AddmmBackward0", "2", "3.00", "7.00"]]
-    (copies,) = drawn(full, "copies").data["tables"]
     assert copies["rows"][0][-1] == "train.py:7 (step)"
     assert copies["rows"][1][:4] == ["not recorded", "not recorded", "1", ""]
-    assert [t["title"] for t in drawn(full, "kinds").data["tables"]] == ["Kinds", "Optimisations"]
-    assert drawn(full, "kinds").remarks[0].startswith("MFU not measured: tokens per step were not given")
+    assert kinds["rows"] == [["matmul", "2", "6.00", "100.0%"]]
+    assert optimisations["rows"][0][:2] == ["fused optimizer", "off"]
+    assert drawn(full, "operators").remarks[0].startswith("MFU not measured: tokens per step were not given")
 
 
 def test_a_profile_that_is_broken_is_not_shown(full: Source, tmp_path: Path) -> None:
@@ -196,7 +195,7 @@ def test_the_norm_panel_counts_clipped_and_non_finite_steps(full: Source) -> Non
 
 
 def test_skipped_steps_are_marked(full: Source) -> None:
-    chart = drawn(full, "optimizer").data["charts"][1]
+    chart = drawn(full, "updates").data["charts"][2]
     assert [mark["label"] for mark in chart["marks"]] == ["skipped step"]
     assert chart["marks"][0]["steps"].tolist() == [0, 20, 40, 60, 80, 100]
 
@@ -245,7 +244,7 @@ def test_histogram_shares_add_up_to_one(full: Source) -> None:
 
 
 def test_equal_schedules_share_a_line(full: Source) -> None:
-    chart = drawn(full, "optimizer").data["charts"][0]
+    chart = drawn(full, "updates").data["charts"][1]
     assert [line["label"] for line in chart["lines"]] == ["optimizer 0, group 0"]
 
 

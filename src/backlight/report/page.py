@@ -18,16 +18,7 @@ from backlight.registry import warn
 from backlight.report import verdict
 from backlight.report.encoding import PRECISION, script_json
 from backlight.report.evidence_links import Place, place_of
-from backlight.report.panel import (
-    Drawn,
-    Failed,
-    NotMeasured,
-    Panel,
-    PanelWarning,
-    failed,
-    in_order,
-    shown,
-)
+from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, PanelWarning, failed, in_order, shown
 from backlight.report.source import Source
 from backlight.text import number, visible
 

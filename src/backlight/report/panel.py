@@ -111,9 +111,7 @@ def panel(
 ) -> Callable[[Callable[[Source], Drawn | NotMeasured]], Callable[[Source], Drawn | NotMeasured]]:
     """Register the decorated function as a panel; see :class:`Panel`."""
 
-    def decorate(
-        render: Callable[[Source], Drawn | NotMeasured],
-    ) -> Callable[[Source], Drawn | NotMeasured]:
+    def decorate(render: Callable[[Source], Drawn | NotMeasured]) -> Callable[[Source], Drawn | NotMeasured]:
         PANELS.add(name, Panel(name, title, order, tuple(series), render, **more))
         return render
 

@@ -79,9 +79,7 @@ class ExplodingMaskLimits(RmsLimits):
         low=1,
     )
     history_minimum: int = limit(
-        5,
-        "finite values that a running median needs; a run that diverges may last ten steps",
-        low=1,
+        5, "finite values that a running median needs; a run that diverges may last ten steps", low=1
     )
 
 
@@ -255,11 +253,7 @@ def is_rounding(rms_SP: Floats, measured_SP: Bools) -> Bools:
 def outrun(rms_SP: Floats, limits: ExplodingMaskLimits) -> tuple[Integers, Floats]:
     """Return the columns that may explode against their own past, with the medians that tell."""
     return medians_outrun(
-        rms_SP,
-        limits.history_window,
-        limits.history_refresh,
-        limits.history_minimum,
-        limits.exploding_factor,
+        rms_SP, limits.history_window, limits.history_refresh, limits.history_minimum, limits.exploding_factor
     )
 
 

@@ -146,20 +146,44 @@ MAX_LINES = 8
 
 
 @panel(
-    "optimizer",
-    title="Learning rate and loss scale",
-    order=80,
-    series=("scalars/lr", "scalars/scaler", "events/scaler_skip"),
-    note="All gradients on this page are divided by the loss scale.",
+    "updates",
+    title="Updates, learning rate and loss scale",
+    order=50,
+    series=("series/update", "scalars/lr", "scalars/scaler", "events/scaler_skip"),
+    note="Norm of the step that the optimizer took over the norm of the weights before it, across "
+    "parameters: an estimate from a fixed sample of each tensor, exact where the sample is the whole. All "
+    "gradients on this page are divided by the loss scale.",
     monitor="health",
 )
-def optimizer(source: Source) -> Drawn | NotMeasured:
-    """Draw the learning rate of each group, and the loss scale with the steps that it skipped."""
-    charts, facts = _loss_scale(source)
+def updates(source: Source) -> Drawn | NotMeasured:
+    """Draw the spread of the update ratio, the learning rates, and the loss scale with skipped steps."""
+    moved, facts = _update_ratio(source)
     rates, remarks = _learning_rates(source)
-    if not rates and not charts:
-        return NotMeasured(source.reason("lr", otherwise="No optimizer step was recorded."))
-    return Drawn("lines", {"charts": [*rates, *charts]}, tuple(facts), tuple(remarks))
+    scales, more = _loss_scale(source)
+    if not moved:
+        reason = source.reason("update", "ratio", otherwise="No update was recorded.")
+        if not rates and not scales:
+            return NotMeasured(reason)
+        remarks.append(f"The update ratio was not measured. {reason}")
+    return Drawn("lines", {"charts": [*moved, *rates, *scales]}, (*facts, *more), tuple(remarks))
+
+
+def _update_ratio(source: Source) -> tuple[list[dict[str, Any]], list[Fact]]:
+    spread = source.frames.ratio_spread
+    if spread is None or not np.isfinite(spread).any():
+        return [], []
+    steps = source.frames.steps["update"]
+    lines = [
+        Line("largest", steps, spread[4], tone="fourth", gaps=True),
+        Line("middle 80 %", steps, spread[3], style="edge", tone="first", down_to="lower tenth", gaps=True),
+        Line("lower tenth", steps, spread[1], style="edge", tone="first", gaps=True),
+        Line("median", steps, spread[2], tone="first", gaps=True),
+    ]
+    facts = [Fact("median update to weight", number(float(np.nanmedian(spread[2]))))]
+    still = int(np.count_nonzero(source.frames.stats["ratio_max"] == 0))
+    if still:
+        facts.append(Fact("parameters that never moved", number(still)))
+    return [chart(lines, Axis("update / weight", log=True), title="Update to weight")], facts
 
 
 def _learning_rates(source: Source) -> tuple[list[dict[str, Any]], list[str]]:

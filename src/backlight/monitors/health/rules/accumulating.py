@@ -55,12 +55,7 @@ class AccumulatingLimits(Limits, monitor="health"):
     )
 
 
-@rule(
-    "accumulating",
-    monitor="health",
-    limits=AccumulatingLimits,
-    needs=("gradient",),
-)
+@rule("accumulating", monitor="health", limits=AccumulatingLimits, needs=("gradient",))
 def accumulating(run: Run, limits: AccumulatingLimits) -> Iterator[Finding]:
     """Fit a power of the number of steps to the total norm since the start of each attempt.
 

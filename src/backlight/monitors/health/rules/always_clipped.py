@@ -31,11 +31,7 @@ class ClippedLimits(Limits, monitor="health"):
     )
 
 
-@rule(
-    "always_clipped",
-    monitor="health",
-    limits=ClippedLimits,
-)
+@rule("always_clipped", monitor="health", limits=ClippedLimits)
 def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     """Find clipping that is active at nearly all steps after the first part of a run.
 

@@ -57,12 +57,7 @@ class DepthLimits(Limits, monitor="health"):
     depth_steps: int = limit(10, "recorded steps that the rule needs", low=1)
 
 
-@rule(
-    "depth_slope",
-    monitor="health",
-    limits=DepthLimits,
-    needs=("gradient",),
-)
+@rule("depth_slope", monitor="health", limits=DepthLimits, needs=("gradient",))
 def depth_slope(run: Run, limits: DepthLimits) -> Iterator[Finding]:
     """Fit log rms against depth over weight matrices of one kind; report the steepest that hold."""
     frame = run.frame("gradient", "rms")

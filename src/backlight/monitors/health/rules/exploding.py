@@ -35,12 +35,7 @@ class ExplodingLimits(ExplodingMaskLimits, StretchLimits):
     )
 
 
-@rule(
-    "exploding",
-    monitor="health",
-    limits=ExplodingLimits,
-    needs=("gradient",),
-)
+@rule("exploding", monitor="health", limits=ExplodingLimits, needs=("gradient",))
 def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
     """Find parameters, else the total norm, that explode for several steps or right up to Inf or NaN."""
     frame = run.frame("gradient", "rms")

@@ -28,12 +28,7 @@ class GroupLimits(Limits, monitor="health"):
     group_share: float = limit(0.9, "share of those steps at which the ratio must lie outside", high=1.0)
 
 
-@rule(
-    "group_ratio",
-    monitor="health",
-    limits=GroupLimits,
-    needs=("gradient",),
-)
+@rule("group_ratio", monitor="health", limits=GroupLimits, needs=("gradient",))
 def group_ratio(run: Run, limits: GroupLimits) -> Iterator[Finding]:
     """Compare each pair of named groups; a group that matches no parameter is a finding as well."""
     known: dict[str, GroupRms] = {}

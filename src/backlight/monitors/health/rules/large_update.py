@@ -57,12 +57,7 @@ class UpdateLimits(Limits, monitor="health"):
     )
 
 
-@rule(
-    "large_update",
-    monitor="health",
-    limits=UpdateLimits,
-    needs=("update",),
-)
+@rule("large_update", monitor="health", limits=UpdateLimits, needs=("update",))
 def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
     """Find matrices whose ratio of step to weight stays large, else a step as long as the weights.
 

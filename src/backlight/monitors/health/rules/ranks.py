@@ -71,11 +71,7 @@ def out_of_step(run: Run) -> OutOfStep | None:
     return OutOfStep(int(steps[row]), ranks, seen, int(common), int(differ.sum()))
 
 
-@rule(
-    "ranks_out_of_step",
-    monitor="health",
-    limits=RankLimits,
-)
+@rule("ranks_out_of_step", monitor="health", limits=RankLimits)
 def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
     """Find ranks that have seen another number of backward passes at the same count of optimizer steps."""
     found = out_of_step(run)

@@ -39,11 +39,7 @@ class ScalerLimits(Limits, monitor="health"):
     )
 
 
-@rule(
-    "scaler_skips",
-    monitor="health",
-    limits=ScalerLimits,
-)
+@rule("scaler_skips", monitor="health", limits=ScalerLimits)
 def scaler_skips(run: Run, limits: ScalerLimits) -> Iterator[Finding]:
     """Find a scaler that is stuck at the end of the run, else one that keeps skipping."""
     known = run.scalar("scaler/skipped")

@@ -75,12 +75,7 @@ class SpikeLimits(StretchLimits):
     )
 
 
-@rule(
-    "spike",
-    monitor="health",
-    limits=SpikeLimits,
-    needs=(),
-)
+@rule("spike", monitor="health", limits=SpikeLimits, needs=())
 def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
     """Find leaps of total norm and loss; neighbours and both scalars together are one spike."""
     recorded = run.scalar("total_norm").steps

@@ -30,12 +30,7 @@ class UnderflowLimits(Limits, monitor="health"):
     underflow_window: int = limit(20, "last recorded steps that the medians are taken over", low=1)
 
 
-@rule(
-    "underflow",
-    monitor="health",
-    limits=UnderflowLimits,
-    needs=("gradient",),
-)
+@rule("underflow", monitor="health", limits=UnderflowLimits, needs=("gradient",))
 def underflow(run: Run, limits: UnderflowLimits) -> Iterator[Finding]:
     """Find matrices with many zeros whose other values, under the scale, are the smallest that fp16 has.
 

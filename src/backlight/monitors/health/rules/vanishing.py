@@ -42,12 +42,7 @@ class VanishingLimits(VanishingMaskLimits):
     )
 
 
-@rule(
-    "vanishing",
-    monitor="health",
-    limits=VanishingLimits,
-    needs=("gradient",),
-)
+@rule("vanishing", monitor="health", limits=VanishingLimits, needs=("gradient",))
 def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     """Find parameters that vanish at nearly all of the last recorded steps.
 

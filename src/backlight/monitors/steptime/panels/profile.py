@@ -1,9 +1,9 @@
-"""Panels of a stored profile: modules, operators, kinds of operation, copies."""
+"""Panels of a stored profile: time by module; operators, their kinds, kernels, copies and idle time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,89 +120,37 @@ SMALL = 0.005
 
 @panel(
     "operators",
-    title="Operators by phase",
+    title="Operators of a step",
     order=102,
-    series=("profile/operators", "profile/kernels", "profile/joined", "evidence/profile.json"),
+    series=(
+        "profile/operators",
+        "profile/kernels",
+        "profile/joined",
+        "profile/kinds",
+        "profile/device",
+        "profile/optimizations",
+        "profile/copies",
+        "evidence/profile.json",
+    ),
     note="Milliseconds of a traced step, what is called inside left out; of a device where there is one.",
     monitor="steptime",
 )
 def operators(source: Source) -> Drawn | NotMeasured:
-    """List operators by phase, kernels of a device, and operators joined with their backward."""
+    """List operators and their kinds, kernels and idle time of a device, copies, and optimisations."""
     profile = profile_of(source)
     if profile is None:
         return NONE
-    rows = [r for r in rows_of(profile, "operators") if r.get("share", 0) >= SMALL]
-    if not rows:
-        return NotMeasured("No step was traced.")
-    on_device = profile.get("device") is not None
-    key = "device_ms" if on_device else "host_ms"
-    tables = [
-        Figures(
-            "Operators",
-            ("Operator", "Phase", "Kind", "Calls", "Time", "Of phase"),
-            [
-                [*(str(r.get(k) or "") for k in ("name", "phase", "kind")), count(r.get("calls") or None),
-                 ms(r.get(key)), share(r.get("share"))]
-                for r in rows
-            ],
-            frozenset({3, 4, 5}),
-        )
-    ]  # fmt: skip
-    kernels = rows_of(profile, "kernels")
-    if kernels:
-        tables.append(
-            Figures(
-                "Kernels of the device",
-                ("Kernel", "Calls", "Time", "Share"),
-                [[str(r.get("name")), count(r.get("calls")), ms(r.get("device_ms")), share(r.get("share"))]
-                 for r in kernels],
-                frozenset({1, 2, 3}),
-            )
-        )  # fmt: skip
-    joined = rows_of(profile, "joined")
-    if joined:
-        tables.append(
-            Figures(
-                "Operators and their backward, what they call included",
-                ("Operator", "Backward", "Calls", "Forward", "Backward"),
-                [[str(r.get("forward")), str(r.get("backward")), count(r.get("calls")),
-                  ms(r.get("forward_ms")), ms(r.get("backward_ms"))]
-                 for r in joined],
-                frozenset({2, 3, 4}),
-            )
-        )  # fmt: skip
-    return figures(tables)
-
-
-@panel(
-    "kinds",
-    title="Kinds of operation",
-    order=103,
-    series=("profile/kinds", "profile/device", "profile/optimizations"),
-    note="What the operators of a traced step do, why a device was idle, and which optimisations are on.",
-    monitor="steptime",
-)
-def kinds(source: Source) -> Drawn | NotMeasured:
-    """List kinds, causes of idle time, and optimisations."""
-    profile = profile_of(source)
-    if profile is None:
-        return NONE
-    tables = []
     device = profile.get("device")
-    rows = rows_of(profile, "kinds")
-    if rows:
-        key = "device_ms" if device else "host_ms"
+    time = "host_ms" if device is None else "device_ms"
+    tables = [_table(profile, spec, time) for spec in TABLES]
+    if isinstance(device, dict) and isinstance(device.get("causes"), dict):
         cells = [
-            [str(r.get("name")), count(r.get("calls")), ms(r.get(key)), share(r.get("share"))] for r in rows
+            [str(name).replace("_", " "), share(part)] for name, part in device["causes"].items() if part
         ]
-        tables.append(Figures("Kinds", ("Kind", "Calls", "Time", "Share"), cells, frozenset({1, 2, 3})))
-    if isinstance(device, dict):
-        tables.append(_idle(device))
-    active = rows_of(profile, "optimizations")
-    if active:
-        cells = [[str(r.get(k, "")) for k in ("name", "state", "detail")] for r in active]
-        tables.append(Figures("Optimisations", ("Optimisation", "State", "Seen"), cells, frozenset()))
-    if not tables:
+        tables.insert(
+            2, Figures("Idle time of the device by cause", ("Cause", "Share"), cells, frozenset({1}))
+        )
+    if not any(table.rows for table in tables):
         return NotMeasured("No step was traced.")
     remarks = [f"{line}." for line in (device or {}).get("statement", "").split("\n") if line]
     basis = profile.get("mfu_basis")
@@ -211,47 +159,94 @@ def kinds(source: Source) -> Drawn | NotMeasured:
         remarks.append(
             f"MFU {share(reached)}: {basis}." if reached is not None else f"MFU not measured: {basis}."
         )
-    return figures(tables, remarks)
+    return figures([table for table in tables if table.rows], remarks)
 
 
-def _idle(device: dict[str, Any]) -> Figures:
-    causes = device.get("causes")
-    parts = causes.items() if isinstance(causes, dict) else ()
-    cells = [[str(name).replace("_", " "), share(part)] for name, part in parts if part]
-    return Figures("Idle time of the device by cause", ("Cause", "Share"), cells, frozenset({1}))
+Cell = Callable[[dict[str, Any], str], str]
+"""A row of the profile, and the key of its time, to a cell."""
 
 
-@panel(
-    "copies",
-    title="Copies",
-    order=104,
-    series=("profile/copies",),
-    note="Calls of aten::copy_ in a traced step by type, layout and line of Python.",
-    monitor="steptime",
-)
-def copies(source: Source) -> Drawn | NotMeasured:
-    """List copies, the most expensive first."""
-    profile = profile_of(source)
-    if profile is None:
-        return NONE
-    if profile.get("copies") is None:
-        return NotMeasured("No step was traced.")
-    rows = rows_of(profile, "copies")
-    if not rows:
-        return NotMeasured("The traced step copied nothing.")
-    key = "device_ms" if profile.get("device") else "host_ms"
-    cells = [
-        [_types(r), _layout(r.get("contiguous")), count(r.get("calls")), count(r.get("elements")),
-         ms(r.get(key)), share(r.get("share")), str(r.get("line") or "not recorded")]
-        for r in rows
-    ]  # fmt: skip
-    titles = ("Types", "Layout", "Calls", "Elements", "Time", "Of step", "Line")
-    return figures([Figures("", titles, cells, frozenset({2, 3, 4, 5}))])
+def _text(key: str) -> Cell:
+    return lambda row, _: str(row.get(key) or "")
 
 
-def _types(row: dict[str, Any]) -> str:
+def _count(key: str) -> Cell:
+    return lambda row, _: count(row.get(key) or None)
+
+
+def _ms(key: str) -> Cell:
+    return lambda row, _: ms(row.get(key))
+
+
+def _time(row: dict[str, Any], time: str) -> str:
+    return ms(row.get(time))
+
+
+def _share(row: dict[str, Any], _: str) -> str:
+    return share(row.get("share"))
+
+
+def _types(row: dict[str, Any], _: str) -> str:
     return f"{row['source']} → {row.get('target')}" if row.get("source") else "not recorded"
 
 
-def _layout(contiguous: Any) -> str:
+def _layout(row: dict[str, Any], _: str) -> str:
+    contiguous = row.get("contiguous")
     return "not recorded" if contiguous is None else "same" if contiguous else "differs"
+
+
+def _line(row: dict[str, Any], _: str) -> str:
+    return str(row.get("line") or "not recorded")
+
+
+TABLES: tuple[tuple[str, str, dict[str, Cell], frozenset[int]], ...] = (
+    (
+        "Operators",
+        "operators",
+        {"Operator": _text("name"), "Phase": _text("phase"), "Kind": _text("kind"), "Calls": _count("calls"),
+         "Time": _time, "Of phase": _share},
+        frozenset({3, 4, 5}),
+    ),
+    (
+        "Kinds",
+        "kinds",
+        {"Kind": _text("name"), "Calls": _count("calls"), "Time": _time, "Share": _share},
+        frozenset({1, 2, 3}),
+    ),
+    (
+        "Kernels of the device",
+        "kernels",
+        {"Kernel": _text("name"), "Calls": _count("calls"), "Time": _time, "Share": _share},
+        frozenset({1, 2, 3}),
+    ),
+    (
+        "Operators and their backward, what they call included",
+        "joined",
+        {"Operator": _text("forward"), "Its backward": _text("backward"), "Calls": _count("calls"),
+         "Forward": _ms("forward_ms"), "Backward": _ms("backward_ms")},
+        frozenset({2, 3, 4}),
+    ),
+    (
+        "Copies (aten::copy_)",
+        "copies",
+        {"Types": _types, "Layout": _layout, "Calls": _count("calls"), "Elements": _count("elements"),
+         "Time": _time, "Of step": _share, "Line": _line},
+        frozenset({2, 3, 4, 5}),
+    ),
+    (
+        "Optimisations",
+        "optimizations",
+        {"Optimisation": _text("name"), "State": _text("state"), "Seen": _text("detail")},
+        frozenset(),
+    ),
+)  # fmt: skip
+"""Title, key in the profile, cells by the title of their column, and the columns that hold numbers."""
+
+
+def _table(
+    profile: dict[str, Any], spec: tuple[str, str, dict[str, Cell], frozenset[int]], time: str
+) -> Figures:
+    title, key, columns, numbers = spec
+    rows = [r for r in rows_of(profile, key) if key != "operators" or r.get("share", 0) >= SMALL]
+    cells = [[cell(row, time) for cell in columns.values()] for row in rows]
+    return Figures(title, tuple(columns), cells, numbers)
