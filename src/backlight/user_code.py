@@ -10,7 +10,7 @@ import sysconfig
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 
 _BACKLIGHT = Path(__file__).parent.as_posix() + "/"
 _STDLIB = tuple({Path(sysconfig.get_path(name)).as_posix() + "/" for name in ("stdlib", "platstdlib")})
@@ -63,19 +63,11 @@ def is_user_code(path: str) -> bool:
     )
 
 
-_lines: dict[tuple[CodeType, int], SourceLine] = {}
-
-
 def user_line(frame: FrameType | None = None) -> SourceLine | None:
-    """Return the innermost line of the user's code.
+    """Return the innermost line of the user's code outwards from ``frame``, the caller by default.
 
     Where no frame is the user's, as for ``python -m package``, the outermost line of a third-party package is
     returned; None where there is none either.
-
-    Parameters
-    ----------
-    frame:
-        Frame to start from, outwards; None for the caller.
     """
     frame = sys._getframe(1) if frame is None else frame
     outermost = None
@@ -91,12 +83,12 @@ def user_line(frame: FrameType | None = None) -> SourceLine | None:
     return None if outermost is None else _line_of(outermost)
 
 
+# One object per line: a tape holds millions of them.
+_source_line = cache(SourceLine)
+
+
 def _line_of(frame: FrameType) -> SourceLine:
-    key = (frame.f_code, frame.f_lineno)
-    line = _lines.get(key)
-    if line is None:
-        line = _lines[key] = SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-    return line
+    return _source_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def definition(function: object) -> SourceLine | None:

@@ -26,7 +26,7 @@ class Origin:
 
     operation: str
     line: SourceLine | None
-    module: str = ""
+    module: int = 0
 
 
 class Origins:
@@ -40,15 +40,10 @@ class Origins:
     def add(self, begin: int, end: int, origin: Origin) -> None:
         """Record ``origin`` for the nodes ``begin`` to ``end - 1``."""
         if end > begin:
-            at = bisect_right(self._begins, begin) if self._begins and begin < self._begins[-1] else None
-            if at is None:
-                self._begins.append(begin)
-                self._ends.append(end)
-                self._origins.append(origin)
-            else:
-                self._begins.insert(at, begin)
-                self._ends.insert(at, end)
-                self._origins.insert(at, origin)
+            at = bisect_right(self._begins, begin)
+            self._begins.insert(at, begin)
+            self._ends.insert(at, end)
+            self._origins.insert(at, origin)
 
     def of(self, number: int) -> Origin | None:
         """Return the origin of the node with that sequence number, None if it was not recorded."""

@@ -11,6 +11,7 @@ from typing import Any, Self
 from backlight.capture.calls import ModuleCalls
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import HUB, Listener
+from backlight.diagnose.node_origin import Origins
 
 
 class Pausable:
@@ -31,6 +32,25 @@ class Pausable:
             self.paused = before
 
 
+class OperationRecorder(Pausable):
+    """Pausable recorder with the origins of nodes; it pauses for good after an exception of its own."""
+
+    def __init__(self, calls: ModuleCalls, on_error: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._calls = calls
+        self._on_error = on_error
+        self.origins = Origins()
+
+    def _module(self) -> int:
+        """Return the ``id`` of the running module, 0 outside of all."""
+        module = self._calls.current()
+        return 0 if module is None else id(module)
+
+    def _drop(self, error: Exception) -> None:
+        self.paused = True
+        self._on_error(error)
+
+
 _RECORDERS: weakref.WeakSet[Pausable] = weakref.WeakSet()
 
 
@@ -43,21 +63,10 @@ os.register_at_fork(after_in_child=_pause_all)
 
 
 class ScriptObserver(Listener):
-    """Observes the first steps of a script; a context manager around it.
+    """Observes the first optimizer steps of a script (None: all); a context manager around it.
 
-    Parameters
-    ----------
-    max_steps:
-        Optimizer steps to observe, None for all.
-    end:
-        Called when they are complete; expected to raise what ends the script.
-
-    Attributes
-    ----------
-    steps, backwards:
-        Number of complete optimizer steps and of backward passes.
-    notes:
-        What limits the answer, as text.
+    ``end`` is called when they are complete and is expected to raise what ends the script; ``notes`` hold
+    what limits the answer.
     """
 
     def __init__(self, max_steps: int | None, end: Callable[[], None]) -> None:

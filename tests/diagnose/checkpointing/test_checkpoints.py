@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from backlight.capture.hub import HUB
 from backlight.diagnose.checkpointing.observer import CheckpointObserver
 from backlight.diagnose.checkpointing.regions import Region
 from cases import CASES
+from diagnose.conftest import Command
 from faults.checkpoints import FAULTS
 from faults.injection import Fault, Train
 
@@ -91,19 +90,11 @@ for step in range(5):
 """
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "backlight", "checkpoints", "--fail"]
-    done = subprocess.run(
-        [*command, "--json", "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    (region,) = json.loads(done.stdout)["regions"]
+    code, out, errors = command("checkpoints", "--fail", "--json", "train.py")
+    assert code == 1, errors
+    (region,) = json.loads(out)["regions"]
     assert region["place"]["line"] == "train.py:8"
     assert (region["mode"], region["calls"], region["recomputations"]) == ("not re-entrant", 3, 2)
     assert {remark["kind"] for remark in region["remarks"]} == {"state"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 from backlight.capture.calls import ModuleCalls
 from backlight.diagnose.missing_gradients import graph
 from backlight.diagnose.missing_gradients.flow import find_overwritten
-from backlight.diagnose.missing_gradients.graph import Graph, WalkError, walk
+from backlight.diagnose.missing_gradients.graph import WalkError, walk
 from backlight.diagnose.missing_gradients.tape import Tape
 from backlight.diagnose.node_origin import Origin, Origins
 from backlight.user_code import user_line
@@ -23,15 +25,16 @@ def test_nodes_edges_leaves() -> None:
     shared = a * b
     loss = (shared + shared.detach() * c).sum()
     found = walk([loss])
-    assert found.names[found.roots[0]] == "SumBackward0"
+    assert found.sequence[0] == loss.grad_fn._sequence_nr()
     assert {found.reaches(t) for t in (a, b, c)} == {True}
     assert not found.reaches(torch.ones(2, requires_grad=True))
     assert len(found) == 7
     assert sorted(n for n in found.sequence if n >= 0) == sorted(
         node._sequence_nr() for node in (loss.grad_fn, shared.grad_fn, *_inner(loss))
     )
-    product = found.names.index("MulBackward0")
-    assert found.leaves[id(c)] not in found.below(product) or found.leaves[id(a)] not in found.below(product)
+    product = found.sequence.index(shared.grad_fn._sequence_nr())
+    assert {found.leaves[id(t)] for t in (a, b)} < found.below(product)
+    assert found.leaves[id(c)] not in found.below(product)
 
 
 def _inner(loss: torch.Tensor) -> list[object]:
@@ -45,16 +48,15 @@ def test_leaf_as_the_root() -> None:
     assert len(walk([torch.ones(())])) == 0
 
 
-def test_shares_by_line() -> None:
+def test_nodes_have_the_line_of_their_operation() -> None:
     x = torch.ones(2, requires_grad=True)
     with ModuleCalls() as calls, Tape(calls, pytest.fail) as tape:
         y = x
         for _ in range(8):
             y = y * 2
         loss = y.sum()
-    lines = [str(line).rpartition(":")[2] for line in (o.line for o in tape.operations)]
-    shares = walk([loss]).shares(lambda number: str(tape.origins.of(number).line).rpartition(":")[2])
-    assert shares == [(lines[0], 8 / 9), (lines[-1], 1 / 9)]
+    numbers = sorted(number for number in walk([loss]).sequence if number >= 0)
+    assert [tape.origins.of(number).line for number in numbers] == [o.line for o in tape.operations]
 
 
 def test_origins_of_unrecorded_numbers() -> None:
@@ -72,12 +74,12 @@ CHAIN = """
 import gc, resource, sys, torch
 from backlight.diagnose.missing_gradients.graph import walk
 from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
-limit = 8 << 20
+limit = 2 << 20  # a fourth of the usual one, as is the chain of what overflows that
 resource.setrlimit(resource.RLIMIT_STACK, (limit, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 x = torch.ones(1, requires_grad=True)
 def chain():
     y = x
-    for _ in range(200_000):
+    for _ in range(50_000):
         y = y * 1.0
     return y.sum()
 if sys.argv[1] == "walk":
@@ -100,16 +102,16 @@ print("released")
 @pytest.mark.parametrize(
     ("arguments", "first"),
     [
-        pytest.param(("walk", "drop"), "200002 True", marks=pytest.mark.full),
-        (("walk", "backward"), "200002 True"),
+        pytest.param(("walk", "drop"), "50002 True", marks=pytest.mark.full),
+        (("walk", "backward"), "50002 True"),
         pytest.param(
             ("observe", ""),
-            "200002 ['no torch optimizer was seen, so who updates the parameters is not known']",
+            "50002 ['no torch optimizer was observed, so it is not known what updates the parameters']",
             marks=pytest.mark.full,
         ),
     ],
 )
-def test_chain_of_200000_nodes_is_released(arguments: tuple[str, str], first: str) -> None:
+def test_long_chain_of_nodes_is_released(arguments: tuple[str, str], first: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHAIN, *arguments], capture_output=True, text=True, timeout=200, check=False
     )
@@ -120,9 +122,7 @@ def test_chain_of_200000_nodes_is_released(arguments: tuple[str, str], first: st
 def test_walk_leaves_no_wrapper() -> None:
     loss = (torch.ones(2, requires_grad=True) * 2).sum()
     walk([loss])
-    # A node that Python has looked at keeps its object; one that it has not makes a new one.
-    kinds = [type(o).__name__ for o in __import__("gc").get_objects() if type(o).__name__ == "MulBackward0"]
-    assert kinds == []
+    assert "MulBackward0" not in {type(o).__name__ for o in gc.get_objects()}
 
 
 def test_failing_walk_raises(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,15 +136,9 @@ def test_failing_walk_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_long_walk_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "WALK_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(graph, "_walk", lambda _tensors: __import__("time").sleep(60))
+    monkeypatch.setattr(graph, "_walk", lambda _tensors: time.sleep(60))
     with pytest.raises(WalkError, match="took longer than 0 s"):
         walk([torch.ones((), requires_grad=True)])
-
-
-def test_below_and_shares_of_a_graph_by_hand() -> None:
-    found = Graph(("A", "B", "C"), (2, 1, -1), ((1, -1), (2,), ()), {7: 2}, (0,))
-    assert found.below(1) == {1, 2}
-    assert found.shares(lambda number: number) == [(2, 0.5), (1, 0.5)]
 
 
 def test_other_errors_are_no_overwritten_tensor() -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from backlight.capture.hub import HUB
 from backlight.diagnose.missing_gradients.observer import MissingGradientObserver, MissingGradients, Row
 from cases import CASES
+from diagnose.conftest import Command
 from faults.injection import Fault, Train
 from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
 from thinning import thinned
@@ -143,18 +142,11 @@ for step in range(5):
 """
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "backlight", "why-no-grad", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
-def test_command_reports_before_the_first_backward(tmp_path: Path) -> None:
+def test_command_reports_before_the_first_backward(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = command(tmp_path, "--steps", "1", "train.py", "--json")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    code, out, errors = command("why-no-grad", "--steps", "1", "train.py", "--json")
+    assert code == 0, errors
+    lines = out.splitlines()
     assert lines[0] == "step 0 ['--json']"
     assert lines[1] == "before the first backward (train.py:10):"
     text = "  0.weight [4x3]  cut on its way to the loss by detach: detached  train.py:8  loss ="
@@ -165,24 +157,24 @@ def test_command_reports_before_the_first_backward(tmp_path: Path) -> None:
     assert lines[4:] == ["step 1 ['--json']", summary]
 
 
-def test_command_in_json(tmp_path: Path) -> None:
+def test_command_in_json(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = command(tmp_path, "--json", "--fail", "train.py")
-    assert done.returncode == 1, done.stderr
-    answer = json.loads(done.stdout)
+    code, out, errors = command("why-no-grad", "--json", "--fail", "train.py")
+    assert code == 1, errors
+    answer = json.loads(out)
     assert [(r["parameter"], r["cause"], r["found"]) for r in answer["not_trained"]] == [
         ("0.weight", "cut", "before backward"),
         ("0.bias", "cut", "before backward"),
     ]
     assert answer["not_trained"][0]["place"]["line"] == "train.py:8"
-    assert done.stderr.startswith("step 0 []\n")
+    assert errors.startswith("step 0 []\n")
 
 
-def test_the_example(tmp_path: Path) -> None:
+def test_the_example(command: Command) -> None:
     example = Path(__file__).parents[3] / "examples" / "cut_gradient.py"
-    done = command(tmp_path, "--json", str(example), "--plant")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["not_trained"]
+    code, out, errors = command("why-no-grad", "--json", str(example), "--plant")
+    assert code == 0, errors
+    rows = json.loads(out)["not_trained"]
     assert {(row["parameter"], row["cause"]) for row in rows} == {
         ("centres", "cut"),
         ("encoder.weight", "left torch"),
@@ -204,21 +196,12 @@ def test_the_example(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["why-no-grad", "nan", "checkpoints"])
 def test_script_without_a_backward(
-    name: str, text: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    from backlight.cli.app import main
-
+    name: str, text: str | None, message: str, tmp_path: Path, command: Command
+) -> None:
     if text is not None:
         (tmp_path / "train.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
-    with pytest.raises(SystemExit) as leaving:
-        main([name, "train.py"])
-    assert leaving.value.code == 2
-    errors = capfd.readouterr().err
+    code, _, errors = command(name, "train.py")
+    assert code == 2
     assert message in errors
     assert errors.count("\n") == 1
 

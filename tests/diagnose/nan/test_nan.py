@@ -17,6 +17,7 @@ import torch
 from backlight.capture.hub import HUB
 from backlight.diagnose.nan.tracer import NanTracer
 from cases import CASES
+from diagnose.conftest import Command
 from faults.injection import Fault, Train
 from faults.non_finite import FAULTS, scaler_searches
 from thinning import thinned
@@ -48,14 +49,15 @@ def test_origin(fault: Fault) -> None:
     expected = dict(fault.expected)
     assert (found.constant is not None) == expected.pop("constant", False)
     assert found.is_input == expected.pop("is_input", False)
+    record = found.record
     if "operation" in expected:
-        assert found.operation.split(".")[0] == expected.pop("operation")
+        assert record.operation.split(".")[0] == expected.pop("operation")
     for name, value in expected.items():
-        assert getattr(found, name) == value, name
+        assert getattr(record if name in {"phase", "node"} else found, name) == value, name
     if fault.line is not None:
-        assert found.line is not None
-        assert found.line.number == fault.line
-    if found.phase in {"forward", "backward"}:
+        assert record.line is not None
+        assert record.line.number == fault.line
+    if record.phase in {"forward", "backward"}:
         assert found.parameters
 
 
@@ -77,8 +79,8 @@ def test_spread_of_a_non_finite_value() -> None:
 
 def test_custom_backward_has_its_own_line() -> None:
     found = tracer(FAULTS["origin_in_a_custom_backward"].train, injected=True).found
-    assert "ctx.divisor" in found.backward_line.text
-    assert found.line.function in {"forward", "third"}
+    assert "ctx.divisor" in found.record.own_line.text
+    assert found.record.line.function in {"forward", "third"}
 
 
 def test_skipped_steps_of_a_searching_scaler_are_not_reported() -> None:
@@ -109,7 +111,7 @@ def test_cases_stay_bit_identical_and_finite(name: str, monkeypatch: pytest.Monk
     assert observer.notes == []
     if name in OVERFLOWING:
         assert name in ended
-        assert "inf" in observer.found.line.text
+        assert "inf" in observer.found.record.line.text
     else:
         assert observer.found is None
 
@@ -127,17 +129,14 @@ for step in range(5):
 """
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "backlight", "nan", "--json", "--fail", "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)["found"]
+    code, out, errors = command("nan", "--json", "--fail", "train.py")
+    assert code == 1, errors
+    found = json.loads(out)["found"]
     assert (found["step"], found["phase"], found["value"]) == (3, "forward", "infinity")
     assert found["place"]["line"] == "train.py:8"
-    assert done.stderr == "step 0\nstep 1\nstep 2\nstep 3\n"
+    assert errors == "step 0\nstep 1\nstep 2\nstep 3\n"
 
 
 RANKS = """

@@ -22,12 +22,16 @@ def print_origin(page: Page, tracer: NanTracer, code: int) -> None:
     else:
         where = f" of {found.module}" if found.module else ""
         page.say(
-            (f"{found.value} at step {found.step}, in {found.phase}: ", "bold red"), _origin(found), where
+            (f"{found.value} at step {found.step}, in {found.record.phase}: ", "bold red"),
+            _origin(found),
+            where,
         )
-        if found.operation:
-            page.say("  line: ", (source_line(found.line) or "not known (no frame of the script)", "bold"))
-        if found.backward_line is not None:
-            page.say("  in backward: ", source_line(found.backward_line))
+        if found.record.operation:
+            page.say(
+                "  line: ", (source_line(found.record.line) or "not known (no frame of the script)", "bold")
+            )
+        if found.record.own_line is not None:
+            page.say("  in backward: ", source_line(found.record.own_line))
         if found.constant is not None:
             page.say("  made of the infinity put in at: ", source_line(found.constant))
         page.say("  noticed in: ", found.symptom)
@@ -53,14 +57,18 @@ def print_origin(page: Page, tracer: NanTracer, code: int) -> None:
 
 
 def _origin(found: NanOrigin) -> str:
-    shape = "x".join(map(str, found.shape)) or "scalar"
-    if not found.operation:
+    shape = "x".join(map(str, found.record.shape)) or "scalar"
+    if not found.record.operation:
         return "no operation of this process made the gradients so: they came from another rank"
     if found.is_input:
-        what = f"the parameter {found.parameter}" if found.parameter else f"a tensor [{shape}] {found.dtype}"
-        return f"{what} was not finite before; {found.operation} used it first"
-    node = f" in {found.node}" if found.node else ""
-    return f"produced by {found.operation}{node}, output [{shape}] {found.dtype}"
+        what = (
+            f"the parameter {found.parameter}"
+            if found.parameter
+            else f"a tensor [{shape}] {found.record.dtype}"
+        )
+        return f"{what} was not finite before; {found.record.operation} used it first"
+    node = f" in {found.record.node}" if found.record.node else ""
+    return f"produced by {found.record.operation}{node}, output [{shape}] {found.record.dtype}"
 
 
 def _some(names: list[str]) -> str:
@@ -82,23 +90,23 @@ def origin_as_json(tracer: NanTracer, script: str, code: int) -> dict[str, Any]:
         if found is None
         else {
             "step": found.step,
-            "phase": found.phase,
+            "phase": found.record.phase,
             "value": found.value,
             "is_input": found.is_input,
-            "operation": found.operation,
-            "node": found.node,
+            "operation": found.record.operation,
+            "node": found.record.node,
             "module": found.module,
             "parameter": found.parameter,
-            "shape": list(found.shape),
-            "dtype": found.dtype,
-            "place": line_json(found.line),
-            "backward": line_json(found.backward_line),
+            "shape": list(found.record.shape),
+            "dtype": found.record.dtype,
+            "place": line_json(found.record.line),
+            "backward": line_json(found.record.own_line),
             "constant": line_json(found.constant),
             "symptom": found.symptom,
             "modules": found.modules,
             "parameters": found.parameters,
             "notes": found.notes,
         },
-        "vanished": tracer.vanished,
+        "vanished": dict(tracer.vanished),
         "notes": tracer.notes,
     }

@@ -35,15 +35,7 @@ from backlight.user_code import SourceLine, user_line
 
 
 class CheckpointObserver(ScriptObserver):
-    """Observes the checkpointed regions of the first steps; a context manager around the script.
-
-    Parameters
-    ----------
-    max_steps:
-        Optimizer steps to observe.
-    end:
-        Called when they are complete; expected to raise what ends the script.
-    """
+    """Observes the checkpointed regions of the first steps; a context manager around the script."""
 
     def __init__(self, max_steps: int, end: Callable[[], None]) -> None:
         super().__init__(max_steps, end)

@@ -69,17 +69,11 @@ def snapshot(modules: Iterable[nn.Module], names: dict[int, str]) -> Snapshot:
 
 
 def differences(forward: Snapshot, again: Snapshot, after: Snapshot) -> list[str]:
-    """Return in words what differed between the begin of the forward and of the recomputation.
-
-    Parameters
-    ----------
-    forward, again, after:
-        State at the begin of the forward, and at the begin and the end of the recomputation.
-    """
+    """Return in words what differed between the begin of the forward and the begin of the recomputation."""
     found = []
     for name, (version, total) in forward.buffers.items():
         now = again.buffers.get(name)
-        if now is None or (now[0] == version and _same(now[1], total)):
+        if now is None or (now[0] == version and _near(now[1], total, 0.0)):
             continue
         later = after.buffers.get(name, now)
         twice = "; the recomputation updates it a second time" if later != now else ""
@@ -92,10 +86,6 @@ def differences(forward: Snapshot, again: Snapshot, after: Snapshot) -> list[str
         if now != value:
             found.append(f"attribute {name} was {value!r} in forward and is {now!r} in the recomputation")
     return found
-
-
-def _same(one: float, two: float) -> bool:
-    return one == two or (math.isnan(one) and math.isnan(two))
 
 
 MAX_REMARKS = 20
@@ -161,16 +151,7 @@ class Run:
 class RegionMode(TorchFunctionMode):
     """Records the operations of one run of a region.
 
-    Parameters
-    ----------
-    region, run:
-        Where remarks and operations go.
-    inputs:
-        Addresses of the storages of its arguments.
-    buffers:
-        Addresses of the storages of buffers, whose changes are reported as state.
-    first:
-        Whether this is the forward, whose in-place operations are reported.
+    ``inputs`` and ``buffers`` are addresses of storages: of its arguments, and of what is reported as state.
     """
 
     def __init__(self, region: Region, run: Run, inputs: set[int], buffers: set[int], *, first: bool) -> None:
@@ -222,10 +203,7 @@ def storage(tensor: Tensor) -> int:
 
 
 def first_difference(forward: list[Step], again: list[Step]) -> Remark | None:
-    """Return where a recomputation departs from the forward, None as far as it went.
-
-    A recomputation may stop early, once backward has all that it needs.
-    """
+    """Return where a recomputation departs from the forward, None as far as it went."""
     for one, two in zip(forward, again, strict=False):
         if one.name != two.name or (two.ended and one.shapes != two.shapes):
             text = (
@@ -252,9 +230,7 @@ def _shown(step: Step) -> str:
 
 
 def _near(one: float, two: float, limit: float) -> bool:
-    if math.isnan(one) or math.isnan(two):
-        return math.isnan(one) and math.isnan(two)
-    return one == two or abs(one - two) <= limit * max(abs(one), abs(two))
+    return math.isclose(one, two, rel_tol=limit) or (math.isnan(one) and math.isnan(two))
 
 
 class ParameterUsage(Pausable, TorchFunctionMode):

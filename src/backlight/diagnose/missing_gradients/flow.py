@@ -15,34 +15,21 @@ if TYPE_CHECKING:
 REENTRANT = "CheckpointFunction"
 """Class of torch's re-entrant checkpoint, whose ``forward`` does not record by design."""
 
+_EXITS = frozenset({"numpy", "__array__", "tolist", "item", "__dlpack__", "__float__"})
+"""Operations that take a value out of torch."""
+
 
 @dataclass
 class Use:
-    """Path of a value as far as a gradient can come back.
+    """Path of a value as far as a gradient can come back: positions on the tape, in order."""
 
-    Attributes
-    ----------
-    operations:
-        Positions of all operations that used it or a value computed from it, in order.
-    cuts:
-        Positions at which it came out without a gradient, in order.
-    hidden:
-        Positions inside custom functions, where autograd does not record.
-    """
-
-    operations: list[int] = field(default_factory=list)
-    cuts: list[int] = field(default_factory=list)
-    hidden: list[int] = field(default_factory=list)
+    operations: list[int] = field(default_factory=list)  # that used it or a value computed from it
+    cuts: list[int] = field(default_factory=list)  # at which it came out without a gradient
+    hidden: list[int] = field(default_factory=list)  # in custom functions, where autograd does not record
 
 
 class Flow:
-    """An index over the operations of a tape.
-
-    Parameters
-    ----------
-    operations:
-        The tape.
-    """
+    """An index over the operations of a tape."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self.operations = operations
@@ -72,11 +59,7 @@ class Flow:
         return seen
 
     def use(self, number: int) -> Use:
-        """Follow one leaf through every operation as long as a gradient could come back.
-
-        An operation without recording inside a custom function is hidden, not a cut: what counts is
-        whether the function's own output carries a gradient.
-        """
+        """Follow one leaf through every operation as long as a gradient could come back."""
         use = Use()
         seen, found, stack = {number}, set(), [number]
         while stack:
@@ -88,6 +71,7 @@ class Flow:
                 if any(n == number for n, _ in operation.changed):
                     continue  # a leaf is filled, as initialisation does: that is no use of its value
                 use.operations.append(position)
+                # Hidden, not a cut: whether the function's own output carries a gradient counts.
                 if operation.inside >= 0 and not operation.enabled:
                     use.hidden.append(position)
                     continue
@@ -128,14 +112,7 @@ class Flow:
             return operation
         for number in operation.outputs:
             for later in self._consumers.get(number, ()):
-                if self.operations[later].name in {
-                    "numpy",
-                    "__array__",
-                    "tolist",
-                    "item",
-                    "__dlpack__",
-                    "__float__",
-                }:
+                if self.operations[later].name in _EXITS:
                     return self.operations[later]
         return None
 
@@ -159,20 +136,21 @@ class Overwritten:
 
 
 def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritten | None:
-    """Find the in-place operation behind torch's error ``message``; None if it is another error.
-
-    Where several operations fit, the text says how many.
-    """
+    """Find the in-place operation behind torch's error ``message``; None if it is another error."""
     matched = _MESSAGE.search(message)
     if matched is None:
         return None
     shape = tuple(int(n) for n in matched["shape"].replace(" ", "").split(",") if n)
     then, now = int(matched["then"]), int(matched["now"])
+    last: dict[int, int] = {}
+    for operation in operations:
+        for number, version in operation.changed:
+            last[number] = max(version, last.get(number, -1))
     writes = [
         (position, number)
         for position, operation in enumerate(operations)
         for number, version in operation.changed
-        if version == then + 1 and _is_last_version(operations, number, now)
+        if version == then + 1 and last[number] >= now
     ]
     fitting = [w for w in writes if operations[w[0]].shape == shape] or writes
     node = matched["node"] or ""
@@ -196,14 +174,9 @@ def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritt
     return Overwritten(text, write.line, saved.line)
 
 
-def _is_last_version(operations: Sequence[Operation], number: int, now: int) -> bool:
-    return max((v for o in operations for n, v in o.changed if n == number), default=-1) >= now
-
-
 def _saved_by(operations: Sequence[Operation], position: int, number: int) -> Operation | None:
-    saved = None
-    for operation in operations[:position]:
-        uses = number in operation.outputs or number in operation.inputs
-        if uses and (operation.carries or number in operation.inputs):
-            saved = operation
-    return saved
+    """Return the last operation before a write that may have saved the tensor."""
+    for operation in reversed(operations[:position]):
+        if number in operation.inputs or (operation.carries and number in operation.outputs):
+            return operation
+    return None

@@ -18,14 +18,12 @@ import selectors
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-K = TypeVar("K")
 
 WALK_TIMEOUT_S = 300.0
 """Time after which an unfinished walk is ended."""
@@ -37,31 +35,15 @@ class WalkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Graph:
-    """The N nodes that one backward would visit, in the order of the walk: roots first.
+    """The nodes that one backward would visit, by index in the order of the walk: roots first."""
 
-    Attributes
-    ----------
-    names:
-        Class of each node, such as ``MulBackward0``.
-    sequence:
-        Sequence number of each node; -1 for the accumulation of a leaf's gradient.
-    edges:
-        For each node the index of the node per input, -1 where that input needs no gradient.
-    leaves:
-        Index of the accumulating node by ``id`` of the leaf tensor.
-    roots:
-        Indices of the roots.
-    """
-
-    names: tuple[str, ...]
-    sequence: tuple[int, ...]
-    edges: tuple[tuple[int, ...], ...]
-    leaves: dict[int, int] = field(default_factory=dict)
-    roots: tuple[int, ...] = ()
+    sequence: tuple[int, ...]  # number of each node; -1 for the accumulation of a leaf's gradient
+    edges: tuple[tuple[int, ...], ...]  # node per input, -1 where that input needs no gradient
+    leaves: dict[int, int]  # the accumulating node by `id` of the leaf tensor
 
     def __len__(self) -> int:
         """Return the number of nodes."""
-        return len(self.names)
+        return len(self.sequence)
 
     def reaches(self, leaf: torch.Tensor) -> bool:
         """Whether backward would arrive at ``leaf``."""
@@ -77,24 +59,9 @@ class Graph:
                     stack.append(node)
         return seen
 
-    def shares(self, key: Callable[[int], K]) -> list[tuple[K, float]]:
-        """Return the share of the nodes by ``key(sequence number)``, largest first."""
-        counts: dict[K, int] = {}
-        for number in self.sequence:
-            if number >= 0:
-                counts[key(number)] = counts.get(key(number), 0) + 1
-        total = sum(counts.values())
-        return sorted(((k, n / total) for k, n in counts.items()), key=lambda pair: -pair[1])
-
 
 def walk(roots: Iterable[torch.Tensor]) -> Graph:
-    """Walk the graph behind ``roots`` in a forked child and return what it holds.
-
-    Raises
-    ------
-    WalkError
-        If this system cannot fork, or the child failed or took longer than ``WALK_TIMEOUT_S``.
-    """
+    """Walk the graph behind ``roots`` in a forked child; raise WalkError where that fails."""
     tensors = [root for root in roots if root.requires_grad]
     if not hasattr(os, "fork"):
         raise WalkError(
@@ -118,14 +85,8 @@ def walk(roots: Iterable[torch.Tensor]) -> Graph:
             os.waitpid(child, 0)
     if "error" in answer:
         raise WalkError(f"the walk of the autograd graph failed: {answer['error']}")
-    kinds: list[str] = answer["kinds"]
-    return Graph(
-        tuple(kinds[kind] for kind in answer["names"]),
-        tuple(answer["sequence"]),
-        tuple(map(tuple, answer["edges"])),
-        {int(leaf): node for leaf, node in answer["leaves"].items()},
-        tuple(answer["roots"]),
-    )
+    leaves = {int(leaf): node for leaf, node in answer["leaves"].items()}
+    return Graph(tuple(answer["sequence"]), tuple(map(tuple, answer["edges"])), leaves)
 
 
 def _read(inlet: int, child: int) -> bytes:
@@ -159,12 +120,9 @@ def _report(tensors: Sequence[torch.Tensor], outlet: int) -> None:
 
 
 def _walk(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    kinds: dict[str, int] = {}
     index: dict[Any, int] = {}
-    names, sequence, edges = [], [], []
+    sequence, edges, pending = [], [], []
     leaves: dict[int, int] = {}
-    nodes = [_node(tensor) for tensor in tensors]
-    pending = []
 
     def number(node: Any) -> int:
         found = index.get(node)
@@ -173,22 +131,16 @@ def _walk(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
             pending.append(node)
         return found
 
-    roots = [number(node) for node in nodes]
-    done = 0
-    while done < len(pending):
-        node = pending[done]
-        done += 1
-        name = node.name().rpartition("::")[2]
-        variable = getattr(node, "variable", None) if name == "AccumulateGrad" else None
+    for tensor in tensors:
+        number(_node(tensor))
+    for done, node in enumerate(pending):  # which grows
+        is_leaf = node.name().endswith("AccumulateGrad")
+        variable = getattr(node, "variable", None) if is_leaf else None
         if variable is not None:
-            leaves[id(variable)] = done - 1
-        names.append(kinds.setdefault(name, len(kinds)))
+            leaves[id(variable)] = done
         sequence.append(-1 if variable is not None else node._sequence_nr())
         edges.append([-1 if edge is None else number(edge) for edge, _ in node.next_functions])
-    return {
-        "kinds": list(kinds), "names": names, "sequence": sequence,
-        "edges": edges, "leaves": leaves, "roots": roots,
-    }  # fmt: skip
+    return {"sequence": sequence, "edges": edges, "leaves": leaves}
 
 
 def _node(tensor: torch.Tensor) -> Any:

@@ -39,14 +39,7 @@ if TYPE_CHECKING:
 class MissingGradientObserver(ScriptObserver):
     """Observes the first steps of a training run; a context manager around the script.
 
-    Parameters
-    ----------
-    max_steps:
-        Optimizer steps to observe.
-    end:
-        Called when they are complete; expected to raise what ends the script.
-    early:
-        Called once with the rows that are known before the first backward, and the line that called it.
+    ``early`` is called once with the rows that are known before the first backward, and its line.
     """
 
     def __init__(

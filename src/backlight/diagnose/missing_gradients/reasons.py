@@ -39,15 +39,12 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why one parameter gets no gradient.
-
-    ``weight`` orders the reasons of several steps: the heaviest is kept.
-    """
+    """Why one parameter gets no gradient."""
 
     cause: Cause
     text: str
     line: SourceLine | None = None
-    weight: int = 0
+    weight: int = 0  # of the reasons of several steps the heaviest is kept
 
 
 @dataclass
@@ -113,14 +110,7 @@ def not_held(
 ) -> Reason:
     """Return why a parameter with a gradient is not trained.
 
-    Parameters
-    ----------
-    parameter, optimizers:
-        The parameter, and the living optimizers.
-    stale:
-        Shapes of tensors that no living model holds, by number of the optimizer that holds them.
-    births:
-        Lines at which parameters and optimizers were created.
+    ``stale`` holds shapes of tensors that no living model has, by number of the optimizer that holds them.
     """
     made = registration_lines.of_parameter(parameter)
     for number, shapes in stale.items():
@@ -135,18 +125,10 @@ def not_held(
 
 
 def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, unrecorded: bool) -> Reason:
-    """Return why the graph of the loss does not reach a parameter.
+    """Return why the graph of the loss does not reach a parameter with this use.
 
-    Parameters
-    ----------
-    flow, use:
-        The tape and the path of the parameter on it.
-    loss:
-        Numbers of every tensor that the loss was computed from, gradient or not.
-    module_ran:
-        Whether the module that owns the parameter was called.
-    unrecorded:
-        Whether it may have run where operations are not recorded.
+    ``loss`` holds every tensor that the loss was computed from, gradient or not; ``module_ran``: its module
+    was called; ``unrecorded``: that may have run where operations are not recorded.
     """
     operations = flow.operations
     for position in use.cuts:
@@ -248,13 +230,11 @@ def _plain(name: str) -> str:
 def nonleaf_parameters(
     flow: Flow, roots: list[tuple[str, nn.Module]], number: Callable[[Tensor], int]
 ) -> list[Row]:
-    """Return tensors that a module computed at construction and holds as plain attributes, like parameters.
-
-    What a forward pass leaves in an attribute is a result.
-    """
+    """Return tensors that a module computed at construction and holds as plain attributes."""
     rows = []
     for name, tensor in plain_tensors(roots):
         producer = flow.producer(number(tensor))
+        # What a forward pass leaves in an attribute is a result.
         if producer is not None and not producer.module:
             text = f"not a leaf: computed by {producer.name}, so it is no parameter and gets no .grad"
             reason = Reason(Cause.NON_LEAF, text, producer.line, 5)

@@ -26,13 +26,11 @@ from backlight.capture.calls import (
     tensors_in,
     written_in_place,
 )
-from backlight.diagnose.node_origin import Origin, Origins, next_number
-from backlight.diagnose.script_observer import Pausable
+from backlight.diagnose.node_origin import Origin, next_number
+from backlight.diagnose.script_observer import OperationRecorder
 from backlight.user_code import SourceLine, definition, user_line
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from backlight.capture.hooks import Patches
 
 MAX_OPERATIONS = 2_000_000
@@ -41,56 +39,40 @@ MAX_OPERATIONS = 2_000_000
 
 @dataclass(slots=True)
 class Operation:
-    """One operation on the tape; tensors by number.
-
-    ``cut`` is the kind of cut where a differentiable value came out without a gradient, else empty.
-    ``inside`` is the position of the custom function in whose ``forward`` it ran, -1 outside.
-    ``changed`` are tensors written in place, with their version after it.
-    """
+    """One operation on the tape; tensors by number."""
 
     name: str
     line: SourceLine | None
     module: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    cut: str = ""
-    inside: int = -1
+    cut: str = ""  # kind of cut where a differentiable value came out without a gradient
+    inside: int = -1  # position of the custom function in whose `forward` it ran
     in_backward: bool = False
-    changed: tuple[tuple[int, int], ...] = ()
+    changed: tuple[tuple[int, int], ...] = ()  # tensors written in place, with their version after it
     carries: bool = False
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # of the tensor written in place
     enabled: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class GradRead:
-    """The ``.grad`` of a computed tensor was read at ``line``; ``maker`` had computed it."""
+    """The ``.grad`` of a tensor was read at ``line``, which ``producer`` had computed."""
 
     shape: tuple[int, ...]
     line: SourceLine | None
     producer: Operation | None
 
 
-class Tape(Pausable, TorchFunctionMode):
-    """Records the operations of the thread that enters it.
-
-    Parameters
-    ----------
-    calls:
-        Stack of the running modules.
-    on_error:
-        Called once if recording fails; the training continues without it.
-    """
+class Tape(OperationRecorder, TorchFunctionMode):
+    """Records the operations of the thread that enters it."""
 
     def __init__(self, calls: ModuleCalls, on_error: Callable[[Exception], None]) -> None:
-        super().__init__()
-        self._calls = calls
-        self._on_error = on_error
+        super().__init__(calls, on_error)
         self._numbers: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._next = 0
         self._inside: list[int] = []
         self.operations: list[Operation] = []
-        self.origins = Origins()
         self.frozen_at: dict[int, tuple[weakref.ref[torch.Tensor], SourceLine]] = {}
         self.grad_reads: dict[int, GradRead] = {}
         self.in_backward = False
@@ -120,17 +102,14 @@ class Tape(Pausable, TorchFunctionMode):
         name = operation_name(func)
         if not name or name in NO_COMPUTATION:
             return func(*args, **kwargs)
-        inputs = tensors_in(args)
-        if kwargs:
-            tensors_in(kwargs, inputs)
+        inputs = tensors_in(kwargs, tensors_in(args))
         carrying = [t.requires_grad for t in inputs]
         begin = next_number()
         result = func(*args, **kwargs)
         try:
             self._record(name, args, kwargs, inputs, carrying, result, begin)
         except Exception as error:  # noqa: BLE001 - never break the user's training
-            self.paused = True
-            self._on_error(error)
+            self._drop(error)
         return result
 
     def _record(
@@ -151,49 +130,30 @@ class Tape(Pausable, TorchFunctionMode):
             return
         changed = written_in_place(name, inputs, kwargs)
         outputs = tensors_in(result)
-        line = user_line()
-        module = self._calls.current()
-        self.origins.add(begin, next_number(), Origin(name, line, _key(module)))
-        self.add(name, line, inputs, carrying, outputs, changed)
-
-    def add(
-        self,
-        name: str,
-        line: SourceLine | None,
-        inputs: list[torch.Tensor],
-        carrying: list[bool],
-        outputs: list[torch.Tensor],
-        changed: list[torch.Tensor],
-    ) -> int:
-        """Put an operation on the tape and return its position."""
+        line, module = user_line(), self._module()
+        self.origins.add(begin, next_number(), Origin(name, line, module))
         for tensor in changed:
             outputs = [*outputs, tensor]
             if tensor._is_view() and tensor._base is not None:
                 outputs.append(tensor._base)
-        carried = any(carrying)
-        cut = ""
-        if carried and not any(t.requires_grad for t in outputs):
-            cut = _kind_of_cut(name, outputs)
-        module = self._calls.current()
-        self.operations.append(
-            Operation(
-                name=name,
-                line=line,
-                module=0 if module is None else id(module),
-                inputs=tuple(self.number(t) for t in inputs),
-                outputs=tuple(self.number(t) for t in outputs),
-                cut=cut,
-                inside=self._inside[-1] if self._inside else -1,
-                in_backward=self.in_backward,
-                changed=tuple((self.number(t), t._version) for t in changed if not t.is_inference()),
-                carries=carried,
-                shape=tuple(changed[0].shape) if changed else (),
-                enabled=torch.is_grad_enabled(),
-            )
-        )
-        if len(self.operations) >= MAX_OPERATIONS:
-            self.full = True
-        return len(self.operations) - 1
+        operation = self._add(name, line, module)
+        operation.inputs = tuple(map(self.number, inputs))
+        operation.outputs = tuple(map(self.number, outputs))
+        operation.carries = any(carrying)
+        if operation.carries and not any(t.requires_grad for t in outputs):
+            operation.cut = _kind_of_cut(name, outputs)
+        operation.changed = tuple((self.number(t), t._version) for t in changed if not t.is_inference())
+        operation.shape = tuple(changed[0].shape) if changed else ()
+        self.full = len(self.operations) >= MAX_OPERATIONS
+
+    def _add(self, name: str, line: SourceLine | None, module: int = 0) -> Operation:
+        inside = self._inside[-1] if self._inside else -1
+        operation = Operation(
+            name, line, module, (), (), inside=inside, in_backward=self.in_backward,
+            enabled=torch.is_grad_enabled(),
+        )  # fmt: skip
+        self.operations.append(operation)
+        return operation
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the number of ``tensor`` on the tape."""
@@ -224,10 +184,7 @@ class Tape(Pausable, TorchFunctionMode):
 
     def enter_function(self, name: str, line: SourceLine | None) -> int:
         """Record that the ``forward`` of a custom function begins; return its position on the tape."""
-        self.operations.append(
-            Operation(name, line, 0, (), (), inside=self._inside[-1] if self._inside else -1,
-                      in_backward=self.in_backward, enabled=torch.is_grad_enabled())
-        )  # fmt: skip
+        self._add(name, line)
         self._inside.append(len(self.operations) - 1)
         return self._inside[-1]
 
@@ -244,10 +201,6 @@ class Tape(Pausable, TorchFunctionMode):
         operation.carries = any(carrying)
         if operation.carries and not any(t.requires_grad for t in outputs):
             operation.cut = "no_grad" if not operation.enabled else "function"
-
-
-def _key(module: nn.Module | None) -> str:
-    return "" if module is None else str(id(module))
 
 
 def _kind_of_cut(name: str, outputs: list[torch.Tensor]) -> str:
@@ -271,14 +224,11 @@ def _kind_of_cut(name: str, outputs: list[torch.Tensor]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NoneReturned:
-    """A custom function whose backward returned None for an input that requires a gradient.
-
-    ``sequence`` and ``edge`` identify the input in a walked graph: the node and the index of its edge.
-    """
+    """A custom function whose backward returned None for an input that requires a gradient."""
 
     function: str
-    sequence: int
-    edge: int
+    sequence: int  # of the node in a walked graph
+    edge: int  # index of the input
     applied: SourceLine | None
     defined: SourceLine | None
 
@@ -327,10 +277,7 @@ def _watch_backward(
     node = differentiable[0].grad_fn
     if node is None or not hasattr(node, "needs_input_grad"):
         return
-    defined = definition(cls.__dict__.get("backward") or getattr(cls, "backward", None))
-    static = cls.__dict__.get("backward")
-    if isinstance(static, staticmethod):
-        defined = definition(static.__func__)
+    defined = definition(getattr(cls, "backward", None))
     sequence = node._sequence_nr()
     name = cls.__name__
 

@@ -8,6 +8,7 @@ searches for its scale.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,46 +31,27 @@ MAX_SKIPPED_STEPS = 10
 
 @dataclass
 class NanOrigin:
-    """The first operation with finite inputs and a non-finite output, and what followed.
+    """The first operation with finite inputs and a non-finite output, and what followed."""
 
-    Attributes
-    ----------
-    step, phase:
-        Number of the optimizer step, from 0; forward, backward, recomputation, optimizer.
-    operation, node:
-        Operation of torch; class of the autograd node where it ran in backward.
-    line, backward_line:
-        Line of the forward pass; line in the backward of a custom function.
-    value:
-        ``NaN`` or ``infinity``.
-    is_input:
-        Whether the value entered the training from outside, so that the operation is the first to use it.
-    constant:
-        Line of a deliberate infinity from which the value was computed.
-    symptom:
-        Where it was detected: ``loss``, ``gradients`` or ``parameters``.
-    modules, parameters:
-        Modules through which it then passed, in order; parameters with non-finite gradients or values, in
-        order of arrival.
-    """
-
-    step: int
-    phase: str
-    operation: str
-    value: str
-    symptom: str
-    line: SourceLine | None = None
-    node: str = ""
-    backward_line: SourceLine | None = None
-    module: str = ""
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    is_input: bool = False
-    parameter: str = ""
-    constant: SourceLine | None = None
-    modules: list[str] = field(default_factory=list)
-    parameters: list[str] = field(default_factory=list)
+    record: NonFiniteRecord
+    step: int  # from 0
+    symptom: str  # where it was detected: loss, gradients, parameters
+    module: str
+    parameter: str  # where the value was one before
+    constant: SourceLine | None  # line of a deliberate infinity from which the value was computed
+    modules: list[str]  # through which it then passed, in order
+    parameters: list[str] = field(default_factory=list)  # with non-finite gradients or values, in order
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> str:
+        """``NaN`` or ``infinity``."""
+        return "NaN" if self.record.nan else "infinity"
+
+    @property
+    def is_input(self) -> bool:
+        """Whether it entered the training from outside, so that the operation is the first to use it."""
+        return self.record.kind == "input"
 
 
 def find_ancestors(symptoms: Iterable[NonFiniteRecord]) -> list[NonFiniteRecord]:
@@ -87,11 +69,8 @@ def find_ancestors(symptoms: Iterable[NonFiniteRecord]) -> list[NonFiniteRecord]
 def find_origin(symptoms: Iterable[NonFiniteRecord]) -> NonFiniteRecord | None:
     """Return the first origin behind ``symptoms``; else the first input, else the first constant."""
     ancestors = find_ancestors(symptoms)
-    for kind in ("origin", "input", "constant"):
-        for record in ancestors:
-            if record.kind == kind:
-                return record
-    return ancestors[0] if ancestors else None
+    order = ("origin", "input", "constant", "spread")
+    return min(ancestors, key=lambda record: order.index(record.kind), default=None)
 
 
 def describe_origin(
@@ -113,44 +92,12 @@ def describe_origin(
             if record.phase == origin.phase and name and name != own and name not in passed:
                 passed.append(name)
     constants = [r for r in find_ancestors([origin]) if r.kind == "constant" and r is not origin]
-    return NanOrigin(
-        step=step,
-        phase=origin.phase,
-        operation=origin.operation,
-        value="NaN" if origin.nan else "infinity",
-        symptom=symptom,
-        line=origin.line,
-        node=origin.node,
-        backward_line=origin.own_line,
-        module=own,
-        shape=origin.shape,
-        dtype=origin.dtype,
-        is_input=origin.kind == "input",
-        parameter=parameters.get(origin.storage, ""),
-        constant=constants[0].line if constants else None,
-        modules=passed,
-    )
+    constant = constants[0].line if constants else None
+    return NanOrigin(origin, step, symptom, own, parameters.get(origin.storage, ""), constant, passed)
 
 
 class NanTracer(ScriptObserver):
-    """Observes a script until a non-finite value matters; a context manager around it.
-
-    Parameters
-    ----------
-    end:
-        Called with the answer, or when ``max_steps`` are complete; expected to raise what ends the script.
-    max_steps:
-        Optimizer steps to observe, None for all.
-
-    Attributes
-    ----------
-    found:
-        The answer, None where every value that matters is finite.
-    skipped_steps:
-        Steps that a gradient scaler has skipped.
-    vanished:
-        Number of non-finite values that reached nothing that matters, by operation and line.
-    """
+    """Observes a script until a non-finite value matters; a context manager around it."""
 
     def __init__(self, end: Callable[[], None], max_steps: int | None = None) -> None:
         super().__init__(max_steps, end)
@@ -160,8 +107,9 @@ class NanTracer(ScriptObserver):
         self._loss_record: NonFiniteRecord | None = None
         self._pending: NanOrigin | None = None
         self._consecutive_skips = 0
-        self.skipped_steps = 0
-        self.vanished: dict[str, int] = {}
+        self.skipped_steps = 0  # by a gradient scaler
+        # Non-finite values that reached nothing that matters, by operation and line.
+        self.vanished = Counter[str]()
         self.found: NanOrigin | None = None
 
     @property
@@ -309,6 +257,7 @@ class NanTracer(ScriptObserver):
 
     def _count_vanished(self) -> None:
         for record in self._tracker.records:
-            if record.kind == "origin" and (self.found is None or str(record.line) != str(self.found.line)):
-                where = f"{record.operation} at {record.line}"
-                self.vanished[where] = self.vanished.get(where, 0) + 1
+            if record.kind == "origin" and (
+                self.found is None or str(record.line) != str(self.found.record.line)
+            ):
+                self.vanished[f"{record.operation} at {record.line}"] += 1

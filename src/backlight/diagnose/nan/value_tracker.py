@@ -16,8 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backlight.capture.calls import tensors_in
-from backlight.diagnose.node_origin import Origin, Origins, next_number
-from backlight.diagnose.script_observer import Pausable
+from backlight.diagnose.node_origin import Origin, next_number
+from backlight.diagnose.script_observer import OperationRecorder
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
@@ -37,45 +37,33 @@ class NonFiniteRecord:
     """One operation with a non-finite output.
 
     ``kind`` is ``origin`` (its inputs were finite), ``spread``, ``constant`` (an infinity written by the
-    user, as in a mask) or ``input`` (a tensor that was non-finite before). ``node`` is the class of the
-    autograd node in whose backward it ran, empty in forward. ``storage`` is the address of an input.
+    user, as in a mask) or ``input`` (a tensor that was non-finite before).
     """
 
     index: int
     operation: str
     kind: str
-    line: SourceLine | None
-    module: int
-    phase: str
-    node: str = ""
-    own_line: SourceLine | None = None
-    nan: bool = False
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
+    phase: str  # forward, backward, recomputation, optimizer
+    nan: bool
+    shape: tuple[int, ...]
+    dtype: str
+    line: SourceLine | None = None  # of the forward pass
+    module: int = 0
+    node: str = ""  # class of the autograd node in whose backward it ran
+    own_line: SourceLine | None = None  # in the backward of a custom function
     parents: list[NonFiniteRecord] = field(default_factory=list)
-    storage: int = 0
+    storage: int = 0  # address of an input
 
 
-class ValueTracker(Pausable, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
-    """Checks every operation of the thread that enters it, and of backward.
-
-    Parameters
-    ----------
-    calls:
-        Stack of the running modules.
-    on_error:
-        Called once if checking fails; the training continues without it.
-    """
+class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Checks every operation of the thread that enters it, and of backward."""
 
     def __init__(self, calls: ModuleCalls, on_error: Callable[[Exception], None]) -> None:
-        super().__init__()
-        self._calls = calls
-        self._on_error = on_error
+        super().__init__(calls, on_error)
         self._last = next_number()
         self._bad: dict[int, NonFiniteRecord] = {}
         self._count = 0
         self.records: list[NonFiniteRecord] = []
-        self.origins = Origins()
         self.phase = "forward"
         self.operations = 0
 
@@ -110,8 +98,7 @@ class ValueTracker(Pausable, TorchDispatchMode):  # type: ignore[no-untyped-call
             if not views:
                 self._check(name, args, kwargs, result, written, before)
         except Exception as error:  # noqa: BLE001 - never break the user's training
-            self.paused = True
-            self._on_error(error)
+            self._drop(error)
         return result
 
     def _record_origin(self, name: str) -> None:
@@ -119,7 +106,7 @@ class ValueTracker(Pausable, TorchDispatchMode):  # type: ignore[no-untyped-call
         self.operations += 1
         number = next_number()
         if number > self._last:
-            self.origins.add(self._last, number, Origin(name, user_line(), str(self._module())))
+            self.origins.add(self._last, number, Origin(name, user_line(), self._module()))
             self._last = number
 
     def _check(
@@ -143,10 +130,6 @@ class ValueTracker(Pausable, TorchDispatchMode):  # type: ignore[no-untyped-call
         for tensor in bad:
             self._bad[storage_of(tensor)] = record
 
-    def _module(self) -> int:
-        module = self._calls.current()
-        return 0 if module is None else id(module)
-
     def _record(
         self,
         name: str,
@@ -156,11 +139,8 @@ class ValueTracker(Pausable, TorchDispatchMode):  # type: ignore[no-untyped-call
         before: list[torch.Tensor],
         changed: set[int],
     ) -> NonFiniteRecord:
-        record = NonFiniteRecord(
-            self._count, name, "origin", None, self._module(), self.phase, nan=_any_nan(bad),
-            shape=tuple(bad[0].shape), dtype=str(bad[0].dtype).removeprefix("torch."),
-        )  # fmt: skip
-        self._count += 1
+        record = self._new(name, "origin", self.phase, bad[0], nan=_any_nan(bad))
+        record.module = self._module()
         self._locate(record)
         inputs = tensors_in(kwargs, tensors_in(args))
         were_bad = [t for t in inputs if id(t) not in changed and is_non_finite(t)] + before
@@ -178,6 +158,13 @@ class ValueTracker(Pausable, TorchDispatchMode):  # type: ignore[no-untyped-call
         self.records.append(record)
         return record
 
+    def _new(
+        self, operation: str, kind: str, phase: str, tensor: torch.Tensor, *, nan: bool
+    ) -> NonFiniteRecord:
+        self._count += 1
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return NonFiniteRecord(self._count, operation, kind, phase, nan, tuple(tensor.shape), dtype)
+
     def _locate(self, record: NonFiniteRecord) -> None:
         node = torch._C._current_autograd_node()  # the public API needs a hook on every node
         own = user_line()
@@ -188,7 +175,7 @@ class ValueTracker(Pausable, TorchDispatchMode):  # type: ignore[no-untyped-call
         origin = self.origins.of(node._sequence_nr()) if record.node != "AccumulateGrad" else None
         if origin is not None:
             record.line = origin.line
-            record.module = int(origin.module or 0)
+            record.module = origin.module
         inside = self._calls.current()
         if inside is not None:
             record.phase, record.line, record.module = "recomputation", own, id(inside)
@@ -200,26 +187,19 @@ class ValueTracker(Pausable, TorchDispatchMode):  # type: ignore[no-untyped-call
 
     def _input(self, tensor: torch.Tensor, consumer: NonFiniteRecord) -> NonFiniteRecord:
         # A single infinity is a constant such as torch.tensor(-inf) for a mask.
-        constant = tensor.numel() == 1 and not _any_nan([tensor])
-        record = NonFiniteRecord(
-            self._count, consumer.operation, "constant" if constant else "input",
-            consumer.line, consumer.module, consumer.phase, node=consumer.node,
-            nan=_any_nan([tensor]), shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."), storage=storage_of(tensor),
-        )  # fmt: skip
-        self._count += 1
-        self._bad[storage_of(tensor)] = record
+        nan = _any_nan([tensor])
+        kind = "constant" if tensor.numel() == 1 and not nan else "input"
+        record = self._new(consumer.operation, kind, consumer.phase, tensor, nan=nan)
+        record.line, record.module, record.node = consumer.line, consumer.module, consumer.node
+        record.storage = storage_of(tensor)
+        self._bad[record.storage] = record
         self.records.append(record)
         return record
 
     def from_other_rank(self, parameter: torch.Tensor) -> NonFiniteRecord:
         """Return a record for a gradient that no operation of this process made non-finite."""
-        self._count += 1
         grads = [] if parameter.grad is None else [parameter.grad]
-        return NonFiniteRecord(
-            self._count, "", "input", None, 0, "backward", nan=_any_nan(grads),
-            shape=tuple(parameter.shape), dtype=str(parameter.dtype).removeprefix("torch."),
-        )  # fmt: skip
+        return self._new("", "input", "backward", parameter, nan=_any_nan(grads))
 
     def record_of(self, tensor: torch.Tensor) -> NonFiniteRecord | None:
         """Return the operation that made ``tensor`` non-finite; None if it is finite or that is not known."""
@@ -255,15 +235,13 @@ def _given(
     return found
 
 
-def _floating(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the local values to check, None where there are none."""
     part = getattr(tensor, "_local_tensor", None)
     tensor = tensor if part is None else part
-    if type(tensor) not in _PLAIN or not _floating(tensor) or tensor.device.type == "meta":
+    if type(tensor) not in _PLAIN or tensor.device.type == "meta":
+        return None
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
