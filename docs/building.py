@@ -52,7 +52,7 @@ EXHIBITS = (
         "The accuracies, and the spectrum of the gradients of single samples while they part and meet again.",
         ("backlight grok run doshi --out build/tutorials/gallery-doshi",),
         "gallery-doshi",
-        ("learning_curves", "gram_spectrum", "effective_rank"),
+        ("learning_curves", "gram_spectrum", "second_moment"),
     ),
     Exhibit(
         "Signal and noise in the gradients of one checkpoint",

@@ -1,30 +1,35 @@
-"""What panels of grokking share: the analysis of a run, lines of metrics and their control, marked times."""
+"""Panels of grokking on learning: accuracies, verdict, progress measures and what correlates with them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from backlight.monitors.grokking.model.analysis import GrokkingAnalysis, analyse_if_possible
 from backlight.monitors.grokking.model.curves import Interval
 from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.report.charts import Axis, Line, Span, chart, spans_decades
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary
+from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
 from backlight.store.read.run import Run, Scalar
-from backlight.text import count, number, visible
+from backlight.text import count, listed, number, visible
 
 GEOMETRY = ("gram/", "window/", "agop/", "product/", "gradient/")
 """Beginnings of the scalars that describe the geometry of gradients."""
 
-SCOPES = 8
-"""Lines of single layers that one chart can tell apart."""
-
 TONES = ("first", "fourth", "third", "fifth", "second", "sixth")
 """Tones of the metrics of one chart; a control has that of its metric, dashed."""
+
+
+ACCURACIES = (("train_accuracy", "training accuracy"), ("test_accuracy", "test accuracy"))
+LOSSES = (("train_loss", "training loss"), ("test_loss", "test loss"))
+
+MAX_PROGRESS_CHARTS = 24
+"""Charts of progress measures on one page."""
+
+_HELD = {True: "holds", False: "fails", None: "unknown"}
+_NOT_WATCHED = "The grokking monitor was not active; logged values are listed under your scalars."
 
 
 def _analysis(source: Source) -> GrokkingAnalysis | None:
@@ -118,75 +123,151 @@ def scaled(lines: Sequence[Line], label: str) -> Axis:
     return Axis(label, log=spans_decades(*(line.values for line in lines), factor=30.0))
 
 
-def scopes(run: Run, metric: str) -> dict[str, str]:
-    """Return scalar names of ``metric`` for single blocks, else layers, by what the scope is called."""
-    for kind in ("block", "layer"):
-        head = f"gram/{kind}/"
-        found = {
-            name.removeprefix(head).removesuffix(f"/{metric}"): name
-            for name in run.scalar_names("backlight")
-            if name.startswith(head) and name.endswith(f"/{metric}") and "/centred/" not in name
-        }
-        if len(found) > (1 if kind == "block" else 0):  # of one block its layers tell more
-            return found
-    return {}
-
-
-def metric_panel(
-    source: Source,
-    groups: Sequence[tuple[str, str, Sequence[tuple[str, str]]]],
-    *,
-    by_scope: tuple[str, str],
-    otherwise: str,
-    subjects: Sequence[str] = ("gram", "gram/model"),
-    facts: Sequence[tuple[str, str]] = (),
-) -> Drawn | NotMeasured:
-    """Draw scalars of the geometry over steps.
-
-    ``groups`` are charts: title, label of the axis, and the metrics in it as (scalar, label). ``by_scope`` is
-    a metric of the Gram, with its label, that is also drawn block by block or layer by layer. ``facts`` are
-    scalars, with labels, whose first and last value are listed.
-    """
-    charts: list[dict[str, Any]] = []
-    marked = spans(source)
-    for title, label, metrics in groups:
-        if lines := lines_of(source, metrics):
-            charts.append(chart(lines, scaled(lines, label), title=title, spans=marked))
-    remarks: list[str] = []
-    metric, label = by_scope
-    found = scopes(source.run, metric)
-    single = [
-        Line(visible(scope), scalar.steps, scalar.values)
-        for scope, name in list(found.items())[:SCOPES]
-        if (scalar := measured(source.run, name)) is not None
-    ]
-    if single:
-        title = f"{label[0].upper()}{label[1:]} by layer"
-        charts.append(chart(single, scaled(single, label), title=title, spans=marked))
-    if len(found) > SCOPES:
-        remarks.append(f"{len(found)} layers were measured; the first {SCOPES} are drawn.")
+@panel(
+    "learning_curves",
+    title="Learning curves",
+    order=1,
+    series=("user/train_accuracy", "user/test_accuracy", "user/train_loss", "user/test_loss"),
+    note="Each time lies between two logs: after the first of them, at the second at the latest.",
+    monitor="grokking",
+    summary=summary,
+)
+def learning_curves(source: Source) -> Drawn | NotMeasured:
+    """Draw accuracies and losses; dashed lines are the control's."""
+    if "grokking" not in source.run.monitors:
+        return NotMeasured(_NOT_WATCHED)
+    learning, marked = analysis_of(source), spans(source, named=True)
+    accuracies, losses = lines_of(source, ACCURACIES, "user"), lines_of(source, LOSSES, "user")
+    charts = []
+    if accuracies:
+        axis = Axis("share of samples", low=0.0, high=1.0)
+        charts.append(chart(accuracies, axis, title="Accuracy", spans=marked))
+    if losses:
+        charts.append(chart(losses, scaled(losses, "loss"), title="Loss", spans=marked))
     if not charts:
-        return NotMeasured(source.reason(*subjects, otherwise=otherwise))
-    learning = analysis_of(source)
-    if learning is not None and learning.control is None and not learning.facts.control:
+        return NotMeasured("No accuracy was logged: watch.log(train_accuracy=..., test_accuracy=...).")
+    if learning is None:
+        return Drawn("lines", {"charts": charts}, (), ("There is no verdict: see the findings.",))
+    detection = learning.detection
+    facts = [Fact("verdict", verdict_of(detection))]
+    facts += [Fact("memorised in steps", between(detection.memorised))]
+    facts += [Fact("generalised in steps", between(detection.generalised))]
+    remarks = []
+    if learning.changes:
+        shown = listed([number(step) for step in learning.changes], 6)
+        remarks.append(f"The test accuracy changes its level at step {shown} (change points).")
+    if learning.control is not None:
+        remarks.append(
+            f"Dashed: the control {visible(learning.control.path.name)}, the same with random labels."
+        )
+    elif not learning.facts.control:
         remarks.append("No matched control was found next to this run.")
-    listed = [(label, scalar.values) for name, label in facts if (scalar := measured(source.run, name))]
-    drawn = (Fact(label, f"{number(values[0])} to {number(values[-1])}") for label, values in listed)
-    return Drawn("lines", {"charts": charts}, tuple(drawn), tuple(remarks))
+    return Drawn("lines", {"charts": charts}, tuple(facts), tuple(remarks))
 
 
-def spectrum_lines(
-    steps: NDArray[np.int64], spectra: Sequence[NDArray[Any]], shown: Sequence[int]
-) -> list[Line]:
-    """Return one line for each of the ``shown`` places (from 1) of the spectra, largest first."""
-    lines = []
-    for place in shown:
-        has = [
-            (step, np.sort(s.ravel())[::-1][place - 1])
-            for step, s in zip(steps, spectra, strict=True)
-            if s.size >= place
+@panel(
+    "grokking",
+    title="Verdict on grokking",
+    order=2,
+    series=("grokking", "events/grokking"),
+    monitor="grokking",
+)
+def grokking(source: Source) -> Drawn | NotMeasured:
+    """List the conditions, the sweep and the verdict on the control."""
+    learning = analysis_of(source)
+    if learning is None:
+        return NotMeasured(
+            "The verdict needs train_accuracy and test_accuracy as shares of samples; none were logged."
+        )
+    detection, theirs = learning.detection, learning.control_detection
+    rows = [("verdict", f"{verdict_of(detection)}. {detection.claim}")]
+    rows += [
+        (row.name, f"{_HELD[row.held]}: {row.got}, expected {row.expected}") for row in detection.conditions
+    ]
+    facts = []
+    if detection.sweep:
+        lines = f"{sum(point.grokking for point in detection.sweep)} of {len(detection.sweep)}"
+        rows.append(("sweep", f"grokking at {lines} lines, training accuracy and way to the plateau"))
+        facts.append(Fact("lines of the sweep", lines))
+    if theirs is not None:
+        rows.append(("control", f"{verdict_of(theirs)}. {theirs.claim}"))
+    elif learning.facts.control:
+        rows.append(("control", "This run is a control itself: its labels are random."))
+    else:
+        rows.append(
+            ("control", "None was found, so no measure of this run can be called a signal of grokking.")
+        )
+    remarks = tuple(f"{visible(note)}." for note in detection.notes)
+    return Drawn("table", {"rows": [(k, visible(v)) for k, v in rows], "tree": []}, tuple(facts), remarks)
+
+
+@panel(
+    "progress",
+    title="Progress measures",
+    order=3,
+    series=("user/progress", "progress"),
+    note="Progress measures of the papers; the test accuracy is on the right axis.",
+    monitor="grokking",
+)
+def progress(source: Source) -> Drawn | NotMeasured:
+    """Draw each progress measure in a chart of its own."""
+    if "grokking" not in source.run.monitors:
+        return NotMeasured(_NOT_WATCHED)
+    names = [name for name in source.run.scalar_names("user") if name.startswith("progress/")]
+    accuracy = measured(source.run, "test_accuracy", "user")
+    charts = []
+    for name in names[:MAX_PROGRESS_CHARTS]:
+        title = visible(name.removeprefix("progress/")).replace("_", " ")
+        lines = lines_of(source, ((name, title),), "user")
+        if not lines:
+            continue
+        left, right = scaled(lines, title), None
+        if accuracy is not None:
+            right = Axis("test accuracy", low=0.0, high=1.0)
+            behind = Line("test accuracy", accuracy.steps, accuracy.values, axis="right", tone="eighth")
+            lines.append(behind)
+        charts.append(chart(lines, left, right, title=title, spans=spans(source)))
+    if not charts:
+        return NotMeasured("No progress measure was logged: watch.log(**{'progress/name': value}).")
+    remarks = (
+        (f"{len(names)} measures were logged; the first {MAX_PROGRESS_CHARTS} are drawn.",)
+        if len(names) > MAX_PROGRESS_CHARTS
+        else ()
+    )
+    return Drawn("lines", {"charts": charts}, (), remarks)
+
+
+@panel(
+    "correlations",
+    title="Correlation with the test accuracy",
+    order=4,
+    series=("correlations",),
+    note="Rank correlation of each measure with the test accuracy after memorisation, at the lead (+) or lag "
+    "(-) where it is strongest. Any long fall correlates with any long rise: only a measure that the control "
+    "does not follow can signal generalisation. Leads are in steps; ends are medians of the last tenth.",
+    monitor="grokking",
+)
+def correlations(source: Source) -> Drawn | NotMeasured:
+    """List the measures, the strongest first, with the control's numbers next to them."""
+    learning = analysis_of(source)
+    if learning is None or not learning.following:
+        return NotMeasured("No measure was recorded at steps with a test accuracy.")
+    rows = [
+        [
+            visible(row.measure.removeprefix("gram/model/").removeprefix("progress/")),
+            _signed(row.correlation),
+            f"{row.lead_steps:+,}" if row.lead_logs and row.lead_steps else "0",
+            _signed(row.control),
+            *("" if level is None else number(level, 3) for level in row.levels),
+            visible(row.conclusion),
         ]
-        if has:
-            at, values = zip(*has, strict=True)
-            lines.append(Line(f"eigenvalue {place}", np.array(at, np.int64), np.array(values, np.float64)))
-    return lines
+        for row in learning.following
+    ]
+    heads = ("measure", "correlation", "lead", "control", "end", "control ends", "")
+    data = {"name": "Correlations", "heads": heads, "figures": (1, 2, 3, 4, 5), "rows": rows}
+    remarks = () if learning.control is not None else ("Without a matched control no conclusion is drawn.",)
+    return Drawn("listing", data, (), remarks)
+
+
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.2f}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import backlight
 import gram_setups
 import zoo
-from backlight.monitors.grokking.instrument.gram import batches
+from backlight.monitors.grokking.instrument.gram import inputs
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from gram_setups import MODELS, N, Setup, images, labels, text, tokens
 
@@ -24,10 +24,10 @@ def rows(setup: Setup) -> dict[str, Tensor]:
     inner = getattr(setup.model, "_orig_mod", setup.model)
     named = {name: p for name, p in inner.named_parameters() if p.requires_grad}
     found: dict[str, list[Tensor]] = {name: [] for name in named}
-    for i in range(batches.count(setup.batch)):
+    for i in range(inputs.count(setup.batch)):
         for p in named.values():
             p.grad = None
-        setup.loss(setup.model, batches.between(setup.batch, i, i + 1)).backward()
+        setup.loss(setup.model, inputs.some(setup.batch, torch.tensor([i]))).backward()
         for name, p in named.items():
             found[name].append(torch.zeros_like(p) if p.grad is None else p.grad)
     for p in named.values():

@@ -6,8 +6,6 @@ J ``[c, d]`` is the Jacobian of a sample's outputs with respect to its input. So
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -15,27 +13,14 @@ from backlight.capture.model_state import untouched
 from backlight.capture.modules import unwrapped
 from backlight.capture.per_sample import accumulated
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-from backlight.monitors.grokking.instrument.gram.parameters import eager
+from backlight.monitors.grokking.instrument.gram.inputs import eager
 
 
-def input_agop(
-    model: nn.Module, inputs: Tensor, *, function: Callable[[nn.Module, Tensor], Tensor] | None = None
-) -> Tensor:
-    """Return E[J^T J] over N samples, one backward for each output.
+def input_agop(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return E[J^T J] over N samples, float64 ``[d, d]``, one backward for each output.
 
-    Parameters
-    ----------
-    model
-        It is left as it was: gradients, buffers, training mode, random state.
-    inputs
-        Real ``[N, ...]``, d numbers to a sample.
-    function
-        ``function(model, inputs)`` gives outputs ``[N, ...]``; the model itself by default.
-
-    Returns
-    -------
-    Tensor
-        float64 ``[d, d]``.
+    The model is left as it was: gradients, buffers, training mode, random state. ``inputs`` are real
+    ``[N, ...]``, d numbers to a sample.
 
     Raises
     ------
@@ -45,7 +30,7 @@ def input_agop(
     if not inputs.is_floating_point() or inputs.dim() < 2 or not inputs.shape[0]:
         raise GramError(
             f"agop: expected real inputs [N, ...] of at least one sample, got {list(inputs.shape)} of "
-            f"{inputs.dtype}; of token ids take the embedded input, with function=..."
+            f"{inputs.dtype}; of token ids take the embedded input"
         )
     sharded = next((name for name, p in model.named_parameters() if hasattr(p, "placements")), None)
     if sharded is not None:
@@ -57,21 +42,23 @@ def input_agop(
     x = inputs.detach().clone().requires_grad_()
     model = unwrapped(model)
     with untouched(model), torch.enable_grad(), eager(model):
-        outputs = _outputs(model, x, function)
+        outputs = _outputs(model, x)
         total = x.new_zeros(x[0].numel(), x[0].numel(), dtype=torch.float64)
         parameters = [p for p in model.parameters() if p.requires_grad]
         reentrant = False
         for c in range(outputs.shape[1]):
             found = None
             if not reentrant:
+                retain = c + 1 < outputs.shape[1]
                 try:
-                    found = _derived(outputs, c, x)
+                    (found,) = torch.autograd.grad(
+                        outputs[:, c].sum(), x, retain_graph=retain, allow_unused=True
+                    )
                 except RuntimeError:
                     reentrant = True  # or something else, which then fails again
             if reentrant:
                 # Re-entrant checkpointing knows only backward, and each backward uses its graph up.
-                output = _outputs(model, x, function)[:, c].sum()
-                (found,) = accumulated(output, [x], others=parameters)
+                (found,) = accumulated(_outputs(model, x)[:, c].sum(), [x], others=parameters)
             if found is None:
                 raise GramError("agop: the outputs do not depend on the inputs")
             rows = found.reshape(n, -1).double()
@@ -79,15 +66,10 @@ def input_agop(
     return total / n
 
 
-def _outputs(model: nn.Module, x: Tensor, function: Callable[[nn.Module, Tensor], Tensor] | None) -> Tensor:
-    out: Tensor = model(x) if function is None else function(model, x)
+def _outputs(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x)
     if out.shape[:1] != x.shape[:1] or not out.requires_grad:
         raise GramError(
             f"agop: expected outputs [{len(x)}, ...] that depend on the inputs, got {list(out.shape)}"
         )
     return out.reshape(len(x), -1)
-
-
-def _derived(outputs: Tensor, c: int, x: Tensor) -> Tensor | None:
-    last = c + 1 == outputs.shape[1]
-    return torch.autograd.grad(outputs[:, c].sum(), x, retain_graph=not last, allow_unused=True)[0]

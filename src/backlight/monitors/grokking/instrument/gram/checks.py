@@ -28,19 +28,11 @@ class GramError(ValueError):
 class Coverage:
     """How the Gram of a parameter was obtained, and the results of its checks.
 
-    Attributes
-    ----------
-    method:
-        ``ghost``, ``chunked``, ``vectors``, ``vmap``, or ``unused`` where the loss does not depend on it.
-    from_gram:
-        Root of the sum of all entries of K.
-    from_gradient:
-        Norm of autograd's gradient of the summed loss.
-    tolerance:
-        By how much the two may differ.
-    alone:
-        The same two numbers for two samples that were run alone; None if this was not checked, because the
-        forward pass draws random numbers or an earlier measurement of the same kind passed.
+    ``method`` is ``ghost``, ``chunked``, ``vectors``, ``vmap``, ``loop``, or ``unused`` where the loss does
+    not depend on the parameter. ``from_gram`` is the root of the sum of all entries of K, ``from_gradient``
+    the norm of autograd's gradient of the summed loss; they may differ by ``tolerance``. ``alone`` has the
+    same two for two samples that were run alone; None if this was not checked, because the forward pass draws
+    random numbers or an earlier measurement of the same kind passed.
     """
 
     method: str

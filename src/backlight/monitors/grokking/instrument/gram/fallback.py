@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backlight.capture.batches import map_tensors, tensors
 from backlight.measure.gram.factors import VectorFactors
-from backlight.monitors.grokking.instrument.gram import batches
+from backlight.monitors.grokking.instrument.gram import inputs
 
 GROUP_BYTES = 256 << 20
 """Bytes of per-sample gradients that are held at once; one parameter may need more."""
@@ -39,35 +39,24 @@ def per_sample(
 
     Parameters are taken in groups whose gradients fit into :data:`GROUP_BYTES`, each with a pass of its own.
     """
-    n = batches.count(batch)
-    group: dict[str, nn.Parameter] = {}
-    held = 0
+    n = inputs.count(batch)
+    groups: list[dict[str, nn.Parameter]] = []
+    held = GROUP_BYTES
     for name, parameter in parameters.items():
-        size = n * parameter.numel() * parameter.element_size()
-        if group and held + size > GROUP_BYTES:
-            yield from _of_group(model, loss_fn, batch, group, n)
-            group, held = {}, 0
-        group[name] = parameter
-        held += size
-    if group:
-        yield from _of_group(model, loss_fn, batch, group, n)
-
-
-def _of_group(
-    model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
-    batch: Any,
-    group: Mapping[str, nn.Parameter],
-    n: int,
-) -> Iterator[tuple[str, VectorFactors, str]]:
-    try:
-        found, method = _vmapped(model, loss_fn, batch, group), "vmap"
-    except Exception:  # noqa: BLE001 - whatever vmap cannot do, a loop can
-        found, method = _looped(model, loss_fn, batch, group, n), "loop"
-    for name, gradients in found.items():
-        flat = gradients.reshape(n, -1)
-        size = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
-        yield name, VectorFactors(flat, size, flat.dtype, rows=1), method
+        held += n * parameter.nbytes
+        if held > GROUP_BYTES:
+            groups.append({})
+            held = n * parameter.nbytes
+        groups[-1][name] = parameter
+    for group in groups:
+        try:
+            found, method = _vmapped(model, loss_fn, batch, group), "vmap"
+        except Exception:  # noqa: BLE001 - whatever vmap cannot do, a loop can
+            found, method = _looped(model, loss_fn, batch, group, n), "loop"
+        for name, gradients in found.items():
+            flat = gradients.reshape(n, -1)
+            size = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+            yield name, VectorFactors(flat, size, flat.dtype, rows=1), method
 
 
 def _vmapped(
@@ -100,7 +89,7 @@ def _looped(
     leaves = list(group.values())
     out = {name: parameter.new_zeros(n, *parameter.shape) for name, parameter in group.items()}
     for i in range(n):
-        loss = batches.scalar(loss_fn(model, batches.between(batch, i, i + 1)))
+        loss = inputs.scalar(loss_fn(model, inputs.some(batch, torch.tensor([i]))))
         for name, found in zip(group, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
             if found is not None:
                 out[name][i] = found.to_dense() if found.is_sparse else found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,22 +18,16 @@ from torch import Tensor, nn
 
 from backlight.capture.batches import tensors
 from backlight.capture.model_state import Untouched, untouched
-from backlight.capture.modules import unwrapped
+from backlight.capture.modules import unwrapped, walk
 from backlight.capture.per_sample import Taps, gradients
 from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape, compress, concatenate
 from backlight.measure.gram.gram import SCRATCH_BYTES, combine, product_dtype
 from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
-from backlight.monitors.grokking.instrument.gram import batches, checks
+from backlight.monitors.grokking.instrument.gram import checks, inputs
 from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule, Coverage, GramError
 from backlight.monitors.grokking.instrument.gram.fallback import per_sample
-from backlight.monitors.grokking.instrument.gram.parameters import (
-    Measured,
-    eager,
-    modules,
-    refuse_mixing,
-    trainable,
-)
+from backlight.monitors.grokking.instrument.gram.inputs import Measured, eager
 from backlight.monitors.grokking.instrument.gram.result import DETAILS, Gram
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -99,45 +94,44 @@ def gram(
         raise GramError(f"gram: products must be None, torch.float64 or torch.float32, got {products}")
     if at_once is not None and at_once < 1:
         raise GramError(f"gram: at_once must be at least 1, got {at_once}")
-    return Measurement(model, loss_fn, batch, detail, fallback, kernel, scratch, products, at_once).run()
+    return Measurement(model, loss_fn, batch, detail, fallback, kernel, scratch, products, at_once or 0).run()
 
 
+@dataclass(eq=False)
 class Measurement:
-    """One measurement; the result keeps it to compute eigenvectors."""
+    """One measurement, with the arguments of :func:`gram`; the result keeps it to compute eigenvectors."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        batch: Any,
-        detail: str,
-        fallback: bool,
-        kernel: str,
-        scratch: int,
-        products: torch.dtype | None,
-        at_once: int | None,
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise GramError(f"gram: model must be a torch.nn.Module, got {type(model).__name__}")
-        self.model, self.loss_fn, self.batch = unwrapped(model), loss_fn, batch
-        self.detail, self.fallback, self.kernel, self.scratch = detail, fallback, kernel, scratch
-        self.products = products
-        self.rounding = torch.finfo(products or torch.float64).eps
-        self.samples = batches.count(batch)
-        self.at_once = min(self.samples, at_once or self.samples)
+    model: nn.Module
+    loss_fn: LossFunction
+    batch: Any
+    detail: str
+    fallback: bool
+    kernel: str
+    scratch: int
+    products: torch.dtype | None
+    at_once: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise GramError(f"gram: model must be a torch.nn.Module, got {type(self.model).__name__}")
+        self.model = unwrapped(self.model)
+        self.rounding = torch.finfo(self.products or torch.float64).eps
+        self.samples = inputs.count(self.batch)
+        self.at_once = min(self.samples, self.at_once or self.samples)
         self.start, self.stop = 0, self.samples
-        self.parameters = trainable(self.model)
+        self.parameters = inputs.trainable(self.model)
         self.by_id = {id(p.tensor): p for p in self.parameters.values()}
-        self.modules = [m for m in modules(self.model) if kernel_of(m) is not None and self._owned(m)]
-        refuse_mixing(self.model)
+        every = {id(module): module for _, module in walk(self.model)}.values()
+        self.modules = [m for m in every if kernel_of(m) is not None and self._owned(m)]
+        inputs.refuse_mixing(self.model)
         self.matrices: dict[str, Tensor] = {}
         self.pair: list[int] = []
         self.entries = torch.zeros(3, dtype=torch.int64)
         self.weights: Mapping[str, Tensor] | None = None
         self.combined: dict[str, Tensor] = {}
         self.random: list[Tensor] = []
-        shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors(batch))
-        self.schedule = CheckSchedule(self.model, loss_fn, shapes)
+        shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors(self.batch))
+        self.schedule = CheckSchedule(self.model, self.loss_fn, shapes)
 
     def _owned(self, module: nn.Module) -> list[tuple[str, Measured]]:
         """Return the trainable parameters of ``module`` itself, by their names within it."""
@@ -227,17 +221,25 @@ class Measurement:
         accumulated = False
         for start in range(0, self.samples, self.at_once):
             self.start, self.stop = start, min(self.samples, start + self.at_once)
-            whole = self.at_once == self.samples
-            found, without = self._pass(self.batch if whole else self._some_at_once())
-            total = found if not total else {name: _plus(total[name], found[name]) for name in total}
+            found, without = self._pass()
+            total = {name: _plus(total.get(name), gradient) for name, gradient in found.items()}
             accumulated |= without
         for parameter in self.parameters.values():
             parts, parameter.parts = parameter.parts, []
-            if parts and not parameter.uncaptured:
-                self._measure_parts(parameter, parts)
+            if not parts or parameter.uncaptured:
+                continue
+            try:
+                if sum(piece.samples for part in parts for piece in part[:1]) != self.samples:
+                    raise ValueError("it is not used by every sample")
+                self._measure(parameter, concatenate(parts))
+            except ValueError as error:
+                parameter.uncaptured = str(error)
         return total, accumulated
 
-    def _pass(self, batch: Any) -> tuple[dict[str, Tensor | None], bool]:
+    def _pass(self) -> tuple[dict[str, Tensor | None], bool]:
+        batch = self.batch
+        if self.at_once < self.samples:
+            batch = inputs.some(batch, torch.arange(self.start, self.stop))
         for parameter in self.parameters.values():
             parameter.expected, parameter.pieces = 0, []
         with (
@@ -245,28 +247,17 @@ class Measurement:
             eager(self.model),
             Taps(self.modules, self.stop - self.start, self) as taps,
         ):
-            loss = batches.scalar(self.loss_fn(self.model, batch))
+            loss = inputs.scalar(self.loss_fn(self.model, batch))
             found = self._gradients(loss, taps, batch)
         for parameter in self.parameters.values():
             if not parameter.uncaptured:
                 self._finish(parameter)
         return found, taps.without_grad
 
-    def _some_at_once(self) -> Any:
-        return batches.some(self.batch, torch.arange(self.start, self.stop))
-
-    def _measure_parts(self, parameter: Measured, parts: list[list[Factors]]) -> None:
-        try:
-            if sum(piece.samples for part in parts for piece in part[:1]) != self.samples:
-                raise ValueError("it is not used by every sample")
-            self._measure(parameter, concatenate(parts))
-        except ValueError as error:
-            parameter.uncaptured = str(error)
-
     def _gradients(self, loss: Tensor, taps: Taps, batch: Any) -> dict[str, Tensor | None]:
         leaves = [p.tensor for p in self.parameters.values()]
-        inputs = [t for _, t in tensors(batch) if t.requires_grad and t.is_leaf]
-        return dict(zip(self.parameters, gradients(loss, leaves, taps, others=inputs), strict=True))
+        others = [t for _, t in tensors(batch) if t.requires_grad and t.is_leaf]
+        return dict(zip(self.parameters, gradients(loss, leaves, taps, others=others), strict=True))
 
     def run(self) -> Gram:
         """Measure, check, and return the result; a GramError as in :func:`gram`."""
@@ -279,19 +270,26 @@ class Measurement:
             norms = _norms(found)
             failed = self._failures(norms)
             alone: dict[str, float] = {}
+            mixed: dict[str, GramError] = {}
             if not drew and self.samples > 1 and self.schedule.due():
                 alone = self._alone(state, accumulated)
                 mixed = self._failures_alone(alone, failed)
-                failed |= mixed
-            else:
-                mixed = {}
-            if failed:
-                self._fall_back(failed, norms, alone, drew, state)
+            if failed or mixed:
+                self._fall_back(failed | mixed, norms, alone, drew, state)
         if not mixed:  # a kernel that misread the samples of a parameter must not be trusted next time
             self.schedule.passed()
         coverage = {
-            name: self._coverage(parameter, norms[name], alone) for name, parameter in self.parameters.items()
+            name: self._coverage(parameter, norms[name]) for name, parameter in self.parameters.items()
         }
+        if alone:
+            coverage = {
+                name: replace(check, alone=(self._pair_norm(self.parameters[name]), alone[name]))
+                for name, check in coverage.items()
+            }
+        # In model order, zeros for parameters that the loss does not depend on.
+        device = next(iter(self.parameters.values())).tensor.device
+        empty = torch.zeros(self.samples, self.samples, dtype=torch.float64, device=device)
+        keys = dict.fromkeys(p.location.key(self.detail) for p in self.parameters.values())
         return Gram(
             samples=self.samples,
             detail=self.detail,
@@ -300,19 +298,12 @@ class Measurement:
             mean_gradient={n: None if g is None else g.detach() / self.samples for n, g in found.items()},
             eps=max(parameter.eps for parameter in self.parameters.values()),
             rounding=self.rounding,
-            _matrices=self._all_matrices(),
+            _matrices={key: self.matrices.get(key, empty) for key in keys},
             _combine=self.combine,
         )
 
-    def _all_matrices(self) -> dict[str, Tensor]:
-        """Return Grams in model order, zeros for parameters that the loss does not depend on."""
-        device = next(iter(self.parameters.values())).tensor.device
-        keys = dict.fromkeys(p.location.key(self.detail) for p in self.parameters.values())
-        empty = torch.zeros(self.samples, self.samples, dtype=torch.float64, device=device)
-        return {key: self.matrices.get(key, empty) for key in keys}
-
-    def _coverage(self, parameter: Measured, norm: float, alone: Mapping[str, float]) -> Coverage:
-        check = checks.coverage(
+    def _coverage(self, parameter: Measured, norm: float) -> Coverage:
+        return checks.coverage(
             parameter.method or "unused",
             parameter.total,
             parameter.magnitude,
@@ -320,12 +311,6 @@ class Measurement:
             parameter.summands,
             parameter.eps,
         )
-        if not alone:
-            return check
-        return Coverage(
-            check.method, check.from_gram, check.from_gradient, check.tolerance,
-            (self._pair_norm(parameter), alone[parameter.location.name]),
-        )  # fmt: skip
 
     def _pair_norm(self, parameter: Measured) -> float:
         aa, ab, bb = parameter.pair
@@ -334,7 +319,7 @@ class Measurement:
     def _failures(self, norms: Mapping[str, float]) -> dict[str, GramError]:
         failed = {}
         for name, parameter in self.parameters.items():
-            check = self._coverage(parameter, norms[name], {})
+            check = self._coverage(parameter, norms[name])
             if parameter.uncaptured or not check.holds:
                 failed[name] = checks.coverage_error(name, check, self.samples)
         return failed
@@ -342,12 +327,12 @@ class Measurement:
     def _alone(self, state: Untouched, accumulated: bool) -> dict[str, float]:
         """Return the norms of the gradients of the chosen samples, run without the others."""
         index = torch.tensor(self.pair or [0])
-        some = batches.some(self.batch, index)
+        some = inputs.some(self.batch, index)
         taps = Taps((), self.samples, self)
         taps.without_grad = accumulated
         with torch.enable_grad(), eager(self.model):
             try:
-                loss = batches.scalar(self.loss_fn(self.model, some))
+                loss = inputs.scalar(self.loss_fn(self.model, some))
             except GramError:
                 raise
             except Exception as error:
@@ -393,42 +378,39 @@ class Measurement:
     ) -> None:
         first = next(iter(failed))
         if not self.fallback or drew:
-            why = (
-                "no kernel knows how it is used" if not self.parameters[first].method else str(failed[first])
-            )
+            parameter = self.parameters[first]
+            why = str(failed[first]) if parameter.method else "no kernel knows how it is used"
             way = (
                 "the forward pass draws random numbers, so that per-sample gradients cannot be taken one by "
                 "one; call model.eval(), or set dropout to 0"
                 if drew
                 else "allow fallback=True"
             )
-            reason = self.parameters[first].uncaptured
-            raise GramError(f"gram: parameter {first!r}: {why}{f' ({reason})' if reason else ''}; {way}")
-        if self.detail != "parameter" and any(self.parameters[name].method for name in failed):
-            raise failed[next(name for name in failed if self.parameters[name].method)]
+            reason = f" ({parameter.uncaptured})" if parameter.uncaptured else ""
+            raise GramError(f"gram: parameter {first!r}: {why}{reason}; {way}")
+        measured = [name for name in failed if self.parameters[name].method]
+        if self.detail != "parameter" and measured:
+            raise failed[measured[0]]
         wanted = {name: self.parameters[name].tensor for name in failed}
         state.rewind()
         with torch.enable_grad(), eager(self.model):
             for name, piece, method in per_sample(self.model, self.loss_fn, self.batch, wanted):
                 parameter = self.parameters[name]
-                earlier = failed[name] if parameter.method else None
-                self._take_fallback(parameter, piece, method)
-                check = self._coverage(parameter, norms[name], {})
+                K, _ = gram_of_pieces([piece])
+                parameter.method = method
+                parameter.summands = piece.size()
+                # Passes of one sample take other kernels than that of all.
+                parameter.eps = max(parameter.eps, 64 * checks.epsilon(piece.dtype, K.device))
+                self._keep(parameter, K)
+                check = self._coverage(parameter, norms[name])
                 if not check.holds:
-                    raise earlier or checks.coverage_error(name, check, self.samples)
+                    raise (
+                        failed[name] if name in measured else checks.coverage_error(name, check, self.samples)
+                    )
         if alone:
-            left = self._failures_alone({**alone}, {})
-            for name in wanted:
-                if name in left:
-                    raise left[name]
-
-    def _take_fallback(self, parameter: Measured, piece: Factors, method: str) -> None:
-        K, _ = gram_of_pieces([piece])
-        parameter.method = method
-        parameter.summands = piece.size()
-        # Passes of one sample take other kernels than that of all.
-        parameter.eps = max(parameter.eps, 64 * checks.epsilon(piece.dtype, K.device))
-        self._keep(parameter, K)
+            for name, error in self._failures_alone(alone, {}).items():
+                if name in wanted:
+                    raise error
 
     def combine(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``sum_n weights[k, n] g_n`` for each named parameter, float64 ``[k, *shape]``."""
@@ -439,7 +421,11 @@ class Measurement:
                 for parameter in self.parameters.values():
                     parameter.uncaptured = parameter.method if parameter.method in {"vmap", "loop"} else ""
                 self._sweep()
-                self._combine_fallback(weights)
+                left = [p for p in self.parameters.values() if p.uncaptured and p.location.name in weights]
+                wanted = {p.location.name: p.tensor for p in left}
+                with torch.enable_grad(), eager(self.model):
+                    for name, piece, _ in per_sample(self.model, self.loss_fn, self.batch, wanted):
+                        self._add_combination(self.parameters[name], [piece], 0, self.samples)
         finally:
             self.weights = None
         rows = next(iter(weights.values())).shape[0]
@@ -449,12 +435,6 @@ class Measurement:
             else weights[name].new_zeros(rows, *self.parameters[name].tensor.shape)
             for name in weights
         }
-
-    def _combine_fallback(self, weights: Mapping[str, Tensor]) -> None:
-        wanted = {name: p.tensor for name, p in self.parameters.items() if p.uncaptured and name in weights}
-        with torch.enable_grad(), eager(self.model):
-            for name, piece, _ in per_sample(self.model, self.loss_fn, self.batch, wanted):
-                self._add_combination(self.parameters[name], [piece], 0, self.samples)
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -111,15 +111,13 @@ class Gram:
             raise GramError(
                 f"gram: Grams were kept by {self.detail}; ask for detail={detail!r} to have them by {detail}"
             )
-        grouped: dict[str, Tensor] = {}
+        if detail == self.detail:
+            return dict(self._matrices)
+        members: dict[str, dict[str, Tensor]] = {}
         for location in self.locations.values():
-            key, source = location.key(detail), location.key(self.detail)
-            if detail == self.detail:
-                grouped[key] = self._matrices[source]
-            elif self.detail == "parameter" or key not in grouped:
-                members = {p.key(self.detail): None for p in self.locations.values() if p.key(detail) == key}
-                grouped[key] = _sum({member: self._matrices[member] for member in members})
-        return grouped
+            source = location.key(self.detail)
+            members.setdefault(location.key(detail), {})[source] = self._matrices[source]
+        return {key: _sum(matrices) for key, matrices in members.items()}
 
     def scopes(self) -> dict[str, Tensor]:
         """Return every Gram that was kept: ``model``, ``block/…``, ``layer/…``, ``parameter/…``."""
@@ -158,18 +156,10 @@ class Gram:
         top: int | None = None,
         device: torch.device | str | None = None,
     ) -> Spectrum:
-        """Return the eigenvalues of the second moment A^T A / N, or of the covariance.
+        """Return the ``top`` eigenvalues (None: all) of the second moment A^T A / N, or of the covariance.
 
-        Parameters
-        ----------
-        centred
-            Of the covariance of per-sample gradients.
-        scope
-            ``model``, ``block/…``, ``layer/…`` or ``parameter/…``.
-        top
-            Number of largest eigenvalues; None for all.
-        device
-            Device of the computation; None for that of the Gram.
+        ``scope`` is ``model``, ``block/…``, ``layer/…`` or ``parameter/…``; ``device`` that of the
+        computation, None for that of the Gram.
         """
         return spectrum(self.scope(scope), centred=centred, top=top, device=device, input_eps=self.piece_eps)
 
@@ -182,14 +172,8 @@ class Gram:
         cheaper than a weighted backward for each. Orthonormality is checked, and fails if the parameters
         have changed since.
 
-        Parameters
-        ----------
-        k
-            Number of vectors; those whose eigenvalue is indistinguishable from 0 are left out.
-        centred
-            Of the covariance.
-        scope
-            ``model``, ``block/…``, ``layer/…`` or ``parameter/…``.
+        ``k`` is their number; those whose eigenvalue is indistinguishable from 0 are left out. ``centred``
+        takes those of the covariance, ``scope`` is that of :meth:`scope`.
 
         Returns
         -------
@@ -204,9 +188,7 @@ class Gram:
         """
         values, weights = eigenpairs(self.scope(scope), k, centred=centred)
         detail, _, key = scope.partition("/")
-        members = [
-            location.name for location in self.locations.values() if location.key(detail) == (key or "model")
-        ]
+        members = [p.name for p in self.locations.values() if p.key(detail) == (key or "model")]
         found = self._combine(dict.fromkeys(members, weights))
         product = torch.zeros(len(values), len(values), dtype=values.dtype, device=values.device)
         for vectors in found.values():

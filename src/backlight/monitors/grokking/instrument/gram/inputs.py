@@ -1,15 +1,17 @@
-"""The trainable parameters of a model under measurement, and models that cannot be measured."""
+"""The model, batch and loss of a measurement: its trainable parameters, and what is refused by name."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from backlight.capture.modules import NamedParameter, walk
+from backlight.capture.batches import map_tensors, tensors
+from backlight.capture.modules import walk
 from backlight.measure.gram.factors import Factors
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.result import Location, block_of
@@ -36,41 +38,30 @@ class Measured:
 def trainable(model: nn.Module) -> dict[str, Measured]:
     """Return the trainable parameters in model order, tied ones once under their first name."""
     found: dict[int, Measured] = {}
-    for named in _current_parameters(model):
-        tensor = named.parameter
-        if not tensor.requires_grad or id(tensor) in found:
+    # What the modules hold now: in a gathered model, the parameters of the forward pass.
+    held = (
+        (f"{module_name}.{key}" if module_name else key, module_name, tensor)
+        for module_name, module in walk(model)
+        for key, tensor in (vars(module).get("_parameters") or {}).items()
+    )
+    for name, module_name, tensor in held:
+        if tensor is None or not tensor.requires_grad or id(tensor) in found:
             continue
         if isinstance(tensor, nn.parameter.UninitializedParameter):
-            raise GramError(f"gram: parameter {named.name!r} has no shape yet; run the model once before")
+            raise GramError(f"gram: parameter {name!r} has no shape yet; run the model once before")
         if hasattr(tensor, "placements"):
             raise GramError(
-                f"gram: parameter {named.name!r} is sharded over processes (DTensor); measure an unsharded "
+                f"gram: parameter {name!r} is sharded over processes (DTensor); measure an unsharded "
                 "copy of the model, or have a watch gather it: measures={'gather': True}; outside of a "
                 "watch, measure inside `with backlight.gathered(model):`, which every rank enters"
             )
         if not tensor.is_floating_point():
-            raise GramError(
-                f"gram: parameter {named.name!r} is {tensor.dtype}; only real parameters are supported"
-            )
-        location = Location(named.name, named.module or "(root)", block_of(named.name))
+            raise GramError(f"gram: parameter {name!r} is {tensor.dtype}; only real parameters are supported")
+        location = Location(name, module_name or "(root)", block_of(name))
         found[id(tensor)] = Measured(location, tensor, eps=torch.finfo(tensor.dtype).eps)
     if not found:
         raise GramError("gram: the model has no parameter that requires a gradient")
     return {parameter.location.name: parameter for parameter in found.values()}
-
-
-def _current_parameters(model: nn.Module) -> Iterator[NamedParameter]:
-    """Yield the parameters that the modules hold now: in a gathered model, those of the forward pass."""
-    for name, module in walk(model):
-        for key, parameter in (vars(module).get("_parameters") or {}).items():
-            if parameter is not None:
-                full = f"{name}.{key}" if name else key
-                yield NamedParameter(full, parameter, name, type(module).__name__)
-
-
-def modules(model: nn.Module) -> list[nn.Module]:
-    """Return every module of ``model`` once, wrappers looked through."""
-    return list({id(module): module for _, module in walk(model)}.values())
 
 
 def refuse_mixing(model: nn.Module) -> None:
@@ -106,3 +97,51 @@ def eager(model: nn.Module) -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def count(batch: Any) -> int:
+    """Return N, the length of the first dimension of the batch's tensors."""
+    sizes = {f"batch{path}": tensor.shape[0] for path, tensor in tensors(batch) if tensor.dim()}
+    if not sizes:
+        raise GramError(
+            f"gram: the batch holds no tensor with a first dimension, got {type(batch).__name__}; "
+            "give tensors, or tuples, lists and dicts of them, with samples along the first dimension"
+        )
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{path} {size}" for path, size in sizes.items())
+        raise GramError(
+            f"gram: samples must lie along the first dimension of every tensor of the batch, got {listed}; "
+            "transpose the batch, and turn it back within loss_fn"
+        )
+    n = next(iter(sizes.values()))
+    if not n:
+        raise GramError("gram: the batch holds no sample; expected at least one along the first dimension")
+    return n
+
+
+def some(batch: Any, index: Tensor) -> Any:
+    """Return the samples of ``index`` ``[n]``."""
+    return map_tensors(
+        batch,
+        lambda tensor: (
+            tensor.detach().index_select(0, index.to(tensor.device)).requires_grad_(tensor.requires_grad)
+        ),
+    )
+
+
+def scalar(loss: Any) -> Tensor:
+    """Return ``loss`` if it is what a loss function must return."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise GramError(
+            f"gram: loss_fn(model, batch) must return one real number, the sum over samples, got {got}; "
+            "return losses.sum()"
+        )
+    if not loss.requires_grad:
+        raise GramError(
+            "gram: the loss depends on no parameter that requires a gradient; compute it with gradients on, "
+            "without detach() or item()"
+        )
+    if not bool(torch.isfinite(loss)):
+        raise GramError(f"gram: the loss is {float(loss.detach())}; `backlight nan` finds its origin")
+    return loss.reshape(())
