@@ -12,11 +12,16 @@ from backlight.measure.spectra.replicates import (
     ReplicateError,
     Replicates,
     check_distinct,
-    noise,
+    noise_about,
     sum_squares,
 )
 
 SETTINGS = settings(deadline=None, max_examples=40)
+
+
+def noise(G, layer=""):
+    replicates = Replicates.of(G, layer=layer)
+    return noise_about(replicates, replicates.mean())
 
 
 def by_definition(G):

@@ -121,18 +121,13 @@ class Spectrum:
 
         ``explained`` lists the numbers of leading eigenvalues for ``explained_<k>``.
         """
-        found: dict[str, float] = {}
         names = ["trace", "frobenius", "spectral", "nuclear", "participation_ratio"]
-        known = self.complete or bool((self.eigenvalues <= self.tolerance).any())
-        names += ["numerical_rank", "condition", "log_pseudo_determinant"] if known else []
+        if self.complete or bool((self.eigenvalues <= self.tolerance).any()):
+            names += ["numerical_rank", "condition", "log_pseudo_determinant"]
         names += ["effective_rank"] if self.complete else []
         names += ["coherence", "noise_scale"] if not self.centred else []
-        for name in names:
-            found[name] = float(getattr(self, name))
-        for k in explained:
-            if k <= len(self.eigenvalues):
-                found[f"explained_{k}"] = self.explained(k)
-        return found
+        shares = {f"explained_{k}": self.explained(k) for k in explained if k <= len(self.eigenvalues)}
+        return {name: float(getattr(self, name)) for name in names} | shares
 
 
 def spectrum(
@@ -227,35 +222,22 @@ def _largest(work: Tensor, top: int | None) -> NDArray[np.float64]:
     return np.ascontiguousarray(values[::-1][: top or n], dtype=np.float64)
 
 
-def as_matrix(gradient: Tensor) -> Tensor:
-    """Return a gradient as ``[p, q]``, outputs first; ValueError for fewer than two dimensions."""
-    if gradient.dim() < 2:
-        raise ValueError(
-            f"G G^T needs a gradient with at least two dimensions, got {list(gradient.shape)}; that of a "
-            "vector has rank one; use its norm"
-        )
-    return gradient.detach().flatten(1)
-
-
-def left_product(gradient: Tensor) -> Tensor:
-    """Return G G^T, float64 ``[p, p]``."""
-    G = as_matrix(gradient).double()
-    return G @ G.T
-
-
-def right_product(gradient: Tensor) -> Tensor:
-    """Return G^T G, float64 ``[q, q]``."""
-    G = as_matrix(gradient).double()
-    return G.T @ G
-
-
 def product_spectrum(gradient: Tensor, *, top: int | None = None) -> Spectrum:
     """Return the ``min(p, q)`` eigenvalues that G G^T and G^T G share, through the smaller product.
 
     They are squared singular values, not divided by p or q; coherence and noise scale have no meaning for
     them. ``top`` limits them to the largest.
+
+    Raises
+    ------
+    ValueError
+        If the gradient has fewer than two dimensions.
     """
-    matrix = as_matrix(gradient)
-    tall = matrix.shape[0] > matrix.shape[1]
-    product = right_product(matrix) if tall else left_product(matrix)
+    if gradient.dim() < 2:
+        raise ValueError(
+            f"G G^T needs a gradient with at least two dimensions, got {list(gradient.shape)}; that of a "
+            "vector has rank one; use its norm"
+        )
+    G_pq = gradient.detach().flatten(1).double()
+    product = G_pq.T @ G_pq if G_pq.shape[0] > G_pq.shape[1] else G_pq @ G_pq.T
     return spectrum(product * product.shape[0], top=top, input_eps=torch.finfo(gradient.dtype).eps)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from psutil import virtual_memory
 from torch import Tensor, nn
@@ -55,23 +56,12 @@ class OuterProduct:
         return len(self._g), len(self._g)
 
     @property
-    def vector(self) -> Tensor:
-        """The gradient g ``[M]``."""
-        return self._g
-
-    @property
     def norm(self) -> float:
         """Frobenius norm, |g|^2: also the trace, the spectral and the nuclear norm."""
         return float(torch.linalg.vector_norm(self._g, dtype=torch.float64)) ** 2
 
     def position(self, name: str, *index: int) -> int:
-        """Return the row of the matrix of an entry of a parameter.
-
-        Raises
-        ------
-        OuterProductError
-            If there is no such parameter, or no such entry.
-        """
+        """Return the row of the matrix of an entry of a parameter; OuterProductError if there is none."""
         shape = self._shapes.get(name)
         if shape is None:
             raise OuterProductError(
@@ -82,10 +72,8 @@ class OuterProduct:
             raise OuterProductError(
                 f"outer_product: {name!r} has shape {list(shape)}, got the index {list(index)}"
             )
-        position = 0
-        for i, n in zip(index, shape, strict=True):
-            position = position * n + i % n
-        return self.offsets[name] + position
+        wrapped = tuple(i % n for i, n in zip(index, shape, strict=True))
+        return self.offsets[name] + (int(np.ravel_multi_index(wrapped, shape)) if shape else 0)
 
     def entry(self, i: int, j: int) -> float:
         """Return g_i g_j."""
@@ -96,44 +84,26 @@ class OuterProduct:
         return self._at(i) * self._g
 
     def block(self, rows: Index, columns: Index) -> Tensor:
-        """Return the entries of ``rows`` and ``columns``: slices, indices, or names of parameters.
-
-        Raises
-        ------
-        OuterProductError
-            If the block does not fit into memory.
-        """
+        """Return the entries of ``rows`` and ``columns``: slices, indices, or names of parameters."""
         left, right = self._select(rows), self._select(columns)
         self._check_space(len(left) * len(right), f"a block of {len(left)} x {len(right)} entries")
         return torch.outer(left, right)
 
     def matvec(self, v: Tensor) -> Tensor:
-        """Return g (g . v) for ``v [M]`` or ``[M, k]``; the inner product is summed in float64.
-
-        Raises
-        ------
-        OuterProductError
-            If v has another length.
-        """
+        """Return g (g . v) for ``v [M]`` or ``[M, k]``; the inner product is summed in float64."""
         if not v.dim() or v.shape[0] != len(self._g):
             raise OuterProductError(
                 f"outer_product: expected {len(self._g)} rows to multiply, got {list(v.shape)}"
             )
-        inner = self._g.double() @ v.double()
-        product = self._g.double()[:, None] * inner[None, :] if v.dim() == 2 else self._g.double() * inner
+        g = self._g.double()
+        product = torch.tensordot(g, g @ v.double(), dims=0)
         return product.to(torch.promote_types(self._g.dtype, v.dtype))
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return self.matvec(v)
 
     def dense(self) -> Tensor:
-        """Return the whole matrix ``[M, M]``, if there is space for it.
-
-        Raises
-        ------
-        OuterProductError
-            If it does not fit into half of the memory that is available.
-        """
+        """Return the whole matrix ``[M, M]``; OuterProductError beyond half of the available memory."""
         m = len(self._g)
         self._check_space(m * m, f"the dense matrix of {m} x {m} entries")
         return torch.outer(self._g, self._g)

@@ -1,17 +1,16 @@
 """Singular directions of replicates: how many can be found, and the cheapest accurate way to find them.
 
-C matrices of p x q, D = min(p, q), K directions. The short side becomes the left one first, so that
-transposing the input exchanges left and right and changes nothing else. The noise level comes first: a
-direction is *identifiable* if the singular value that the spiked model expects of it in one replicate
-exceeds what the largest singular value of pure noise exceeds in one case of a hundred. Its strength is read
-off the mean of all replicates, where noise is weaker. docs/formulas.md, section 2.
+C matrices of p x q, p <= q, K directions. The noise level comes first: a direction is *identifiable* if the
+singular value that the spiked model expects of it in one replicate exceeds what the largest singular value of
+pure noise exceeds in one case of a hundred. Its strength is read off the mean of all replicates, where noise
+is weaker. docs/formulas.md, section 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch documents it, and does not export it
 
-from backlight.measure.spectra.randomized_svd import Directions, resolved, strongest
+from backlight.measure.spectra.randomized_svd import Directions, joined, resolved, strongest
 from backlight.measure.spectra.replicates import Noise, named
 from backlight.measure.spectra.shrinkage import infer, predict, upper_edge
 
@@ -51,44 +50,24 @@ def decompose(
     edge: float = 0.0,
     wanted: int | None = None,
     start_pb: Tensor | None = None,
-    tolerance: float = TOLERANCE,
     expected: int = 0,
     layer: str = "",
     names: Sequence[str | int] = (),
 ) -> Directions:
-    """Compute the K = ``count`` strongest directions of each of C matrices, all D by default.
+    """Compute the K = ``count`` strongest directions of each of C matrices with p <= q, all p by default.
 
     ``method`` is ``"svd"`` (LAPACK or cuSOLVER, after a QR reduction where one side is much longer),
     ``"gram"`` (eigenvectors of the product with the transpose, in float64, because float32 loses directions
-    below ``sqrt(eps) s_1``) or ``"randomized"`` (block Lanczos from a random start, with a residual check
-    against ``tolerance``). The randomized method resolves the first ``wanted`` directions unless they lie
-    below ``edge``, among those of noise. It may start with the weakest columns of ``start_pb``, directions
-    of the short side, which biases only what it does not resolve; ``expected`` columns sufficed for matrices
-    like these. ``layer`` and ``names`` of the matrices are for messages.
-
-    What does not converge in float32 is repeated in float64, and finally with the Gram matrix; what fails
-    there raises DecompositionError. Directions are those of the matrices as given, in their type.
+    below ``sqrt(eps) s_1``) or ``"randomized"`` (see :func:`strongest`, from the weakest columns of
+    ``start_pb``). ``layer`` and ``names`` of the matrices are for messages. What does not converge in float32
+    is repeated in float64, and finally with the Gram matrix; what fails there raises DecompositionError.
 
     Raises
     ------
     ValueError
         If ``method`` is unknown.
     """
-    C, p, q = A_Cpq.shape
-    if p > q:
-        found = decompose(
-            A_Cpq.mT,
-            count,
-            method=method,
-            edge=edge,
-            wanted=wanted,
-            start_pb=start_pb,
-            tolerance=tolerance,
-            expected=expected,
-            layer=layer,
-            names=names,
-        )
-        return replace(found, left=found.right, right=found.left)
+    C, p, _ = A_Cpq.shape
     count = p if count is None else min(count, p)
     labels = list(names) or list(range(C))
     if method == "randomized":
@@ -98,7 +77,7 @@ def decompose(
             edge=edge,
             wanted=wanted,
             start_pb=None if start_pb is None else start_pb[:, -WIDTH:],
-            tolerance=tolerance,
+            tolerance=TOLERANCE,
             width=min(count + OVERSAMPLING, WIDTH),
             expected=expected,
         )
@@ -111,11 +90,9 @@ def decompose(
 
 
 def count_above(A_pq: Tensor, edge: float, *, limit: int) -> tuple[int, Directions]:
-    """Return the number of singular values above an edge, and the directions (C = 1) that show it.
+    """Return the number of singular values above an edge, at most ``limit``, and the directions (C = 1).
 
-    The number of directions is doubled until one lies below the edge or ``limit`` is passed, from which on
-    the number does not matter; what the search finds for a singular value is never above it. ``A_pq`` has p
-    <= q.
+    The search is for twice as many until one lies below the edge; it never overestimates a singular value.
     """
     size = min(16, A_pq.shape[0])
     while True:
@@ -141,9 +118,8 @@ def _again(
     """Repeat, in float64, the matrices that did not pass their check."""
     if bool(found.converged.all()):
         return found
-    left, values, right = found.left.clone(), found.values.clone(), found.right.clone()
-    residual, converged = found.residual.clone(), found.converged.clone()
-    for c in (~converged).nonzero().flatten().tolist():
+    parts = [found.part(c) for c in range(len(A_Cpq))]
+    for c in (~found.converged).nonzero().flatten().tolist():
         one = None
         if A_Cpq.dtype == torch.float32 and not _crowded(found, c, edge, wanted or count):
             one = strongest(
@@ -155,9 +131,8 @@ def _again(
             )
         if one is None or not bool(one.converged.all()):
             one = _each(A_Cpq[c : c + 1], count, _gram, layer, labels[c : c + 1])
-        left[c], values[c], right[c] = one.left[0], one.values[0], one.right[0]
-        residual[c], converged[c] = one.residual[0], True
-    return Directions(left, values, right, residual, converged, found.columns)
+        parts[c] = replace(one, left=one.left.to(A_Cpq.dtype), right=one.right.to(A_Cpq.dtype))
+    return replace(joined(parts), columns=found.columns)
 
 
 def _crowded(found: Directions, c: int, edge: float, wanted: int) -> bool:
@@ -193,15 +168,8 @@ def _each(
                     f"({one.shape[1]} x {one.shape[2]}) did not converge in float64 either: {error}. "
                     f"Leave that replicate out."
                 ) from error
-            narrow = (wide.left.to(one.dtype), wide.values, wide.right.to(one.dtype))
-            parts.append(Directions(*narrow, wide.residual, wide.converged))
-    return Directions(
-        torch.cat([part.left for part in parts]),
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.right for part in parts]),
-        torch.cat([part.residual for part in parts]),
-        torch.cat([part.converged for part in parts]),
-    )
+            parts.append(replace(wide, left=wide.left.to(one.dtype), right=wide.right.to(one.dtype)))
+    return joined(parts)
 
 
 def _svd(A_Cpq: Tensor, count: int) -> Directions:
@@ -279,14 +247,14 @@ def plan(
 
     ``pilot_pq`` is one replicate: real noise may have more large singular values than its model. With
     ``method`` ``"auto"`` small matrices are decomposed fully, larger ones by a search for the identifiable
-    directions unless they are many; ``max_directions`` limits how many are measured.
+    directions unless they are many.
 
     Raises
     ------
     ValueError
         If ``method`` is unknown or ``max_directions`` is not positive.
     """
-    if method not in {"auto", "svd", "gram", "randomized"}:
+    if method not in get_args(Method):
         raise ValueError(f"method must be 'auto', 'svd', 'gram' or 'randomized', got {method!r}")
     if max_directions is not None and max_directions < 1:
         raise ValueError(f"max_directions must be at least 1, got {max_directions}")

@@ -8,6 +8,7 @@ and in float64, nothing is squared, and the residual ``|A v - s u|`` is a by-pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,18 @@ class Directions:
     residual: Tensor  # float64 [C, K]: |A v - s u|, or |A^T u - s v| where the left side is long
     converged: Tensor  # bool [C]: every requested direction above the edge passed its check
     columns: int = 0  # columns that the search needed; 0 without a search
+
+    def part(self, c: int) -> Directions:
+        """Return the directions of one of the matrices, C = 1."""
+        return Directions(*(x[c : c + 1] for x in self._tensors()))
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.left, self.values, self.right, self.residual, self.converged
+
+
+def joined(parts: Sequence[Directions]) -> Directions:
+    """Return the directions of several batches as one."""
+    return Directions(*map(torch.cat, zip(*(part._tensors() for part in parts), strict=True)))
 
 
 def strongest(

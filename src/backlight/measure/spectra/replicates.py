@@ -98,18 +98,7 @@ class Replicates:
         device: torch.device | str | None = None,
         budget: int = BUDGET_BYTES,
     ) -> Replicates:
-        """Check replicates ``[R, p, q]``, or R floating tensors ``[p, q]``, and read each of them once.
-
-        ``least`` is the smallest R that the caller can use; ``device`` is where to work, by default that of
-        the replicates, and ``budget`` the bytes that a chunk of them, with what is computed from it, may
-        take there.
-
-        Raises
-        ------
-        ReplicateError
-            If there are too few, they are not real matrices of one shape and type, one holds NaN or infinite
-            values, or all are zero.
-        """
+        """Check at least ``least`` replicates, ``[R, p, q]`` or R tensors ``[p, q]``; else ReplicateError."""
         matrices = _checked_matrices(G, layer, least)
         where = torch.device(device) if device is not None else matrices[0].device
         loader = _Loader(matrices, where)
@@ -175,11 +164,10 @@ class Replicates:
         return total / len(self)
 
     def chunks(self, work: Callable[[tuple[int, ...], Tensor], None], *, bytes_each: int) -> int:
-        """Call ``work(indices, x_Cpq)`` on all replicates, in :attr:`order`, as many at once as fit.
+        """Call ``work(indices, x_Cpq)`` on all replicates, in :attr:`order`; return how many fit at once.
 
-        Returned is how many fit. Where memory does not suffice the chunk is halved for good; ``work`` must
-        leave nothing behind when it fails. ``bytes_each`` is what one replicate takes with all that is
-        computed from it. A single replicate that does not fit raises ReplicateError.
+        Where memory does not suffice the chunk is halved for good; ``work`` must leave nothing behind when it
+        fails. ``bytes_each`` is what one replicate takes with all that is computed from it.
         """
         budget = min(self.budget, _CACHE_BYTES) if self.device.type == "cpu" else self.budget
         size = max(1, min(len(self), budget // max(bytes_each, 1)))
@@ -262,18 +250,6 @@ class Noise:
         return rho * replicates / (1 + rho * (replicates - 1)) if rho > 0 else 0.0
 
 
-def noise(
-    G: Tensor | Sequence[Tensor],
-    *,
-    layer: str = "",
-    device: torch.device | str | None = None,
-    budget: int = BUDGET_BYTES,
-) -> Noise:
-    """Measure signal and noise of R >= 2 replicates; parameters as for :class:`Replicates`."""
-    replicates = Replicates.of(G, layer=layer, device=device, budget=budget)
-    return noise_about(replicates, replicates.mean())
-
-
 def noise_about(replicates: Replicates, mean: Tensor) -> Noise:
     """Measure signal and noise of replicates whose mean ``[p, q]`` is known."""
     count, (p, q) = len(replicates), replicates.shape
@@ -290,16 +266,9 @@ def noise_about(replicates: Replicates, mean: Tensor) -> Noise:
 
 
 def check_distinct(replicates: Replicates, sigma2: float) -> None:
-    """Raise ReplicateError for replicates of the same data, whose echo means nothing.
-
-    Two replicates are the same where their squared distance is below 1e-4 of the ``2 sigma^2 p q`` that
-    noise puts between them. Only neighbours in norm are compared.
-
-    Raises
-    ------
-    ReplicateError
-        If two replicates are the same.
-    """
+    """Raise ReplicateError for replicates of the same data, whose echo means nothing."""
+    # Closer than 1e-4 of the 2 sigma^2 p q that noise puts between two of them. Only neighbours in norm are
+    # compared.
     p, q = replicates.shape
     expected = 2 * sigma2 * p * q
     for a, b in zip(replicates.order, replicates.order[1:], strict=False):

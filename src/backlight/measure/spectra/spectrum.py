@@ -81,10 +81,8 @@ def _wide(matrix: Tensor, layer: str) -> tuple[Tensor, float]:
 def subspace_overlap(before_nk: Tensor, after_nk: Tensor) -> float:
     """Return the mean squared cosine of the principal angles between two spans of orthonormal columns.
 
-    1 for the same subspace; k / n is expected of two random ones. In float64.
-
-    Bjorck and Golub, "Numerical methods for computing angles between linear subspaces", Math. Comp. 27
-    (1973).
+    1 for the same subspace; k / n is expected of two random ones. In float64: Bjorck and Golub, "Numerical
+    methods for computing angles between linear subspaces", Math. Comp. 27 (1973).
 
     Raises
     ------
