@@ -9,7 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from backlight.monitors.steptime.model.evidence import StoredProfile, read_profile
-from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow, core_wait, widen
+from backlight.monitors.steptime.model.step_comparison import (
+    TimeComparison,
+    TimeRow,
+    compare_series,
+    core_wait,
+    levels_of,
+    widen,
+)
 from backlight.monitors.steptime.model.step_times import CONFIDENCE, MIN_STEPS, Floats, difference
 from backlight.store.read.run import Run
 
@@ -22,15 +29,13 @@ def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
     profiles = read_profile(first), read_profile(second)
     if profiles[0] is None or profiles[1] is None:
         return None
-    tables = _averages(profiles[0]), _averages(profiles[1])
-    if not tables[0] or not tables[1]:
+    averages = _averages(profiles[0]), _averages(profiles[1])
+    if not averages[0] or not averages[1]:
         return None
-    counts = (
-        int(profiles[0].content.get("traced_steps") or 0),
-        int(profiles[1].content.get("traced_steps") or 0),
-    )
-    names = list(dict.fromkeys([*tables[0], *tables[1]]))
-    rows = [TimeRow(name, tables[0].get(name, 0.0), tables[1].get(name, 0.0)) for name in names]
+    first_steps, second_steps = (int(p.content.get("traced_steps") or 0) for p in profiles if p)
+    counts = (first_steps, second_steps)
+    names = dict.fromkeys([*averages[0], *averages[1]])
+    rows = [TimeRow(name, averages[0].get(name, 0.0), averages[1].get(name, 0.0)) for name in names]
     if min(counts) < MIN_STEPS:
         needed = f"{MIN_STEPS} or more are needed (backlight profile --traced)"
         why = f"no intervals: {min(counts)} traced steps, {needed}"
@@ -39,18 +44,15 @@ def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
     if one is None or other is None:
         why = "no intervals: a trace is not there, or cannot be read (pip install 'backlight[trace]')"
         return TimeComparison(counts, tuple(rows), confidence, (why,))
-    tested = [name for name in names if _is_testable(one, name) and _is_testable(other, name)]
-    level = 1 - (1 - confidence) / max(1, len(tested))
+    least = [NEGLIGIBLE * sum(float(np.median(series)) for series in side.values()) for side in (one, other)]
+    levels = levels_of((one, other), least, confidence)
     waits = core_wait(first), core_wait(second)
-    shown = []
-    for row in rows:
-        if row.name not in tested:
-            shown.append(row)
-            continue
-        found = difference(one[row.name], other[row.name], level)
-        medians = float(np.median(one[row.name])), float(np.median(other[row.name]))
-        whole = TimeRow(row.name, *medians, found.ratio, found.low, found.high, found.is_significant)
-        shown.append(widen(whole, *waits, is_drifting=False))
+    shown = (
+        widen(compare_series(row.name, one, other, difference, levels[row.name]), *waits, is_drifting=False)
+        if row.name in levels
+        else row
+        for row in rows
+    )
     return TimeComparison(counts, tuple(shown), confidence)
 
 
@@ -62,7 +64,7 @@ def _averages(profiled: StoredProfile) -> dict[str, float]:
 
 
 def _by_step(run: Run, steps: int) -> dict[str, Floats] | None:
-    """Return milliseconds by kind, each [steps], from the trace that a run keeps; None where that fails."""
+    """Return seconds by kind, each [steps], from the trace that a run keeps; None where that fails."""
     paths = [path for path in run.evidence() if path.endswith("trace.json.gz")]
     if not paths:
         return None
@@ -82,13 +84,6 @@ def _by_step(run: Run, steps: int) -> dict[str, Floats] | None:
     on_device = any(one.device_total for one in each)
     names = dict.fromkeys(row.name for one in each for row in one.kinds)
     by_name = [
-        {row.name: (row.device if on_device else row.host) * 1e-6 for row in one.kinds} for one in each
+        {row.name: (row.device if on_device else row.host) * 1e-9 for row in one.kinds} for one in each
     ]
     return {name: np.array([row.get(name, 0.0) for row in by_name]) for name in names}
-
-
-def _is_testable(side: dict[str, Floats], name: str) -> bool:
-    if name not in side or len(side[name]) < MIN_STEPS or not (side[name] > 0).all():
-        return False
-    whole = sum(float(np.median(values)) for values in side.values())
-    return float(np.median(side[name])) >= NEGLIGIBLE * whole

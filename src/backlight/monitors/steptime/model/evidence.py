@@ -49,8 +49,9 @@ class StoredProfile:
         return float(step["median_ms"]) if step else None
 
     def rows(self, table: str) -> list[Mapping[str, Any]]:
-        """Return a table; empty where it was not measured."""
-        return list(self.content.get(table) or [])
+        """Return the rows of a table; empty where it was not measured."""
+        listed = self.content.get(table)
+        return [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
 
     def evidence(self, part: str, value: float | str, unit: str = "1") -> Evidence:
         """Cite a part of the profile by the path that the report's panels use: ``profile/copies/...``."""

@@ -25,6 +25,11 @@ from backlight.store.read.run import Run
 
 T = TypeVar("T")
 
+Side = Mapping[str, Floats]
+"""Seconds of the steps, or medians of the runs, by phase."""
+
+Test = Callable[[Floats, Floats, float], Difference]
+
 STEP = "step"
 """Name of the row of the whole step."""
 
@@ -34,10 +39,9 @@ NEGLIGIBLE = 0.002
 
 @dataclass(frozen=True)
 class TimeRow:
-    """One phase in two runs: medians in milliseconds, and the second over the first.
+    """One phase in two runs: medians in milliseconds, and the second over the first with its interval.
 
-    ``ratio`` with ``low`` and ``high`` is None where the phase is missing in one run or too short to
-    test; ``found`` is whether the interval excludes 1.
+    ``ratio`` is None where it was not tested; ``found`` is whether the interval excludes 1.
     """
 
     name: str
@@ -62,9 +66,8 @@ class TimeRow:
 class TimeComparison:
     """Step times of two runs: the step first, then its phases.
 
-    ``counts`` are steady steps of each run, or pairs. Without ``rows``, ``trouble`` gives the reason.
-    ``confidence`` is that of the interval of the step; those of n phases have 1 - (1 - confidence) / n, so
-    that all of them together raise no more false alarms than the step alone (Bonferroni).
+    ``counts`` are steady steps of each run, or pairs; ``confidence`` is that of the interval of the step.
+    Without ``rows``, ``trouble`` gives the reason.
     """
 
     counts: tuple[int, int]
@@ -89,11 +92,10 @@ class TimeComparison:
 def compare_times(first: Run, second: Run, confidence: float = CONFIDENCE) -> TimeComparison:
     """Compare the steady steps of two runs, phase by phase; the caller checks that they are comparable."""
     runs = {"first": first, "second": second}
-    tables = {name: table for name, run in runs.items() if (table := read_phases(run)) is not None}
-    if len(tables) < 2:
-        missing = tuple(f"the {name} run has no phase times" for name in runs if name not in tables)
+    parts = {name: table.steady() for name, run in runs.items() if (table := read_phases(run)) is not None}
+    if len(parts) < 2:
+        missing = tuple(f"the {name} run has no phase times" for name in runs if name not in parts)
         return TimeComparison((0, 0), (), confidence, missing)
-    parts = {name: table.steady() for name, table in tables.items()}
     trouble = tuple(f"{name} run: {steady.trouble}" for name, (steady, _) in parts.items() if steady.trouble)
     is_drifting = bool(trouble)
     one, other = (rest for _, rest in parts.values())
@@ -106,11 +108,9 @@ def compare_times(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
         for name, wait in waits.items()
         if wait > NEGLIGIBLE
     )
-    rows = (
-        widen(row, waits["first"], waits["second"], is_drifting=is_drifting)
-        for row in _rows(_columns(one), _columns(other), difference, confidence)
-    )
-    return TimeComparison(counts, tuple(rows), confidence, trouble)
+    rows = _step_rows(_columns(one), _columns(other), difference, confidence)
+    widened = (widen(row, waits["first"], waits["second"], is_drifting=is_drifting) for row in rows)
+    return TimeComparison(counts, tuple(widened), confidence, trouble)
 
 
 def core_wait(run: Run) -> float:
@@ -141,10 +141,13 @@ def compare_pairs(
     if fewest < 3:
         raise SeriesError(f"{fewest} pairs: an interval takes 3 or more")
     one, other = (
-        {name: np.array([run.get(name, 0.0) for run in runs]) for name in _names(runs)}
+        {
+            name: np.array([run.get(name, 0.0) for run in runs])
+            for name in dict.fromkeys(n for r in runs for n in r)
+        }
         for runs in (first, second)
     )
-    rows = _rows(one, other, paired_difference, confidence)
+    rows = _step_rows(one, other, paired_difference, confidence)
     return TimeComparison((len(first), len(second)), tuple(rows), confidence)
 
 
@@ -166,36 +169,45 @@ def interleave(
     return sides
 
 
-def _names(runs: Sequence[Mapping[str, float]]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run))
-
-
 def _columns(table: PhaseTimes) -> dict[str, Floats]:
     return {STEP: table.total, **{name: table.phase(name) for name in table.names}}
 
 
-def _rows(
-    one: Mapping[str, Floats],
-    other: Mapping[str, Floats],
+def _step_rows(one: Side, other: Side, test: Test, confidence: float) -> list[TimeRow]:
+    """Compare the step, and each phase that is long enough in every step of both."""
+    least = [NEGLIGIBLE * float(np.median(side[STEP])) for side in (one, other)]
+    levels = {STEP: confidence, **levels_of((one, other), least, confidence)}
+    names = dict.fromkeys([STEP, *one, *other])
+    return [compare_series(name, one, other, test, levels.get(name)) for name in names]
+
+
+def levels_of(sides: tuple[Side, Side], least: Sequence[float], confidence: float) -> dict[str, float]:
+    """Return the confidence of the intervals of all series whose medians reach ``least``.
+
+    All of them together raise no more false alarms than one interval with ``confidence`` (Bonferroni).
+    """
+    tested = [
+        name
+        for name in sides[0]
+        if name != STEP
+        and all(
+            name in side and (side[name] > 0).all() and float(np.median(side[name])) >= low
+            for side, low in zip(sides, least, strict=True)
+        )
+    ]
+    return dict.fromkeys(tested, 1 - (1 - confidence) / max(1, len(tested)))
+
+
+def compare_series(
+    name: str,
+    one: Side,
+    other: Side,
     test: Callable[[Floats, Floats, float], Difference],
-    confidence: float,
-) -> list[TimeRow]:
-    names = [name for name in dict.fromkeys([*one, *other]) if name != STEP]
-    tested = [name for name in names if all(_is_testable(name, side) for side in (one, other))]
-    rows = []
-    for name in [STEP, *names]:
-        first, second = (float(np.median(side[name])) * 1e3 if name in side else 0.0 for side in (one, other))
-        if name != STEP and name not in tested:
-            rows.append(TimeRow(name, first, second))
-            continue
-        level = confidence if name == STEP else 1 - (1 - confidence) / max(1, len(tested))
-        found = test(one[name], other[name], level)
-        rows.append(TimeRow(name, first, second, found.ratio, found.low, found.high, found.is_significant))
-    return rows
-
-
-def _is_testable(name: str, side: Mapping[str, Floats]) -> bool:
-    """Return whether every step has the phase, and it is long enough to be tested."""
-    if name not in side or not (side[name] > 0).all():
-        return False
-    return float(np.median(side[name])) >= NEGLIGIBLE * float(np.median(side[STEP]))
+    level: float | None,
+) -> TimeRow:
+    """Return the medians of one series, and with a ``level`` of confidence their difference."""
+    first, second = (float(np.median(side[name])) * 1e3 if name in side else 0.0 for side in (one, other))
+    if level is None:
+        return TimeRow(name, first, second)
+    found = test(one[name], other[name], level)
+    return TimeRow(name, first, second, found.ratio, found.low, found.high, found.is_significant)

@@ -1,8 +1,7 @@
 """Phase times of a stored run, their steady part, and intervals of medians and differences. No torch.
 
 Sources: ``docs/formulas.md``, section 6; batch means for correlated series as in Law, *Simulation Modeling
-and
-Analysis*, here with medians, because a garbage collection must not move the result.
+and Analysis*, here with medians, because a garbage collection must not move the result.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
-from backlight.store.read.run import Run
+from backlight.store.read.run import Run, Scalar
 
 Floats = npt.NDArray[np.float64]
 
@@ -43,11 +42,7 @@ class SeriesError(ValueError):
 
 @dataclass(frozen=True)
 class SteadyPart:
-    """A series whose ``warmup`` steps, the cold ``first`` one included, are cut off.
-
-    ``values`` are the seconds of the steps after it, empty where no steady part was found; ``trouble`` is why
-    they are not one level.
-    """
+    """Seconds after ``warmup`` steps, the cold ``first`` one included; ``trouble``: why not one level."""
 
     first: float
     warmup: int
@@ -83,17 +78,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """Seconds by step and phase; a phase that a step did not have is 0.
-
-    Attributes
-    ----------
-    steps:
-        Global steps, int64 [S].
-    names:
-        Phases, without the prefix of their scalars.
-    seconds:
-        float64 [S, phases]; the sum of a row is the time of the step.
-    """
+    """Seconds [S, phases] by step [S] and phase, 0 for a phase that is missing; a row adds up to its step."""
 
     steps: npt.NDArray[np.int64]
     names: tuple[str, ...]
@@ -120,14 +105,7 @@ class PhaseTimes:
 def read_phases(run: Run, *, rank: int | None = None) -> PhaseTimes | None:
     """Return the phase times of the newest attempt of a run; None where none were recorded.
 
-    Attempts are not joined: each is a process with its own warm-up.
-
-    Parameters
-    ----------
-    run:
-        A stored run.
-    rank:
-        The rank to read; None for the lowest that recorded.
+    Attempts are not joined: each is a process with its own warm-up. Without ``rank``, the lowest is read.
     """
     if not run.attempts:
         return None
@@ -140,45 +118,37 @@ def read_phases(run: Run, *, rank: int | None = None) -> PhaseTimes | None:
     }
     if not scalars:
         return None
-    steps = np.unique(np.concatenate([scalar.steps for scalar in scalars.values()]))
-    seconds = np.zeros((len(steps), len(scalars)))
-    for column, scalar in enumerate(scalars.values()):
-        seconds[np.searchsorted(steps, scalar.steps), column] = scalar.values
+    steps, seconds = join_scalars(list(scalars.values()))
     valid = np.isfinite(seconds).all(axis=1) & (seconds >= 0).all(axis=1) & (seconds.sum(axis=1) > 0)
     return PhaseTimes(steps[valid], tuple(scalars), seconds[valid]) if valid.any() else None
 
 
-def find_steady(
-    seconds: Sequence[float] | Floats, window: int = WINDOW_STEPS, tolerance: float = TOLERANCE
-) -> SteadyPart:
+def join_scalars(scalars: Sequence[Scalar]) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Return all steps [S], and a column for each scalar, [S, scalars], 0 where it has no value."""
+    steps = np.unique(np.concatenate([scalar.steps for scalar in scalars]))
+    table = np.zeros((len(steps), len(scalars)))
+    for column, scalar in enumerate(scalars):
+        table[np.searchsorted(steps, scalar.steps), column] = scalar.values
+    return steps, table
+
+
+def find_steady(seconds: Sequence[float] | Floats) -> SteadyPart:
     """Cut the warm-up off a series of step times.
 
-    The warm-up ends where the median of ``window`` steps and that of the ``window`` steps after them
-    differ by less than ``tolerance``; the first step never counts as steady. ``trouble`` reports a steady
-    part whose halves have medians that differ by more than ``tolerance``.
-
-    Parameters
-    ----------
-    seconds:
-        Times of consecutive steps, [steps].
-
-    Raises
-    ------
-    SeriesError
-        If a time is negative or not finite, or there is no step.
+    The warm-up ends where the median of five steps and that of the five steps after them differ by less than
+    5 %; the first step never counts as steady. ``trouble`` reports a steady part whose halves differ by more.
     """
-    values = _checked(seconds)
+    values, window = _checked(seconds), WINDOW_STEPS
     for start in range(1, len(values) - 2 * window + 1):
         now = float(np.median(values[start : start + window]))
         later = float(np.median(values[start + window : start + 2 * window]))
-        if abs(later - now) < tolerance * now:
-            rest = values[start:]
-            return SteadyPart(float(values[0]), start, rest, _drift(rest, tolerance))
+        if abs(later - now) < TOLERANCE * now:
+            return SteadyPart(float(values[0]), start, values[start:], _drift(values[start:]))
     needed = 1 + 2 * window
     trouble = (
         f"{len(values)} steps are too few to find a steady part, which takes {needed} or more"
         if len(values) < needed
-        else f"no steady part: the median of {window} steps kept moving by {tolerance:.0%} or more"
+        else f"no steady part: the median of {window} steps kept moving by {TOLERANCE:.0%} or more"
     )
     return SteadyPart(float(values[0]), len(values), np.empty(0), trouble)
 
@@ -187,11 +157,6 @@ def summarize(values: Sequence[float] | Floats, confidence: float = 0.95) -> Sum
     """Summarize steady step times; the interval of the median comes from medians of consecutive batches.
 
     Neighbouring steps are correlated: an interval for independent steps would be too narrow.
-
-    Raises
-    ------
-    SeriesError
-        If there are fewer than four values, or an invalid one.
     """
     checked = _checked(values)
     medians = _batch_medians(checked)
@@ -214,22 +179,14 @@ def difference(
 
     The logarithms of batch medians are compared by Welch's t interval, so that the result is a ratio; the
     interval is widened by the correlation of neighbouring steps.
-
-    Raises
-    ------
-    SeriesError
-        If a series has fewer than four values, or one that is not positive.
     """
     sides = [np.log(_checked(side, positive=True)) for side in (before, after)]
     first, second = (_batch_medians(side) for side in sides)
     errors = [_squared_error(side) for side in sides]
     squared = sum(errors)
     # Welch-Satterthwaite on the widened errors; scipy's tests take the errors from the samples alone.
-    freedom = (
-        squared**2 / (errors[0] ** 2 / (len(first) - 1) + errors[1] ** 2 / (len(second) - 1))
-        if squared
-        else 1.0
-    )
+    parts = errors[0] ** 2 / (len(first) - 1) + errors[1] ** 2 / (len(second) - 1)
+    freedom = squared**2 / parts if squared else 1.0
     return _interval(float(second.mean() - first.mean()), freedom, float(np.sqrt(squared)), confidence)
 
 
@@ -272,8 +229,8 @@ def _squared_error(values: Floats) -> float:
     """Return the squared standard error of the mean of batch medians, widened by their correlation.
 
     With the lag-one correlation r of the steps, an AR(1) series has the variance V(n) of its mean over n
-    steps
-    in closed form, and the usual estimate expects (V(batch) - V(all)) / (batches - 1) where V(all) is true.
+    steps in closed form, and the usual estimate expects (V(batch) - V(all)) / (batches - 1) where V(all) is
+    true.
     """
     medians = _batch_medians(values)
     usual = float(medians.var(ddof=1)) / len(medians)
@@ -289,10 +246,8 @@ def _variance_of_mean(count: int, r: float) -> float:
 
 
 def _correlation(values: Floats) -> float:
-    """Return the lag-one correlation with clipped outliers, plus its standard error.
-
-    Too small a correlation gives false alarms, too large a one only widens the interval.
-    """
+    """Return the lag-one correlation with clipped outliers, plus its standard error."""
+    # Too small a correlation gives false alarms, too large a one only widens the interval.
     middle = float(np.median(values))
     reach = 4 * float(np.median(np.abs(values - middle)))
     clipped = np.clip(values, middle - reach, middle + reach)
@@ -304,9 +259,9 @@ def _correlation(values: Floats) -> float:
     return min(max(r, 0.0) + float(np.sqrt((1 - r * r) / len(values))), 0.95)
 
 
-def _drift(values: Floats, tolerance: float) -> str:
+def _drift(values: Floats) -> str:
     first, second = (float(np.median(half)) for half in np.array_split(values, 2))
-    if abs(second - first) <= tolerance * first:
+    if abs(second - first) <= TOLERANCE * first:
         return ""
     return f"the second half is {second / first - 1:+.0%} against the first: the steps drift"
 

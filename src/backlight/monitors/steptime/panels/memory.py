@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.monitors.steptime.panels.profile import Figures, figures
+from backlight.monitors.steptime.panels.profile import ROWS, figures, table, text
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
@@ -35,7 +35,7 @@ def account_of(source: Source) -> Accounted | str:
     paths = source.evidence(f"/{NAME}")
     if not paths:
         return _NONE
-    path = sorted(paths)[-1]
+    path = max(paths)
     try:
         result = json.loads(source.run.read_evidence(path))
         attempt = int(path.split("/")[0].removeprefix("attempt-"))
@@ -50,6 +50,7 @@ def account_of(source: Source) -> Accounted | str:
 
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
 @panel(
@@ -72,24 +73,12 @@ def memory_steps(source: Source) -> Drawn | NotMeasured:
     below = np.zeros(len(at))
     for kind, row in zip(result["curve"]["kinds"], account.curve / factor, strict=True):
         if row.any():
-            label = visible(str(kind)).replace("_", " ")
+            label, tone = visible(str(kind)).replace("_", " "), TONES[len(lines) // 2 % len(TONES)]
             lines += [
-                Line(label, at, below + row, style="edge", down_to=f"below {label}"),
-                Line(f"below {label}", at, below, style="edge"),
+                Line(label, at, below + row, style="edge", tone=tone, down_to=f"below {label}"),
+                Line(f"below {label}", at, below, style="edge", tone=tone),
             ]
             below = below + row
-    tones = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-    lines = [
-        Line(
-            line.label,
-            line.steps,
-            line.values,
-            style=line.style,
-            tone=tones[i // 2 % 8],
-            down_to=line.down_to,
-        )
-        for i, line in enumerate(lines)
-    ]
     lines.append(Line("all", at, below, tone="eighth"))
     marks: dict[str, list[int]] = {}
     for begin, name in result["curve"]["phases"]:
@@ -114,10 +103,6 @@ def memory_steps(source: Source) -> Drawn | NotMeasured:
     return Drawn("lines", {"charts": [drawn]}, facts, tuple(remarks))
 
 
-ROWS = 60
-"""Modules that are listed."""
-
-
 @panel(
     "memory_modules",
     title="Memory at the peak by module",
@@ -132,17 +117,17 @@ def memory_modules(source: Source) -> Drawn | NotMeasured:
     if isinstance(account, str):
         return NotMeasured(account)
     kinds = [kind for kind, nbytes in account.result["kinds"].items() if nbytes]
-    modules = [module for module in account.result["modules"] if module["own"]]
     rows = [
-        [
-            str(module["name"]) or "(no module)",
-            size(module["own"]),
-            size(module["inclusive"]),
-            *(size(module["kinds"][kind]) if module["kinds"].get(kind) else "" for kind in kinds),
-        ]
-        for module in modules[:ROWS]
+        {**{f"of {kind}": nbytes for kind, nbytes in module["kinds"].items()}, **module}
+        | {"name": module["name"] or "(no module)"}
+        for module in account.result["modules"]
+        if module["own"]
     ]
-    columns = ("Module", "Own", "Inclusive", *(kind.replace("_", " ").capitalize() for kind in kinds))
-    table = Figures("", columns, rows, frozenset(range(1, len(columns))))
-    remarks = [f"{len(modules) - ROWS:,} more modules hold less."] if len(modules) > ROWS else []
-    return figures([table], remarks)
+    by_kind = [(kind.replace("_", " ").capitalize(), f"of {kind}", _size) for kind in kinds]
+    columns = (("Module", "name", text), ("Own", "own", _size), ("Inclusive", "inclusive", _size), *by_kind)
+    remarks = [f"{len(rows) - ROWS:,} more modules hold less."] if len(rows) > ROWS else []
+    return figures([table("", rows[:ROWS], *columns)], remarks)
+
+
+def _size(nbytes: float | None) -> str:
+    return size(nbytes) if nbytes else ""

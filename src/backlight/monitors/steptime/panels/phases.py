@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.monitors.steptime.model.step_times import join_scalars
 from backlight.report.frames import cut
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
@@ -55,10 +56,8 @@ def phases(source: Source) -> Drawn | NotMeasured:
     recorded = {name: scalar for name, scalar in recorded.items() if len(scalar.steps)}
     if not recorded:
         return NotMeasured(source.reason("phase", "steptime", otherwise="The monitor steptime was not on."))
-    steps = np.unique(np.concatenate([scalar.steps for scalar in recorded.values()]))
-    seconds = np.zeros((len(recorded), len(steps)))
-    for row, scalar in enumerate(recorded.values()):
-        seconds[row, np.searchsorted(steps, scalar.steps)] = np.nan_to_num(scalar.values, posinf=0, neginf=0)
+    steps, table_SP = join_scalars(list(recorded.values()))
+    seconds = np.nan_to_num(table_SP.T, posinf=0, neginf=0)
     total = seconds.sum(axis=0)
     shares = _shares(seconds, total)
     order = np.argsort(-shares, kind="stable")

@@ -1,16 +1,116 @@
-"""Rules on ``torch.compile``: graph breaks, recompilations, CUDA graphs that were requested and not used."""
+"""Rules on the runtime info of a run: threads, allocator, compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.steptime.model.evidence import info_evidence, ms, read_runtime_info
+from backlight.monitors.steptime.model.evidence import (
+    info_evidence,
+    ms,
+    percent,
+    read_runtime_info,
+)
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.read.run import Run
-from backlight.text import count
+from backlight.store.read.run import Event, Run
+from backlight.text import count, size
+
+
+@dataclass(frozen=True)
+class ThreadOversubscriptionLimits(Limits, monitor="steptime"):
+    """Limits of the rule ``thread_oversubscription``."""
+
+    threads_per_core: float = limit(1.25, "threads that compute on one machine, over its cores", low=1.0)
+
+
+@rule("thread_oversubscription", monitor="steptime", limits=ThreadOversubscriptionLimits)
+def thread_oversubscription(run: Run, limits: ThreadOversubscriptionLimits) -> Iterator[Finding]:
+    """Find ranks whose threads, with the workers of their loaders, outnumber the cores."""
+    info = read_runtime_info(run)
+    if info is None:
+        return
+    facts = info.payload
+    cores, threads = int(facts.get("cores") or 0), int(facts.get("threads") or 0)
+    ranks, workers = int(facts.get("local_ranks") or 1), int(facts.get("workers") or 0)
+    wanted = ranks * (threads + workers)
+    if not cores or not threads or wanted <= limits.threads_per_core * cores:
+        return
+    better = max(1, cores // ranks - workers)
+    yield Finding(
+        severity=Severity.WARNING,
+        title=f"{count(wanted, 'thread')} share {count(cores, 'core')}",
+        detail=(
+            f"{count(wanted, 'thread')} share {count(cores, 'core')}: {count(ranks, 'rank')} on this "
+            f"machine, each with {count(threads, 'thread')} of torch and {count(workers, 'loader worker')}. "
+            "Waiting threads spin and take cores from working ones. Expected gain: unknown until tried, "
+            "often several-fold on a CPU."
+        ),
+        subject=Subject(rank=info.rank),
+        evidence=(
+            info_evidence(info, f"threads {threads}, workers {workers}"),
+            info_evidence(info, f"cores {cores}, local ranks {ranks}"),
+        ),
+        fix=f"Set `OMP_NUM_THREADS={better}` (or `torch.set_num_threads({better})`) and compare both runs.",
+        refuted_if=f"the same run with {count(better, 'thread')} is not faster.",
+    )
+
+
+def _part(run: Run, name: str) -> tuple[Event | None, dict[str, Any]]:
+    """Return the runtime info and one part of it, empty where that was not recorded."""
+    info = read_runtime_info(run)
+    return info, (info.payload.get(name) or {}) if info is not None else {}
+
+
+@dataclass(frozen=True)
+class MemoryFragmentationLimits(Limits, monitor="steptime"):
+    """Limits of the rule ``memory_fragmentation``."""
+
+    fragmentation_share: float = limit(
+        0.25, "share of the reserved memory that no tensor used at the peak", high=1.0
+    )
+    fragmentation_bytes: float = limit(2.0**28, "bytes below which that share is irrelevant (256 MiB)")
+
+
+@rule("memory_fragmentation", monitor="steptime", limits=MemoryFragmentationLimits)
+def memory_fragmentation(run: Run, limits: MemoryFragmentationLimits) -> Iterator[Finding]:
+    """Find an allocator that reserves far more than was ever in use, or that had to empty its cache."""
+    info, memory = _part(run, "memory")
+    if info is None or not memory.get("reserved"):
+        return
+    reserved, used = float(memory["reserved"]), float(memory.get("peak") or 0.0)
+    retries = int(memory.get("retries") or 0)
+    lost = reserved - used
+    is_fragmented = lost >= limits.fragmentation_bytes and lost / reserved > limits.fragmentation_share
+    if not is_fragmented and not retries:
+        return
+    retried = (
+        f" It emptied its cache and retried {count(retries, 'time')}, which waits for the device."
+        if retries
+        else ""
+    )
+    yield Finding(
+        severity=Severity.WARNING if retries else Severity.INFO,
+        title=f"{size(lost)} of GPU memory is lost to fragmentation",
+        detail=(
+            f"At its peak the allocator had reserved {size(reserved)} and {size(used)} were in use: "
+            f"{size(lost)} ({percent(lost / reserved)}) were free between blocks.{retried} Expected gain: up "
+            f"to {size(lost)} of memory."
+        ),
+        subject=Subject(rank=info.rank),
+        evidence=(
+            info_evidence(info, reserved, "bytes reserved"),
+            info_evidence(info, used, "bytes in use"),
+        ),
+        fix=(
+            "Set `PYTORCH_ALLOC_CONF=expandable_segments:True`, or pad batches to a few lengths: changing "
+            "shapes leave holes."
+        ),
+        refuted_if="reserved memory stays the same with expandable segments.",
+    )
+
 
 MAX_REASONS = 3
 """Reasons that a finding lists."""
@@ -26,8 +126,7 @@ class GraphBreaksLimits(Limits, monitor="steptime"):
 @rule("graph_breaks", monitor="steptime", limits=GraphBreaksLimits)
 def graph_breaks(run: Run, limits: GraphBreaksLimits) -> Iterator[Finding]:
     """Report the graph breaks that torch.compile counted, with its reasons."""
-    info = read_runtime_info(run)
-    compiled = (info.payload.get("compilation") or {}) if info is not None else {}
+    info, compiled = _part(run, "compilation")
     reasons = {str(why): int(times) for why, times in (compiled.get("graph_breaks") or {}).items()}
     breaks = sum(reasons.values())
     if info is None or breaks < limits.graph_breaks:
@@ -42,7 +141,7 @@ def graph_breaks(run: Run, limits: GraphBreaksLimits) -> Iterator[Finding]:
             f"{compiled.get('graphs', 'several')} graphs: {'; '.join(most)}{more}. Expected gain: unknown "
             "until tried; code between the graphs runs uncompiled, and nothing is fused across a break."
         ),
-        subject=Subject(line=_line(most[0])),
+        subject=Subject(line=most[0].rpartition(" at ")[2] if " at " in most[0] else None),
         evidence=tuple(info_evidence(info, f"{reasons[why]} x {why}") for why in most),
         fix=(
             "Compile with `fullgraph=True`: the error names the line. `TORCH_LOGS=graph_breaks` prints each "
@@ -50,10 +149,6 @@ def graph_breaks(run: Run, limits: GraphBreaksLimits) -> Iterator[Finding]:
         ),
         refuted_if="the breaks are outside the step (logging, saving), or `fullgraph=True` is not faster.",
     )
-
-
-def _line(reason: str) -> str | None:
-    return reason.rpartition(" at ")[2] if " at " in reason else None
 
 
 @dataclass(frozen=True)
@@ -71,8 +166,7 @@ class RecompilationsLimits(Limits, monitor="steptime"):
 @rule("recompilations", monitor="steptime", limits=RecompilationsLimits)
 def recompilations(run: Run, limits: RecompilationsLimits) -> Iterator[Finding]:
     """Report functions that were compiled more often than changing shapes explain, with the reason."""
-    info = read_runtime_info(run)
-    compiled = (info.payload.get("compilation") or {}) if info is not None else {}
+    info, compiled = _part(run, "compilation")
     if info is None:
         return
     for row in compiled.get("recompiled") or ():
@@ -105,8 +199,7 @@ def recompilations(run: Run, limits: RecompilationsLimits) -> Iterator[Finding]:
 @rule("cuda_graphs_skipped", monitor="steptime")
 def cuda_graphs_skipped(run: Run, limits: Limits) -> Iterator[Finding]:
     """Report how often the compiler skipped CUDA graphs, with the reasons that it logged."""
-    info = read_runtime_info(run)
-    compiled = (info.payload.get("compilation") or {}) if info is not None else {}
+    info, compiled = _part(run, "compilation")
     skips = int(compiled.get("cuda_graph_skips") or 0)
     if info is None or not skips:
         return

@@ -1,18 +1,24 @@
-"""Rules on the time of a device in a step: idle while the host launches, exposed communication, copies."""
+"""Rules on a stored profile: idle device, exposed communication, copies, logits, recomputed forwards."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.steptime.model.evidence import ms, percent, read_profile
-from backlight.records import Finding, Severity, Subject
+from backlight.monitors.steptime.model.evidence import (
+    ms,
+    peak_memory,
+    percent,
+    read_profile,
+)
+from backlight.records import Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
-from backlight.text import count
+from backlight.text import count, size
 
 HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
 """Causes of idle time on the host."""
@@ -36,7 +42,7 @@ def launch_bound(run: Run, limits: LaunchBoundLimits) -> Iterator[Finding]:
     if profile is None or not device:
         return
     idle = float(device.get("idle") or 0.0)
-    causes = {name: float(share) for name, share in (device.get("causes") or {}).items()}
+    causes: dict[str, float] = device.get("causes") or {}
     host = sum(causes.get(name, 0.0) for name in HOST_CAUSES)
     if idle <= limits.launch_idle or host <= limits.launch_host:
         return
@@ -122,22 +128,23 @@ def copy_heavy(run: Run, limits: CopyHeavyLimits) -> Iterator[Finding]:
     by_line: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in profile.rows("copies"):
         by_line[str(row.get("line") or "")].append(row)
-    for line, rows in sorted(by_line.items(), key=lambda item: -_share(item[1])):
-        share = _share(rows)
+    shares = {line: sum(float(row["share"]) for row in rows) for line, rows in by_line.items()}
+    for line, share in sorted(shares.items(), key=lambda item: -item[1]):
         if share <= limits.copy_share:
             return
-        worst = max(rows, key=lambda row: float(row.get("share") or 0.0))
-        spent = sum(float(row.get("device_ms") or row.get("host_ms") or 0.0) for row in rows)
-        calls = sum(float(row.get("calls") or 0.0) for row in rows)
-        source, target = worst.get("source") or "unknown", worst.get("target") or "unknown"
-        what = "casts" if source != target else "copies"
-        layout = " that change the layout" if what == "copies" and worst.get("contiguous") is False else ""
+        rows = by_line[line]
+        worst = max(rows, key=lambda row: float(row["share"]))
+        spent = sum(float(row["device_ms"] or row["host_ms"]) for row in rows)
+        calls = sum(float(row["calls"]) for row in rows)
+        source, target = worst["source"] or "unknown", worst["target"] or "unknown"
+        what = "Casts" if source != target else "Copies"
+        layout = " that change the layout" if source == target and worst["contiguous"] is False else ""
         where = line or "unknown line"
         yield Finding(
             severity=Severity.WARNING,
-            title=f"{what.capitalize()} at {where} take {percent(share)} of a step",
+            title=f"{what} at {where} take {percent(share)} of a step",
             detail=(
-                f"{what.capitalize()}{layout} from {source} to {target} take {percent(share)} of a step "
+                f"{what}{layout} from {source} to {target} take {percent(share)} of a step "
                 f"({ms(spent)}, {count(round(calls), 'call')}) at "
                 f"{line or 'a line that is not in the trace'}. Expected gain: at most {percent(share)} of a "
                 "step."
@@ -155,5 +162,100 @@ def copy_heavy(run: Run, limits: CopyHeavyLimits) -> Iterator[Finding]:
         )
 
 
-def _share(rows: list[Mapping[str, Any]]) -> float:
-    return sum(float(row.get("share") or 0.0) for row in rows)
+@dataclass(frozen=True)
+class LogitsMaterialisedLimits(Limits, monitor="steptime"):
+    """Limits of the rule ``logits_materialised``."""
+
+    logits_share: float = limit(0.2, "share of the peak memory that logits and their copies take", high=1.0)
+    logits_bytes: float = limit(2.0**26, "bytes below which rewriting a loss is not worth it (64 MiB)")
+
+
+@rule("logits_materialised", monitor="steptime", limits=LogitsMaterialisedLimits)
+def logits_materialised(run: Run, limits: LogitsMaterialisedLimits) -> Iterator[Finding]:
+    """Find logits that take memory: elements times (bytes of their type + 4 of the fp32 copy).
+
+    The peak is that of the device, or of the process where there is none.
+    """
+    profile = read_profile(run)
+    logits = profile.content.get("logits") if profile is not None else None
+    if profile is None or not logits or profile.state("chunked loss") == "on":
+        return
+    shape = [int(length) for length in logits["shape"]]
+    taken = math.prod(shape) * (int(logits["itemsize"]) + 4)
+    peak, _ = peak_memory(run, profile)
+    if taken < limits.logits_bytes or peak <= 0 or taken / peak <= limits.logits_share:
+        return
+    share = min(1.0, taken / peak)
+    yield Finding(
+        severity=Severity.WARNING,
+        title=f"Logits take {percent(share)} of the peak memory",
+        detail=(
+            f"Logits of shape {' x '.join(map(str, shape))} in {logits['dtype']} and their fp32 copy take "
+            f"{size(taken)}, {percent(share)} of the peak of {size(peak)}. Expected gain: up to "
+            f"{size(taken)} of memory with a chunked loss."
+        ),
+        subject=Subject(),
+        evidence=(
+            profile.evidence("logits", taken, "bytes"),
+            profile.evidence("memory/peak", peak, "bytes"),
+        ),
+        fix=(
+            "Compute the loss over chunks of tokens, or with a fused linear cross entropy, so that the "
+            "logits of all tokens never exist at once; `backlight memory` shows the live tensors before and "
+            "after."
+        ),
+        refuted_if="the memory peak is elsewhere in the step and does not fall with a chunked loss.",
+    )
+
+
+@dataclass(frozen=True)
+class RecomputeWithoutNeedLimits(Limits, monitor="steptime"):
+    """Limits of the rule ``recompute_without_need``."""
+
+    recompute_share: float = limit(0.05, "share of a step spent on recomputed forwards", high=1.0)
+    recompute_memory: float = limit(
+        0.6, "share of the memory below which the peak leaves space for what checkpointing saves", high=1.0
+    )
+
+
+@rule("recompute_without_need", monitor="steptime", limits=RecomputeWithoutNeedLimits)
+def recompute_without_need(run: Run, limits: RecomputeWithoutNeedLimits) -> Iterator[Finding]:
+    """Find checkpointing that costs a share of the step while much of the memory is free."""
+    profile = read_profile(run)
+    step = profile.step_ms if profile is not None else None
+    if profile is None or not step:
+        return
+    recomputed = {
+        str(m["name"]): float(m["recomputed_ms"]) for m in profile.rows("modules") if m["recomputed_ms"]
+    }
+    # Of nested modules only the outermost counts.
+    outer = {
+        name: spent
+        for name, spent in recomputed.items()
+        if not name or ("" not in recomputed and not any(name.startswith(f"{o}.") for o in recomputed))
+    }
+    spent = sum(outer.values())
+    peak, capacity = peak_memory(run, profile)
+    if spent / step <= limits.recompute_share or peak <= 0 or capacity <= 0:
+        return
+    if peak / capacity >= limits.recompute_memory:
+        return
+    worst = max(outer, key=lambda name: outer[name])
+    share = percent(spent / step)
+    yield Finding(
+        severity=Severity.INFO,
+        title=f"Checkpointing takes {share} of a step although memory is free",
+        detail=(
+            f"Recomputed forwards take {ms(spent)}, {share} of a step, in {count(len(outer), 'module')} "
+            f"(most in `{worst}`), while the peak memory is {size(peak)} of {size(capacity)} "
+            f"({percent(peak / capacity)}). Expected gain: at most {share} of a step."
+        ),
+        subject=Subject(module=worst or None, phase=Phase.BACKWARD),
+        evidence=(
+            profile.evidence(f"modules/{worst}/recomputed_ms", outer[worst], "ms"),
+            profile.evidence("memory/peak", peak, "bytes"),
+            profile.evidence("memory/capacity", capacity, "bytes"),
+        ),
+        fix="Checkpoint fewer blocks, or none; `backlight memory RECIPE --fake` predicts the peak.",
+        refuted_if="the run without checkpointing does not fit, or takes as long.",
+    )

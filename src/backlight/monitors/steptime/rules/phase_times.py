@@ -1,0 +1,322 @@
+"""Rules on the phase times of the steady steps: data, optimizer, outliers, a late rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from backlight.findings.limits import limit
+from backlight.monitors.steptime.model.evidence import (
+    FORMULAS,
+    GARBAGE_COLLECTION,
+    SteadyLimits,
+    info_evidence,
+    ms,
+    percent,
+    phase_evidence,
+    read_profile,
+    read_runtime_info,
+    steady_phases,
+)
+from backlight.monitors.steptime.model.step_times import PREFIX, Floats, PhaseTimes
+from backlight.records import Evidence, Finding, Phase, Severity, Subject
+from backlight.registry import rule
+from backlight.store.read.run import Run
+from backlight.text import count
+
+CONTROL = "cached batch"
+"""Name of the control that repeats one batch."""
+
+
+@dataclass(frozen=True)
+class DataBoundLimits(SteadyLimits):
+    """Limits of the rule ``data_bound``."""
+
+    data_share: float = limit(0.1, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0)
+    data_match: float = limit(
+        0.5, "share of the wait that a cached batch must save before data is the cause", high=1.0
+    )
+
+
+@rule("data_bound", monitor="steptime", limits=DataBoundLimits)
+def data_bound(run: Run, limits: DataBoundLimits) -> Iterator[Finding]:
+    """Find a share of the steady steps in the data loader, and whether the control shows that it costs time.
+
+    A step may wait for its loader because it is over early, or because something else holds the processor;
+    only a step that becomes faster with a cached batch is bound by data.
+    """
+    table = steady_phases(run, limits)
+    if table is None:
+        return
+    share = float(np.median(table.phase(Phase.DATA) / table.total))
+    if share <= limits.data_share:
+        return
+    evidence = [phase_evidence(table, Phase.DATA)]
+    wait = f"Waiting for data takes {percent(share)} of a steady step ({len(table.steps)} steps)"
+    control = _control(run)
+    if control is None:
+        severity = Severity.INFO
+        title = f"Waiting for data takes {percent(share)} of a step"
+        detail = (
+            f"{wait}. Whether the step would be faster without the wait is not measured: there is no "
+            f"control. Expected gain: at most {percent(share)} of a step."
+        )
+        fix = (
+            "Run `backlight profile --confirm` on the same script: it repeats the steps with a cached batch."
+        )
+    else:
+        found, saved = control
+        if saved < limits.data_match * share:
+            return  # the control refutes it: the time is spent elsewhere all the same
+        evidence.append(found)
+        severity = Severity.WARNING
+        title = f"The step is bound by data loading: {percent(saved)} shorter with a cached batch"
+        detail = (
+            f"{wait}, and with a cached batch a step is {percent(saved)} shorter: data loading is the "
+            f"bottleneck. Expected gain: {percent(min(saved, share))} of a step."
+        )
+        fix = (
+            "Raise num_workers and prefetch_factor, set persistent_workers, or decode the data ahead of "
+            "training; then compare both runs."
+        )
+    yield Finding(
+        severity=severity,
+        title=title,
+        detail=detail,
+        subject=Subject(phase=Phase.DATA, step=int(table.steps[0])),
+        evidence=tuple(evidence),
+        fix=fix,
+        refuted_if="a run with a cached batch, all else equal, is not faster by at least half of the wait.",
+    )
+
+
+def _control(run: Run) -> tuple[Evidence, float] | None:
+    """Return the evidence of a control with a cached batch, and the share of a step that it saved."""
+    profile = read_profile(run)
+    rows = profile.rows("controls") if profile is not None else []
+    row = next((r for r in rows if r.get("name") == CONTROL and r.get("ratio") is not None), None)
+    if profile is None or row is None:
+        return None
+    ratio, high = float(row["ratio"]), row.get("high")
+    # Within its interval it saved nothing.
+    saved = max(0.0, 1.0 - ratio) if high is None or float(high) < 1.0 else 0.0
+    return profile.evidence(f"controls/{CONTROL}", ratio, "of a step"), saved
+
+
+FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
+"""Optimizers of torch that have a fused implementation on every device."""
+
+
+@dataclass(frozen=True)
+class SlowOptimizerLimits(SteadyLimits):
+    """Limits of the rule ``slow_optimizer``."""
+
+    optimizer_share: float = limit(
+        0.1, "share of a step in the optimizer; a fused update of a usual model takes 1 to 5 %", high=1.0
+    )
+    optimizer_floor: float = limit(
+        1e-3,
+        "seconds in the optimizer below which nothing is gained: a tiny step is bound by Python's calls",
+        high=10.0,
+    )
+
+
+@rule("slow_optimizer", monitor="steptime", version=2, limits=SlowOptimizerLimits)
+def slow_optimizer(run: Run, limits: SlowOptimizerLimits) -> Iterator[Finding]:
+    """Find an optimizer that loops over parameters where one call would do."""
+    table, info = steady_phases(run, limits), read_runtime_info(run)
+    if table is None or info is None:
+        return
+    seconds = table.phase(Phase.OPTIMIZER)
+    share = float(np.median(seconds / table.total))
+    slow = [
+        group
+        for group in info.payload.get("optimizers") or ()
+        if not group["fused"] and not group["foreach"] and group["tensors"] > 1
+    ]
+    if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor or not slow:
+        return
+    group = max(slow, key=lambda one: int(one["tensors"]))
+    kind, tensors = str(group["type"]), int(group["tensors"])
+    option = "fused=True" if kind in FUSED else "foreach=True"
+    yield Finding(
+        severity=Severity.WARNING,
+        title=f"The optimizer takes {percent(share)} of a step: {kind} is not fused",
+        detail=(
+            f"The optimizer takes {percent(share)} of a steady step, and {kind} updates its "
+            f"{count(tensors, 'tensor')} one by one: neither fused nor foreach is in use. Expected gain: "
+            f"most of {percent(share)} of a step."
+        ),
+        subject=Subject(phase=Phase.OPTIMIZER),
+        evidence=(
+            phase_evidence(table, Phase.OPTIMIZER),
+            info_evidence(info, f"{kind}: fused off, foreach off"),
+        ),
+        fix=f"Use `{kind}(..., {option})` and compare: `backlight compare --ab` on both commands.",
+        refuted_if=f"the same run with `{option}` spends as long in the optimizer.",
+    )
+
+
+_FIXES = {
+    GARBAGE_COLLECTION: (
+        "Call gc.freeze() after setup and gc.disable() with a gc.collect() every so many steps."
+    ),
+    "data": "Check the loader: shuffling, or an epoch that restarts the workers (persistent_workers=True).",
+    "evaluation": "This is evaluation inside the loop: measure it separately, or run it less often.",
+    "checkpoint": "This is saving inside the loop: save asynchronously, or less often.",
+}
+
+
+@dataclass(frozen=True)
+class OutlierStepsLimits(SteadyLimits):
+    """Limits of the rule ``outlier_steps``."""
+
+    outlier_factor: float = limit(2.0, "a step that takes this many times the median", low=1.0)
+    outlier_deviations: float = limit(
+        10.0,
+        "robust standard deviations (1.4826 times the median absolute deviation) above the median",
+        source="Hampel 1974 for median and MAD; the factor is chosen",
+        low=1.0,
+    )
+    outlier_floor: float = limit(
+        0.05, "seconds above the median below which a step is none: a busy machine pauses for tens of ms"
+    )
+    outlier_loss: float = limit(
+        0.02, "share of the run's time that outliers cost beyond the median", high=1.0
+    )
+
+
+@rule("outlier_steps", monitor="steptime", version=2, limits=OutlierStepsLimits)
+def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
+    """Find steps far above the median, by cause: a garbage collection, or the phase that grew most.
+
+    One finding for each cause whose outliers cost a share of the run.
+    """
+    table = steady_phases(run, limits)
+    if table is None:
+        return
+    total = table.total
+    median = float(np.median(total))
+    spread = 1.4826 * float(np.median(np.abs(total - median)))
+    least = max(limits.outlier_deviations * spread, limits.outlier_floor)
+    rows = np.flatnonzero((total > limits.outlier_factor * median) & (total - median > least))
+    pauses: dict[int, float] = defaultdict(float)
+    for event in run.events(GARBAGE_COLLECTION):
+        if event.step is not None and event.attempt == run.attempts[-1].index:
+            pauses[event.step] += float(event.payload.get("seconds") or 0.0)
+    by_cause: dict[str, list[int]] = defaultdict(list)
+    for row in rows.tolist():
+        by_cause[_cause(table, row, median, pauses)].append(row)
+    for cause, members in sorted(by_cause.items(), key=lambda item: -float(total[item[1]].sum())):
+        lost = float((total[members] - median).sum() / total.sum())
+        if lost <= limits.outlier_loss:
+            continue
+        worst = members[int(np.argmax(total[members]))]
+        step = int(table.steps[worst])
+        evidence = [
+            Evidence(f"scalars/{PREFIX}{name}", step, float(table.phase(name)[worst]), "s")
+            for name in _grown(table, worst)
+        ]
+        is_collection = cause == GARBAGE_COLLECTION
+        if is_collection:
+            evidence.insert(0, Evidence(f"events/{GARBAGE_COLLECTION}", step, pauses[step], "s"))
+        name = "Python's garbage collection" if is_collection else cause.replace("_", " ")
+        longest = float(total[worst])
+        yield Finding(
+            severity=Severity.INFO if cause == "evaluation" else Severity.WARNING,
+            title=f"{count(len(members), 'step')} of {len(total)} are outliers, due to {name}",
+            detail=(
+                f"{count(len(members), 'step')} of {len(total)} take up to {longest / median:.1f} times the "
+                f"median of {ms(1e3 * median)} (step {step}: {ms(1e3 * longest)}); the extra time is spent "
+                f"in {name}. Expected gain: at most {percent(lost)} of the time."
+            ),
+            subject=Subject(step=step, phase=None if is_collection else cause),
+            evidence=tuple(evidence),
+            fix=_FIXES.get(
+                cause,
+                "Check what the script does at these steps, and which other processes used the machine.",
+            ),
+            refuted_if="a repeated run has outliers at other steps or none (the machine was busy).",
+        )
+
+
+def _cause(table: PhaseTimes, row: int, median: float, pauses: dict[int, float]) -> str:
+    excess = float(table.total[row]) - median
+    if pauses.get(int(table.steps[row]), 0.0) > excess / 2:
+        return GARBAGE_COLLECTION
+    return _grown(table, row)[0]
+
+
+def _grown(table: PhaseTimes, row: int) -> list[str]:
+    """Return the two phases that grew most at a row against their medians."""
+    grown = table.seconds[row] - np.median(table.seconds, axis=0)
+    return [table.names[column] for column in np.argsort(-grown)[:2]]
+
+
+SHARED = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
+"""Phases in which collectives may wait for other ranks: their time is not only a rank's own work."""
+
+
+@dataclass(frozen=True)
+class StragglerLimits(SteadyLimits):
+    """Limits of the rule ``straggler``."""
+
+    straggler_share: float = limit(
+        0.1, "share of a step that a rank works longer than the median of the ranks", high=1.0
+    )
+
+
+@rule("straggler", monitor="steptime", limits=StragglerLimits)
+def straggler(run: Run, limits: StragglerLimits) -> Iterator[Finding]:
+    """Find a rank whose own phases last longer, while it waits less than the others in the shared ones.
+
+    Ranks that step together take equally long for a step; the phases show which of them is late.
+    """
+    ranks = run.attempts[-1].ranks if run.attempts else ()
+    tables = {rank: table for rank in ranks if (table := steady_phases(run, limits, rank)) is not None}
+    if len(tables) < 2:
+        return
+    own = {rank: float(np.median(_own(table))) for rank, table in tables.items()}
+    shared = {rank: float(np.median(table.total - _own(table))) for rank, table in tables.items()}
+    step = float(np.median([np.median(table.total) for table in tables.values()]))
+    late = max(sorted(own), key=lambda rank: own[rank])
+    others = [rank for rank in tables if rank != late]
+    excess = (own[late] - float(np.median([own[rank] for rank in others]))) / step
+    waited = (float(np.median([shared[rank] for rank in others])) - shared[late]) / step
+    # Both must hold: it works longer, and in the shared phases the others wait for it.
+    if excess <= limits.straggler_share or waited < excess / 2:
+        return
+    table, reference = tables[late], tables[others[0]]
+    name = max(
+        (n for n in table.names if n not in SHARED),
+        key=lambda n: float(np.median(table.phase(n)) - np.median(reference.phase(n))),
+    )
+    phase = name.replace("_", " ")
+    yield Finding(
+        severity=Severity.WARNING,
+        title=f"Rank {late} is a straggler: {percent(excess)} of a step slower, in {phase}",
+        detail=(
+            f"Rank {late} works {percent(excess)} of a step longer than the other ranks, mostly in {phase}, "
+            f"and they wait for it. Expected gain: at most {percent(excess)} of a step."
+        ),
+        subject=Subject(rank=late, phase=name),
+        evidence=tuple(
+            Evidence(
+                f"scalars/{PREFIX}{name}", None, float(np.median(t.phase(name))), f"s, median of rank {rank}"
+            )
+            for rank, t in ((late, table), (others[0], reference))
+        ),
+        fix=(
+            "Check that rank: its share of the data, its machine (clock, temperature, other jobs), its "
+            "loader. `backlight trace` on all ranks shows which collectives wait."
+        ),
+        refuted_if="another rank is late after ranks swap machines, or with equal batches.",
+    )
+
+
+def _own(table: PhaseTimes) -> Floats:
+    kept = [column for column, name in enumerate(table.names) if name not in SHARED]
+    return np.asarray(table.seconds[:, kept].sum(axis=1))
