@@ -66,29 +66,16 @@ _WAITS = {
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One row of the process table.
-
-    Attributes
-    ----------
-    state:
-        Letter of the kernel: R, S, D, T, Z.
-    start:
-        Clock ticks since boot; together with the pid it identifies a process.
-    cpu_s:
-        CPU time of all threads.
-    exit_status:
-        Wait status, once the process is dead.
-    """
+    """One row of the process table."""
 
     pid: int
     name: str
-    state: str
+    state: str  # letter of the kernel: R, S, D, T, Z
     parent: int
     session: int
-    start: int
-    num_threads: int
-    cpu_s: float
-    exit_status: int = 0
+    start: int  # clock ticks since boot; together with the pid it identifies a process
+    cpu_s: float  # of all threads
+    exit_status: int = 0  # wait status, once the process is dead
 
     @property
     def is_stopped(self) -> bool:
@@ -121,7 +108,7 @@ def read_process(pid: int) -> Process | None:
         return None
     name, rest = found
     return Process(
-        pid, name, rest[0], int(rest[1]), int(rest[3]), int(rest[19]), int(rest[17]), _cpu_s(rest),
+        pid, name, rest[0], int(rest[1]), int(rest[3]), int(rest[19]), _cpu_s(rest),
         int(rest[49]) if len(rest) > 49 else 0,
     )  # fmt: skip
 
@@ -271,24 +258,18 @@ def format_threads(pid: int, limit: int = 200) -> str:
 
 def count_oom_kills() -> int | None:
     """Return how often the kernel has killed for memory in this control group, None where not known."""
-    for name in ("memory.events", "memory/memory.oom_control"):
+    for path in (_CGROUP / "memory.events", _CGROUP / "memory/memory.oom_control", Path("/proc/vmstat")):
         with contextlib.suppress(OSError, ValueError):
-            for line in (_CGROUP / name).read_text(encoding="ascii").splitlines():
+            for line in path.read_text(encoding="ascii").splitlines():
                 word, _, value = line.partition(" ")
                 if word == "oom_kill":
                     return int(value)
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
     return None
 
 
 def exit_status(pidfd: int) -> int | None:
-    """Return the wait status of the process behind a descriptor, None where it runs or the kernel is older.
-
-    Kernels from 6.15 on keep it for the holder of a descriptor, also after the parent has read it.
-    """
+    """Return the wait status of the process behind a descriptor, None where it runs or is not known."""
+    # Kernels from 6.15 on keep it for the holder of a descriptor, also after the parent has read it.
     if _ioctl is None:
         return None
     buffer = bytearray(_PIDFD_INFO_BYTES)
@@ -314,10 +295,8 @@ def describe_exit(status: int) -> str:
 
 
 def allow_tracing(pid: int) -> bool:
-    """Permit process ``pid`` and its children to take stacks of this process; return whether that was needed.
-
-    Only the Yama security module asks for it; elsewhere the kernel refuses the call and nothing changes.
-    """
+    """Permit process ``pid`` and its children to take stacks of this process; return whether needed."""
+    # Only the Yama security module asks for it; elsewhere the kernel refuses the call and nothing changes.
     if not sys.platform.startswith("linux"):
         return False
     with contextlib.suppress(OSError, AttributeError):

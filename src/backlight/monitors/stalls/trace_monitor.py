@@ -20,13 +20,7 @@ VARIABLE = "BACKLIGHT_TRACE"
 def traced_kinds(
     given: str | tuple[str, ...] | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """Return what to trace: as given, else by the environment variable, else nothing.
-
-    Raises
-    ------
-    ValueError
-        If a kind does not exist.
-    """
+    """Return what to trace, as given, else by the environment variable; ValueError for an unknown kind."""
     source = "--trace"
     if given is None:
         given, source = environment.get(VARIABLE, ""), VARIABLE
@@ -41,10 +35,7 @@ def traced_kinds(
 
 
 class TraceMonitor(Monitor):
-    """Traces every backward line by line, to standard error and as events of the run.
-
-    Each line is on disk when it is printed, so that nothing is missing of what happened before a hang.
-    """
+    """Traces every backward line by line, to standard error and as events of the run, on disk at once."""
 
     name = "trace"
     requested_by = None

@@ -34,15 +34,7 @@ Emit = Callable[[str, dict[str, Any]], None]
 
 
 class Tracer(Listener):
-    """Traces every backward of the process.
-
-    Parameters
-    ----------
-    kinds:
-        Some of ``KINDS``.
-    emit:
-        Receives each line at the moment it happens.
-    """
+    """Traces every backward of the process; ``emit`` receives each line at the moment it happens."""
 
     def __init__(self, kinds: Sequence[str], emit: Emit) -> None:
         self._kinds = frozenset(kinds)

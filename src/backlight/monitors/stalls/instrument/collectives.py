@@ -46,10 +46,7 @@ MAX_TENSORS = 4
 
 
 class Collectives:
-    """Wraps the collective calls while attached.
-
-    ``on_group(key, ranks)`` is called once per group with the checksum of its name and its global ranks.
-    """
+    """Wraps the collective calls while attached; ``on_group(key, ranks)`` is called once per group."""
 
     def __init__(self, shared_state: SharedState, on_group: Callable[[int, list[int]], None]) -> None:
         self._shared_state = shared_state

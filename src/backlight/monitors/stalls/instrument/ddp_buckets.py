@@ -18,14 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The buckets of one wrapped model, in the order of reduction.
-
-    ``buckets`` holds names of parameters and ``ids`` their ``id``, empty where the assignment is not known;
-    ``note`` is text for the user.
-    """
+    """The buckets of one wrapped model, in the order of reduction; empty where they are not known."""
 
     model: str
-    buckets: tuple[tuple[str, ...], ...]
+    buckets: tuple[tuple[str, ...], ...]  # names of parameters, and their `id`
     ids: tuple[tuple[int, ...], ...]
     reduced: bool
     note: str
@@ -40,11 +36,9 @@ def wrappers(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def assignment(model: Any) -> Assignment:
-    """Return the present assignment of the parameters of a DistributedDataParallel to buckets.
-
-    DDP starts with one bucket (several where it looks for unused parameters) and rebuilds them after the
-    first backward, in the order in which gradients arrived.
-    """
+    """Return the present assignment of the parameters of a DistributedDataParallel to buckets."""
+    # DDP starts with one bucket (several where it looks for unused parameters) and rebuilds them after the
+    # first backward, in the order in which gradients arrived.
     kind = type(model.module).__name__
     data = model._get_ddp_logging_data()
     parameters, sparse = model._build_params_for_reducer()

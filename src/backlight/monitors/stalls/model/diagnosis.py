@@ -97,11 +97,7 @@ def is_moving(state: StateSnapshot, timeout_s: float) -> bool:
 
 
 def is_steady(obs: Observation, since: int) -> bool:
-    """Return whether a rank has progressed again and again since a moment, in monotonic nanoseconds.
-
-    Its present silence must be ordinary compared with its earlier pauses: a step that hangs right after some
-    heartbeats has moved a moment ago as well.
-    """
+    """Return whether a rank has progressed again and again since a moment, in monotonic nanoseconds."""
     heartbeats: dict[int, int] = {}
     for state in obs.history or obs.snapshots:
         if state.heartbeat >= since:
@@ -109,6 +105,7 @@ def is_steady(obs: Observation, since: int) -> bool:
     times = sorted(heartbeats.values())
     if obs.state is None or len(times) < MIN_HEARTBEATS:
         return False
+    # A step that hangs right after some heartbeats has moved a moment ago as well.
     longest = max(later - earlier for earlier, later in itertools.pairwise(times))
     return obs.state.silence_s <= max(PAUSE_FACTOR * longest / 1e9, MIN_PAUSE_S)
 
@@ -136,11 +133,7 @@ def summarize_stacks(obs: Observation, limits: StallLimits) -> StackSummary:
         and all(f is not None and (f.file, f.function) == (newest.file, newest.function) for f in frames),
         frame=newest,
         native=bool(known) and all(stacks.in_native_backward(t) for t in known),
-        runs_bytecode=True
-        if any(bytecode)
-        else False
-        if bytecode and 3 * len(bytecode) >= 2 * len(known)
-        else None,
+        runs_bytecode=any(bytecode) if any(bytecode) or 3 * len(bytecode) >= 2 * len(known) > 0 else None,
     )
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from backlight.findings import phrases
 from backlight.monitors.stalls.model.observation import Diagnosis, ExitReason, Observation
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot
 from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject, to_json
-from backlight.store.write.watchdog import WatchdogWriter
+
+if TYPE_CHECKING:
+    from backlight.store.write.watchdog import WatchdogWriter
 
 RULE = "stall"
 VERSION = 1
@@ -59,27 +63,12 @@ def emit(
     *,
     step_offset: int = 0,
 ) -> Finding:
-    """Store evidence, event and finding, log the diagnosis, and return the finding.
-
-    Parameters
-    ----------
-    writer:
-        Writer of the watchdog's part of the run.
-    diagnosis, observations:
-        The diagnosis, and the observations of all ranks.
-    dumps:
-        Evidence as text, by rank.
-    step_offset:
-        First step of the attempt.
-    """
+    """Store evidence (``dumps`` by rank), event and finding, log the diagnosis, and return the finding."""
     cause = next((o for o in observations if o.rank == diagnosis.rank), next(iter(observations), None))
     state = cause.state if cause is not None else None
     step = state.step + step_offset if state is not None else None
-    evidence = []
-    for rank, text in sorted(dumps.items()):
-        path = writer.evidence(f"stall-rank-{rank:05d}.txt", text)
-        if path:
-            evidence.append(Evidence(path, step=step))
+    paths = [writer.evidence(f"stall-rank-{rank:05d}.txt", text) for rank, text in sorted(dumps.items())]
+    evidence = [Evidence(path, step=step) for path in paths if path]
     evidence.append(Evidence("events/stall", step=step, value=f"confidence {diagnosis.confidence}"))
     if cause is not None and cause.cpu is not None:
         evidence.append(Evidence("events/stall", step=step, value=round(cause.cpu, 3), unit="cores"))
@@ -110,11 +99,8 @@ def emit(
 
 def log(text: str) -> None:
     """Print a line on the terminal of the watched process, if it is still open."""
-    try:
-        sys.stderr.write(f"backlight: {text}\n")
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        return
+    with contextlib.suppress(OSError, ValueError):
+        print(f"backlight: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -130,20 +116,7 @@ class ReportedStall:
 def find_resolution(
     reported: ReportedStall, state: StateSnapshot, *, ended: str = "", exit_reason: ExitReason | None = None
 ) -> tuple[str, str] | None:
-    """Return event and words for how a stall was resolved, None while that is open.
-
-    One heartbeat does not mean that a rank moves again: the last one of an interrupted run looks the same. It
-    takes two snapshots, each further than the one before.
-
-    Parameters
-    ----------
-    reported:
-        The stall; its ``moved`` is updated.
-    state:
-        The present snapshot.
-    ended, exit_reason:
-        How the process ended, empty while it lives, and the exception by which its training was left.
-    """
+    """Return event and words for how a stall was resolved, None while that is open; update its ``moved``."""
     if state.status is RankStatus.FAILED:
         by = f" by {exit_reason.error.partition(':')[0]}" if exit_reason is not None else " by an exception"
         return ENDED, f"left its training{by}"
@@ -155,6 +128,7 @@ def find_resolution(
         return ENDED, "has ended its training"
     if state.progress == reported.progress:
         return None
+    # The last heartbeat of an interrupted run looks like one that moves again: it takes two in a row.
     if reported.moved is None:
         reported.moved = state.progress
         return None

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.monitors.stalls.model.observation import Diagnosis, Observation
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
-from backlight.store.write.watchdog import WatchdogWriter
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+
+    from backlight.store.write.watchdog import WatchdogWriter
 
 EVENT = "stall_views"
 """Event that holds the observations of one machine."""
@@ -76,7 +77,6 @@ def unpack(data: Mapping[str, Any]) -> HostObservation | None:
 
 def _packed(obs: Observation, shift: int) -> Observation:
     thinned = obs.history[:: max(len(obs.history) // MAX_HISTORY, 1)][-MAX_HISTORY:]
-    reason = obs.exit_reason
     return Observation(
         obs.rank,
         snapshots=tuple(_shifted(state, shift) for state in obs.snapshots[-1:]),
@@ -85,17 +85,14 @@ def _packed(obs: Observation, shift: int) -> Observation:
         ended_at=obs.ended_at + shift / 1e9 if obs.ended else 0.0,
         terminated=obs.terminated,
         stopped=obs.stopped,
-        exit_reason=None if reason is None else dataclasses.replace(reason, at=reason.at + shift / 1e9),
+        exit_reason=obs.exit_reason
+        and dataclasses.replace(obs.exit_reason, at=obs.exit_reason.at + shift / 1e9),
     )
 
 
 def _shifted(state: StateSnapshot, shift: int) -> StateSnapshot:
     times = {name: value + shift for name in _TIMES if (value := getattr(state, name))}
-    calls = [
-        dataclasses.replace(c, entered=c.entered + shift, left=c.left + shift if c.left else 0)
-        for c in state.collectives
-    ]
-    return dataclasses.replace(state, collectives=tuple(calls), arrived=b"", **times)
+    return dataclasses.replace(state, arrived=b"", **times)
 
 
 def only_ended(observed: HostObservation) -> HostObservation:

@@ -39,15 +39,6 @@ def diagnose_failures(
 
     None where nothing can be attributed: no rank has failed, the user interrupted them, a rank was killed
     before, or each has failed by an error of its own, for which its traceback says more.
-
-    Parameters
-    ----------
-    observations:
-        Observations of the ranks that are observable from here.
-    world_size:
-        Number of ranks of the run, observable or not.
-    find_mismatch:
-        Returns the diagnosis of calls that do not fit together, None where the records agree.
     """
     failures = [(o, o.exit_reason) for o in observations if o.exit_reason is not None]
     if not failures or any(reason.interrupted for _, reason in failures):

@@ -39,16 +39,7 @@ def diagnose_ranks(
 ) -> Diagnosis | None:
     """Return one diagnosis for all ranks, with the rank that is the cause where that is determined.
 
-    Parameters
-    ----------
-    observations:
-        Observations of the ranks that are observable from here.
-    diagnoses:
-        The diagnosis of each rank alone.
-    groups:
-        Ranks of each process group.
-    world_size:
-        Number of ranks of the run, observable or not.
+    ``observations`` are of the ranks that are observable from here, of ``world_size``.
     """
     if world_size <= 1 or len(observations) == 1:
         alone = [d for d in diagnoses.values() if d is not None]
@@ -128,8 +119,7 @@ def _outside(
 ) -> Diagnosis | None:
     """Diagnose ranks that are in no collective and keep the others waiting.
 
-    None where one of them has neither been observed to move since the others wait, nor been silent for long
-    enough.
+    None where one of them has neither moved since the others wait, nor been silent for long enough.
     """
     cause = min(outside, key=lambda o: (-_severity(diagnoses.get(o.rank)), o.rank))
     only = cause.rank if len(outside) == 1 else None
@@ -188,7 +178,7 @@ def find_mismatch(observations: Sequence[Observation], groups: Groups) -> Diagno
 
 
 def _mismatch(number: int, calls: Mapping[int, Collective]) -> Diagnosis:
-    (common, count), *_ = Counter((c.kind, c.shape) for c in calls.values()).most_common()
+    ((common, count),) = Counter((c.kind, c.shape) for c in calls.values()).most_common(1)
     odd = sorted(rank for rank, c in calls.items() if (c.kind, c.shape) != common)
     majority = 2 * count > len(calls) and len(odd) == 1
     if majority:
@@ -278,7 +268,7 @@ def _outlier(observations: Sequence[Observation], diagnoses: Diagnoses) -> Diagn
         call = obs.state.current_call
         return _without_number(call.text) if call is not None else f"a reduction inside {obs.phase}"
 
-    (common, count), *_ = Counter(where(o) for o in observations).most_common()
+    ((common, count),) = Counter(map(where, observations)).most_common(1)
     odd = [o for o in observations if where(o) != common]
     if len(odd) != 1 or count < 2:
         return None

@@ -37,11 +37,7 @@ class StallLimits(Limits, monitor="stalls"):
 
 
 def timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
-    """Return the seconds without a heartbeat after which a phase is diagnosed, None where it has no timeout.
-
-    Backward, clipping, the optimizer and collectives always have one, from the first on. Data, forward and
-    the time between steps have none until the first backward: there a script prepares and compiles.
-    """
+    """Return the seconds without a heartbeat after which a phase is diagnosed, None for no timeout."""
     if state.phase in EXEMPT_PHASES and not state.inside:
         return None
     begun = state.backwards > 0 or state.forwards > 0 or state.phase in _COMPUTING
@@ -54,7 +50,7 @@ def timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
     if state.phase in _COMPUTING:
         return max(limits.floor, usual)
     if state.backwards == 0:
-        return None
+        return None  # a script prepares and compiles
     floor = {Phase.DATA: limits.floor_data, Phase.OTHER: limits.floor_other}.get(
         state.phase, limits.floor_forward
     )

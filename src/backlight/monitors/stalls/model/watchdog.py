@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.diagnosis import diagnose, summarize_stacks
@@ -31,7 +33,9 @@ from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.stacks import is_compiling
 from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, StallLimits
 from backlight.records import DiagnosisKind
-from backlight.store.write.watchdog import WatchdogWriter
+
+if TYPE_CHECKING:
+    from backlight.store.write.watchdog import WatchdogWriter
 
 POLL_S = 0.25
 CLOSE_POLL_S = 0.15
@@ -57,15 +61,11 @@ MAX_EVIDENCE = 8
 
 @dataclass
 class _Reports:
-    """What has been reported of one rank.
+    """What has been reported of one rank."""
 
-    ``progress`` and ``phase_since`` are those at its last report, ``retry_at`` is when an inconclusive one is
-    repeated.
-    """
-
-    progress: int | None = None
+    progress: int | None = None  # at its last report
     phase_since: int | None = None
-    retry_at: float | None = None
+    retry_at: float | None = None  # when an inconclusive report is repeated
     stall: ReportedStall | None = None
     is_dead: bool = False
 
@@ -85,13 +85,24 @@ class Watchdog:
         self._directory = directory
         self._limits = limits
         self._step_offset = step_offset
-        self._writer = WatchdogWriter(run, attempt_directory, host)
-        self._peers = Peers(self._writer)
+        self._paths = run, attempt_directory
+        self._host = host
         self._ranks: dict[int, RankObserver] = {}
         self._reports: dict[int, _Reports] = {}
         self._started = time.monotonic()
         self._mismatch = ""
         self._is_mismatch_reported = False
+
+    @cached_property
+    def _writer(self) -> WatchdogWriter:
+        # Its imports take half of the start, and few runs stall.
+        from backlight.store.write.watchdog import WatchdogWriter  # noqa: PLC0415
+
+        return WatchdogWriter(*self._paths, self._host)
+
+    @cached_property
+    def _peers(self) -> Peers:
+        return Peers(self._writer)
 
     def run(self) -> None:
         """Watch until every rank has ended."""
@@ -102,7 +113,8 @@ class Watchdog:
                 select.select(descriptors, [], [], CLOSE_POLL_S if is_close else POLL_S)
         if self._has_peers():
             self._peers.publish(LEFT, self._observe_host(None))  # no answer can come from here any more
-        self._writer.close()
+        if "_writer" in vars(self):
+            self._writer.close()
         runtime_dir.remove(self._directory)
         runtime_dir.remove_abandoned()
 
@@ -166,16 +178,13 @@ class Watchdog:
         self, observations: Sequence[Observation], diagnoses: dict[int, Diagnosis | None]
     ) -> bool:
         """Return whether a rank evaluates, writes a checkpoint or compiles, for which all others wait."""
-        for obs in observations:
-            state = obs.state
-            if state is None or obs.ended or obs.stopped or diagnoses[obs.rank] is not None:
-                continue
-            thread = summarize_stacks(obs, self._limits).thread
-            if (state.phase in EXEMPT_PHASES and not state.inside) or (
-                thread is not None and is_compiling(thread)
-            ):
-                return True
-        return False
+        open_ = [o for o in observations if diagnoses[o.rank] is None and not o.ended and not o.stopped]
+        return any(
+            (o.state.phase in EXEMPT_PHASES and not o.state.inside)
+            or ((thread := summarize_stacks(o, self._limits).thread) is not None and is_compiling(thread))
+            for o in open_
+            if o.state is not None
+        )
 
     # Observation
 
