@@ -7,7 +7,7 @@ into the optimizer's step, because after any of them they are no longer what bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,21 +79,6 @@ class StepSink:
 
     def parameters_changed(self) -> None:
         """The parameter table of the scope is a new one."""
-
-
-class StepSummaries(StepSink):
-    """Passes on the summary of every step, and measures nothing."""
-
-    def __init__(self, receive: Callable[[StepSummary], None]) -> None:
-        self._receive = receive
-
-    def step_opens(self, index: int) -> bool:
-        """Record every step."""
-        return True
-
-    def step_closes(self, summary: StepSummary) -> None:
-        """Pass the summary on."""
-        self._receive(summary)
 
 
 class StepTracker(Listener):

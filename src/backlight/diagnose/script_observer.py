@@ -1,4 +1,4 @@
-"""Base of the observers that explain a script: hooks, steps, and recorders that can be paused."""
+"""Bases of the observers of a script: of its operations, to explain them, or of its steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from backlight.capture.calls import ModuleCalls
+from backlight.capture.forward import ScopeForwards
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import HUB, Listener
+from backlight.capture.parameters import Scope
+from backlight.capture.steps import StepSink, StepTracker
 from backlight.diagnose.node_origin import Origins
 
 
@@ -119,3 +122,50 @@ class ScriptObserver(Listener):
 
     def _is_over(self) -> bool:
         return self._max_steps is not None and self.steps >= self._max_steps
+
+
+class StepObserver(StepTracker, StepSink):
+    """Follows the steps and the models of a script; a context manager around it.
+
+    Parameters
+    ----------
+    stop:
+        Ends the script.
+
+    Attributes
+    ----------
+    forwards:
+        Follows the models that the script trains.
+    trouble:
+        What is missing, and why.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self.scope = Scope()
+        super().__init__(self.scope, self)
+        self.forwards = ScopeForwards(self.scope)
+        self.trouble: list[str] = []
+        self._stop = stop
+
+    def on_finish(self) -> None:
+        """Handle the end of the script; the hooks are still attached."""
+
+    def step_opens(self, index: int) -> bool:
+        """Observe every step."""
+        return True
+
+    def __enter__(self) -> Self:
+        """Attach; the tracker first, so that a step is closed before anything else of the next is seen."""
+        self.start()
+        self.forwards.start(self.dropped)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Detach everything."""
+        self.finish()
+        self.on_finish()
+        self.forwards.stop()
+
+    def dropped(self, error: Exception) -> None:
+        """Note that following the steps ended early."""
+        self.trouble.append(f"following the steps stopped after {type(error).__name__}: {error}")

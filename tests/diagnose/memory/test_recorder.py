@@ -114,8 +114,8 @@ def test_a_storage_at_a_reused_address_is_a_new_one() -> None:
             made = torch.empty(1000)
             del made
     assert len(recorder.log.storages) == 50
-    assert recorder.log.curve().max() == 4000
-    assert recorder.log.curve()[-1] == 0
+    assert Account(recorder.log).curve.max() == 4000
+    assert Account(recorder.log).curve[-1] == 0
 
 
 def test_recomputed_activations_belong_to_their_module() -> None:

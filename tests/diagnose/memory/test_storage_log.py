@@ -44,16 +44,14 @@ def replay(log: StorageLog, granule: int) -> list[dict[int, int]]:
 def test_the_ledger_is_a_replay_of_its_events(log: StorageLog, granule: int) -> None:
     states = replay(log, granule)
     totals = [sum(state.values()) for state in states]
-    assert log.curve(granule).tolist() == totals
-    position, peak = log.peak(granule)
-    assert peak == max(totals)
-    assert position == totals.index(peak)
-    for at in {0, position, len(states) - 1}:
-        assert log.live(at) == sorted(states[at])
-        assert sum(log.by_kind(at, granule).values()) == totals[at]
-        modules = log.by_module(at, granule)
-        assert sum(sum(kinds.values()) for kinds in modules.values()) == totals[at]
-    assert log.curves(granule).sum(axis=0).tolist() == totals
+    account = Account(log, 0, granule)
+    assert account.curve.tolist() == totals
+    assert account.peak == max(totals)
+    assert account.position == totals.index(account.peak)
+    assert account.live == sorted(states[account.position])
+    assert sum(account.kinds().values()) == account.peak
+    assert sum(module.own for module in account.modules()) == account.peak
+    assert account.curve_by_kind()[1].sum(axis=0).tolist() == totals
 
 
 @settings(deadline=None)
@@ -78,4 +76,4 @@ def test_an_account_adds_up(log: StorageLog, start: int) -> None:
 
 def test_an_empty_log_has_no_peak() -> None:
     with pytest.raises(ValueError, match="no memory was recorded from event 0 on"):
-        StorageLog().peak()
+        _ = Account(StorageLog()).peak

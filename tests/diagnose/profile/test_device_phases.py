@@ -9,7 +9,7 @@ from torch import nn
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
-from backlight.capture.steps import StepSummaries, StepTracker
+from backlight.capture.steps import StepSink, StepTracker
 from backlight.diagnose.profile.device_phases import MAX_PENDING_STEPS, DevicePhases
 from backlight.records import Phase
 
@@ -99,7 +99,7 @@ def test_a_long_backward_on_a_device_is_in_backward() -> None:
     model = nn.Linear(512, 512, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     phases, forwards = DevicePhases(), Forwards()
-    tracker = StepTracker(Scope([model], [optimizer]), StepSummaries(lambda _summary: None))
+    tracker = StepTracker(Scope([model], [optimizer]), StepSink())
     tracker.start()
     HUB.add(phases)
     forwards.follow([model])

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from backlight import devices
-from backlight.capture.hub import HUB, Listener
 from backlight.capture.steps import StepSummary
 from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
 from backlight.diagnose.memory.recorder import Recorder
@@ -24,7 +23,7 @@ from backlight.diagnose.memory.result import (
     account_fields,
 )
 from backlight.diagnose.memory.storage_log import Account
-from backlight.diagnose.step_observer import StepObserver
+from backlight.diagnose.script_observer import StepObserver
 from backlight.launch.observe import end_script, explain
 from backlight.records import Phase
 
@@ -45,7 +44,7 @@ def measure_memory(
         also = f"; {'; '.join(observer.trouble)}" if observer.trouble else ""
         raise ValueError(f"{script}: ended (exit code {code}) {what}{also}")
     granule = GRANULE_BYTES if recorder.device == "cuda" else 1
-    parameters = {id(p): p for model in observer.trained.models for p in model.parameters()}
+    parameters = {id(p): p for model in observer.forwards.models for p in model.parameters()}
     return MeasuredMemory(
         **account_fields(Account(recorder.log, recorder.start, granule)),
         exit_code=code,
@@ -76,34 +75,27 @@ class MemoryObserver(StepObserver):
         self.allocator: AllocatorStatistics | None = None
         self.recorded = self.seen = 0
         self._warmup, self._steps = warmup, steps
-        self._phases = _PhaseListener(self)
-        self._recording = False
-
-    def __enter__(self) -> MemoryObserver:
-        """Attach; the listener of phases comes after the step tracker, so that a new step has begun."""
-        super().__enter__()
-        HUB.add(self._phases)
-        return self
+        self._is_recording = False
 
     def on_finish(self) -> None:
         """Stop recording."""
         self._end()
-        HUB.remove(self._phases)
 
-    def begin_phase(self, phase: Phase) -> None:
+    def phase_changed(self, phase: Phase) -> None:
         """Begin a phase of the step."""
-        if self._recording and self.recorder is not None:
+        if self._is_recording and self.recorder is not None:
             self.recorder.begin_phase(phase)
 
-    def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the state that an optimizer's step has allocated."""
-        if self._recording and self.recorder is not None:
+        if self._is_recording and self.recorder is not None:
             self.recorder.register_optimizer(optimizer)
+        super().optimizer_end(optimizer)
 
-    def on_step_end(self, summary: StepSummary) -> None:
+    def step_closes(self, summary: StepSummary) -> None:
         """Begin to record after the warm-up, and end the script after the recorded steps."""
         self.seen += 1
-        if self._recording:
+        if self._is_recording:
             self.recorded += 1
             if self.recorded == self._steps:
                 self._end()
@@ -112,13 +104,13 @@ class MemoryObserver(StepObserver):
             self._begin()
 
     def _begin(self) -> None:
-        self.recorder = Recorder(self.trained.models, self.counter, _main_device(self.trained.models))
+        self.recorder = Recorder(self.forwards.models, self.counter, _main_device(self.forwards.models))
         self.logits = LogitsTracker(self.recorder)
         self.counter.on_softmax = self.logits.on_softmax
         if devices.is_in_use():
             devices.reset_peak_memory()
         self.recorder.__enter__()
-        self._recording = True
+        self._is_recording = True
         for optimizer in self.scope.optimizers():
             self.recorder.register_optimizer(optimizer)
         self.recorder.register_held(_live_tensors())
@@ -126,9 +118,9 @@ class MemoryObserver(StepObserver):
         self.recorder.begin_phase(Phase.OTHER)
 
     def _end(self) -> None:
-        if not self._recording or self.recorder is None:
+        if not self._is_recording or self.recorder is None:
             return
-        self._recording = False
+        self._is_recording = False
         if _get_current_dispatch_mode() is self.recorder:
             self.recorder.__exit__(None, None, None)
         elif not self.recorder.trouble:
@@ -137,22 +129,6 @@ class MemoryObserver(StepObserver):
         self.allocator = read_allocator()
         if self.recorder.trouble:
             self.trouble.append(self.recorder.trouble)
-
-
-class _PhaseListener(Listener):
-    """Reports phases and optimizers to the observer."""
-
-    def __init__(self, observer: MemoryObserver) -> None:
-        self._observer = observer
-
-    def phase_changed(self, phase: Phase) -> None:
-        self._observer.begin_phase(phase)
-
-    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
-        self._observer.register_optimizer(optimizer)
-
-    def dropped(self, error: Exception) -> None:
-        self._observer.trouble.append(f"following the phases stopped after {type(error).__name__}: {error}")
 
 
 def read_allocator() -> AllocatorStatistics | None:

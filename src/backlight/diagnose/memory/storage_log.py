@@ -6,6 +6,7 @@ A storage is counted once, however many tensors are views of it. Events are orde
 from __future__ import annotations
 
 import enum
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -69,74 +70,9 @@ class StorageLog:
         """Append a free."""
         self.events.append(-index - 1)
 
-    def sizes(self, granule: int = 1) -> Integers:
-        """Return the bytes of each storage, int64 [storages], rounded up to a multiple of ``granule``."""
-        sizes = np.array([storage.nbytes for storage in self.storages], dtype=np.int64)
-        return -(-sizes // granule) * granule
-
-    def curve(self, granule: int = 1) -> Integers:
-        """Return the live bytes after each event, int64 [events].
-
-        Parameters
-        ----------
-        granule:
-            Sizes are rounded up to a multiple of this, as an allocator does; 512 for CUDA.
-        """
-        return np.cumsum(self._changes(granule))
-
-    def curves(self, granule: int = 1) -> Integers:
-        """Return :meth:`curve` by kind, int64 [kinds, events], in the order of :class:`Kind`."""
-        changes = self._changes(granule)
-        rows = {kind: row for row, kind in enumerate(Kind)}
-        row_of = np.array([rows[storage.kind] for storage in self.storages], dtype=np.int64)
-        parts = np.zeros((len(rows), len(changes)), dtype=np.int64)
-        if len(changes):
-            parts[row_of[np.abs(np.array(self.events)) - 1], np.arange(len(changes))] = changes
-        return np.cumsum(parts, axis=1)
-
-    def _changes(self, granule: int) -> Integers:
-        events = np.array(self.events, dtype=np.int64)
-        if not len(events):
-            return events
-        signed: Integers = np.sign(events) * self.sizes(granule)[np.abs(events) - 1]
-        return signed
-
-    def peak(self, granule: int = 1, start: int = 0) -> tuple[int, int]:
-        """Return the position of the first peak at or after event ``start``, and its bytes."""
-        curve = self.curve(granule)[start:]
-        if not len(curve):
-            raise ValueError(f"no memory was recorded from event {start} on")
-        position = int(np.argmax(curve))
-        return start + position, int(curve[position])
-
-    def live(self, position: int) -> list[int]:
-        """Return the indices of the storages that are live after the event at ``position``."""
-        events = np.array(self.events[: position + 1], dtype=np.int64)
-        live = np.zeros(len(self.storages), dtype=bool)
-        live[events[events > 0] - 1] = True
-        live[-events[events < 0] - 1] = False
-        return np.flatnonzero(live).tolist()
-
     def phase_at(self, position: int) -> str:
         """Return the phase during the event at ``position``."""
         return next((name for begin, name in reversed(self.phases) if begin <= position), "")
-
-    def by_kind(self, position: int, granule: int = 1) -> dict[Kind, int]:
-        """Return live bytes by kind, every kind listed."""
-        sizes, found = self.sizes(granule), dict.fromkeys(Kind, 0)
-        for index in self.live(position):
-            found[self.storages[index].kind] += int(sizes[index])
-        return found
-
-    def by_module(self, position: int, granule: int = 1) -> dict[str, dict[Kind, int]]:
-        """Return live bytes by module and kind, each storage under the innermost module that allocated it."""
-        sizes = self.sizes(granule)
-        found: dict[str, dict[Kind, int]] = {}
-        for index in self.live(position):
-            storage = self.storages[index]
-            kinds = found.setdefault(storage.module, {})
-            kinds[storage.kind] = kinds.get(storage.kind, 0) + int(sizes[index])
-        return found
 
 
 class Record(BaseModel):
@@ -168,35 +104,63 @@ class TensorGroup(Record):
 
 @dataclass(frozen=True)
 class Account:
-    """Memory of steps, from event ``start`` of a log on; sizes are rounded up to ``granule`` bytes."""
+    """Memory of steps, from event ``start`` of a log on; sizes are rounded up to ``granule`` bytes.
+
+    An allocator rounds as well: 512 for CUDA.
+    """
 
     log: StorageLog
     start: int = 0
     granule: int = 1
 
     @cached_property
+    def sizes(self) -> Integers:
+        """Bytes of each storage, int64 [storages]."""
+        sizes = np.array([storage.nbytes for storage in self.log.storages], dtype=np.int64)
+        return -(-sizes // self.granule) * self.granule
+
+    @cached_property
+    def _whole_curve(self) -> Integers:
+        events = np.array(self.log.events, dtype=np.int64)
+        return np.cumsum(np.sign(events) * self.sizes[np.abs(events) - 1]) if len(events) else events
+
+    @property
     def curve(self) -> Integers:
         """Live bytes after each event of the steps, int64 [events]."""
-        return self.log.curve(self.granule)[self.start :]
+        return self._whole_curve[self.start :]
 
     @cached_property
     def position(self) -> int:
-        """Index in the log of the event at which the peak is reached."""
-        return self.log.peak(self.granule, self.start)[0]
+        """Index in the log of the event at which the peak is first reached; ValueError without events."""
+        if not len(self.curve):
+            raise ValueError(f"no memory was recorded from event {self.start} on")
+        return self.start + int(np.argmax(self.curve))
 
     @property
     def peak(self) -> int:
         """Bytes at the peak."""
-        return int(self.curve[self.position - self.start])
+        return int(self._whole_curve[self.position])
 
     @property
     def between_steps(self) -> int:
         """Bytes before the steps: what stays allocated between them."""
-        return int(self.log.curve(self.granule)[self.start - 1]) if self.start else 0
+        return int(self._whole_curve[self.start - 1]) if self.start else 0
+
+    @cached_property
+    def live(self) -> list[int]:
+        """Indices of the storages that are live at the peak."""
+        events = np.array(self.log.events[: self.position + 1], dtype=np.int64)
+        is_live = np.zeros(len(self.log.storages), dtype=bool)
+        is_live[events[events > 0] - 1] = True
+        is_live[-events[events < 0] - 1] = False
+        return np.flatnonzero(is_live).tolist()
 
     def kinds(self) -> dict[Kind, int]:
         """Return the bytes at the peak by kind, every kind listed."""
-        return self.log.by_kind(self.position, self.granule)
+        found = dict.fromkeys(Kind, 0)
+        for index in self.live:
+            found[self.log.storages[index].kind] += int(self.sizes[index])
+        return found
 
     def phase_peaks(self) -> dict[str, int]:
         """Return the highest point of each phase of the steps."""
@@ -209,34 +173,36 @@ class Account:
         return found
 
     def modules(self) -> list[ModuleMemory]:
-        """Return the modules that hold memory at the peak, the largest own first."""
-        own = self.log.by_module(self.position, self.granule)
-        inclusive: dict[str, int] = {}
-        for name, kinds in own.items():
-            total, above = sum(kinds.values()), name
-            while True:
-                inclusive[above] = inclusive.get(above, 0) + total
-                if not above:
-                    break
+        """Return the modules that hold memory at the peak, the largest own first.
+
+        A storage is held by the innermost module that allocated it.
+        """
+        own: defaultdict[str, Counter[Kind]] = defaultdict(Counter)
+        inclusive: Counter[str] = Counter()
+        for index in self.live:
+            storage, size = self.log.storages[index], int(self.sizes[index])
+            own[storage.module][storage.kind] += size
+            above = storage.module
+            inclusive[above] += size
+            while above:
                 above = above.rpartition(".")[0]
+                inclusive[above] += size
         modules = [
-            ModuleMemory(name=name, own=sum(kinds.values()), inclusive=total, kinds=kinds)
+            ModuleMemory(name=name, own=own[name].total(), inclusive=total, kinds=dict(own[name]))
             for name, total in inclusive.items()
-            for kinds in (own.get(name, {}),)
         ]
         return sorted(modules, key=lambda module: (-module.own, module.name))
 
     def largest(self, count: int) -> list[TensorGroup]:
         """Return the largest live tensors at the peak, equal ones grouped."""
         groups: dict[tuple[Kind, str, str, tuple[int, ...], str], list[int]] = {}
-        for index in self.log.live(self.position):
+        for index in self.live:
             s = self.log.storages[index]
             groups.setdefault((s.kind, s.module, s.operation, s.shape, s.dtype), []).append(index)
-        sizes = self.log.sizes(self.granule)
         found = [
             TensorGroup(
                 kind=kind, module=module, operation=operation, shape=shape, dtype=dtype,
-                count=len(ids), bytes=int(sizes[ids].sum()),
+                count=len(ids), bytes=int(self.sizes[ids].sum()),
             )
             for (kind, module, operation, shape, dtype), ids in groups.items()
         ]  # fmt: skip
@@ -244,18 +210,21 @@ class Account:
 
     def new_gradients(self) -> int:
         """Return the bytes of the gradients that the steps allocate; DDP's buckets take as much."""
-        allocated = {event - 1 for event in self.log.events[self.start :] if event > 0}
-        return sum(
-            s.nbytes for i, s in enumerate(self.log.storages) if i in allocated and s.kind is Kind.GRADIENTS
-        )
+        new = (self.log.storages[event - 1] for event in self.log.events[self.start :] if event > 0)
+        return sum(storage.nbytes for storage in new if storage.kind is Kind.GRADIENTS)
 
     def curve_by_kind(self, points: int = MAX_CURVE_POINTS) -> tuple[Integers, Integers]:
         """Return positions [P] within the steps, and bytes [K, P] by kind, in the order of :class:`Kind`.
 
         With more events than ``points``, each range of events is represented by its highest.
         """
-        rows = self.log.curves(self.granule)[:, self.start :]
-        total = self.curve
+        order = list(Kind)
+        row_of = np.array([order.index(storage.kind) for storage in self.log.storages], dtype=np.int64)
+        changes = np.diff(self._whole_curve, prepend=0)
+        rows = np.zeros((len(order), len(changes)), dtype=np.int64)
+        if len(changes):
+            rows[row_of[np.abs(np.array(self.log.events)) - 1], np.arange(len(changes))] = changes
+        rows, total = np.cumsum(rows, axis=1)[:, self.start :], self.curve
         if len(total) <= points:
             return np.arange(len(total), dtype=np.int64), rows
         edges = np.linspace(0, len(total), points + 1).astype(np.int64)

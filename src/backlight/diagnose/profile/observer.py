@@ -29,7 +29,7 @@ from backlight.diagnose.profile.ranges import (
     is_compiled,
     lines_possible,
 )
-from backlight.diagnose.step_observer import StepObserver
+from backlight.diagnose.script_observer import StepObserver
 from backlight.distributed import world
 from backlight.monitors.steptime.model.step_times import WINDOW_STEPS, find_steady
 from backlight.records import Phase
@@ -125,7 +125,7 @@ class ProfileObserver(StepObserver):
         self._end_trace()
         self._end_device()
 
-    def on_step_end(self, summary: StepSummary) -> None:
+    def step_closes(self, summary: StepSummary) -> None:
         """Count a step, and switch from the clock to the profiler, or end the script."""
         if self._is_over:
             return  # the script is ending
@@ -189,14 +189,14 @@ class ProfileObserver(StepObserver):
                 f"a step of all {len(optimizers)} optimizers: they step alternately, and each of their steps "
                 "counts as one, so that figures are averages over different steps"
             )
-        self.observed.live = read_live_objects(self.trained.models, optimizers)
+        self.observed.live = read_live_objects(self.forwards.models, optimizers)
         self.observed.description = self._describe(self.scope) if self._describe is not None else None
 
     def _begin_trace(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if devices.is_available():
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
-        self._modules.follow(self.trained.models)
+        self._modules.follow(self.forwards.models)
         HUB.add(self._phases)
         self._wants_lines = not self._stacks and self._lines_possible()
         self._profiler = torch.profiler.profile(
@@ -211,7 +211,7 @@ class ProfileObserver(StepObserver):
         self._profiler.start()
 
     def _lines_possible(self) -> bool:
-        models = self.trained.models
+        models = self.forwards.models
         if has_compiled() or any(is_compiled(module) for model in models for module in model.modules()):
             self.trouble.append("lines of copies: compiled code would be recompiled for them")
             return False

@@ -117,7 +117,7 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
             raise ValueError(f"{script}: {error}") from None
         kept = path.read_bytes() if read is not None and path is not None and options.keep else b""
     operations, modules, attention = read if read is not None else (None, None, None)
-    parameters = {id(p): p for model in observer.trained.models for p in model.parameters()}
+    parameters = {id(p): p for model in observer.forwards.models for p in model.parameters()}
     count = sum(p.numel() for p in parameters.values())
     live = observed.live
     result = ProfileResult(
