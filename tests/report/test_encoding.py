@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from packed import unpack
@@ -32,6 +32,7 @@ def test_an_array_of_strings_is_refused() -> None:
         pack(np.array(["a"]))
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     hnp.arrays(
         np.float64,
@@ -54,6 +55,7 @@ def test_the_whole_range_of_float64_still_fits() -> None:
     assert np.allclose(np.log2(back), np.log2(values), atol=0.02)
 
 
+@settings(deadline=None, max_examples=60)
 @given(hnp.arrays(np.float64, st.integers(1, 40), elements=st.floats(0, 1)))
 def test_a_share_is_0_or_1_only_where_it_was(values: np.ndarray) -> None:
     back = unpack(pack_share(values))
@@ -62,6 +64,7 @@ def test_a_share_is_0_or_1_only_where_it_was(values: np.ndarray) -> None:
     assert np.abs(back - values).max() <= 1 / 65000
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.text())
 def test_no_text_ends_its_script_element(text: str) -> None:
     written = script_json({"name": text + "</script><!--<img src=x>&amp;"})

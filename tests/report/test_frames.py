@@ -25,6 +25,7 @@ def frames(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return values, measured, np.cumsum(gaps) - 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500), st.integers(1, 600))
 def test_buckets_cover_every_step_once(amount: int, most: int) -> None:
     steps = np.arange(amount) * 3
@@ -36,7 +37,7 @@ def test_buckets_cover_every_step_once(amount: int, most: int) -> None:
     assert buckets.exact == (most >= amount)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(frames(), st.integers(1, 70))
 def test_no_spike_and_no_broken_value_is_lost(
     frame: tuple[np.ndarray, np.ndarray, np.ndarray], most: int
@@ -68,7 +69,7 @@ def test_a_series_with_a_coarser_cadence_leaves_buckets_unmeasured() -> None:
     assert reduced.high[5, 0] == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 3).flatmap(
         lambda k: st.integers(1, 300).flatmap(

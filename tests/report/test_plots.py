@@ -8,11 +8,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
-import packed
 import pytest
 from synthetic import Plan, health_of, write_run
 
-from backlight.report import encoding
 from backlight.report import page as pages
 from backlight.report.page import rendered
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
@@ -86,7 +84,7 @@ def test_cells_that_were_not_measured_are_not_drawn_as_values(full: Source) -> N
     assert np.ma.getmaskarray(rows)[7].all()
     assert not np.ma.getmaskarray(rows)[1, :80].any()
     rms = full.run.frame("gradient", "rms").values
-    assert np.allclose(np.ma.getdata(rows)[1, :80], rms[:80, 1], rtol=2 * encoding.PRECISION)
+    assert np.allclose(np.ma.getdata(rows)[1, :80], rms[:80, 1], rtol=0)
 
 
 def test_both_times_are_marked(tmp_path: Path) -> None:
@@ -136,14 +134,6 @@ def test_a_disk_that_is_full_is_no_fault_of_a_panel(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(writer, "_save", full_disk)
     with pytest.raises(OSError, match="No space left on device"):
         write_plots(source, tmp_path / "plots", formats=("svg",))
-
-
-def test_the_packed_arrays_are_read_as_the_page_reads_them() -> None:
-    draw = np.random.default_rng(0)
-    share = np.array([[0.0, 1.0, np.nan, 0.5]])
-    log = np.concatenate([10 ** draw.uniform(-9, 3, 40), [0, np.nan, np.inf]]).reshape(1, -1)
-    for node in (encoding.pack(draw.normal(size=(3, 4))), encoding.pack_share(share), encoding.pack_log(log)):
-        assert np.array_equal(encoding.unpack(node), packed.unpack(node), equal_nan=True)
 
 
 def test_colours_are_those_of_the_page() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,12 +109,10 @@ def chart(
         "steps": steps[kept],
         "of": len(steps),
         "lines": drawn,
-        "left": _axis(left),
-        "right": _axis(right) if right else None,
+        "left": dataclasses.asdict(left),
+        "right": dataclasses.asdict(right) if right else None,
         "marks": [{"label": label, "steps": at} for label, at in (marks or {}).items() if len(at)],
-        "spans": [
-            {"label": s.label, "mark": s.mark, "after": s.after, "by": s.by, "tone": s.tone} for s in spans
-        ],
+        "spans": [dataclasses.asdict(span) for span in spans],
         "across": across,
     }
 
@@ -152,10 +151,6 @@ def _covers(line: NDArray[np.float64], other: NDArray[np.float64], width: float)
     both = np.isfinite(line) & np.isfinite(other)
     near = np.abs(line[both] - other[both]) <= width
     return 2 * int(np.count_nonzero(near)) > len(near)
-
-
-def _axis(axis: Axis) -> dict[str, Any]:
-    return {"label": axis.label, "log": axis.log, "base": axis.base, "low": axis.low, "high": axis.high}
 
 
 def spans_decades(*columns: NDArray[np.float64], factor: float = 100.0) -> bool:

@@ -12,6 +12,7 @@ import enum
 import json
 import math
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,19 +52,12 @@ def pack(array: NDArray[Any]) -> Packed:
     return {"type": code, "shape": list(array.shape), "data": base64.b64encode(data).decode("ascii")}
 
 
-def unpack(node: Packed) -> NDArray[Any]:
-    """Return the array that was packed, in the way of ``assets/data.js``; quantised ones as float64."""
-    width = np.dtype(_TYPES[node["type"]]).itemsize
-    grouped = np.frombuffer(zlib.decompress(base64.b64decode(node["data"])), np.uint8)
-    plain = grouped.reshape(width, -1).T.tobytes()
-    codes = np.frombuffer(plain, _TYPES[node["type"]]).reshape(node["shape"])
-    if node.get("scale") == "share":
-        return np.where(codes == _NAN, np.nan, (codes.astype(np.float64) - 1) / 65000)
-    if node.get("scale") == "log":
-        with np.errstate(over="ignore"):
-            values = 2 ** (node["low"] + (codes.astype(np.float64) - _FIRST) * node["step"])
-        return np.select([codes == _NAN, codes == _ZERO, codes == _INF], [np.nan, 0.0, np.inf], values)
-    return codes
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """An array that the page may hold in 16 bits per value; ``scale`` is ``log`` or ``share``."""
+
+    values: NDArray[np.float64]
+    scale: str
 
 
 def pack_log(values: NDArray[np.float64]) -> Packed:
@@ -96,6 +90,8 @@ def pack_share(values: NDArray[np.float64]) -> Packed:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return pack(value)
+    if isinstance(value, Quantised):
+        return pack_share(value.values) if value.scale == "share" else pack_log(value.values)
     if isinstance(value, np.generic):
         return _finite(value.item())
     if isinstance(value, enum.Enum):
@@ -115,10 +111,6 @@ def _finite(value: Any) -> Any:
 
 
 def script_json(value: Any) -> str:
-    r"""Return JSON that is safe between ``<script>`` tags.
-
-    Every ``<``, ``>`` and ``&`` is written as ``\u003c`` and so on, and the text is pure ASCII, so that
-    no name, whatever it holds, can end the element or open a comment.
-    """
+    r"""Return JSON, in ASCII and with ``<``, ``>`` and ``&`` escaped: no name in it can end the element."""
     text = json.dumps(_finite(value), default=_plain, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from backlight.report.encoding import unpack
+from backlight.report.encoding import Quantised
 from backlight.report.plots.spectra import spectra
 from backlight.report.plots.style import Draw, colours, ramp, shortened, tick
 from backlight.report.source import Source
@@ -314,7 +314,7 @@ def stack(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figu
 
 
 def _array(node: Any) -> Floats:
-    return np.asarray(unpack(node) if isinstance(node, dict) else node, np.float64)
+    return np.asarray(node.values if isinstance(node, Quantised) else node, np.float64)
 
 
 DRAWERS: dict[str, Draw] = {

@@ -293,7 +293,20 @@ def half_precision_with_a_scaler(make: Make) -> Any:
     return rec.close()
 
 
-@pytest.mark.parametrize("name", sorted(TRAININGS))
+SLOW = {
+    "full_batch_to_convergence",
+    "perceptron_tiny_batches",
+    "policy_gradient_with_sparse_rewards",
+    "recorded_at_every_tenth_step",
+    "transformer_of_eight_blocks",
+    "transformer_zero_head_long_warm_up",
+}
+"""Variants of trainings that others stand for."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] if n in SLOW else []) for n in sorted(TRAININGS)]
+)
 def test_a_sound_training_is_not_called_ill(name: str, recorder: Make, judged: Make) -> None:
     train, remarks = TRAININGS[name]
     findings = judged(train(recorder))

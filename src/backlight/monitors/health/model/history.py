@@ -7,7 +7,6 @@ a value that is not finite never enters a history.
 from __future__ import annotations
 
 import bisect
-import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,32 +40,6 @@ def finite_median(values: Floats, minimum: int = 1) -> Floats:
     return np.where(count >= max(minimum, 1), low + (high - low) / 2, np.nan)
 
 
-def running_median(values_SP: Floats, window: int, refresh: int, minimum: int) -> Floats:
-    """Median of what lies before each row, per column.
-
-    Parameters
-    ----------
-    values_SP:
-        Recorded values, NaN where not measured.
-    window:
-        Number of rows that a median looks back on.
-    refresh:
-        The median is computed anew at every row below ``refresh`` and at every ``refresh``-th row
-        after it, and holds in between; at a row it never knows that row.
-    minimum:
-        Finite values needed; NaN where there are fewer.
-
-    Returns
-    -------
-    Array of the shape of ``values_SP``.
-    """
-    medians_SP = np.full(values_SP.shape, np.nan)
-    columns_PS = np.ascontiguousarray(values_SP.T)
-    for row, following in _constant(len(values_SP), refresh):
-        medians_SP[row:following] = finite_median(columns_PS[:, max(0, row - window) : row], minimum)
-    return medians_SP
-
-
 def _constant(steps: int, refresh: int) -> list[tuple[int, int]]:
     """Return the stretches of rows within which a running median holds."""
     rows = [*range(min(refresh, steps)), *range(refresh, steps, refresh)]
@@ -78,20 +51,16 @@ def medians_outrun(
 ) -> tuple[Integers, Floats]:
     """Compute the running medians that a value may exceed ``factor`` times, and no others.
 
-    A median that is not 0 is at least half the least positive value of its history. So where no value of
-    a stretch exceeds ``factor`` times that, none exceeds as much of the median, which no one needs to know.
-
-    Parameters
-    ----------
-    values_SP, window, refresh, minimum:
-        As for :func:`running_median`; values are not negative.
-    factor:
-        How far a value must lie above its median, 0 or more.
+    A running median is that of the ``window`` rows before a row, NaN where fewer than ``minimum`` of them are
+    finite. It is computed anew at every row below ``refresh`` and at every ``refresh``-th row after it, and
+    holds in between. A median that is not 0 is at least half the least positive value of its history. So
+    where no value of a stretch exceeds ``factor`` times that, none exceeds as much of the median, which is
+    then not computed.
 
     Returns
     -------
     The columns that may hold such a value, in order, of shape [C], and their running medians, of shape
-    [S, C]: NaN where no value of the stretch is as large.
+    [S, C]: NaN where no value of the stretch is as large. Values are NaN where not measured, never negative.
     """
     stretches_B = _constant(len(values_SP), refresh)
     begins = [row for row, _ in stretches_B]
@@ -111,30 +80,6 @@ def medians_outrun(
             history = np.ascontiguousarray(values_SP[max(0, row - window) : row, mine].T)
             medians_SC[row:following, np.searchsorted(columns, mine)] = finite_median(history, minimum)
     return columns, medians_SC
-
-
-class RunningMedian:
-    """The same medians for a loop that learns one row at a time; see :func:`running_median`.
-
-    ``value`` is what the next row is compared with: of shape [P], None before the first row.
-    """
-
-    def __init__(self, window: int, refresh: int, minimum: int) -> None:
-        self._rows: collections.deque[Floats] = collections.deque(maxlen=window)
-        self._refresh = refresh
-        self._minimum = minimum
-        self._seen = 0
-        self.value: Floats | None = None
-
-    def add(self, values_P: Floats) -> None:
-        """Take in the next row; another number of columns than before starts a new history."""
-        if self._rows and self._rows[-1].shape != values_P.shape:
-            self._rows.clear()
-            self._seen = 0
-        self._rows.append(np.array(values_P, dtype=np.float64))
-        self._seen += 1
-        if self._seen < self._refresh or self._seen % self._refresh == 0:
-            self.value = finite_median(np.stack(self._rows, axis=-1), self._minimum)
 
 
 def median_and_deviation(history: Floats, minimum: int = 1) -> tuple[Floats, Floats]:

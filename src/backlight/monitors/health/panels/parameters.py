@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from backlight.monitors.health.model.groups import GroupError, group_rms, ratio
 from backlight.report.charts import Axis, Line, chart
-from backlight.report.encoding import Packed, pack, pack_log, pack_share
+from backlight.report.encoding import Quantised
 from backlight.report.frames import COLUMNS, SPREAD, Buckets, ParameterFrames, Shown, cut
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
@@ -60,9 +60,9 @@ def parameters(source: Source) -> Drawn | NotMeasured:
         "precise": cells <= MAX_EXACT_CELLS,
         "columns": columns,
         "measured": {
-            series: pack(_counts(frames.extremes[_name(series, frames)].measured)) for series in frames.steps
+            series: _counts(frames.extremes[_name(series, frames)].measured) for series in frames.steps
         },
-        "broken": pack(_counts(_broken(frames))),
+        "broken": _counts(_broken(frames)),
         "stats": frames.stats,
     }
     return Drawn("parameters", data, (), tuple(remarks))
@@ -89,11 +89,9 @@ def _counts(counts: NDArray[np.int64]) -> NDArray[np.uint16]:
 def _column(shown: Shown, frames: ParameterFrames, exact: bool, precise: bool) -> dict[str, Any]:
     reduced = frames.extremes[shown.name]
 
-    def plane(values: NDArray[np.float64]) -> Packed:
+    def plane(values: NDArray[np.float64]) -> NDArray[np.float64] | Quantised:
         by_parameter = np.ascontiguousarray(values.T)
-        if precise:
-            return pack(by_parameter)
-        return pack_share(by_parameter) if shown.scale == "share" else pack_log(by_parameter)
+        return by_parameter if precise else Quantised(by_parameter, shown.scale)
 
     return {
         "name": shown.name,
@@ -216,8 +214,8 @@ def _cells(buckets: Buckets) -> dict[str, Any]:
     return {"first": buckets.first, "last": buckets.last}
 
 
-def _share(counts: NDArray[np.float64], axis: int) -> Packed:
-    """Pack the share of each bin along ``axis``; NaN where nothing was counted."""
+def _share(counts: NDArray[np.float64], axis: int) -> Quantised:
+    """Return the share of each bin along ``axis``; NaN where nothing was counted."""
     total = counts.sum(axis=axis, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return pack_log(counts / total)
+        return Quantised(counts / total, "log")

@@ -10,7 +10,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
-from backlight.monitors.health.model.history import StretchLimits, present, running_median, stretches
+from backlight.monitors.health.model.history import StretchLimits, medians_outrun, present, stretches
 from backlight.monitors.health.model.score import (
     ExplodingMaskLimits,
     clip_norms,
@@ -130,11 +130,14 @@ def _of_parameters(
 def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Finding]:
     """Compare the total norm with the clip norm and, since many clip low, with its own past."""
     norms_S, clips_S = total_norms(run, frame.steps), clip_norms(run, frame.steps)
-    medians_S = running_median(
-        norms_S[:, None], limits.history_window, limits.history_refresh, limits.history_minimum
-    )[:, 0]
+    factor = limits.exploding_clip_factor
+    columns, medians_SC = medians_outrun(
+        norms_S[:, None], limits.history_window, limits.history_refresh, limits.history_minimum, factor
+    )
+    if not len(columns):
+        return
+    medians_S = medians_SC[:, 0]
     with np.errstate(invalid="ignore"):
-        factor = limits.exploding_clip_factor
         hits_S = np.isfinite(norms_S) & (norms_S > factor * clips_S) & (norms_S > factor * medians_S)
     for stretch in stretches(np.flatnonzero(hits_S), limits.spike_gap):
         if len(stretch) < limits.exploding_steps:
