@@ -77,7 +77,7 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    steps: int = 4,
+    steps: int = 3,
     micro: int = 4,
     scaler: Any = None,
     autocast: bool = False,
@@ -111,6 +111,13 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+def watch(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, *, every: int = 1, **settings: Any
+) -> Any:
+    """Watch a training run with the monitor of spectra alone."""
+    return backlight.watch(model, optimizer, run=path, monitors=("spectra",), every=every, **settings)
+
+
 def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=1024.0)
 
@@ -124,7 +131,7 @@ def one(
     if path is None:
         train(model, optimizer, **loop)
     else:
-        with backlight.watch(model, optimizer, run=path, monitors=("spectra",), every=2, **settings):
+        with watch(model, optimizer, path, every=2, **settings):
             train(model, optimizer, **loop)
     return weights(model)
 

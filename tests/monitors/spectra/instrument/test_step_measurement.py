@@ -17,7 +17,7 @@ import backlight
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
 from backlight.store.read import spectra as stored
-from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, weights
+from spectra.watched import batch, build, loss_of, one, same, train, unmeasured, watch, weights
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulation": ({}, {}),
@@ -46,26 +46,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[Tens
 
 @pytest.mark.filterwarnings("ignore:backlight. spectra of:RuntimeWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_the_training_is_the_same_to_the_bit(case: str, tmp_path: Path) -> None:
-    options, loop = CASES[case]
-    plain = one(build(**options), loop)
-    drawn = torch.get_rng_state()
-    assert same(plain, one(build(**options), loop, tmp_path))
-    assert torch.equal(drawn, torch.get_rng_state())
-    steps = {m.step for m in stored.measurements(backlight.open_run(tmp_path))}
-    assert steps == (set() if case == "one microbatch" else {0, 2})
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c != "one microbatch"])
-def test_replicates_are_the_gradients_of_the_microbatches(
+def test_training_is_the_same_to_the_bit_and_replicates_are_its_microbatches(
     case: str, tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
     options, loop = CASES[case]
-    one(build(**options), loop, tmp_path, spectra={"exclude": ["embed"]} if not options.get("tied") else {})
-    truth: dict[tuple[int, str], list[Tensor]] = {}
     model = build(**options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loop = {**loop, "scaler": scaler()} if loop.get("scaler") is True else loop
+    truth: dict[tuple[int, str], list[Tensor]] = {}
     kept: dict[str, Tensor] = {}
 
     # The difference that each backward makes to .grad: what its microbatch gave, up to the rounding of a sum.
@@ -76,9 +62,13 @@ def test_replicates_are_the_gradients_of_the_microbatches(
                 truth.setdefault((step, name), []).append(now - kept[name])
             kept[name] = now
 
-    train(model, optimizer, before=before, **loop)
+    plain = one(model, {**loop, "before": before})
+    drawn = torch.get_rng_state()
+    assert same(plain, one(build(**options), loop, tmp_path))
+    assert torch.equal(drawn, torch.get_rng_state())
+    steps = {m.step for m in stored.measurements(backlight.open_run(tmp_path))}
+    assert steps == {step for step, _ in measured} == (set() if case == "one microbatch" else {0, 2})
     size = 1024.0 if loop.get("scaler") else 1.0
-    assert measured
     for (step, name), replicates in measured.items():
         assert len(replicates) == 4
         for found, expected in zip(replicates[:3], truth[step, name], strict=True):
@@ -113,7 +103,7 @@ def test_weights_updates_and_momenta_are_measured(tmp_path: Path) -> None:
         if micro == 0:
             history.append(weights(model))
 
-    with backlight.watch(model, optimizer, run=tmp_path, monitors=("spectra",), every=2):
+    with watch(model, optimizer, tmp_path, every=2):
         train(model, optimizer, steps=3, before=before)
     history.append(weights(model))
     run, name = backlight.open_run(tmp_path), "block.up.weight"
@@ -142,7 +132,7 @@ def test_an_injected_direction_of_a_transformer_is_recovered(tmp_path: Path) -> 
         return 3.0 * torch.outer(u, v) + 0.1 * torch.randn(gradient.shape, generator=noise)
 
     model.block.up.weight.register_hook(injected)
-    with backlight.watch(model, optimizer, run=tmp_path, monitors=("spectra",), every=1):
+    with watch(model, optimizer, tmp_path):
         train(model, optimizer, steps=2, micro=12)
     run = backlight.open_run(tmp_path)
     table = stored.table(run, 1, "block.up.weight")
@@ -166,9 +156,7 @@ def test_the_noise_scale_of_a_quadratic_is_that_of_its_definition(tmp_path: Path
     model.forward = lambda x: ((weight - x) ** 2).sum((1, 2)) / 2  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     draw = torch.Generator().manual_seed(5)
-    with backlight.watch(
-        model, optimizer, run=tmp_path, monitors=("spectra",), every=1, spectra={"replicates": 512}
-    ):
+    with watch(model, optimizer, tmp_path, spectra={"replicates": 512}):
         for _ in range(100):
             model(2.0 * torch.randn(size, rows, columns, generator=draw)).mean().backward()
         optimizer.step()
@@ -201,9 +189,7 @@ def test_a_single_microbatch_is_split_on_request(
     model = build().eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     whole = batch(5)
-    with backlight.watch(
-        model, optimizer, run=tmp_path / "eval", monitors=("spectra",), every=1, **split_settings(whole)
-    ):
+    with watch(model, optimizer, tmp_path / "eval", **split_settings(whole)):
         loss_of(model, whole).backward()
         optimizer.step()
     for number, found in enumerate(measured[0, "head.weight"]):
@@ -240,7 +226,7 @@ def test_a_split_restores_running_statistics_and_random_state(tmp_path: Path) ->
             loop()
         else:
             given: dict[str, Any] = {"spectra": {"split": 3}, "samples": (loss_fn, x)}
-            with backlight.watch(model, optimizer, run=path, monitors=("spectra",), every=1, **given):
+            with watch(model, optimizer, path, **given):
                 loop()
         found.append((weights(model), random.random(), np.random.rand()))
     assert same(found[0][0], found[1][0])
@@ -266,10 +252,10 @@ def test_a_compiled_model_is_measured_and_not_recompiled(tmp_path: Path) -> None
         compiled = torch.compile(model, backend="aot_eager")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         if path is None:
-            train(compiled, optimizer)
+            train(compiled, optimizer, steps=3)
         else:
-            with backlight.watch(compiled, optimizer, run=path, monitors=("spectra",), every=2):
-                train(compiled, optimizer)
+            with watch(compiled, optimizer, path, every=2):
+                train(compiled, optimizer, steps=3)
         found.append((weights(model), counted["stats"]["unique_graphs"]))
     (plain, graphs), (seen, again) = found
     assert same(plain, seen)
@@ -300,9 +286,7 @@ def test_on_an_accelerator_nothing_changes_and_the_host_agrees(
         if path is None:
             loop()
         else:
-            with backlight.watch(
-                model, optimizer, run=path, monitors=("spectra",), every=2, spectra={"buffer": buffer}
-            ):
+            with watch(model, optimizer, path, every=2, spectra={"buffer": buffer}):
                 loop()
         states.append(weights(model))
     assert same(*states)
@@ -341,7 +325,7 @@ def test_hooks_are_gone_outside_of_a_backward(tmp_path: Path) -> None:
             copy.deepcopy(model)
             torch.save(model, io.BytesIO())
 
-    with backlight.watch(model, optimizer, run=tmp_path, monitors=("spectra",), every=1):
+    with watch(model, optimizer, tmp_path):
         train(model, optimizer, steps=2, before=before)
     assert not model._forward_pre_hooks
     assert stored.measurements(backlight.open_run(tmp_path))

@@ -165,7 +165,7 @@ class ReplicateMonitor(Monitor):
         self._add_states(captured)
         captured.copies_done = record_events(target.device for target in self._selection.captured)
         if replicates.failed:
-            self._recorder.event(self._step, "spectra_broken", {"backwards": replicates.failed})
+            self._recorder.event(self._step, "spectra_backward_failed", {"backwards": replicates.failed})
         self._replicates, self._captured, self._before = None, None, {}
         self._size = max(self._size, captured.size)
         self._worker.submit(captured, self._selection)
