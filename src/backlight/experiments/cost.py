@@ -20,16 +20,12 @@ from backlight.experiments.runner import build, measures_of, named_gradients, pr
 from backlight.experiments.task import Task
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
-from backlight.monitors.grokking.model.disk_guard import free_bytes
-from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
+from backlight.monitors.grokking.model.measures import SAMPLED, TIERS, Measures, at_tier, free_bytes, left_out
 from backlight.processes import available_memory, resident_memory
 from backlight.text import size
 
 MEASURED = ("gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "sketch")
 """Measures by the key of their cadence."""
-
-SAMPLED = {"mean_gradient", "gram", "vectors", "agop"}
-"""Measures that need per-sample gradients."""
 
 HELD = {"window", "sketch"}
 """Measures that hold memory between steps."""

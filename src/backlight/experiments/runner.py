@@ -28,8 +28,7 @@ from backlight.experiments.experiment import Duration
 from backlight.experiments.task import Task
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
-from backlight.monitors.grokking.model.disk_guard import DiskGuard, degradation
-from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier
+from backlight.monitors.grokking.model.measures import TIERS, DiskGuard, Measures, at_tier, degradation
 from backlight.records import RunStatus, to_json
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_pieces import Filters

@@ -10,7 +10,7 @@ import torch
 from backlight.capture.model_state import full, gathered, spread
 from backlight.capture.parameters import local
 from backlight.monitor import Gradients, Monitor, RunContext
-from backlight.monitors.grokking.model.disk_guard import DiskGuard
+from backlight.monitors.grokking.model.measures import DiskGuard
 from backlight.processes import available_memory
 
 if TYPE_CHECKING:

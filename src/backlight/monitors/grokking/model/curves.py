@@ -58,14 +58,7 @@ def read_curve(steps: ArrayLike, values: ArrayLike, name: str) -> Curve:
     """Return a logged accuracy, sorted by step.
 
     NaN is a log without a measurement and is left out. Of two logs of one step the later one in the
-    arrays counts. ``notes`` mention both.
-
-    Parameters
-    ----------
-    steps, values:
-        Arrays [S] in any order.
-    name:
-        Name of the curve in messages.
+    arrays counts. ``notes`` mention both. Arrays are [S], in any order; ``name`` is the curve's in messages.
 
     Raises
     ------
@@ -146,11 +139,6 @@ def wilson(share: float, size: int) -> tuple[float, float]:
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)
     half = WILSON_Z / (1 + z2 / size) * math.sqrt(share * (1 - share) / size + z2 / (4 * size**2))
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def least_size(curve: Curve) -> int:
-    """Return the smallest test set that allows these values: n samples give n + 1 shares."""
-    return max(0, len(np.unique(curve.values)) - 1)
 
 
 def doubted_zeros(curve: Curve, logs: int, *, plausible: bool, low: float = 0.0) -> NDArray[np.bool_]:

@@ -7,7 +7,9 @@ threshold from .9 to .99. Everything else has its own verdict.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -35,18 +37,6 @@ END_SHARE = 0.1
 """Share of the logs that counts as the end of a run."""
 
 
-@dataclass(frozen=True)
-class _Level:
-    """Chance and plateau, between which the test accuracy moves."""
-
-    chance: float
-    plateau: float
-
-    def at(self, share: float) -> float:
-        """Return the accuracy at ``share`` of the way; never above ``share`` itself."""
-        return min(share, self.chance + share * (self.plateau - self.chance))
-
-
 def detect(
     train_steps: ArrayLike,
     train_accuracy: ArrayLike,
@@ -58,7 +48,7 @@ def detect(
     test_size: int | None = None,
     limits: VerdictLimits | None = None,
 ) -> Detection:
-    """Return the verdict on the accuracies of one run.
+    """Return the verdict on the accuracies of one run, with its intervals, conditions, sweep and notes.
 
     Parameters
     ----------
@@ -69,19 +59,12 @@ def detect(
         Accuracy of guessing; None if unknown: 0 is used, which requires the longest way.
     train_size, test_size:
         Samples behind an accuracy; None if unknown: the number of distinct values is a lower bound.
-    limits:
-        Limits; None for the defaults.
-
-    Returns
-    -------
-    The verdict with its intervals, conditions, sweep and notes.
 
     Raises
     ------
     DetectionError
         If nothing was logged, a value is not a share of samples, or a size or chance is impossible.
     """
-    limits = limits or VerdictLimits()
     train = curves.read_curve(train_steps, train_accuracy, "train accuracy")
     test = curves.read_curve(test_steps, test_accuracy, "test accuracy")
     for name, curve in (("train accuracy", train), ("test accuracy", test)):
@@ -95,7 +78,7 @@ def detect(
     for name, size in (("train_size", train_size), ("test_size", test_size)):
         if size is not None and size < 1:
             raise DetectionError(f"{name} counts samples and must be at least 1; got {size!r}")
-    return _Evaluation(train, test, chance, train_size, test_size, limits).verdict()
+    return _Evaluation(train, test, chance, train_size, test_size, limits or VerdictLimits()).verdict()
 
 
 class _Evaluation:
@@ -114,7 +97,8 @@ class _Evaluation:
         self.chance = chance or 0.0
         self.notes = [*train.notes, *test.notes]
         self.size_known = test_size is not None
-        self.size = test_size if test_size is not None else curves.least_size(test)
+        # n samples give n + 1 shares.
+        self.size = test_size if test_size is not None else max(0, len(np.unique(test.values)) - 1)
         if chance is None:
             self.notes.append(
                 "chance is not known and is taken as 0, which requires the longest way; "
@@ -127,9 +111,11 @@ class _Evaluation:
             )
         self.train, _ = self._trusted(train, train_size, "train accuracy")
         self.test, self.doubted = self._trusted(test, test_size, "test accuracy")
-        self.level = _Level(self.chance, curves.plateau(self.test, limits.stay_logs))
+        self.plateau = curves.plateau(self.test, limits.stay_logs)
         self.last = int(max(train.steps[-1], test.steps[-1]))
         self.logged = (len(train), len(test))
+        # Whether the plateau of the test accuracy is far enough above chance.
+        self.learned = (self.plateau - self.chance) / (1 - self.chance) >= limits.plateau_minimum
 
     def _trusted(self, curve: Curve, size: int | None, name: str) -> tuple[Curve, Curve]:
         """Split a curve into the trusted logs and the zeros that look like fillers."""
@@ -145,90 +131,77 @@ class _Evaluation:
             )
         return curve.without(doubted), curve.without(~doubted)
 
+    def level(self, share: float) -> float:
+        """Return the accuracy at ``share`` of the way from chance to plateau; never above ``share``."""
+        return min(share, self.chance + share * (self.plateau - self.chance))
+
     def verdict(self) -> Detection:
         """Return the verdict: each condition in order, then the sweep."""
-        limits = self.limits
-        memorised, generalised = self._times(limits.train_accuracy, limits.test_share)
-        if min(map(len, (self.train, self.test))) < limits.stay_logs:
+        memorised, generalised = self._times()
+        if min(map(len, (self.train, self.test))) < self.limits.stay_logs:
             return self._detection(
                 GrokkingVerdict.INSUFFICIENT_DATA,
                 f"Only {len(self.train)} train and {len(self.test)} test accuracies were logged; "
-                f"{limits.stay_logs} of each are the least.",
+                f"{self.limits.stay_logs} of each are the least.",
                 memorised,
                 generalised,
             )
         if memorised is None:
             return self._never_memorised()
         if generalised is None:
-            return self._never_generalised(memorised)
+            verdict, claim = self._never_generalised(memorised)
+            return self._detection(verdict, f"The run memorised by step {memorised.by}{claim}", memorised)
         return self._both(memorised, generalised)
 
-    def _times(self, train_accuracy: float, share: float) -> tuple[Interval | None, Interval | None]:
+    def _times(self) -> tuple[Interval | None, Interval | None]:
         """Return t_memorise and t_generalise; the second only if the plateau is a generalisation."""
-        memorised = curves.first_stay(self.train, train_accuracy, self.limits.stay_logs)
-        if not self._learned():
+        limits = self.limits
+        memorised = curves.first_stay(self.train, limits.train_accuracy, limits.stay_logs)
+        if not self.learned:
             return memorised, None
-        return memorised, curves.first_stay(self.test, self.level.at(share), self.limits.stay_logs)
-
-    def _learned(self) -> bool:
-        """Return whether the plateau of the test accuracy is far enough above chance."""
-        return (self.level.plateau - self.chance) / (1 - self.chance) >= self.limits.plateau_minimum
+        return memorised, curves.first_stay(self.test, self.level(limits.test_share), limits.stay_logs)
 
     def _never_memorised(self) -> Detection:
-        limits, train = self.limits, self.train
-        best, where = float(train.values.max()), int(train.steps[int(np.argmax(train.values))])
-        reached = int((train.values >= limits.train_accuracy).sum())
-        if curves.ends_above(train, limits.train_accuracy):
+        values, needed, logs = self.train.values, self.limits.train_accuracy, self.limits.stay_logs
+        reached = int((values >= needed).sum())
+        if curves.ends_above(self.train, needed):
             return self._detection(
                 GrokkingVerdict.CENSORED,
-                f"The run ends at step {self.last}, less than {limits.stay_logs} logs after the training "
-                f"accuracy reached {limits.train_accuracy:g}.",
+                f"The run ends at step {self.last}, less than {logs} logs after the training "
+                f"accuracy reached {needed:g}.",
             )
-        if reached >= limits.stay_logs:
+        if reached >= logs:
             return self._detection(
                 GrokkingVerdict.UNSTABLE,
-                f"The training accuracy was at {limits.train_accuracy:g} at {reached} logs and never for "
-                f"{limits.stay_logs} in a row.",
+                f"The training accuracy was at {needed:g} at {reached} logs and never for {logs} in a row.",
             )
         return self._detection(
             GrokkingVerdict.NOT_FITTED,
-            f"The training accuracy did not reach {limits.train_accuracy:g} by step {self.last}; its "
-            f"highest value is {best:.3g}, at step {where}.",
+            f"The training accuracy did not reach {needed:g} by step {self.last}; its highest value is "
+            f"{float(values.max()):.3g}, at step {self.train.steps[int(np.argmax(values))]}.",
         )
 
-    def _never_generalised(self, memorised: Interval) -> Detection:
-        limits, best = self.limits, self.level.plateau
-        reached = self.level.at(limits.test_share)
-        tail = curves.ends_above(self.test, reached) if self._learned() else 0
-        rise = self._rise()
-        when = f"by step {memorised.by}"
+    def _never_generalised(self, memorised: Interval) -> tuple[GrokkingVerdict, str]:
+        strong = self.limits.delay_ratio_strong
+        tail = self.learned and curves.ends_above(self.test, self.level(self.limits.test_share))
         if len(self.doubted) and not len(self.test.between(memorised.by, self.last + 1)):
-            return self._detection(
-                GrokkingVerdict.INSUFFICIENT_DATA,
-                f"The run memorised {when}; after that every test accuracy is exactly 0, as if it was not "
-                "measured.",
-                memorised,
+            return GrokkingVerdict.INSUFFICIENT_DATA, (
+                "; after that every test accuracy is exactly 0, as if it was not measured."
             )
-        if tail or rise > limits.rising:
+        if tail or self._rise() > self.limits.rising:
             what = "less than enough logs after it generalised" if tail else "while its test accuracy rises"
-            return self._detection(
-                GrokkingVerdict.CENSORED,
-                f"The run memorised {when} and ends at step {self.last} {what} (at "
-                f"{float(self.test.values[-1]):.3g}): the outcome is unknown.",
-                memorised,
+            return GrokkingVerdict.CENSORED, (
+                f" and ends at step {self.last} {what} (at {float(self.test.values[-1]):.3g}): "
+                "the outcome is unknown."
             )
-        if self.last < limits.delay_ratio_strong * max(1, memorised.by):
-            return self._detection(
-                GrokkingVerdict.CENSORED,
-                f"The run memorised {when} and ends at step {self.last}, before "
-                f"{limits.delay_ratio_strong:g} times that: too early to say that it does not generalise.",
-                memorised,
+        if self.last < strong * max(1, memorised.by):
+            return GrokkingVerdict.CENSORED, (
+                f" and ends at step {self.last}, before {strong:g} times that: "
+                "too early to say that it does not generalise."
             )
-        return self._detection(
-            GrokkingVerdict.MEMORISED,
-            f"The run memorised {when} and did not generalise until step {self.last}: its test accuracy "
-            f"held at most {best:.3g}.",
-            memorised,
+        return GrokkingVerdict.MEMORISED, (
+            f" and did not generalise until step {self.last}: its test accuracy held at most "
+            f"{self.plateau:.3g}."
         )
 
     def _rise(self) -> float:
@@ -238,69 +211,73 @@ class _Evaluation:
         return float(np.median(last) - np.median(before)) / (1 - self.chance) if len(before) else 0.0
 
     def _both(self, memorised: Interval, generalised: Interval) -> Detection:
-        """Evaluate a run that did both, in the order in which a condition makes the next one meaningful."""
-        limits = self.limits
         ratio = _ratio(memorised, generalised)
-        conditions, at_memorised = self._conditions(memorised, generalised)
-        held = {condition.name: condition.held for condition in conditions}
-        both = (
-            f"It memorised in steps {memorised} and generalised in steps {generalised}, "
-            f"{_times(ratio)} the time to memorise."
+        conditions = self._conditions(memorised, generalised)
+        sweep = self._sweep()
+        verdict, words = self._delayed(memorised, generalised, conditions, sweep)
+        strong = verdict is GrokkingVerdict.GROKKING and ratio[0] >= self.limits.delay_ratio_strong
+        return self._detection(
+            verdict,
+            f"{'Strong generalisation.' if strong else words} It memorised in steps {memorised} and "
+            f"generalised in steps {generalised}, {_times(ratio)} the time to memorise.",
+            memorised,
+            generalised,
+            strong=strong,
+            ratio=ratio,
+            conditions=conditions,
+            memorised_test=self._start(memorised, generalised),
+            sweep=sweep if verdict in _SWEPT else (),
         )
 
-        def result(verdict: GrokkingVerdict, words: str, strong: bool = False) -> Detection:
-            return replace(
-                self._detection(verdict, f"{words} {both}", memorised, generalised),
-                strong=strong,
-                ratio=ratio,
-                conditions=conditions,
-                memorised_test=at_memorised,
-                sweep=self._sweep() if verdict in _SWEPT else (),
+    def _delayed(
+        self,
+        memorised: Interval,
+        generalised: Interval,
+        conditions: tuple[Condition, ...],
+        sweep: tuple[SweepPoint, ...],
+    ) -> tuple[GrokkingVerdict, str]:
+        """Evaluate a run that did both, in the order in which a condition makes the next one meaningful."""
+        limits = self.limits
+        held = {condition.name: condition.held for condition in conditions}
+        if np.median(curves.ending(self.test, END_SHARE, limits.stay_logs)) < self.level(0.5):
+            return (
+                GrokkingVerdict.UNSTABLE,
+                "The test accuracy did not stay at the level that it had reached.",
             )
-
-        if self._lost():
-            return result(
-                GrokkingVerdict.UNSTABLE, "The test accuracy did not stay at the level that it had reached."
-            )
-        at_log = generalised.by / max(1, memorised.by)
-        if at_log < limits.delay_ratio:
-            return result(GrokkingVerdict.NO_DELAY, "The run generalised about when it memorised.")
+        if generalised.by / max(1, memorised.by) < limits.delay_ratio:
+            return GrokkingVerdict.NO_DELAY, "The run generalised about when it memorised."
         if self._recovered(memorised, generalised) or held["training accuracy lasts"] is False:
-            return result(
+            return (
                 GrokkingVerdict.UNSTABLE,
                 "Between the two times the run lost an accuracy it had reached: a recovery, not grokking.",
             )
         if held["starts from below"] is False:
-            return result(
+            return (
                 GrokkingVerdict.NO_DELAY,
                 "The run was more than half way to generalising when it memorised: slow, but no delay.",
             )
         doubt = self._doubt(memorised, generalised, held)
         if doubt:
-            return result(GrokkingVerdict.INSUFFICIENT_DATA, doubt)
-        if self.level.at(1.0) < limits.test_share and self._rise() > limits.rising:
-            return result(GrokkingVerdict.CENSORED, "The test accuracy still rises at the end.")
-        missed = [point for point in self._sweep() if not point.grokking]
-        if missed:
-            return result(
+            return GrokkingVerdict.INSUFFICIENT_DATA, doubt
+        if self.level(1.0) < limits.test_share and self._rise() > limits.rising:
+            return GrokkingVerdict.CENSORED, "The test accuracy still rises at the end."
+        missed = next((point for point in sweep if not point.grokking), None)
+        if missed is not None:
+            return (
                 GrokkingVerdict.THRESHOLD_ARTEFACT,
                 f"Grokking by these thresholds, but not at a training accuracy of "
-                f"{missed[0].train_accuracy:.3g} with {missed[0].test_share:.3g} of the way.",
+                f"{missed.train_accuracy:.3g} with {missed.test_share:.3g} of the way.",
             )
-        if ratio[0] < NEAR * limits.delay_ratio:
+        if _ratio(memorised, generalised)[0] < NEAR * limits.delay_ratio:
             self.notes.append(
                 f"the delay is near the limit of {limits.delay_ratio:g} times: another seed may have none"
             )
-        strong = ratio[0] >= limits.delay_ratio_strong
-        return result(
-            GrokkingVerdict.GROKKING, f"{'Strong' if strong else 'Delayed'} generalisation.", strong
-        )
+        return GrokkingVerdict.GROKKING, "Delayed generalisation."
 
     def _doubt(self, memorised: Interval, generalised: Interval, held: dict[str, bool | None]) -> str:
         """Return why the data do not support a verdict of grokking; empty if they do."""
-        limits = self.limits
         filled = self.doubted.between(memorised.after - 1, generalised.by)
-        between = self.test.between(memorised.by, generalised.by)
+        values = self.test.between(memorised.by, generalised.by).values
         if len(filled):
             return (
                 f"{len(filled)} test accuracies before generalisation are exactly 0, as if filled in where "
@@ -311,33 +288,33 @@ class _Evaluation:
         if not held["delay"]:
             return "The logs are too far apart to bound the delay."
         if not held["logs between"]:
-            return f"There are fewer than {limits.logs_between} logs between the two times."
+            return f"There are fewer than {self.limits.logs_between} logs between the two times."
         if held["starts from below"] is None:
             return "No test accuracy was logged when the run memorised."
-        if len(np.unique(between.values)) == 1:
+        if len(np.unique(values)) == 1:
             return (
-                f"The test accuracy is exactly {between.values[0]:.4g} at every log between the two times: "
+                f"The test accuracy is exactly {values[0]:.4g} at every log between the two times: "
                 "it looks like a filler."
             )
         if not held["test set"]:
             return f"The test set is too small for a verdict (at least {self.size} samples)."
         return ""
 
-    def _conditions(
-        self, memorised: Interval, generalised: Interval
-    ) -> tuple[tuple[Condition, ...], float | None]:
+    def _start(self, memorised: Interval, generalised: Interval) -> float | None:
+        """Return the first test accuracy from memorisation to generalisation, None without one."""
+        values = self.test.between(memorised.by - 1, generalised.by).values
+        return float(values[0]) if len(values) else None
+
+    def _conditions(self, memorised: Interval, generalised: Interval) -> tuple[Condition, ...]:
         limits = self.limits
         ratio = _ratio(memorised, generalised)
-        tests = self.test.between(memorised.by, generalised.by)
         trains = self.train.between(memorised.by, generalised.by)
-        between = min(len(tests), len(trains))
-        start = self.test.between(memorised.by - 1, generalised.by)
-        at_memorised = float(start.values[0]) if len(start) else None
-        half = self.level.at(limits.test_share_memorised)
+        between = min(len(self.test.between(memorised.by, generalised.by)), len(trains))
+        start, half = self._start(memorised, generalised), self.level(limits.test_share_memorised)
         level = min(limits.train_stays, limits.train_accuracy)
         lasting = float((trains.values >= level).mean()) if len(trains) else None
-        low, _ = curves.wilson(min(1.0, self.level.plateau), max(1, self.size))
-        needed = self.level.at(limits.wilson_share)
+        low, _ = curves.wilson(min(1.0, self.plateau), max(1, self.size))
+        needed = self.level(limits.wilson_share)
         return (
             Condition(
                 "delay",
@@ -354,8 +331,8 @@ class _Evaluation:
             Condition(
                 "starts from below",
                 f"test accuracy when it memorised at most {half:.3g}",
-                "not logged" if at_memorised is None else f"{at_memorised:.3g}",
-                None if at_memorised is None else at_memorised <= half,
+                "not logged" if start is None else f"{start:.3g}",
+                None if start is None else start <= half,
             ),
             Condition(
                 "training accuracy lasts",
@@ -369,42 +346,32 @@ class _Evaluation:
                 f"{low:.3g} for {'' if self.size_known else 'at least '}{self.size} samples",
                 low >= needed,
             ),
-        ), at_memorised
+        )
 
     def _sweep(self) -> tuple[SweepPoint, ...]:
-        limits = self.limits
-        points = []
-        for train in np.linspace(limits.sweep_train_low, limits.train_accuracy, SWEEP_TRAIN):
-            for share in np.linspace(limits.sweep_test_low, limits.test_share, SWEEP_TEST):
-                moved = replace(limits, train_accuracy=float(train), test_share=float(share))
-                points.append(self._point(moved))
-        return tuple(points)
-
-    def _point(self, limits: VerdictLimits) -> SweepPoint:
         """Evaluate with other thresholds; all else is as in the verdict itself."""
-        kept, self.limits = self.limits, limits
-        try:
-            memorised, generalised = self._times(limits.train_accuracy, limits.test_share)
-            holds = False
-            if memorised is not None and generalised is not None:
-                conditions, _ = self._conditions(memorised, generalised)
-                holds = all(condition.held for condition in conditions)
-        finally:
-            self.limits = kept
-        return SweepPoint(limits.train_accuracy, limits.test_share, memorised, generalised, holds)
-
-    def _lost(self) -> bool:
-        """Return whether the end of the run is below half of the way to its own plateau."""
-        end = curves.ending(self.test, END_SHARE, self.limits.stay_logs)
-        return bool(np.median(end) < self.level.at(0.5))
+        limits = self.limits
+        moved = copy.copy(self)
+        points = []
+        for train in np.linspace(limits.sweep_train_low, limits.train_accuracy, SWEEP_TRAIN).tolist():
+            for share in np.linspace(limits.sweep_test_low, limits.test_share, SWEEP_TEST).tolist():
+                moved.limits = replace(limits, train_accuracy=train, test_share=share)
+                memorised, generalised = moved._times()
+                holds = (
+                    memorised is not None
+                    and generalised is not None
+                    and all(condition.held for condition in moved._conditions(memorised, generalised))
+                )
+                points.append(SweepPoint(train, share, memorised, generalised, holds))
+        return tuple(points)
 
     def _recovered(self, memorised: Interval, generalised: Interval) -> bool:
         """Return whether the run was past half of the way without delay and then fell below a quarter."""
         early = self.test.between(-1, generalised.by)
-        past = np.flatnonzero(early.values > self.level.at(0.5))
+        past = np.flatnonzero(early.values > self.level(0.5))
         if not len(past) or early.steps[past[0]] >= self.limits.delay_ratio * max(1, memorised.by):
             return False
-        return bool((early.values[past[0] :] < self.level.at(0.25)).any())
+        return bool((early.values[past[0] :] < self.level(0.25)).any())
 
     def _detection(
         self,
@@ -412,25 +379,24 @@ class _Evaluation:
         claim: str,
         memorised: Interval | None = None,
         generalised: Interval | None = None,
+        **more: Any,
     ) -> Detection:
         has = len(self.test) > 0
         return Detection(
             verdict=verdict,
-            strong=False,
             claim=claim,
             memorised=memorised,
             generalised=generalised,
-            ratio=None,
-            plateau=self.level.plateau if has else None,
-            test_accuracy=self.level.at(self.limits.test_share) if has and self._learned() else None,
-            memorised_test=None,
+            plateau=self.plateau if has else None,
+            test_accuracy=self.level(self.limits.test_share) if has and self.learned else None,
             chance=self.known_chance,
             test_size=self.size,
             test_size_known=self.size_known,
-            wilson=curves.wilson(min(1.0, self.level.plateau), self.size) if has and self.size else None,
+            wilson=curves.wilson(min(1.0, self.plateau), self.size) if has and self.size else None,
             logs=self.logged,
             last_step=self.last,
             notes=tuple(self.notes),
+            **more,
         )
 
 

@@ -75,14 +75,8 @@ def lead_lags(
 ) -> tuple[LeadLag, ...]:
     """Return every measure of ``run`` with its correlation, the strongest first.
 
-    Parameters
-    ----------
-    run, detection:
-        A run and its verdict; logs before memorisation are left out, since everything moves then.
-    control:
-        The matched run with random labels; without it no conclusion is drawn.
-    limits:
-        Limits; None for the defaults.
+    Logs before memorisation are left out, since everything moves then. Without ``control``, the matched run
+    with random labels, no conclusion is drawn.
     """
     limits = limits or LeadLagLimits()
     test = run.scalar(TEST, source="user")
@@ -180,6 +174,7 @@ def _shifted(values: Floats, accuracy: Floats, lead: int) -> tuple[Floats, Float
 
 def _pearson(first: Floats, second: Floats) -> float:
     """Return Pearson's correlation, 0 if one does not vary."""
+    # Without the warnings of numpy.corrcoef where one does not vary.
     one, other = first - first.mean(), second - second.mean()
     size = math.sqrt(float(one @ one) * float(other @ other))
     return float(one @ other) / size if size > 0 else 0.0

@@ -1,4 +1,4 @@
-"""The measures of gradient geometry, their cadences, the tiers in which they are stored, and their recorder.
+"""The measures of gradient geometry, their cadences, and the tiers in which they are stored.
 
 All cadences count logged steps: with ``every = 10`` and ``gram = 5``, steps 0, 50, 100, … have a Gram.
 A cadence of 0 is off.
@@ -7,14 +7,23 @@ A cadence of 0 is off.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backlight.store.format.hdf5_pieces import COMPRESSIONS
+
+if TYPE_CHECKING:
+    from backlight.monitor import Recorder
 
 SCOPES = ("full", "layers")
 EIGENVALUE_DEVICES = ("host", "device")
 PRECISIONS = ("float32", "float64")
+
+SAMPLED = ("mean_gradient", "gram", "vectors", "agop")
+"""Measures that need per-sample gradients."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +116,7 @@ class Measures:
 
     def samples_at(self, step: int) -> bool:
         """Return whether something that needs samples is due at ``step``."""
-        return any(
-            self.due(cadence, step) for cadence in (self.mean_gradient, self.gram, self.vectors, self.agop)
-        )
+        return any(self.due(getattr(self, name), step) for name in SAMPLED)
 
     def logged_every(self, steps: int) -> Measures:
         """Return these measures with ``steps`` between logged steps if ``every`` is 0."""
@@ -118,24 +125,16 @@ class Measures:
     @property
     def sampled(self) -> bool:
         """Whether a measure needs per-sample gradients."""
-        return any((self.mean_gradient, self.gram, self.vectors, self.agop))
+        return any(getattr(self, name) for name in SAMPLED)
 
 
 TIERS = ("full factors", "top-k", "Gram", "scalars")
-"""What a run stores, from most to least; each tier stores what the next one does and more."""
+"""What a run stores, from most to least: without full factors no gradient is stored, without top-k no
+eigenvectors and no sketch, with scalars alone neither matrices nor spectra."""
 
 
 def at_tier(measures: Measures, tier: str) -> Measures:
-    """Return the measures as ``tier`` stores them; all are still computed.
-
-    Without full factors no gradient is stored; without top-k no eigenvectors and no sketch; with scalars
-    alone neither matrices nor spectra.
-
-    Raises
-    ------
-    ValueError
-        If there is no such tier.
-    """
+    """Return the measures as ``tier`` stores them; all are still computed."""
     if tier not in TIERS:
         raise ValueError(f"tier {tier!r}: expected one of {', '.join(TIERS)}")
     level = TIERS.index(tier)
@@ -164,3 +163,56 @@ def left_out(before: Measures, after: Measures) -> tuple[str, ...]:
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that have a value: one that is undefined (a zero matrix) is left out, not NaN."""
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that holds ``path``, which need not exist yet."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+@dataclass
+class DiskGuard:
+    """Checks the free space at logged steps, and switches to the next cheaper tier when it is short.
+
+    ``threshold`` bytes must stay free on the disk of ``path``; ``spacing`` is the number of logged steps
+    between two checks. The recorder gets ``disk_warning`` and ``degradation`` events.
+    """
+
+    path: Path
+    threshold: int
+    recorder: Recorder
+    tier: str = TIERS[0]
+    spacing: int = 10
+    free: Callable[[Path], int] = free_bytes
+    checks: int = 0
+
+    def cheaper_if_full(self, step: int, measures: Measures) -> Measures:
+        """Return the measures to continue with; cheaper ones if less than the threshold is free."""
+        self.checks += 1
+        if (self.checks - 1) % self.spacing:
+            return measures
+        free = self.free(self.path)
+        if free >= self.threshold:
+            return measures
+        warning = {"free": free, "threshold": self.threshold}
+        if self.tier == TIERS[-1]:
+            if self.checks == 1:
+                action = "only scalars are stored already"
+                self.recorder.event(step, "disk_warning", {**warning, "action": action})
+            return measures
+        before, self.tier = self.tier, TIERS[TIERS.index(self.tier) + 1]
+        cheaper = at_tier(measures, self.tier)
+        action = f"from here on {self.tier} instead of {before}"
+        self.recorder.event(step, "disk_warning", {**warning, "action": action})
+        reason = f"{free} bytes are free, {self.threshold} must stay free"
+        self.recorder.event(step, "degradation", degradation(before, self.tier, reason, measures, cheaper))
+        return cheaper
+
+
+def degradation(
+    before: str, after: str, reason: str, measures: Measures, cheaper: Measures
+) -> dict[str, object]:
+    """Return the payload of an event ``degradation``."""
+    return {"from": before, "to": after, "reason": reason, "left_out": list(left_out(measures, cheaper))}

@@ -136,20 +136,20 @@ class Detection:
     """
 
     verdict: GrokkingVerdict
-    strong: bool
     claim: str
     memorised: Interval | None
     generalised: Interval | None
-    ratio: tuple[float, float | None] | None
     plateau: float | None
     test_accuracy: float | None
-    memorised_test: float | None
     chance: float | None
     test_size: int
     test_size_known: bool
     wilson: tuple[float, float] | None
     logs: tuple[int, int]
     last_step: int
+    strong: bool = False
+    ratio: tuple[float, float | None] | None = None
+    memorised_test: float | None = None
     conditions: tuple[Condition, ...] = ()
     sweep: tuple[SweepPoint, ...] = ()
     notes: tuple[str, ...] = ()

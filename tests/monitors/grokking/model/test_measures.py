@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backlight.monitors.grokking.model.disk_guard import DiskGuard, free_bytes
-from backlight.monitors.grokking.model.measures import Measures, at_tier
+from backlight.monitors.grokking.model.measures import DiskGuard, Measures, at_tier, free_bytes
 from backlight.session.writer_thread import ResultQueue
 
 
