@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
 import weakref
 from pathlib import Path
@@ -29,6 +24,7 @@ from backlight.store.format.spectra import FIELDS
 from backlight.store.read.run import open_run
 from backlight.store.read.spectra import layers, left_out, measurements, table
 from backlight.store.write.writer import RunWriter
+from spectra.processes import start_ranks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"
 
@@ -75,6 +71,15 @@ def recipe(tmp_path):
     return path
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run of the recipe as it is, in one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "recipe.py").write_text(RECIPE, encoding="utf-8")
+    measure(folder / "recipe.py", folder / "run")
+    return folder / "run"
+
+
 def changed(recipe, old, new):
     text = recipe.read_text(encoding="utf-8")
     assert old in text
@@ -99,17 +104,6 @@ def equal(first, second):
         np.testing.assert_array_equal(a.singular_values, b.singular_values)
         for name in FIELDS:
             np.testing.assert_array_equal(a[name], b[name], err_msg=f"{parameter} {name}")
-
-
-def launched(ranks, *arguments):
-    """Start the command on several ranks, as torchrun does."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    command += ["-m", "backlight", "spectra", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [str(word) for word in command],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
 
 
 def test_results_equal_those_of_the_functions(recipe, tmp_path):
@@ -149,13 +143,12 @@ def test_results_equal_those_of_the_functions(recipe, tmp_path):
     assert table(run, 0, "conv.weight").measurement["stable_rank_gradient"] == pytest.approx(rank, rel=1e-4)
 
 
-def test_results_do_not_depend_on_how_work_is_spread(recipe, tmp_path):
-    measure(recipe, tmp_path / "one")
+def test_results_do_not_depend_on_how_work_is_spread(recipe, tmp_path, whole):
     outcome = measure(recipe, tmp_path / "sweeps", budget=6000)
     assert outcome.sweeps > 2
-    equal(tmp_path / "one", tmp_path / "sweeps")
+    equal(whole, tmp_path / "sweeps")
     measure(recipe, tmp_path / "part", include=["qkv.weight:k", "conv"])
-    one, part = open_run(tmp_path / "one"), open_run(tmp_path / "part")
+    one, part = open_run(whole), open_run(tmp_path / "part")
     for name in ("qkv.weight:k", "conv.weight"):
         np.testing.assert_array_equal(table(one, 0, name)["echo"], table(part, 0, name)["echo"])
     measure(recipe, tmp_path / "other", seed=1)
@@ -163,23 +156,22 @@ def test_results_do_not_depend_on_how_work_is_spread(recipe, tmp_path):
     assert not np.array_equal(other["echo"], table(one, 0, "qkv.weight:k")["echo"])
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4, 7))])
-def test_ranks_change_nothing(recipe, tmp_path, ranks):
-    measure(recipe, tmp_path / "one")
-    process = launched(
-        ranks, recipe, "--replicates", 5, "--budget", 9000, "--out", tmp_path / "several", "--json"
-    )
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    answer = json.loads(out)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 7))])
+def test_ranks_change_nothing(recipe, tmp_path, whole, ranks):
+    arguments = ("--replicates", 5, "--budget", 9000, "--out", tmp_path / "several", "--json")
+    started = start_ranks(ranks, "-m", "backlight", "spectra", recipe, *arguments)
+    ended = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0] * ranks, ended
+    answer = json.loads(ended[0][0])
     assert (answer["world_size"], answer["measured"], len(answer["layers"])) == (ranks, 5, 5)
-    equal(tmp_path / "one", tmp_path / "several")
+    equal(whole, tmp_path / "several")
     run = open_run(tmp_path / "several")
     owners = [event.rank for event in run.events("spectra_measured")]
     assert len(owners) == 5
     assert len(set(owners)) == min(ranks, 5)
 
 
+@pytest.mark.full
 def test_an_error_of_one_rank_is_that_of_all(recipe, tmp_path):
     # Replicate 3 belongs to rank 1 of 2, and its batch leaves the head unused.
     changed(
@@ -192,19 +184,8 @@ def test_an_error_of_one_rank_is_that_of_all(recipe, tmp_path):
         + "\nFIRST = {3: lambda x: torch.equal(x, next(batches(3, 5))[0])}\n",
         encoding="utf-8",
     )
-    # Without a launcher, which would end the other rank before it has spoken.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "backlight", "spectra", str(recipe), "--replicates", "5"]
-    ranks = [
-        subprocess.Popen(
-            [*command, "--out", str(tmp_path / "run")],
-            env={**os.environ, **where, "RANK": rank}, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in "01"
-    ]  # fmt: skip
+    arguments = ("--replicates", 5, "--out", tmp_path / "run")
+    ranks = start_ranks(2, "-m", "backlight", "spectra", recipe, *arguments)
     messages = [process.communicate(timeout=60)[1].splitlines()[-1] for process in ranks]
     assert [process.returncode for process in ranks] == [2, 2]
     assert messages[0] == messages[1]
@@ -213,10 +194,10 @@ def test_an_error_of_one_rank_is_that_of_all(recipe, tmp_path):
         measure(recipe, tmp_path / "one")
 
 
-def test_a_killed_run_is_resumed(recipe, tmp_path):
+def test_a_killed_run_is_resumed(recipe, tmp_path, whole):
     changed(recipe, "    x, y = batch\n", "    x, y = batch\n    time.sleep(0.1)\n")
     options = ("--replicates", 5, "--budget", 3000, "--out", tmp_path / "run")
-    process = launched(2, recipe, *options)
+    started = start_ranks(2, "-m", "backlight", "spectra", recipe, *options)
     try:
         end = time.monotonic() + 60
         while time.monotonic() < end:
@@ -227,11 +208,9 @@ def test_a_killed_run_is_resumed(recipe, tmp_path):
                 pass
             time.sleep(0.01)
     finally:
-        # The ranks first: the launcher would end them, or leave them behind.
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii")
-        for child in [*map(int, children.split()), process.pid]:
-            os.kill(child, signal.SIGKILL)
-        process.communicate()
+        for process in started:
+            process.kill()
+            process.communicate()
     before = {m.parameter for m in measurements(open_run(tmp_path / "run"))}
     assert 0 < len(before) < 5
     outcome = measure(recipe, tmp_path / "run", budget=10**9)
@@ -240,20 +219,18 @@ def test_a_killed_run_is_resumed(recipe, tmp_path):
     run = open_run(tmp_path / "run")
     assert len(run.attempts) == 2
     assert len(run.events("spectra_measured")) == 5
-    measure(recipe, tmp_path / "whole")
-    equal(tmp_path / "whole", tmp_path / "run")
+    equal(whole, tmp_path / "run")
     assert measure(recipe, tmp_path / "run").measured == 0
     assert len(open_run(tmp_path / "run").attempts) == 2
 
 
-def test_layers_whose_arrays_were_lost_are_measured_again(recipe, tmp_path):
-    measure(recipe, tmp_path / "run")
+def test_layers_whose_arrays_were_lost_are_measured_again(recipe, tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
     min((tmp_path / "run" / "attempt-000" / "arrays").iterdir()).unlink()
     outcome = measure(recipe, tmp_path / "run")
     assert outcome.measured >= 1
     assert outcome.measured + outcome.resumed == 5
-    measure(recipe, tmp_path / "whole")
-    equal(tmp_path / "whole", tmp_path / "run")
+    equal(whole, tmp_path / "run")
 
 
 def test_a_deleted_run_directory_is_reported(recipe, tmp_path):
@@ -288,8 +265,8 @@ def test_checkpoints_in_their_order(recipe, tmp_path):
         measure_spectra(asked)
 
 
-def test_another_configuration_is_refused(recipe, tmp_path):
-    measure(recipe, tmp_path / "run")
+def test_another_configuration_is_refused(recipe, tmp_path, whole):
+    shutil.copytree(whole, tmp_path / "run")
     with pytest.raises(
         SpectraError, match=r"another configuration \(--replicates was 5, is 6\); use the same"
     ):
@@ -373,17 +350,16 @@ def test_checkpoints_that_cannot_be_used(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_other_types(recipe, tmp_path, dtype):
+def test_other_types(recipe, tmp_path, whole, dtype):
     measure(recipe, tmp_path / "run", dtype=dtype)
-    measure(recipe, tmp_path / "float32")
     other = table(open_run(tmp_path / "run"), 0, "head.weight").measurement["signal_share"]
-    plain = table(open_run(tmp_path / "float32"), 0, "head.weight").measurement["signal_share"]
+    plain = table(open_run(whole), 0, "head.weight").measurement["signal_share"]
     assert other == pytest.approx(plain, abs=0.05)
     assert other != plain
 
 
-@pytest.mark.parametrize("n_blocks", [1, 4])
-def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch, n_blocks):
+def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch):
+    n_blocks = 3
     live = {"now": 0, "peak": 0}
     original = checkpoint_measurement.gradients
 

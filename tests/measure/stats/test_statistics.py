@@ -35,9 +35,9 @@ LAYOUTS = {
     "expanded": lambda d: made(d, 1, 7, 1).expand(5, 7, 11),
     "expanded and transposed": lambda d: made(d, 7, 1, 3).expand(7, 9, 3).transpose(0, 2),
     "overlapping": lambda d: made(d, 30).as_strided((10, 5), (2, 1)),
-    "large": lambda d: made(d, 300, 1001),
-    "large, strided": lambda d: made(d, 700, 1001)[:, ::2],
-    "large, in three dimensions": lambda d: made(d, 3, 400, 500)[:, 1:, 1:],
+    "large": lambda d: made(d, 140, 1001),
+    "large, strided": lambda d: made(d, 280, 1001)[:, ::2],
+    "large, in three dimensions": lambda d: made(d, 3, 200, 300)[:, 1:, 1:],
     "needs a gradient": lambda d: made(d, 5, 5).requires_grad_(),
 }
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from backlight.store.read import spectra as stored
 from backlight.store.read.run import open_run
+from spectra.processes import start_ranks
 
 MATRICES = {"embed.weight", "block.qkv.weight", "block.up.weight", "block.down.weight", "head.weight"}
 
@@ -21,22 +19,9 @@ MATRICES = {"embed.weight", "block.qkv.weight", "block.up.weight", "block.down.w
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all modes on two ranks, once."""
     out = tmp_path_factory.mktemp("ranks")
-    tests = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(tests), os.environ["PYTHONPATH"]]),
-    }
-    done = subprocess.run(
-        [*command, str(tests / "spectra" / "ranked.py"), str(out)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    for process in start_ranks(2, Path(__file__).parents[2] / "spectra" / "ranked.py", out):
+        errors = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, errors[-3000:]
     return out
 
 
