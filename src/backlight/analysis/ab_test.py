@@ -30,11 +30,9 @@ class ABTestError(ValueError):
 
 @dataclass(frozen=True)
 class ABTest:
-    """Two interleaved commands: ``rounds`` pairs of runs.
+    """Two interleaved commands: ``rounds`` pairs of runs, and their difference, the second over the first.
 
-    ``medians`` are seconds of each run by phase, the whole step among them, by command; ``times`` is the
-    difference, the second over the first; ``differences`` are those of the fingerprints; ``notes`` limit the
-    numbers.
+    ``medians`` are seconds of each run by phase, by command; ``differences`` are those of the fingerprints.
     """
 
     commands: tuple[str, str]
@@ -139,7 +137,7 @@ def _last_lines(output: str) -> str:
     """Return the exception that ended a command, or else the last lines of its output."""
     lines = [line for line in output.strip().splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b", line)]
-    return (errors[-1] if errors else " | ".join(lines[-LINES_SHOWN:])) or "it printed nothing"
+    return " | ".join(errors[-1:] or lines[-LINES_SHOWN:]) or "it printed nothing"
 
 
 def _medians(command: str, out: Path) -> tuple[dict[str, float], str]:

@@ -45,8 +45,7 @@ class Side:
 class Track:
     """One series at the steps that both runs recorded; None where a value is not finite or not measured.
 
-    ``ratio`` is the second median over the first. ``first_difference`` is the first common step at which the
-    values differ at all, None where they are identical.
+    ``first_difference`` is the first common step at which the values differ at all.
     """
 
     name: str
@@ -74,11 +73,10 @@ class ParameterShift:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of two runs; without ``comparable`` there are no tracks.
+    """Differences of two runs; ``verdict`` states in one line whether they can be compared, and if not why.
 
-    ``verdict`` states in one line whether they can be compared, and if not why. ``times`` is None where the
-    runs are not comparable or neither of them has phase times, ``kinds`` (by kind of operation) where one of
-    them has no traced profile.
+    Without ``comparable`` there are no tracks. ``times`` is None where neither run has phase times, ``kinds``
+    (by kind of operation) where one of them has no traced profile.
     """
 
     first: Side
@@ -97,17 +95,8 @@ class Comparison:
 def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
     """Compare two runs whose fingerprints agree except for ``factor``.
 
-    Parameters
-    ----------
-    run_a, run_b:
-        Stored runs.
-    factor:
-        The one argument or field that may differ: ``--lr``, ``training.lr``, ``device``, ``versions.torch``.
-
-    Returns
-    -------
-    The comparison. Where anything else differs it is not ``comparable`` and holds no tracks: a difference
-    between runs with different configurations is not evidence.
+    That is one argument or field: ``--lr``, ``training.lr``, ``device``, ``versions.torch``. Where anything
+    else differs, nothing is compared: a difference between different configurations is not evidence.
     """
     sides = _side(run_a), _side(run_b)
     prints = run_a.fingerprint(), run_b.fingerprint()
@@ -118,9 +107,7 @@ def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
     ]
     if prints[0] is None or prints[1] is None:
         return Comparison(*sides, False, f"not comparable: {', '.join(notes)}", factor, (), tuple(notes))
-    found = differences(prints[0], prints[1])
-    found += _rates(run_a, run_b)
-    found = assign_roles(found, factor)
+    found = assign_roles([*differences(prints[0], prints[1]), *_rates(run_a, run_b)], factor)
     obstacles = [d.text for d in found if d.role is Role.OBSTACLE]
     factors = [d.text for d in found if d.role is Role.FACTOR]
     notes += _factor_notes(found, factor)
@@ -133,7 +120,7 @@ def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
         verdict = f"not comparable: {', '.join(obstacles)}"
         return Comparison(*sides, False, verdict, factor, tuple(found), tuple(notes))
     verdict = f"comparable: they differ in {', '.join(factors)}" if factors else "comparable: no differences"
-    tracks = tuple(_tracks(run_a, run_b))
+    tracks = tuple(filter(None, _tracks(run_a, run_b)))
     times = _times(run_a, run_b, found)
     notes += _effect_notes(found, tracks, times)
     shifts = tuple(_shifts(run_a, run_b))
@@ -198,10 +185,9 @@ def _effect_notes(
         return ["the runs share no recorded step of loss or total norm"]
     if any(t.first_difference is not None for t in compared):
         return []
+    names = " and ".join(t.name for t in compared)
     verb = "is" if len(compared) == 1 else "are"
-    same = (
-        f"{' and '.join(t.name for t in compared)} {verb} identical at all {compared[0].common} common steps"
-    )
+    same = f"{names} {verb} identical at all {compared[0].common} common steps"
     factors = [d.field.partition(".")[2] or d.field for d in found if d.role is Role.FACTOR]
     if times is not None and any(row.found for row in times.rows):
         return [same]  # they compute the same in different times
@@ -209,41 +195,37 @@ def _effect_notes(
     return [f"{', '.join(factors)} had no effect: {same}{timed}" if factors else f"{same}{timed}"]
 
 
-def _tracks(a: Run, b: Run) -> Iterable[Track]:
+def _tracks(a: Run, b: Run) -> Iterable[Track | None]:
     for name in ("loss", "total_norm"):
-        yield from _track(name, a.scalar(name), b.scalar(name))
-    scores = [health_series(run) for run in (a, b)]
-    yield from _track("health", *(Scalar(s.steps, s.score, "1") for s in scores))
-    yield from _track("clip/factor", a.scalar("clip/factor"), b.scalar("clip/factor"))
+        yield _track(name, a.scalar(name), b.scalar(name))
+    yield _track("health", *(Scalar(s.steps, s.score, "1") for s in map(health_series, (a, b))))
+    yield _track("clip/factor", a.scalar("clip/factor"), b.scalar("clip/factor"))
     theirs = set(b.scalar_names("user"))
-    for name in a.scalar_names("user"):
-        if name in theirs:
-            yield from _track(f"user/{name}", a.scalar(name, "user"), b.scalar(name, "user"))
+    for name in (name for name in a.scalar_names("user") if name in theirs):
+        yield _track(f"user/{name}", a.scalar(name, "user"), b.scalar(name, "user"))
 
 
-def _track(name: str, one: Scalar, other: Scalar) -> list[Track]:
-    """Return the track of two scalars; nothing where neither run has it."""
+def _track(name: str, one: Scalar, other: Scalar) -> Track | None:
+    """Return the track of two scalars; None where neither run has it."""
     if len(one.steps) == 0 and len(other.steps) == 0:
-        return []
+        return None
     common, first, second = _common(one, other)
     shown = np.unique(np.linspace(0, max(len(common) - 1, 0), MAX_POINTS).round().astype(int))[: len(common)]
     both = np.isfinite(first) & np.isfinite(second)
     medians = (_median(first[both]), _median(second[both]))
     differing = np.flatnonzero(~((first == second) | (np.isnan(first) & np.isnan(second))))
-    return [
-        Track(
-            name=name,
-            unit=one.unit,
-            common=len(common),
-            steps=tuple(int(common[i]) for i in shown),
-            first=tuple(_number(first[i]) for i in shown),
-            second=tuple(_number(second[i]) for i in shown),
-            medians=medians,
-            last=(_number(first[-1]), _number(second[-1])) if len(common) else (None, None),
-            ratio=_ratio(medians),
-            first_difference=int(common[differing[0]]) if len(differing) else None,
-        )
-    ]
+    return Track(
+        name=name,
+        unit=one.unit,
+        common=len(common),
+        steps=tuple(common[shown].tolist()),
+        first=tuple(map(_number, first[shown])),
+        second=tuple(map(_number, second[shown])),
+        medians=medians,
+        last=(_number(first[-1]), _number(second[-1])) if len(common) else (None, None),
+        ratio=_ratio(medians),
+        first_difference=int(common[differing[0]]) if len(differing) else None,
+    )
 
 
 def _shifts(a: Run, b: Run) -> Iterable[ParameterShift]:
@@ -255,17 +237,14 @@ def _shifts(a: Run, b: Run) -> Iterable[ParameterShift]:
             continue
         one, other = a.frame(series, column), b.frame(series, column)
         _, rows_a, rows_b = np.intersect1d(one.steps, other.steps, return_indices=True)
-        column_of = {name: i for i, name in enumerate(other.names)}
+        column_of = {name: j for j, name in enumerate(other.names) if name in same_shape}
         found = []
-        for i, name in enumerate(one.names):
-            if name in same_shape and name in column_of:
-                first = _median(one.values[rows_a, i][one.measured[rows_a, i]])
-                second = _median(
-                    other.values[rows_b, column_of[name]][other.measured[rows_b, column_of[name]]]
-                )
-                ratio = _ratio((first, second))
-                if first is not None and second is not None and ratio:
-                    found.append(ParameterShift(f"{series}/{column}", name, first, second, ratio))
+        for i, j in ((i, column_of[name]) for i, name in enumerate(one.names) if name in column_of):
+            first = _median(one.values[rows_a, i][one.measured[rows_a, i]])
+            second = _median(other.values[rows_b, j][other.measured[rows_b, j]])
+            ratio = _ratio((first, second))
+            if first is not None and second is not None and ratio:
+                found.append(ParameterShift(f"{series}/{column}", one.names[i], first, second, ratio))
         yield from sorted(found, key=lambda shift: -abs(math.log(shift.ratio)))[:MAX_PARAMETERS]
 
 

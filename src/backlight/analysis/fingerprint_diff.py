@@ -11,7 +11,7 @@ import enum
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from backlight.records import Fingerprint
@@ -58,6 +58,10 @@ class Difference:
     text: str
     role: Role = Role.OBSTACLE
 
+    def because(self, reasons: list[str]) -> Difference:
+        """Return the difference with its reasons, if there are any."""
+        return replace(self, text=f"{self.text} ({', '.join(reasons)})") if reasons else self
+
 
 def differences(a: Fingerprint, b: Fingerprint) -> list[Difference]:
     """Return every field in which two fingerprints differ, before roles are assigned."""
@@ -66,10 +70,9 @@ def differences(a: Fingerprint, b: Fingerprint) -> list[Difference]:
         found.append(Difference("script", f"script {a.script or 'unknown'} against {b.script or 'unknown'}"))
     one, other = arguments(a.arguments), arguments(b.arguments)
     without_effect = ignored_arguments(a, b, one, other)
-    for difference in _by_key("arguments", "argument ", one, other, {"absent": "not given"}):
+    for difference in _by_key("arguments", "argument ", one, other, absent="not given"):
         reason = without_effect.get(difference.field.removeprefix("arguments."))
-        text = f"{difference.text} ({reason})" if reason else difference.text
-        found.append(Difference(difference.field, text))
+        found.append(difference.because([reason] if reason else []))
     found += _by_key("versions", "", a.versions, b.versions)
     found += _by_key("flags", "flag ", a.flags, b.flags)
     if a.module_hash != b.module_hash:
@@ -78,9 +81,7 @@ def differences(a: Fingerprint, b: Fingerprint) -> list[Difference]:
         found.append(Difference("parameter_count", describe_counts(a.parameter_count, b.parameter_count)))
     if a.module_hash != b.module_hash:
         reasons = [reason for key, reason in without_effect.items() if one.get(key) == other.get(key)]
-        if reasons:
-            last = found.pop()
-            found.append(Difference(last.field, f"{last.text} ({', '.join(reasons)})"))
+        found[-1] = found[-1].because(reasons)
     for field, words, mine, theirs in (
         ("device", "device", a.device, b.device),
         ("world_size", "ranks", a.world_size, b.world_size),
@@ -97,9 +98,8 @@ def differences(a: Fingerprint, b: Fingerprint) -> list[Difference]:
 def assign_roles(found: list[Difference], factor: str | None) -> list[Difference]:
     """Assign each difference its role: what the named factor explains is no obstacle.
 
-    A factor is an argument (``--lr``, ``training.lr``) or a field (``device``, ``versions.torch``). What an
-    argument may change, such as the module tree, is its consequence, provided that the script and all other
-    arguments agree.
+    What an argument may change, such as the module tree, is its consequence, provided that the script and all
+    other arguments agree.
     """
     named = [_with_role(difference, factor) for difference in found]
     unexplained = any(d.role is Role.OBSTACLE and d.field.startswith(("arguments", "script")) for d in named)
@@ -107,7 +107,7 @@ def assign_roles(found: list[Difference], factor: str | None) -> list[Difference
     if not by_argument or unexplained:
         return named
     return [
-        Difference(d.field, d.text, Role.CONSEQUENCE)
+        replace(d, role=Role.CONSEQUENCE)
         if d.role is Role.OBSTACLE and d.field.partition(".")[0] in DERIVED_FIELDS
         else d
         for d in named
@@ -116,14 +116,15 @@ def assign_roles(found: list[Difference], factor: str | None) -> list[Difference
 
 def _with_role(difference: Difference, factor: str | None) -> Difference:
     head, _, key = difference.field.partition(".")
-    if difference.role is Role.OBSTACLE:
-        if head == "versions" and key == "backlight":
-            return Difference(difference.field, difference.text, Role.NOTE)
-        if head == "arguments" and normalize(key) in OUTPUT_ARGUMENTS:
-            return Difference(difference.field, difference.text, Role.NOTE)
-        whole_field = None if head == "arguments" else normalize(head)  # one argument, not all of them
-        if factor and normalize(factor) in {normalize(difference.field), normalize(key) or None, whole_field}:
-            return Difference(difference.field, difference.text, Role.FACTOR)
+    if difference.role is not Role.OBSTACLE:
+        return difference
+    if difference.field == "versions.backlight" or (
+        head == "arguments" and normalize(key) in OUTPUT_ARGUMENTS
+    ):
+        return replace(difference, role=Role.NOTE)
+    whole_field = None if head == "arguments" else normalize(head)  # one argument, not all of them
+    if factor and normalize(factor) in {normalize(difference.field), normalize(key) or None, whole_field}:
+        return replace(difference, role=Role.FACTOR)
     return difference
 
 
@@ -133,11 +134,7 @@ def normalize(name: str) -> str:
 
 
 def arguments(given: tuple[str, ...]) -> dict[str, str]:
-    """Read a script's arguments as names with values.
-
-    ``--lr 0.1``, ``--lr=0.1``, ``-b 32``, ``lr=0.1`` and ``--flag`` are understood; a positional one is
-    ``argument 1`` and so on.
-    """
+    """Read arguments such as ``--lr 0.1``, ``lr=0.1`` and ``--flag``; others are ``argument 1`` and so on."""
     read: dict[str, str] = {}
     name = ""
     position = 0
@@ -159,13 +156,8 @@ def arguments(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _by_key(
-    field: str,
-    words: str,
-    a: Mapping[str, object],
-    b: Mapping[str, object],
-    wording: Mapping[str, str] | None = None,
+    field: str, words: str, a: Mapping[str, object], b: Mapping[str, object], absent: str = "none"
 ) -> list[Difference]:
-    absent = (wording or {}).get("absent", "none")
     return [
         # A positional one is called "argument 1" already.
         Difference(
@@ -182,27 +174,21 @@ def _shown(value: object) -> str:
 
 
 def layers(modules: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return the container with the most numbered children of one type, and their number; None without one.
-
-    ``modules`` are types by dotted name.
-    """
+    """Return the container with the most numbered children of one type, and their number, if there is one."""
     children: dict[str, Counter[str]] = {}
     for name, kind in modules.items():
         parent, _, last = name.rpartition(".")
         if last.isdigit():
             children.setdefault(parent, Counter())[kind] += 1
     # Of the outermost containers that repeat a composite; a Sequential of Linear and ReLU does not.
-    counted = [
-        (parent, most)
+    counted = {
+        parent: most
         for parent, kinds in children.items()
         if (most := max(kinds.values())) >= 2 and most > sum(kinds.values()) / 2
-    ]
-    outermost = [
-        (parent, count)
-        for parent, count in counted
-        if not any(parent != other and parent.startswith(f"{other}.") for other, _ in counted)
-    ]
-    return max(outermost, key=lambda found: found[1], default=None)
+    }
+    outermost = [name for name in counted if not any(name.startswith(f"{other}.") for other in counted)]
+    found = max(outermost, key=lambda name: counted[name], default=None)
+    return None if found is None else (found, counted[found])
 
 
 def describe_trees(a: Mapping[str, str], b: Mapping[str, str]) -> str:
@@ -235,27 +221,20 @@ def ignored_arguments(
 ) -> dict[str, str]:
     """Return the arguments that should have shaped a model and did not, each with the reason.
 
-    One that sets a number of layers is ignored where both runs ask for the same and have different ones, or
-    ask for different ones and have the same; another that shapes a model is ignored where its values differ
-    and module tree and shapes agree. ``one`` and ``other`` are the arguments of the runs by name.
+    One that sets a number of layers is ignored where both runs ask for the same and have different ones;
+    another that shapes a model where its values differ and module tree and shapes agree.
     """
     found = {}
     same_tree = a.module_hash == b.module_hash and a.module_hash != ""
-    counts = layers(dict(a.modules)), layers(dict(b.modules))
+    first, second = layers(dict(a.modules)), layers(dict(b.modules))
     for key in (key for key in one if key in other):
-        name = normalize(key).rpartition(".")[2]
+        name, ignored = normalize(key).rpartition(".")[2], f"the argument `{key.lstrip('-')}` was ignored"
         if one[key] != other[key]:
             if same_tree and SHAPE_ARGUMENTS.fullmatch(name):
-                found[key] = (
-                    f"the argument `{key.lstrip('-')}` was ignored: modules and parameters are the same"
-                )
-            continue
-        first, second = counts
-        if not LAYER_ARGUMENTS.fullmatch(name) or not one[key].isdigit() or first is None or second is None:
-            continue
-        wanted = int(one[key])
-        missed = [side for side, count in (("first", first[1]), ("second", second[1])) if count != wanted]
-        if first[1] != second[1] and missed:
-            where = "" if len(missed) == 2 else f" in the {missed[0]} run"
-            found[key] = f"the argument `{key.lstrip('-')}` was ignored{where}"
+                found[key] = f"{ignored}: modules and parameters are the same"
+        elif first and second and first[1] != second[1] and LAYER_ARGUMENTS.fullmatch(name):
+            counts = {"first": str(first[1]), "second": str(second[1])}
+            missed = [side for side, count in counts.items() if count != one[key]]
+            if one[key].isdigit():
+                found[key] = f"{ignored} in the {missed[0]} run" if len(missed) == 1 else ignored
     return found

@@ -21,14 +21,9 @@ CELLS = 200_000
 
 
 def followed(paths: Sequence[Path]) -> list[Followed]:
-    """Return each run to be followed; nothing is read yet.
-
-    Raises
-    ------
-    RunFormatError
-        If a directory does not exist, or is neither a run nor empty: an empty one may become a run.
-    """
+    """Return each run to be followed; nothing is read yet."""
     for path in paths:
+        # An empty directory may become a run.
         if not path.is_dir() or ((path / MANIFEST).is_file() or any(path.iterdir())):
             open_run(path)  # raises with the reason
     return [Followed(path, findings_of, _source, open_growing()) for path in paths]
@@ -39,13 +34,7 @@ def _source(run: Run, findings: Sequence[Finding]) -> Source:
 
 
 class Live:
-    """Pages of ``runs``, followed and served until :meth:`close`.
-
-    Raises
-    ------
-    OSError
-        If the port is in use or may not be taken.
-    """
+    """Pages of ``runs``, followed and served until :meth:`close`."""
 
     def __init__(self, runs: Sequence[Followed], port: int = 0) -> None:
         subjects: dict[str, Subject] = {f"run-{index}": run for index, run in enumerate(runs)}

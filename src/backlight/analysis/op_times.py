@@ -1,8 +1,4 @@
-"""Two profiled runs by kind of operation: milliseconds per traced step, with intervals. No torch.
-
-The traces are stored next to the profiles in the run directories. Without a package that reads them, or with
-fewer than four traced steps, the averages of the profiles are shown without an interval.
-"""
+"""Two profiled runs by kind of operation: milliseconds per step, with intervals from the stored traces."""
 
 from __future__ import annotations
 

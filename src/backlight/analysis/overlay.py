@@ -31,11 +31,10 @@ Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Overlaid:
-    """Several overlaid runs.
+    """Several overlaid runs; ``left_out`` could not be aligned.
 
-    ``runs`` are name, what the run states and its verdict (None where its accuracies allow none, for
-    ``reasons``). ``measures`` are by measure and run name: steps [S], counted from t_generalise
-    where ``aligned``, and values [S]. ``left_out`` are runs that could not be aligned.
+    ``runs`` are path, what the run states and its verdict (None for ``reasons``). ``measures`` are by measure
+    and run name: steps [S], counted from t_generalise where ``aligned``, and values [S].
     """
 
     runs: Mapping[str, tuple[Path, Stated, Detection | None]]

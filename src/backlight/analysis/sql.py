@@ -63,10 +63,7 @@ def tables(run: Run) -> dict[str, Table]:
 def query(run: Run, statement: str) -> Iterator[QueryResult]:
     """Run one SELECT over the tables of a run; the result can be read inside the ``with``.
 
-    Raises
-    ------
-    QueryError
-        If it is not one SELECT, or DuckDB refuses it: an unknown table or column, wrong SQL.
+    Anything else, and what DuckDB refuses (an unknown table or column, wrong SQL), is a :class:`QueryError`.
     """
     import duckdb  # noqa: PLC0415 - an optional library
 

@@ -21,26 +21,27 @@ Number = int | float | str
 _NONE = msgspec.Raw(b"")
 
 
-class Args(msgspec.Struct, frozen=True, gc=False):
-    """The kept entries of ``args``; lists stay text, because few are ever read."""
+_IN_ARGS = {
+    name: kept.key.removeprefix("args.")
+    for name, kept in COLUMNS.items()
+    if kept.key.startswith("args.") and name != "label"
+}
+_LISTS = frozenset({"types", "shapes", "strides"})
 
-    external: Number = msgspec.field(default=MISSING, name="External id")
-    correlation: Number = MISSING
-    sequence: Number = msgspec.field(default=MISSING, name="Sequence number")
-    forward_thread: Number = msgspec.field(default=MISSING, name="Fwd thread id")
-    stream: Number = MISSING
-    device: Number = MISSING
-    bytes: Number = MISSING
-    elements: Number = msgspec.field(default=MISSING, name="In msg nelems")
-    types: msgspec.Raw = msgspec.field(default=_NONE, name="Input type")
-    shapes: msgspec.Raw = msgspec.field(default=_NONE, name="Input Dims")
-    strides: msgspec.Raw = msgspec.field(default=_NONE, name="Input Strides")
-    stack: str = msgspec.field(default="", name="Call stack")
-    module: str = msgspec.field(default="", name="Module Hierarchy")
-    name: str = ""
-    labels: str = ""
-    collective: str = msgspec.field(default="", name="Collective name")
 
+def _field(name: str, key: str) -> tuple[str, Any, Any]:
+    # Lists stay text, because few are ever read.
+    kind, default = (msgspec.Raw, _NONE) if name in _LISTS else (str, "")
+    if not COLUMNS[name].coded:
+        kind, default = Number, MISSING
+    return name, kind, msgspec.field(default=default, name=key)
+
+
+Args: Any = msgspec.defstruct(
+    "Args", [*(_field(*item) for item in _IN_ARGS.items()), ("name", str, ""), ("labels", str, "")],
+    frozen=True, gc=False,
+)  # fmt: skip
+"""The kept entries of ``args``; ``name`` and ``labels`` are those of metadata events."""
 
 _NO_ARGS = Args()
 
@@ -56,13 +57,11 @@ class Event(msgspec.Struct, gc=False):
     start: msgspec.Raw = msgspec.field(default=_NONE, name="ts")
     duration: msgspec.Raw = msgspec.field(default=_NONE, name="dur")
     flow: Number = msgspec.field(default=MISSING, name="id")
-    args: Args = _NO_ARGS
+    args: Args = _NO_ARGS  # type: ignore[valid-type]  # made of COLUMNS
 
 
 _events = msgspec.json.Decoder(list[Event])
 _anything = msgspec.json.Decoder(list[Any], float_hook=Decimal)
-_IN_ARGS = [name for name, kept in COLUMNS.items() if kept.key.startswith("args.") and name != "label"]
-_LISTS = frozenset({"types", "shapes", "strides"})
 _METADATA = ord("M")
 _RARE = {
     b'"Input ': ("types", "shapes", "strides"),
@@ -256,9 +255,8 @@ def leniently(text: bytes) -> list[Event]:
 def _event(plain: dict[str, Any]) -> Event:
     inner = plain.get("args")
     inner = inner if isinstance(inner, dict) else {}
-    keys = {name: kept.key.removeprefix("args.") for name, kept in COLUMNS.items() if name in _IN_ARGS}
     found: dict[str, Any] = {}
-    for name, key in keys.items():
+    for name, key in _IN_ARGS.items():
         value = inner.get(key)
         if value is None:
             continue

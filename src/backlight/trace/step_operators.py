@@ -22,7 +22,7 @@ from backlight.trace.analysis import (
 )
 from backlight.trace.classification import DEVICE, HOST, OPERATOR
 from backlight.trace.events import Events, Trace, TraceError
-from backlight.trace.operators import NO_OPERATOR
+from backlight.trace.operators import NO_OPERATOR, Row
 from backlight.trace.timeline import Timeline
 
 SUM_TOLERANCE = 0.02
@@ -48,6 +48,12 @@ class OperatorTime:
     share: float
     phase: str = ""
     kind: str = ""
+
+    @classmethod
+    def of(cls, row: Row, steps: int, share: float, phase: str = "", kind: str = "") -> OperatorTime:
+        """Return a row of the analysis per step."""
+        scale = 1e-6 / steps
+        return cls(row.name, row.calls / steps, row.host * scale, row.device * scale, share, phase, kind)
 
 
 @dataclass(frozen=True)
@@ -131,9 +137,7 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
             OperatorTime(r.name, r.calls / count, r.host * scale, r.device * scale, r.share) for r in
             one.kinds
         ),
-        kernels=tuple(
-            OperatorTime(r.name, r.calls / count, 0.0, r.device * scale, r.share) for r in one.kernels
-        ),
+        kernels=tuple(OperatorTime.of(row, count, row.share) for row in one.kernels),
         copies=_copies(copying),
         joined=tuple(
             JoinedTime(
@@ -194,11 +198,7 @@ def _operators(one: RankAnalysis, steps: int) -> tuple[OperatorTime, ...]:
         spent = row.device if on_device else row.host
         inside[row.phase] += row.host
         share = spent / whole[row.phase] if whole.get(row.phase) else 0.0
-        found.append(
-            OperatorTime(
-                row.name, row.calls / steps, row.host * scale, row.device * scale, share, row.phase, row.kind
-            )
-        )
+        found.append(OperatorTime.of(row, steps, share, row.phase, row.kind))
     for phase in one.phases:
         rest = phase.host - inside[phase.phase]
         share = rest / whole[phase.phase] if not on_device and whole[phase.phase] else 0.0

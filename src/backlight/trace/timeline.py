@@ -59,10 +59,9 @@ class Tree:
 
 
 def tree(events: Events) -> Tree:
-    """Build the tree of all host events.
+    """Build the tree of all host events: one lies in another of its thread if its whole interval does.
 
-    An event lies in another of its thread if its whole interval does. Where clocks are rough and two
-    intervals cross, the later one is taken as a sibling, and what they share counts as the later one's.
+    Where two intervals cross, the later one is a sibling, and what they share counts as the later one's.
     """
     rows = np.flatnonzero(events.complete(HOST) & (events["duration"] >= 0))
     pairs = (
@@ -112,22 +111,6 @@ def _parents(
     return np.array(parents, dtype=np.int64), np.array(depths, dtype=np.int64), crossed
 
 
-def phases(events: Events, tree: Tree) -> Integers:
-    """Return the phase of every index of the tree, as an index in :data:`PHASES`, int64 [H].
-
-    Marks come from annotations, the autograd engine's own ranges and losses by name; the innermost
-    counts. Unmarked operators that autograd recorded are forward, all others are other.
-    """
-    marks = [phase_of(word) for word in events.words["name"]]
-    by_name = np.array([MISSING if mark is None else PHASES.index(mark) for mark in marks] + [MISSING])
-    result = tree.inherited(by_name[events["name"][tree.rows]].astype(np.int64))
-    operators = events.complete(OPERATOR)[tree.rows]
-    recorded = operators & (events["sequence"][tree.rows] >= 0) & (events["forward_thread"][tree.rows] <= 0)
-    weak = np.where((result < 0) & recorded, PHASES.index(Phase.FORWARD), result)
-    result = np.where(result < 0, tree.inherited(weak), result)
-    return np.where(result < 0, PHASES.index(Phase.OTHER), result)
-
-
 @dataclass(frozen=True)
 class Step:
     """One window of the trace; ``number`` is None where the trace has no steps and is one window."""
@@ -175,8 +158,19 @@ class Timeline:
 
     @cached_property
     def phases(self) -> Integers:
-        """Phase of each index of the tree."""
-        return phases(self.events, self.tree)
+        """Phase of each index of the tree, as an index in :data:`PHASES`; the innermost mark counts.
+
+        Marks come from annotations, the autograd engine's own ranges and losses by name. Unmarked operators
+        that autograd recorded are forward, all others are other.
+        """
+        events, tree = self.events, self.tree
+        marks = [phase_of(word) for word in events.words["name"]]
+        by_name = np.array([MISSING if mark is None else PHASES.index(mark) for mark in marks] + [MISSING])
+        result = tree.inherited(by_name[events["name"][tree.rows]].astype(np.int64))
+        recorded = events.complete(OPERATOR) & (events["sequence"] >= 0) & (events["forward_thread"] <= 0)
+        weak = np.where((result < 0) & recorded[tree.rows], PHASES.index(Phase.FORWARD), result)
+        result = np.where(result < 0, tree.inherited(weak), result)
+        return np.where(result < 0, PHASES.index(Phase.OTHER), result)
 
     @cached_property
     def operators(self) -> Integers:

@@ -33,8 +33,8 @@ DEVICE_TIME = "phases are host times; what the device does meanwhile is not sepa
 class StepTimeMonitor(Monitor):
     """Seconds per phase, which add up to the step; pauses; threads, memory and compiler at the end.
 
-    What no hook separates is one remainder that still counts in the sum: ``other`` where the forward is
-    known, and ``between`` where forward and loss are a part of it. See ``docs/formulas.md``, section 6.
+    What no hook separates is one remainder that still counts in the sum: ``other``, or ``between`` where
+    forward and loss are a part of it. See ``docs/formulas.md``, section 6.
     """
 
     name = "steptime"
@@ -75,17 +75,10 @@ class StepTimeMonitor(Monitor):
 
 
 class GarbagePauses:
-    """Records pauses by Python's garbage collector as events.
+    """Records pauses by Python's garbage collector as events, by ``record(kind, payload, step)``.
 
     The collector runs wherever an object is made, also while a lock of the writer is held: a pause is only
     kept until :meth:`flush` is called at a safe point.
-
-    Parameters
-    ----------
-    record:
-        Called as ``record(kind, payload, step)``.
-    step:
-        Returns the number of the step in progress.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,7 @@ _OWN = str(Path(backlight.__file__).parent) + os.sep
 
 
 class CoreWait:
-    """Run-queue delay of the training thread since construction.
-
-    Linux counts it for every thread (``/proc/thread-self/schedstat``); elsewhere it is not known.
-    """
+    """Run-queue delay of the training thread since construction, which only Linux counts."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -114,16 +111,19 @@ def compilation() -> dict[str, Any] | None:
     if counters is None or not counters.get("frames"):
         return None
     inductor = counters.get("inductor") or {}
-    compiled = _compilations(utils)
-    own = sum(1 for row in compiled if _is_own(row))
+    compiled = list(getattr(utils, "get_compilation_metrics", list)())
+    theirs = [row for row in compiled if not str(getattr(row, "co_filename", "") or "").startswith(_OWN)]
+    own = len(compiled) - len(theirs)
+    breaks: Counter[str] = Counter()
+    for reason, count in (counters.get("graph_break") or {}).items():
+        breaks[_first(reason)] += int(count)
+    skipped = {getattr(row, "cudagraph_skip_reason", None) for row in compiled} - {None, ""}
     return {
         "graphs": max(0, int((counters.get("stats") or {}).get("unique_graphs", 0)) - own),
-        "graph_breaks": _breaks(counters.get("graph_break") or {}),
-        "recompiled": _recompiled([row for row in compiled if not _is_own(row)]),
+        "graph_breaks": dict(breaks.most_common(MAX_REASONS)),
+        "recompiled": _recompiled(theirs),
         "cuda_graph_skips": int(inductor.get("cudagraph_skips", 0)),
-        "cuda_graph_reasons": sorted(
-            {_first(r) for row in compiled if (r := getattr(row, "cudagraph_skip_reason", None))}
-        ),
+        "cuda_graph_reasons": sorted(map(_first, skipped)),
     }
 
 
@@ -134,23 +134,6 @@ def _workers() -> int | None:
     # type() first: isinstance() on a third-party object may run its __class__ property.
     loaders = [one for one in gc.get_objects() if issubclass(type(one), DataLoader)]
     return max((int(loader.num_workers) for loader in loaders), default=None)
-
-
-def _compilations(utils: Any) -> list[Any]:
-    listed = getattr(utils, "get_compilation_metrics", None)
-    return list(listed()) if listed is not None else []
-
-
-def _is_own(row: Any) -> bool:
-    return str(getattr(row, "co_filename", "") or "").startswith(_OWN)
-
-
-def _breaks(counted: dict[str, int]) -> dict[str, int]:
-    breaks: dict[str, int] = defaultdict(int)
-    for reason, count in counted.items():
-        breaks[_first(reason)] += int(count)
-    most = sorted(breaks, key=lambda reason: -breaks[reason])[:MAX_REASONS]
-    return {reason: breaks[reason] for reason in most}
 
 
 def _recompiled(rows: list[Any]) -> list[dict[str, Any]]:

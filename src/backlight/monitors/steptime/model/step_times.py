@@ -200,7 +200,7 @@ def paired_difference(
     Raises
     ------
     SeriesError
-        If the series differ in length, have fewer than three pairs, or hold a value that is not positive.
+        If the series differ in length, or have fewer than three pairs.
     """
     first, second = _checked(before, positive=True), _checked(after, positive=True)
     if len(first) != len(second):
