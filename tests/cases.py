@@ -28,6 +28,12 @@ NO_LOSS = ("loss and backward",)
 Train = Callable[[], list[Tensor]]
 
 
+def assert_equal(ones: list[Tensor], others: list[Tensor]) -> None:
+    """Check that two trainings ended with the same bits."""
+    for one, other in zip(ones, others, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
 @dataclass(frozen=True)
 class Case:
     """A training and what is to be recorded of it.

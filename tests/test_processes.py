@@ -16,7 +16,6 @@ def test_stopped_and_dead_processes_are_read_with_their_exit_status() -> None:
     descriptor = os.pidfd_open(child.pid)
     try:
         running = processes.read_process(child.pid)
-        assert running is not None
         assert not running.is_stopped
         os.kill(child.pid, signal.SIGSTOP)
         deadline = time.monotonic() + 5
@@ -26,7 +25,6 @@ def test_stopped_and_dead_processes_are_read_with_their_exit_status() -> None:
         os.kill(child.pid, signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         dead = processes.read_process(child.pid)
-        assert dead is not None
         assert dead.is_dead
         assert processes.describe_exit(dead.exit_status) == "killed by SIGKILL"
         child.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -81,113 +82,41 @@ ONE = (
     Fault("stop", "STOPPED", phase="other"),
     Fault("kill", "DEAD", phase="other", says="SIGKILL", control="none"),
 )
+_ranks = functools.partial(Fault, rank=1, world=3)
 RANKS = (
-    Fault("between", "PHASE", phase="other", line="between", rank=1, world=3),
-    Fault("backward", "BLOCKED", line="backward", rank=2, world=3, parameter=SECOND),
-    Fault("spin", "SPIN", line="spin", rank=1, world=3, slow=True),
-    Fault("stop", "STOPPED", phase="other", rank=0, world=3),
-    Fault("evaluation", None, rank=0, world=3),
-    Fault("straggler", "SLOW", phase="", rank=2, world=3, says="straggler, not hung"),
-    Fault(
-        "broadcast",
-        "MISMATCH",
-        rank=1,
-        world=3,
-        says=r"rank 1 calls broadcast\(16 float32\), the others call all",
+    _ranks("between", "PHASE", phase="other", line="between"),
+    _ranks("backward", "BLOCKED", line="backward", rank=2, parameter=SECOND),
+    _ranks("spin", "SPIN", line="spin", slow=True),
+    _ranks("stop", "STOPPED", phase="other", rank=0),
+    _ranks("evaluation", None, rank=0),
+    _ranks("straggler", "SLOW", phase="", rank=2, says="straggler, not hung"),
+    _ranks("broadcast", "MISMATCH", says=r"rank 1 calls broadcast\(16 float32\), the others call all"),
+    _ranks("skip", "MISMATCH", slow=True, says="at collective 3 rank 1 calls all_gather"),
+    _ranks("add", "MISMATCH", slow=True, says="at collective 4 rank 1 calls all_reduce"),
+    _ranks("reorder", "MISMATCH", rank=2, slow=True, says="at collective 4 rank 2 calls barrier"),
+    _ranks("barrier", "MISMATCH", rank=0, slow=True, says="rank 0 calls barrier"),
+    _ranks("subgroup", "MISMATCH", rank=0, slow=True, says=r"#1 of group \[0, 1\]"),
+    _ranks("shape", "MISMATCH", slow=True, says=r"rank 1 calls all_reduce\(1048576 float32\)"),
+    _ranks("dtype", "MISMATCH", slow=True, says=r"rank 1 calls all_reduce\(16 int32\)"),
+    _ranks("fewer", "MISMATCH", slow=True, says="rank 1 calls barrier"),
+    _ranks("ends", "DEAD", phase="other", slow=True, says="has ended its training after step 1"),
+    _ranks("raise", "DEAD", phase="other", line="raise", says="ValueError: injected", control="none"),
+    _ranks("oom", "DEAD", phase="other", line="oom", slow=True, says="out of memory", control="none"),
+    _ranks(
+        "worker", "DEAD", phase="data", line="worker", slow=True, says="DataLoader worker", control="none"
     ),
-    Fault("skip", "MISMATCH", rank=1, world=3, slow=True, says="at collective 3 rank 1 calls all_gather"),
-    Fault("add", "MISMATCH", rank=1, world=3, slow=True, says="at collective 4 rank 1 calls all_reduce"),
-    Fault("reorder", "MISMATCH", rank=2, world=3, slow=True, says="at collective 4 rank 2 calls barrier"),
-    Fault("barrier", "MISMATCH", rank=0, world=3, slow=True, says="rank 0 calls barrier"),
-    Fault(
-        "subgroup",
-        "MISMATCH",
-        rank=0,
-        world=3,
-        slow=True,
-        says=r"#1 of group \[0, 1\]",
+    _ranks("kill", "DEAD", phase="other", says="SIGKILL", control="none"),
+    _ranks("ddp_backward", "BLOCKED", line="backward", rank=2, parameter=SECOND, slow=True),
+    _ranks("ddp_forward", "PHASE", phase="forward", line="ddp_forward", rank=0, slow=True),
+    _ranks(
+        "ddp_branch", "DEAD", phase="", slow=True, says="Expected to have finished reduction", control="none"
     ),
-    Fault(
-        "shape", "MISMATCH", rank=1, world=3, slow=True, says=r"rank 1 calls all_reduce\(1048576 float32\)"
-    ),
-    Fault("dtype", "MISMATCH", rank=1, world=3, slow=True, says=r"rank 1 calls all_reduce\(16 int32\)"),
-    Fault("fewer", "MISMATCH", rank=1, world=3, slow=True, says="rank 1 calls barrier"),
-    Fault(
-        "ends", "DEAD", phase="other", rank=1, world=3, slow=True, says="has ended its training after step 1"
-    ),
-    Fault(
-        "raise",
-        "DEAD",
-        phase="other",
-        line="raise",
-        rank=1,
-        world=3,
-        says="ValueError: injected",
-        control="none",
-    ),
-    Fault(
-        "oom",
-        "DEAD",
-        phase="other",
-        line="oom",
-        rank=1,
-        world=3,
-        slow=True,
-        says="out of memory",
-        control="none",
-    ),
-    Fault(
-        "worker",
-        "DEAD",
-        phase="data",
-        line="worker",
-        rank=1,
-        world=3,
-        slow=True,
-        says="DataLoader worker",
-        control="none",
-    ),
-    Fault("kill", "DEAD", phase="other", rank=1, world=3, says="SIGKILL", control="none"),
-    Fault("ddp_backward", "BLOCKED", line="backward", rank=2, world=3, parameter=SECOND, slow=True),
-    Fault("ddp_forward", "PHASE", phase="forward", line="ddp_forward", rank=0, world=3, slow=True),
-    Fault(
-        "ddp_branch",
-        "DEAD",
-        phase="",
-        rank=1,
-        world=3,
-        slow=True,
-        says="Expected to have finished reduction",
-        control="none",
-    ),
-    Fault(
-        "ddp_skip",
-        "MISMATCH",
-        rank=1,
-        world=3,
-        slow=True,
-        says="with 3 backward passes where the others are at 4",
-    ),
+    _ranks("ddp_skip", "MISMATCH", slow=True, says="with 3 backward passes where the others are at 4"),
 )
 LASTING = {
-    "add",
-    "barrier",
-    "broadcast",
-    "ddp_branch",
-    "ddp_skip",
-    "dtype",
-    "ends",
-    "fewer",
-    "kill",
-    "oom",
-    "raise",
-    "reorder",
-    "shape",
-    "skip",
-    "subgroup",
-    "worker",
-    "worker_killed",
-}
+    "add", "barrier", "broadcast", "ddp_branch", "ddp_skip", "dtype", "ends", "fewer", "kill", "oom", "raise",
+    "reorder", "shape", "skip", "subgroup", "worker", "worker_killed",
+}  # fmt: skip
 """Faults that do not end: each needs a launch of its own."""
 
 

@@ -174,7 +174,6 @@ def test_finding_is_stored_while_the_process_hangs(tmp_path: Path) -> None:
         [*command, *script], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     try:
-        assert process.stderr is not None
         line = process.stderr.readline().decode()
         assert line.startswith("backlight: BLOCKED: the main thread waits for a lock in locks, trainings.py:")
         assert process.poll() is None
@@ -197,5 +196,4 @@ def test_finding_is_stored_while_the_process_hangs(tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert process.stderr is not None
         process.stderr.close()

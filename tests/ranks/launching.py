@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,3 +44,27 @@ def launched(
             running.kill()
         raise
     return running.returncode, said
+
+
+def run_ranks(folder: Path, *command: str, timeout: float = 120.0) -> list[subprocess.CompletedProcess[str]]:
+    """Run a Python command on two ranks without a launcher; return how each has ended."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "BACKLIGHT_RUN_ID": "one"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    done = []
+    for process in started:
+        try:
+            out, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, errors = process.communicate()
+        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, errors))
+    return done

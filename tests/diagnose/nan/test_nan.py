@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 from backlight.capture.hub import HUB
 from backlight.diagnose.nan.tracer import NanTracer
-from cases import CASES
+from cases import CASES, assert_equal
 from diagnose.conftest import Command
 from faults.injection import Fault, Train
 from faults.non_finite import FAULTS, scaler_searches
+from ranks.launching import run_ranks
 from thinning import thinned
 
 
@@ -45,7 +41,6 @@ EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 @EACH
 def test_origin(fault: Fault) -> None:
     found = tracer(fault.train, injected=True).found
-    assert found is not None
     expected = dict(fault.expected)
     assert (found.constant is not None) == expected.pop("constant", False)
     assert found.is_input == expected.pop("is_input", False)
@@ -55,7 +50,6 @@ def test_origin(fault: Fault) -> None:
     for name, value in expected.items():
         assert getattr(record if name in {"phase", "node"} else found, name) == value, name
     if fault.line is not None:
-        assert record.line is not None
         assert record.line.number == fault.line
     if record.phase in {"forward", "backward"}:
         assert found.parameters
@@ -106,8 +100,7 @@ def test_cases_stay_bit_identical_and_finite(name: str, monkeypatch: pytest.Monk
     observer = NanTracer(lambda: ended.append(name))
     with observer:
         watched = case.train()
-    for one, two in zip(alone, watched, strict=True):
-        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+    assert_equal(alone, watched)
     assert observer.notes == []
     if name in OVERFLOWING:
         assert name in ended
@@ -159,26 +152,9 @@ for step in range(4):
 
 def test_rank_of_the_origin(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "backlight", "nan", "--json", "train.py"], cwd=tmp_path, text=True,
-            env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    found = []
-    for process in started:
-        try:
-            out, errors = process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, errors = process.communicate()
-        assert out, errors
-        found.append(json.loads(out)["found"])
+    done = run_ranks(tmp_path, "-m", "backlight", "nan", "--json", "train.py")
+    assert all(one.stdout for one in done), [one.stderr for one in done]
+    found = [json.loads(one.stdout)["found"] for one in done]
     assert [(f["step"], f["is_input"]) for f in found] == [(2, True), (2, False)]
     assert found[1]["operation"] == "sqrt.default"
     assert found[1]["place"]["line"] == "train.py:11"

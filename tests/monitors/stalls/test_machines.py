@@ -155,7 +155,6 @@ def test_two_stalls_of_a_run_are_two_diagnoses(tmp_path: Path, run: Path) -> Non
 def test_stored_observations_are_read(tmp_path: Path) -> None:
     observation = Observation(rank=3, ended="killed by SIGKILL", ended_at=5.0)
     seen = unpack(pack(HostObservation((observation,), {3: None}, {GROUP: [0, 3]}, 4)))
-    assert seen is not None
     assert (seen.world_size, seen.groups, seen.diagnoses) == (4, {GROUP: [0, 3]}, {3: None})
     assert abs(seen.observations[0].ended_at - (time.time() - time.monotonic() + 5.0)) < 1.0
     assert unpack({"observations": [{}]}) is None

@@ -89,11 +89,7 @@ class Tape(OperationRecorder, TorchFunctionMode):
     # Recording
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func`` and record the operation."""
         kwargs = kwargs or {}

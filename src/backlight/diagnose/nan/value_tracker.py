@@ -78,11 +78,7 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
         self._bad.clear()
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call ``func`` and check its output."""
         kwargs = kwargs or {}

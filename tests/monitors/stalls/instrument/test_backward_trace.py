@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -20,7 +18,8 @@ import backlight
 from backlight.monitors.stalls.instrument.backward_trace import Tracer
 from backlight.monitors.stalls.trace_monitor import traced_kinds
 from backlight.session.settings import Settings
-from cases import CASES, build
+from cases import CASES, assert_equal, build
+from ranks.launching import run_ranks
 from thinning import thinned
 
 
@@ -85,10 +84,7 @@ def test_autograd_grad_traces_modules_and_no_parameter() -> None:
 
 
 ALL = ("gradients", "modules", "buckets")
-BY_HAND = {
-    "functional_gradients": set[str](),
-    "gradients_by_grad": {"grad_begin", "grad_end", "module"},
-}
+BY_HAND = {"functional_gradients": set[str](), "gradients_by_grad": {"grad_begin", "grad_end", "module"}}
 """What is traced of cases without a backward."""
 
 
@@ -99,8 +95,7 @@ def test_tracing_changes_nothing(name: str) -> None:
     ended: list[list[torch.Tensor]] = []
     alone = case.train()
     lines = trace(ALL, lambda: ended.append(case.train()))
-    for one, two in zip(alone, ended[0], strict=True):
-        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+    assert_equal(alone, ended[0])
     seen = {line["what"] for line in lines}
     assert seen == BY_HAND.get(name, {"begin", "end", "gradient", "module"})
 
@@ -113,26 +108,21 @@ def test_watch_with_trace_changes_nothing(name: str, tmp_path: Path) -> None:
     alone = case.train()
     with backlight.watch(run=tmp_path / "run", every=1, trace=ALL, monitors=("health",)):
         traced = case.train()
-    for one, two in zip(alone, traced, strict=True):
-        assert torch.equal(one.nan_to_num(), two.nan_to_num())
+    assert_equal(alone, traced)
     events = backlight.open_run(tmp_path / "run").events("trace")
     assert {event.payload["what"] for event in events} == {"begin", "end", "gradient", "module"}
     assert {event.step for event in events} == set(range(case.steps))
 
 
 def test_long_chain_of_modules_is_traced_up_to_a_limit() -> None:
-    code = (
-        "import torch\nfrom backlight.monitors.stalls.instrument.backward_trace import Tracer\n"
-        "cell = torch.nn.Tanh()\nx = y = torch.ones(1, requires_grad=True)\nlines = []\n"
-        "tracer = Tracer(('modules',), lambda text, payload: lines.append(payload['what']))\ntracer.start()\n"
-        "for _ in range(60000):\n    y = cell(y)\n"
-        "y.sum().backward()\ntracer.stop()\ndel y\nprint(lines.count('module'), lines.count('limit'))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "5000 1\n"
+    def train() -> None:
+        cell, y = nn.Tanh(), torch.ones(1, requires_grad=True)
+        for _ in range(20_000):
+            y = cell(y)
+        y.sum().backward()  # its nodes are released afterwards: more wrappers would overflow the stack
+
+    whats = [line["what"] for line in trace(("modules",), train)]
+    assert (whats.count("module"), whats.count("limit")) == (5000, 1)
 
 
 def test_kinds() -> None:
@@ -207,40 +197,23 @@ dist.destroy_process_group()
 """
 
 
-def ranks(folder: Path, *command: str) -> list[subprocess.CompletedProcess[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "BACKLIGHT_RUN_ID": "one"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    deadline = time.monotonic() + 120
-    done = []
-    for process in started:
-        try:
-            out, errors = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, errors = process.communicate()
-        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, errors))
+def trace_ranks(folder: Path) -> list[subprocess.CompletedProcess[str]]:
+    (folder / "train.py").write_text(DISTRIBUTED)
+    kinds = "gradients,modules,buckets"
+    done = run_ranks(folder, "-m", "backlight", "run", "--out", "run", "--trace", kinds, "train.py")
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     return done
 
 
+@pytest.mark.full
+def test_traced_ranks_train_as_alone(tmp_path: Path) -> None:
+    traced = trace_ranks(tmp_path)
+    assert [one.stdout for one in run_ranks(tmp_path, "train.py")] == [one.stdout for one in traced]
+
+
 def test_buckets_over_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(DISTRIBUTED)
-    alone = ranks(tmp_path, "train.py")
-    traced = ranks(
-        tmp_path, "-m", "backlight", "run", "--out", "run", "--trace", "gradients,modules,buckets", "train.py"
-    )
-    for rank, (one, two) in enumerate(zip(alone, traced, strict=True)):
-        assert two.returncode == one.returncode == 0, two.stderr
-        assert two.stdout == one.stdout
-        lines = [line for line in two.stderr.splitlines() if line.startswith(f"[rank {rank}]")]
+    for rank, done in enumerate(trace_ranks(tmp_path)):
+        lines = [line for line in done.stderr.splitlines() if line.startswith(f"[rank {rank}]")]
         steps = [[line for line in lines if f" step {n} " in line] for n in range(3)]
         assert "Sequential: 1 buckets (assignment of the first backward" in "\n".join(steps[0])
         # Built anew in the order in which gradients came: a bucket is full with three layers of 160.8 kB.

@@ -29,7 +29,6 @@ def shared_state(tmp_path: Path) -> Iterator[SharedState]:
 
 def calls(shared_state: SharedState) -> tuple[Collective, ...]:
     state = read_state(shared_state.path)
-    assert state is not None
     return state.collectives
 
 

@@ -103,7 +103,6 @@ def test_an_interrupted_hang_is_reported_as_interrupted(tmp_path: Path) -> None:
         "run",
     ]
     process = subprocess.Popen([*command, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
     assert "BLOCKED" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     said = process.stderr.read()

@@ -66,7 +66,6 @@ def test_shares_follow_node_numbers_and_not_time(script: str) -> None:
     # Ten samples in the inner loop, ten in the comprehension, which makes nodes nine times as fast.
     samples = [(10 * i, 0) for i in range(1, 11)] + [(100 + 90 * i, 1) for i in range(1, 11)]
     found = find_largest_share(graph_build(script, samples))
-    assert found is not None
     assert (found.line, found.is_loop, found.recomputed) == (8, True, False)
     assert found.share == pytest.approx(0.9, abs=0.06)
     assert (
@@ -78,7 +77,6 @@ def test_shares_follow_node_numbers_and_not_time(script: str) -> None:
 
 def test_loop_of_the_step_is_left_out(script: str) -> None:
     found = find_largest_share(graph_build(script, [(50 * i, 2) for i in range(1, 20)]))
-    assert found is not None
     assert (found.line, found.is_loop) == (12, False)
 
 
@@ -93,7 +91,6 @@ def test_too_few_samples_or_too_many_unsampled_nodes_give_no_share(script: str) 
 
 def test_recomputed_nodes_have_a_share_of_their_own(script: str) -> None:
     found = find_largest_share(graph_build(script, [(1000 + 100 * i, 0) for i in range(1, 20)]))
-    assert found is not None
     assert found.recomputed
     assert "of the recomputed nodes come from model.py:3 (a Python loop), by 19 samples of recomputation" in (
         found.words

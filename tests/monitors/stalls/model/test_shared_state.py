@@ -31,7 +31,6 @@ def test_written_state_is_read(shared: SharedState) -> None:
     shared.slots[Slot.PHASE] = PHASES.index(Phase.BACKWARD)
     shared.slots[Slot.ROW] = 5
     state = read_state(shared.path)
-    assert state is not None
     assert (state.pid, state.rank, state.world_size, state.timeout_s) == (os.getpid(), 3, 4, 1.5)
     assert (state.phase, state.node, state.row, state.status) == (
         Phase.BACKWARD,
@@ -41,7 +40,6 @@ def test_written_state_is_read(shared: SharedState) -> None:
     )
     shared.close(RankStatus.FAILED)
     closed = read_state(shared.path)
-    assert closed is not None
     assert closed.status is RankStatus.FAILED
 
 
@@ -59,10 +57,8 @@ def test_collectives_are_kept_in_a_ring(shared: SharedState) -> None:
         if number < MAX_COLLECTIVES + 4:
             shared.leave_collective(index, blocking=True)
     state = read_state(shared.path)
-    assert state is not None
     assert [c.number for c in state.collectives] == list(range(5, MAX_COLLECTIVES + 5))
     assert state.inside
-    assert state.current_call is not None
     assert (state.current_call.number, state.current_call.text) == (
         MAX_COLLECTIVES + 4,
         f"all_reduce #{MAX_COLLECTIVES + 4}",

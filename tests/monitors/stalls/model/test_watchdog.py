@@ -69,7 +69,6 @@ def test_state_follows_the_training_and_is_removed(tmp_path: Path, directory: Pa
         pid = watchdog_pid(directory)
         (path,) = directory.glob("backlight-*/rank-00000.state")
         state = read_state(path)
-        assert state is not None
         assert (state.step, state.backwards, state.forwards) == (3, 3, 3)
         assert (state.reached, state.expected, state.status) == (4, 4, RankStatus.RUNNING)
         assert state.nodes_total > 5

@@ -20,11 +20,7 @@ from backlight import processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
 from backlight.monitors.stalls.model.diagnosis import is_moving
 from backlight.monitors.stalls.model.graph_samples import parse_graph_build
-from backlight.monitors.stalls.model.observation import (
-    ExitReason,
-    Observation,
-    parse_buckets,
-)
+from backlight.monitors.stalls.model.observation import ExitReason, Observation, parse_buckets
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot, read_state
 from backlight.monitors.stalls.model.stacks import StackSample
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious, timeout_of
