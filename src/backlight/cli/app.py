@@ -1,4 +1,4 @@
-"""The ``backlight`` command: every module of :mod:`backlight.cli.commands` declares one command."""
+"""The ``backlight`` command: the modules of :mod:`backlight.cli.commands` declare its commands."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def command(
     """
 
     def register(function: _Function) -> _Function:
-        # Sections of a docstring are for readers of the code, not of --help.
-        text = inspect.cleandoc(function.__doc__ or "").split("\n\nRaises\n")[0].split("\n\nParameters\n")[0]
+        text = inspect.cleandoc(function.__doc__ or "")
         settings: dict[str, Any] = {
             "allow_extra_args": script or extra,
             "allow_interspersed_args": not script,
@@ -97,7 +96,8 @@ def load_commands() -> None:
     for module in pkgutil.walk_packages([str(folder)], "backlight.cli.commands."):
         importlib.import_module(module.name)
     # Panels are listed in the order in which they first occur.
-    app.registered_commands.sort(key=lambda found: PANELS.index(found.rich_help_panel))
+    app.registered_commands.sort(key=lambda found: (PANELS.index(found.rich_help_panel), found.name or ""))
+    grok.registered_commands.sort(key=lambda found: found.name or "")
     app.add_typer(grok, rich_help_panel="Research")
 
 

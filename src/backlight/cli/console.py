@@ -1,15 +1,18 @@
-"""The console of all commands: literal text, the rank prefix, source lines, JSON."""
+"""The console of all commands: literal text, the rank prefix, source lines, tables, JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from backlight.distributed import world
+from backlight.records import to_json
 
 if TYPE_CHECKING:
     from backlight.user_code import SourceLine
@@ -20,10 +23,19 @@ def make_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
     return Console(stderr=stderr, soft_wrap=soft_wrap, markup=False, highlight=False, emoji=False)
 
 
-def rank_prefix() -> str:
-    """Return ``[rank N] `` if a launcher started several processes, else nothing."""
-    here = world()
-    return f"[rank {here.rank}] " if here.size > 1 else ""
+def make_table(first: str, *columns: str, left: Collection[str] = (), folded: Collection[str] = ()) -> Table:
+    """Return a table without borders: a first column that folds, then numbers on the right that do not.
+
+    ``left`` are columns of words, ``folded`` such that may be folded.
+    """
+    table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left")
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        words = name in {*left, *folded}
+        table.add_column(
+            name, justify="left" if words else "right", overflow="fold", no_wrap=name not in folded
+        )
+    return table
 
 
 def source_line(line: SourceLine | None) -> str:
@@ -45,7 +57,9 @@ class Page:
 
     def __init__(self, *, errors: bool = False) -> None:
         self._console = make_console(stderr=errors)
-        self._prefix = rank_prefix()
+        here = world()
+        # A launcher may have started several processes that print to one terminal.
+        self._prefix = f"[rank {here.rank}] " if here.size > 1 else ""
 
     def say(self, *parts: tuple[str, str] | str) -> None:
         """Print one line of ``(text, style)`` parts at once."""
@@ -59,7 +73,11 @@ class Page:
         self._console.print(text, soft_wrap=True)
         (sys.stderr if self._console.stderr else sys.stdout).flush()
 
+    def note(self, text: str, label: str = "note") -> None:
+        """Print ``note: text``."""
+        self.say((f"{label}: ", "dim"), text)
+
 
 def print_json(answer: Any) -> None:
-    """Print a result as JSON."""
-    print(json.dumps(answer, indent=2))
+    """Print a result as JSON; what JSON does not know becomes its text."""
+    print(json.dumps(to_json(answer), indent=2, default=str))

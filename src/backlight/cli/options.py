@@ -7,18 +7,33 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from backlight.text import assignments
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
-Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
-Module = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON; a script prints to stderr.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
-SlurmScript = Annotated[
-    Path | None, typer.Option("--slurm-script", help="Write the batch script instead of submitting it.")
+Run = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
+Script = Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
+Module = Annotated[bool, Option("-m", help="Run SCRIPT as a module, as python -m does.")]
+Json = Annotated[bool, Option("--json", help="Print JSON; a script prints to stderr.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing file.")]
+StoreIn = Annotated[Path | None, Option("--out", help="Run directory to store the result in.")]
+Slurm = Annotated[
+    list[str] | None,
+    Option("--slurm", metavar="KEY=VALUE", help="Slurm option, as nodes=2 or cluster=local (repeatable)."),
 ]
+SlurmScript = Annotated[
+    Path | None, Option("--slurm-script", help="Write the batch script instead of submitting it.")
+]
+
+# Of the configuration of an experiment
+Preset = Annotated[str | None, Option("--preset", help="Preset: ci (default, up to minutes) or paper.")]
+Changes = Annotated[
+    list[str] | None,
+    Option("--set", metavar="KEY=VALUE", help="Configuration key, as training.lr=0.001 (repeatable)."),
+]
+Steps = Annotated[int | None, Option("--steps", min=1, help="Training steps.")]
+Seed = Annotated[int | None, Option("--seed", help="Seed of data, weights and batches.")]
+Device = Annotated[str | None, Option("--device", help="Device, as cpu, cuda or cuda:1.")]
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

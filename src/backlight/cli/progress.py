@@ -1,18 +1,36 @@
-"""The progress of an experiment on the terminal: a bar with loss, accuracies and phase."""
+"""Progress bars on standard error: of counted work, and of an experiment with loss, accuracies and phase."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from backlight.cli.console import make_console
 
 if TYPE_CHECKING:
     from backlight.experiments.runner import Progress as RunProgress
+
+
+@contextlib.contextmanager
+def count_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """Yield a function that shows how many of how many are done, and a text; silent without a terminal."""
+    console = make_console(stderr=True)
+    bar = Progress(
+        BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
+        TimeRemainingColumn(), console=console, transient=True, disable=quiet or not console.is_terminal,
+    )  # fmt: skip
+    task = bar.add_task(what, total=None)
+
+    def show(done: int, total: int, text: str = what) -> None:
+        bar.update(task, completed=done, total=total, description=text)
+
+    with bar:
+        yield show
 
 
 class Bar:
@@ -45,8 +63,7 @@ class Bar:
 
     def warn(self, text: str) -> None:
         """Print a warning above the bar."""
-        line = f"backlight: {text}"
-        self._bar.console.print(line, style="yellow", soft_wrap=True)
+        self._console.print(f"backlight: {text}", style="yellow", soft_wrap=True)
 
     def show(self, progress: RunProgress) -> None:
         """Show how far the run is."""
@@ -58,12 +75,7 @@ class Bar:
         tenth = 10 * progress.step // max(1, progress.steps)
         if not self._console.is_terminal and tenth > self._tenth:
             self._tenth = tenth
-            self._console.print(
-                f"{self._name} {progress.step}/{progress.steps}  {text}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+            self._console.print(f"{self._name} {progress.step}/{progress.steps}  {text}", soft_wrap=True)
 
 
 def _short(value: float | None) -> str:

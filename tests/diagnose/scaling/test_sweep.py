@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from backlight.cli.render.sweep import as_object, show
+from backlight.cli.render.sweep import show
 from backlight.diagnose.scaling.sweep import Point, _ask, _laws, parse_axes, sweep
 from backlight.diagnose.scaling.worker import answer, measure
 from backlight.launch.recipe import RecipeError, read_recipe
+from backlight.records import to_json
 
 RECIPE = """
 import time
@@ -94,7 +95,7 @@ def test_sizes_are_measured_and_one_without_memory_is_a_result(
     laws = {law.quantity: law.exponents[0] for law in found.laws}
     assert 0.8 <= laws["phase data"].value <= 1.1  # sleeps that are proportional to it
     assert found.expected["phase data"] == pytest.approx(30, rel=0.25)
-    assert json.loads(json.dumps(as_object(found)))["points"][3]["status"] == "out of memory"
+    assert json.loads(json.dumps(to_json(found)))["points"][3]["status"] == "out of memory"
     show(found)
     printed = capsys.readouterr().out
     assert "out of memory" in printed

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Context, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import make_console
@@ -15,37 +15,21 @@ from backlight.cli.options import Json
 
 @command("matrix", "Diagnose", extra=True)
 def matrix(
-    context: typer.Context,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.toml", help="Plan file.")],
-    init: Annotated[
-        bool, typer.Option("--init", help="Write a plan for a script and its arguments.")
-    ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Check the plan and list its cases only.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Directory of the matrix; default runs/matrix-<plan>.")
-    ] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", help="Case to run (repeatable).")] = None,
-    again: Annotated[
-        list[str] | None,
-        typer.Option("--again", help="Case to run again (repeatable)."),
-    ] = None,
+    context: Context,
+    plan: Annotated[Path, Argument(metavar="PLAN.toml", help="Plan file.")],
+    init: Annotated[bool, Option("--init", help="Write a plan for a script and its arguments.")] = False,
+    check: Annotated[bool, Option("--check", help="Check the plan and list its cases only.")] = False,
+    out: Annotated[Path | None, Option(help="Directory of the matrix; default runs/matrix-<plan>.")] = None,
+    only: Annotated[list[str] | None, Option(help="Case to run (repeatable).")] = None,
+    again: Annotated[list[str] | None, Option(help="Case to run again (repeatable).")] = None,
     as_json: Json = False,
-    bundle: Annotated[
-        Path | None, typer.Option("--bundle", help="Archive to write, FILE.tar.gz or FILE.zip.")
-    ] = None,
-    fail_on: Annotated[
-        str | None, typer.Option("--fail-on", help="Verdicts that exit with 1, separated by commas.")
-    ] = None,
+    bundle: Annotated[Path | None, Option(help="Archive to write, FILE.tar.gz or FILE.zip.")] = None,
+    fail_on: Annotated[str | None, Option(help="Verdicts that exit with 1, separated by commas.")] = None,
 ) -> int:
     """Run controlled cases, collect evidence and evaluate each one.
 
     An interrupted matrix resumes. With --init it writes a plan:
     backlight matrix --init PLAN.toml -- train.py --lr 3
-
-    Raises
-    ------
-    PlanError
-        If a script is given without --init.
     """
     from backlight.cli.render.matrix import print_cases, print_report, result_line
     from backlight.diagnose.matrix.evaluation import read_verdicts
@@ -71,13 +55,10 @@ def matrix(
         return 0
     folder = out if out is not None else Path("runs") / f"matrix-{plan.stem}"
     report = execute(
-        prepared,
-        folder,
-        only=only or (),
-        again=again or (),
+        prepared, folder, only=only or (), again=again or (),
         on_start=lambda case: console.print(f"{case.name} ...", style="dim"),
         on_end=lambda one: console.print(result_line(one), soft_wrap=True),
-    )
+    )  # fmt: skip
     _, page = write_reports(folder)
     if as_json:
         print(REPORTS.dump_json(report, indent=2).decode())

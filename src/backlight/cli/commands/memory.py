@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import make_console
-from backlight.cli.options import Json, Module
+from backlight.cli.options import Json, Module, StoreIn, parse_size
 
 
 @command("memory", "Diagnose", script=True)
 def memory(
-    context: typer.Context,
+    context: Context,
     target: Annotated[
-        str,
-        typer.Argument(metavar="TARGET", help="Training script; with --fake a recipe, with -m a module."),
+        str, Argument(metavar="TARGET", help="Training script; with --fake a recipe, with -m a module.")
     ],
     module: Module = False,
-    fake: Annotated[
-        bool,
-        typer.Option("--fake", help="Predict for a recipe on fake tensors."),
-    ] = False,
-    warmup: Annotated[int, typer.Option("--warmup", min=1, help="Steps before recording.")] = 2,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to record.")] = 1,
+    fake: Annotated[bool, Option("--fake", help="Predict for a recipe on fake tensors.")] = False,
+    warmup: Annotated[int, Option(min=1, help="Steps before recording.")] = 2,
+    steps: Annotated[int, Option(min=1, help="Steps to record.")] = 1,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Recipe setting NAME=VALUE, with --fake (repeatable).")
+        list[str] | None, Option("--set", help="Recipe setting NAME=VALUE, with --fake (repeatable).")
     ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option("--budget", help="Memory for the largest batch, as 24G, with --fake."),
-    ] = None,
-    batch_setting: Annotated[
-        str, typer.Option("--batch-setting", help="Recipe setting that is the batch size.")
-    ] = "batch",
+    budget: Annotated[str | None, Option(help="Memory for the largest batch, as 24G, with --fake.")] = None,
+    batch_setting: Annotated[str, Option(help="Recipe setting that is the batch size.")] = "batch",
     checkpointing: Annotated[
-        bool,
-        typer.Option("--checkpointing", help="Predict savings of checkpointing, with --fake."),
+        bool, Option("--checkpointing", help="Predict savings of checkpointing, with --fake.")
     ] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Run directory to store the result in.")] = None,
+    out: StoreIn = None,
     as_json: Json = False,
 ) -> int:
     """Profile the memory of a step by module and tensor kind.
@@ -50,17 +40,11 @@ def memory(
     A script runs until some steps are recorded, and is ended. With --fake nothing is allocated: TARGET is a
     recipe, options may follow it, and --NAME VALUE is a setting of it.
     """
+    arguments = list(context.args)
     options = fake_options(
-        target,
-        list(context.args),
-        fake=fake,
-        settings=settings or [],
-        budget=budget,
-        batch_setting=batch_setting,
-        checkpointing=checkpointing,
-        out=out,
-        as_json=as_json,
-    )
+        target, arguments, fake=fake, settings=settings or [], budget=budget, out=out, as_json=as_json,
+        batch_setting=batch_setting, checkpointing=checkpointing,
+    )  # fmt: skip
     if options is not None:
         _predict(options)
         return 0
@@ -71,7 +55,6 @@ def memory(
     from backlight.diagnose.memory.measure import measure_memory
     from backlight.diagnose.memory.result import open_memory_run, store_memory
 
-    arguments = list(context.args)
     writer = open_memory_run(out, target, arguments) if out is not None else None
     measured = measure_memory(target, arguments, module=module, warmup=warmup, steps=steps, quiet=as_json)
     print_measured(measured, as_json=as_json)
@@ -94,20 +77,7 @@ class FakeOptions:
 
 
 def fake_options(target: str, rest: list[str], *, fake: bool, **options: Any) -> FakeOptions | None:
-    """Return the options of a prediction; None for a script to be run.
-
-    Parameters
-    ----------
-    target, rest:
-        The file, and the arguments after it.
-    fake, options:
-        The options before it.
-
-    Raises
-    ------
-    ValueError
-        If an argument after a recipe is neither option nor setting, or a script is given for a prediction.
-    """
+    """Return the options of a prediction, before and after the recipe; None for a script to be run."""
     if not fake and "--fake" not in rest:
         for name in ("settings", "budget", "checkpointing"):
             if options[name]:
@@ -115,26 +85,23 @@ def fake_options(target: str, rest: list[str], *, fake: bool, **options: Any) ->
                 raise ValueError(f"{flag} belongs to a prediction: add --fake, and give a recipe")
         return None
     settings = list(options.pop("settings"))
-    chosen = FakeOptions(target, **options)
     for name, value in _pairs(target, rest):
         match name:
             case "--fake":
                 pass
             case "--set":
                 settings.append(value)
-            case "--budget":
-                chosen = replace(chosen, budget=value)
-            case "--batch-setting":
-                chosen = replace(chosen, batch_setting=value)
-            case "--checkpointing":
-                chosen = replace(chosen, checkpointing=True)
+            case "--budget" | "--batch-setting":
+                options[name.removeprefix("--").replace("-", "_")] = value
             case "--out":
-                chosen = replace(chosen, out=Path(value))
+                options["out"] = Path(value)
+            case "--checkpointing":
+                options["checkpointing"] = True
             case "--json":
-                chosen = replace(chosen, as_json=True)
+                options["as_json"] = True
             case _:
                 settings.append(f"{name.removeprefix('--').replace('-', '_')}={value}")
-    return replace(chosen, settings=tuple(settings))
+    return FakeOptions(target, tuple(settings), **options)
 
 
 _FLAGS = {"--fake", "--json", "--checkpointing"}
@@ -150,16 +117,14 @@ def _pairs(target: str, rest: list[str]) -> Iterator[tuple[str, str]]:
                 "--set NAME=VALUE or --NAME VALUE"
             )
         if not sign and name not in _FLAGS:
-            found = next(waiting, None)
-            if found is None:
-                raise ValueError(f"{target}: {name} lacks its value")
-            value = found
+            try:
+                value = next(waiting)
+            except StopIteration:
+                raise ValueError(f"{target}: {name} lacks its value") from None
         yield name, value
 
 
 def _predict(options: FakeOptions) -> None:
-
-    from backlight.cli.options import parse_size
     from backlight.cli.render.memory import print_predicted
     from backlight.diagnose.memory.predictor import Predictor, checkpointing_savings, largest_batch
     from backlight.diagnose.memory.result import open_memory_run, store_memory
@@ -180,15 +145,12 @@ def _predict(options: FakeOptions) -> None:
             savings = checkpointing_savings(predictor, recipe, prediction)
             prediction = prediction.model_copy(update={"checkpointing": savings})
         if budget is not None:
-            fit = largest_batch(
-                predictor,
-                recipe,
-                budget,
-                setting=options.batch_setting,
-                progress=lambda batch, peak: status.update(
-                    f"predicted a batch of {batch}: {peak / 1e9:.2f} GB"
-                ),
-            )
+
+            def show(batch: int, peak: int) -> None:
+                status.update(f"predicted a batch of {batch}: {peak / 1e9:.2f} GB")
+
+            setting = options.batch_setting
+            fit = largest_batch(predictor, recipe, budget, setting=setting, progress=show)
             prediction = prediction.model_copy(update={"fit": fit})
     print_predicted(prediction, wanted=options.checkpointing, as_json=options.as_json)
     if writer is not None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from backlight.analysis.overlay import Overlaid, value_at
+from backlight.cli.console import make_table
 from backlight.monitors.grokking.model.analysis import GrokkingAnalysis
 from backlight.monitors.grokking.model.lead_lag import LeadLag
 from backlight.monitors.grokking.model.verdicts import Detection
-from backlight.text import number, visible
+from backlight.text import number, size, visible
+
+if TYPE_CHECKING:
+    from backlight.experiments.cost import Estimate
 
 FOLLOWING = 10
 """Measures that are printed; --json has all."""
@@ -30,32 +35,31 @@ def print_examined(found: GrokkingAnalysis, console: Console) -> None:
     console.print(Text.assemble(
         (visible(found.run.path), "bold"), (f"  {visible(', '.join(t for t in facts if t))}", "dim")
     ), soft_wrap=True)  # fmt: skip
-    console.print(Text(f"  {_verdict(detection)}", _STYLES.get(detection.verdict, "bold")))
-    console.print(Text(f"  {detection.claim}"))
+    console.print(f"  {_verdict(detection)}", style=_STYLES.get(detection.verdict, "bold"))
+    console.print(f"  {detection.claim}")
     if detection.conditions:
-        table = _table("condition", "expected", "got", "")
+        columns = ("expected", "got", "")
+        table = make_table("condition", *columns, folded=columns)
         for condition in detection.conditions:
             word, style = _MARKS[condition.held]
             cells = (condition.name, condition.expected, condition.got)
-            table.add_row(*(Text(cell) for cell in cells), Text(word, style))
+            table.add_row(*cells, Text(word, style))
         console.print(table)
     if detection.sweep:
         held = sum(point.grokking for point in detection.sweep)
         lines = [p.train_accuracy for p in detection.sweep], [p.test_share for p in detection.sweep]
         console.print(
-            Text(
-                f"  Sweep: grokking at {held} of {len(detection.sweep)} lines, training accuracy "
-                f"{min(lines[0]):.3g} to {max(lines[0]):.3g}, {min(lines[1]):.3g} to {max(lines[1]):.3g} of "
-                "the way to the plateau."
-            )
+            f"  Sweep: grokking at {held} of {len(detection.sweep)} lines, training accuracy "
+            f"{min(lines[0]):.3g} to {max(lines[0]):.3g}, {min(lines[1]):.3g} to {max(lines[1]):.3g} of "
+            "the way to the plateau."
         )
     if found.changes is None:
-        console.print(Text("  Change points: not measured; pip install 'backlight[changes]'.", "dim"))
+        console.print("  Change points: not measured; pip install 'backlight[changes]'.", style="dim")
     elif found.changes:
         shown = ", ".join(number(step) for step in found.changes[:8])
-        console.print(Text(f"  Change points of the test accuracy: step {shown}."))
+        console.print(f"  Change points of the test accuracy: step {shown}.")
     for note in detection.notes:
-        console.print(Text(f"  {visible(note)}.", "dim"))
+        console.print(f"  {visible(note)}.", style="dim")
     _print_control(found, console)
     if not found.facts.control:  # its test accuracy is noise, which nothing can follow
         _print_following(found.following, found.control is not None, console)
@@ -71,15 +75,13 @@ def _print_control(found: GrokkingAnalysis, console: Console) -> None:
         return
     if found.control is None or found.control_detection is None:
         console.print(
-            Text(
-                "  No matched control was found: no measure can be attributed to grokking. "
-                "Run the same with --control random-labels.",
-                "yellow" if found.detection.verdict == "grokking" else "dim",
-            )
+            "  No matched control was found: no measure can be attributed to grokking. "
+            "Run the same with --control random-labels.",
+            style="yellow" if found.detection.verdict == "grokking" else "dim",
         )
         return
     theirs = found.control_detection
-    console.print(Text(f"  Control {visible(found.control.path.name)}: {_verdict(theirs)}. {theirs.claim}"))
+    console.print(f"  Control {visible(found.control.path.name)}: {_verdict(theirs)}. {theirs.claim}")
 
 
 def _print_following(rows: tuple[LeadLag, ...], controlled: bool, console: Console) -> None:
@@ -87,27 +89,28 @@ def _print_following(rows: tuple[LeadLag, ...], controlled: bool, console: Conso
         return
     # Without a control every row would repeat what is printed above.
     of_control = ("control", "control ends", "") if controlled else ()
-    table = _table("measure", "corr.", "lead", "end", *of_control, numbers=5 if controlled else 3)
+    table = make_table("measure", "corr.", "lead", "end", *of_control, folded=("",))
     for row in rows[:FOLLOWING]:
         end, control_ends = ("" if level is None else number(level, 3) for level in row.levels)
         table.add_row(
-            Text(visible(row.measure).removeprefix("gram/model/").removeprefix("progress/")),
+            visible(row.measure).removeprefix("gram/model/").removeprefix("progress/"),
             _signed(row.correlation),
             f"{row.lead_steps:+,}" if row.lead_logs else "0",
             end,
-            *((_signed(row.control), control_ends, Text(row.conclusion)) if controlled else ()),
+            *((_signed(row.control), control_ends, row.conclusion) if controlled else ()),
         )
     console.print(table)
     console.print(
-        Text("  corr.: rank correlation with the test accuracy after memorisation; lead in steps.", "dim")
+        "  corr.: rank correlation with the test accuracy after memorisation; lead in steps.", style="dim"
     )
     if len(rows) > FOLLOWING:
-        console.print(Text(f"  and {len(rows) - FOLLOWING} more measures; --json has all.", "dim"))
+        console.print(f"  and {len(rows) - FOLLOWING} more measures; --json has all.", style="dim")
 
 
 def print_overlaid(overlaid: Overlaid, console: Console) -> None:
     """Print the runs with their verdicts, then each measure at a few steps, run by run."""
-    table = _table("run", "experiment", "control", "verdict", "memorised", "generalised")
+    columns = ("experiment", "control", "verdict", "memorised", "generalised")
+    table = make_table("run", *columns, folded=columns)
     for name, (_, facts, detection) in overlaid.runs.items():
         times = (
             ("", "", "")
@@ -115,23 +118,23 @@ def print_overlaid(overlaid: Overlaid, console: Console) -> None:
             else (_verdict(detection), *(str(t or "") for t in (detection.memorised, detection.generalised)))
         )
         cells = (name, facts.experiment, facts.control, times[0] or "not evaluated", *times[1:])
-        table.add_row(*(Text(visible(cell)) for cell in cells))
+        table.add_row(*map(visible, cells))
     console.print(table)
     for name in overlaid.left_out:
-        console.print(Text(f"  {visible(name)} never generalised and cannot be aligned.", "yellow"))
+        console.print(f"  {visible(name)} never generalised and cannot be aligned.", style="yellow")
     for reason in overlaid.reasons.values():
-        console.print(Text(f"  {visible(reason)}.", "yellow"))
+        console.print(f"  {visible(reason)}.", style="yellow")
     first = "measure" if not overlaid.aligned else "measure, steps after t_g"
     named = max((len(name) for name in (first, *overlaid.measures)), default=0)
     runs = max((len(name) for name in overlaid.runs), default=0)
     places = _spread(overlaid.table_steps(), (console.width - named - runs - 4) // _VALUE)
     heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in places]
-    table = _table(first, "run", *heads, numbers=1 + len(heads))
+    table = make_table(first, "run", *heads, left=("run",))
     for measure, of_run in overlaid.measures.items():
         for row, (name, series) in enumerate(of_run.items()):
             values = [value_at(series, step) for step in places]
             shown = ["" if value is None else number(value, 3) for value in values]
-            table.add_row(Text("" if row else visible(measure)), Text(visible(name)), *shown)
+            table.add_row("" if row else visible(measure), visible(name), *shown)
     console.print(table)
 
 
@@ -145,10 +148,36 @@ def _spread(places: list[int], monitor: int) -> list[int]:
     return [places[round(k * (len(places) - 1) / max(1, count - 1))] for k in range(count)]
 
 
-def _table(first: str, *columns: str, numbers: int = 0) -> Table:
-    """Return a table whose first ``numbers`` columns after the first are never broken over lines."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column(first, no_wrap=True)
-    for place, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=place < numbers)
-    return table
+def print_estimate(found: Estimate, console: Console) -> None:
+    """Print an estimate."""
+    from backlight.monitors.grokking.model.measures import TIERS
+
+    table = make_table("part", "times", "each", "time", "disk", "memory")
+    for part in (*found.training, *found.measured):
+        disk = size(part.total_disk) if part.total_disk else ""
+        memory = size(part.memory) if part.memory else ""
+        each = f"{1000 * part.seconds:.3g} ms"
+        table.add_row(part.name, str(part.times), each, _duration(part.total_seconds), disk, memory)
+    table.add_row(
+        "in all", "", "", _duration(found.seconds()), size(found.disk()), size(found.memory()), style="bold"
+    )
+    free = f"{size(found.free_disk)} free", f"{size(found.free_memory)} free"
+    table.add_row("this machine", "", "", "", *free, style="dim")
+    console.print(table)
+    tier = found.fitting()
+    if tier == TIERS[0]:
+        console.print("Everything fits.")
+        return
+    console.print(f"Does not fit: {found.problem(TIERS[0])}.")
+    if tier:
+        names = ", ".join(found.left_out(tier))
+        console.print(f"With --degrade: {tier}; left out: {names}.")
+    else:
+        console.print(f"Not even scalars alone fit: {found.problem(TIERS[-1])}.")
+
+
+def _duration(seconds: float) -> str:
+    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds:.2g} s"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.table import Table
 from rich.text import Text
 
+from backlight.cli.console import make_table
 from backlight.records import DiagnosisKind
 from backlight.text import visible
 
@@ -41,11 +41,10 @@ def print_report(report: MatrixReport, console: Console) -> None:
 
 def print_cases(cases: Sequence[Case], console: Console) -> None:
     """Print what a plan would run, and in which factor each case differs from its control."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("case", "control", "differs in", "limit", "command"):
-        table.add_column(column, overflow="fold")
+    columns = ("control", "differs in", "limit", "command")
+    table = make_table("case", *columns, folded=columns)
     for case in cases:
         limit = f"{case.time_limit:g} s"
         words = (case.name, case.control, case.factor, limit, shlex.join(case.argv))
-        table.add_row(*(Text(visible(word)) for word in words))
+        table.add_row(*map(visible, words))
     console.print(table)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
-from backlight.cli.console import Page, make_console, print_json
+from backlight.cli.console import Page, make_console, make_table, print_json
 from backlight.text import size
 
 if TYPE_CHECKING:
@@ -36,21 +33,20 @@ def print_measured(result: MeasuredMemory, *, as_json: bool) -> None:
     _tables(page, result)
     allocator = result.allocator
     if allocator is None:
-        _note(page, "fragmentation: not measured, the memory is not that of a caching allocator")
+        page.note("fragmentation: not measured, the memory is not that of a caching allocator")
     else:
-        _note(
-            page,
+        page.note(
             f"allocator: {size(allocator.reserved_peak)} reserved at most, "
             f"{size(allocator.allocated_peak)} in use "
             f"({allocator.fragmentation:.0%} fragmented), {allocator.retries} retries",
         )
     steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
-    _note(page, f"{steps} recorded after {result.warmup}, uncompiled: a compiled step may need less")
+    page.note(f"{steps} recorded after {result.warmup}, uncompiled: a compiled step may need less")
     for text in result.trouble:
-        _note(page, text)
+        page.note(text)
     _not_included(page, result)
     if result.exit_code:
-        _note(page, f"the script ended with exit code {result.exit_code}")
+        page.note(f"the script ended with exit code {result.exit_code}")
 
 
 def print_predicted(result: PredictedMemory, *, wanted: bool, as_json: bool) -> None:
@@ -71,26 +67,25 @@ def print_predicted(result: PredictedMemory, *, wanted: bool, as_json: bool) -> 
     if result.checkpointing:
         _savings(result.checkpointing)
     elif wanted:
-        _note(page, "checkpointing: this model has no sibling blocks of one structure")
+        page.note("checkpointing: this model has no sibling blocks of one structure")
     if result.fit is not None:
         _fit(page, result.fit)
-    _note(
-        page,
+    page.note(
         f"on a GPU also: {_range(result.context_bytes)} context; with NCCL "
         f"{_range(result.communication_bytes)}; with DDP up to "
         f"{size(result.ddp_bucket_bytes[1])} buckets (0 as views of gradients)",
     )
     if result.built == "real":
-        _note(page, "the model had to be built with all its memory: its constructor works on no other device")
+        page.note("the model had to be built with all its memory: its constructor works on no other device")
     _not_included(page, result)
 
 
 def _not_included(page: Page, result: StepMemory) -> None:
     if result.workspaces:
         calls = ", ".join(f"{count} x {name}" for name, count in result.workspaces.items())
-        _note(page, f"plus kernel workspaces, not predictable: {calls}")
+        page.note(f"plus kernel workspaces, not predictable: {calls}")
     for text in result.not_seen:
-        _note(page, f"not included: {text}")
+        page.note(f"not included: {text}")
 
 
 def _headline(result: StepMemory) -> str:
@@ -101,36 +96,34 @@ def _headline(result: StepMemory) -> str:
 
 
 def _tables(page: Page, result: StepMemory) -> None:
-    table = _table("kind", "at the peak", "share")
+    table = make_table("kind", "at the peak", "share")
     for kind, nbytes in result.kinds.items():
         table.add_row(kind.replace("_", " "), size(nbytes), f"{nbytes / result.peak:.1%}")
     make_console().print(table)
-    highest = _table("phase", "highest")
+    highest = make_table("phase", "highest")
     for phase, nbytes in result.phases.items():
         highest.add_row(phase, size(nbytes))
     make_console().print(highest)
-    modules = _table("module at the peak", "own", "inclusive", *COLUMNS.values())
+    modules = make_table("module at the peak", "own", "inclusive", *COLUMNS.values())
     for module in result.modules[:MAX_MODULES]:
         kinds = {kind.value: nbytes for kind, nbytes in module.kinds.items()}
         modules.add_row(
-            Text(module.name or "(no module)"),
+            module.name or "(no module)",
             size(module.own),
             size(module.inclusive),
             *(size(kinds[kind]) if kinds.get(kind) else "" for kind in COLUMNS),
         )
     make_console().print(modules)
     if len(result.modules) > MAX_MODULES:
-        _note(page, f"{len(result.modules) - MAX_MODULES} more modules in --json")
-    tensors = _table("live at the peak", "bytes")
-    tensors.add_column("kind")
-    tensors.add_column("of")
+        page.note(f"{len(result.modules) - MAX_MODULES} more modules in --json")
+    tensors = make_table("live at the peak", "bytes", "kind", "of", folded=("kind", "of"))
     for tensor in result.largest[:MAX_TENSORS]:
         times = f"{tensor.count} x " if tensor.count > 1 else ""
         tensors.add_row(
-            Text(f"{times}{list(tensor.shape)} {tensor.dtype}"),
+            f"{times}{list(tensor.shape)} {tensor.dtype}",
             size(tensor.bytes),
             tensor.kind.replace("_", " "),
-            Text(" ".join(part for part in (tensor.module, tensor.operation.removeprefix("aten.")) if part)),
+            " ".join(part for part in (tensor.module, tensor.operation.removeprefix("aten.")) if part),
         )
     make_console().print(tensors)
     logits = result.logits
@@ -144,13 +137,13 @@ def _tables(page: Page, result: StepMemory) -> None:
 
 
 def _savings(savings: tuple[Saving, ...]) -> None:
-    table = _table("checkpointing", "peak", "saves", "recomputes", "share of the step")
+    table = make_table("checkpointing", "peak", "saves", "recomputes", "share of the step")
     for saving in savings:
         count = len(saving.wrapped)
         group = f"all {count} {saving.type} of {saving.parent or 'the model'}"
         what = saving.wrapped[0] if count == 1 else group
         table.add_row(
-            Text(what), size(saving.peak), size(saving.saved),
+            what, size(saving.peak), size(saving.saved),
             _flops(saving.recomputed_flops), f"{saving.share_of_step:.1%}",
         )  # fmt: skip
     make_console().print(table)
@@ -166,10 +159,6 @@ def _fit(page: Page, fit: Fit) -> None:
         (f"largest {fit.setting} within {size(fit.budget)}: {fit.batch}", "bold"),
         f" ({size(fit.peak)}; {end}; both predicted)",
     )
-
-
-def _note(page: Page, text: str) -> None:
-    page.say(("note: ", "dim"), text)
 
 
 def _range(pair: tuple[int, int]) -> str:
@@ -188,11 +177,3 @@ def _flops(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {unit}FLOP"
     return f"{count:.0f} FLOP"
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table

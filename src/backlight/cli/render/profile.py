@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from backlight.cli.console import Page, make_console
+from backlight.cli.console import Page, make_console, make_table
 from backlight.text import duration
 
 if TYPE_CHECKING:
@@ -39,18 +37,9 @@ def show(result: ProfileResult, findings: Sequence[Finding] = ()) -> None:
             page.say((control.text, "bold" if control.confirmed else ""))
         for finding in findings:
             page.say((f"{finding.severity}: ", "bold"), finding.title)
-            page.say(("  fix: ", "dim"), finding.fix)
+            page.note(finding.fix, "  fix")
             page.say(("  refuted if ", "dim"), finding.refuted_if)
     _notes(result, page)
-
-
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[int, int], None]]:
-    """Show how many runs of controls are done, on a terminal."""
-    console = make_console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task("controls", total=None)
-        yield lambda done, of: shown.update(task, completed=done, total=of)
 
 
 def headline(result: ProfileResult) -> str:
@@ -73,44 +62,41 @@ def headline(result: ProfileResult) -> str:
 
 
 def _notes(result: ProfileResult, page: Page) -> None:
-    def note(text: str) -> None:
-        page.say(("note: ", "dim"), text)
-
     if result.device_phases:
-        note("times of phases are of the host, which runs ahead of the device; --json has device_phases")
+        page.note("times of phases are of the host, which runs ahead of the device; --json has device_phases")
     if result.tracing_overhead is not None:
-        note(
+        page.note(
             f"traced steps took {result.tracing_overhead:.2f} times as long as clocked ones; "
             "times of steps and phases are from the clocked ones"
         )
     for trouble in result.not_measured:
-        note(f"not measured: {trouble}")
+        page.note(f"not measured: {trouble}")
     for text in result.trace_notes:
-        note(text)
+        page.note(text)
     if result.mfu_basis is not None:
-        note(f"MFU{'' if result.mfu is not None else ' not measured'}: {result.mfu_basis}")
+        page.note(f"MFU{'' if result.mfu is not None else ' not measured'}: {result.mfu_basis}")
     if result.trace is not None:
         page.say(("trace: ", "dim"), result.trace, " (chrome://tracing, ui.perfetto.dev)")
     if result.exit_code:
-        note(f"the script ended with exit code {result.exit_code}")
+        page.note(f"the script ended with exit code {result.exit_code}")
 
 
 def _phases(result: ProfileResult) -> None:
-    table = _table("phase", "median ms", "p95 ms", "MAD ms", "share")
+    table = make_table("phase", "median ms", "p95 ms", "MAD ms", "share")
     for name, phase in result.phases.items():
         table.add_row(
-            Text(name.replace("_", " ")),
+            name.replace("_", " "),
             f"{phase.median_ms:.2f}", f"{phase.p95_ms:.2f}", f"{phase.mad_ms:.2f}", f"{phase.share:.1%}",
         )  # fmt: skip
     _print(table)
 
 
 def _modules(result: ProfileResult) -> None:
-    table = _table("module", "calls", "forward ms", "own", "backward ms", "own", "recomputed")
+    table = make_table("module", "calls", "forward ms", "own", "backward ms", "own", "recomputed")
     chosen = sorted(result.modules or (), key=lambda m: -(m.forward_exclusive_ms + m.backward_exclusive_ms))
     for module in chosen[:MODULES]:
         table.add_row(
-            Text(module.name or "(model)"),
+            module.name or "(model)",
             f"{module.calls:g}", f"{module.forward_ms:.2f}", f"{module.forward_exclusive_ms:.2f}",
             f"{module.backward_ms:.2f}", f"{module.backward_exclusive_ms:.2f}",
             f"{module.recomputed_ms:.2f}" if module.recomputed_ms else "",
@@ -122,19 +108,21 @@ def _modules(result: ProfileResult) -> None:
 
 def _operators(result: ProfileResult) -> None:
     device = result.device is not None
-    table = _table("operator", "phase", "calls", "device ms" if device else "self ms", "of phase")
+    table = make_table(
+        "operator", "phase", "calls", "device ms" if device else "self ms", "of phase", folded=("phase",)
+    )
     for phase in result.traced_phases or ():
         rows = [row for row in result.operators or () if row.phase == phase and row.share >= SMALL]
         for row in rows[:OPERATORS]:
             spent = row.device_ms if device else row.host_ms
             calls = f"{row.calls:g}" if row.calls else ""
-            table.add_row(Text(_short(row.name)), phase, calls, f"{spent:.2f}", f"{row.share:.0%}")
+            table.add_row(_short(row.name), phase, calls, f"{spent:.2f}", f"{row.share:.0%}")
     _print(table)
 
 
 def _kinds(result: ProfileResult) -> None:
     device = result.device is not None
-    table = _table("kind of operation", "calls", "device ms" if device else "self ms", "share")
+    table = make_table("kind of operation", "calls", "device ms" if device else "self ms", "share")
     for row in result.kinds or ():
         if row.share >= SMALL:
             spent = row.device_ms if device else row.host_ms
@@ -144,7 +132,9 @@ def _kinds(result: ProfileResult) -> None:
 
 def _copies(result: ProfileResult) -> None:
     device = result.device is not None
-    table = _table("copy", "layout", "calls", "elements", "ms", "of step", "line")
+    table = make_table(
+        "copy", "layout", "calls", "elements", "ms", "of step", "line", folded=("layout", "line")
+    )
     for row in (result.copies or ())[:LINES]:
         if row.share < SMALL:
             break
@@ -153,28 +143,17 @@ def _copies(result: ProfileResult) -> None:
         elements = "" if row.elements is None else f"{row.elements:,.0f}"
         spent = row.device_ms if device else row.host_ms
         table.add_row(
-            Text(types), layout, f"{row.calls:g}", elements, f"{spent:.2f}", f"{row.share:.0%}",
-            Text(row.line or "not recorded"),
+            types, layout, f"{row.calls:g}", elements, f"{spent:.2f}", f"{row.share:.0%}",
+            row.line or "not recorded",
         )  # fmt: skip
     _print(table)
 
 
 def _optimizations(result: ProfileResult) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("optimization", "", "observed"):
-        table.add_column(title)
+    table = make_table("optimization", "", "observed", folded=("", "observed"))
     for row in result.optimizations:
-        table.add_row(row.name, row.state, Text(row.detail))
+        table.add_row(row.name, row.state, row.detail)
     _print(table)
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(first, overflow="fold")
-    for name in others:
-        right = name not in {"phase", "layout", "line"}
-        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=right)
-    return table
 
 
 def _print(table: Table) -> None:

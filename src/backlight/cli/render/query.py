@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from backlight.cli.console import make_console
+from backlight.cli.console import make_console, print_json
 
 _FOLDED = 40
 """Characters that the widest column of a table may be folded to; where it would be less, rows are listed."""
@@ -22,7 +21,7 @@ def print_rows(answer: Any, most: int) -> None:
     cells = [[_cell(value) for value in row] for row in shown[:most]]
     console = make_console()
     if not cells:
-        console.print(f"no rows of {', '.join(answer.names)}", style="dim", markup=False)
+        console.print(f"no rows of {', '.join(answer.names)}", style="dim")
         return
     widths = [
         max(cell_len(name), *(row[index].cell_len for row in cells), 1)
@@ -36,7 +35,7 @@ def print_rows(answer: Any, most: int) -> None:
             numbers = all(isinstance(row[index], (int, float)) for row in shown if row[index] is not None)
             folded = over > 0 and index == widest
             table.add_column(
-                Text(name), overflow="fold", no_wrap=not folded, justify="right" if numbers else "left"
+                name, overflow="fold", no_wrap=not folded, justify="right" if numbers else "left"
             )
         for row in cells:
             table.add_row(*row)
@@ -49,7 +48,7 @@ def print_rows(answer: Any, most: int) -> None:
             if number:
                 listed.add_row("", "")
             for name, cell in zip(answer.names, row, strict=True):
-                listed.add_row(Text(name), cell)
+                listed.add_row(name, cell)
         console.print(listed)
     if len(shown) > most:
         console.print(f"the first {most} rows; --rows N shows more, --out FILE writes all of them")
@@ -66,20 +65,14 @@ def _cell(value: Any) -> Text:
 
 def print_tables(tables: Any, *, as_json: bool) -> None:
     """Print the tables with their columns and units."""
-    from backlight.records import to_json
-
     if as_json:
-        listed = [
-            {"table": t.name, "meaning": t.meaning, "columns": to_json(t.columns)} for t in tables.values()
-        ]
-        print(json.dumps(listed, indent=2))
+        listed = [{"table": t.name, "meaning": t.meaning, "columns": t.columns} for t in tables.values()]
+        print_json(listed)
         return
     console = make_console()
     for known in tables.values():
         console.print(Text.assemble((known.name, "bold"), f"  {known.meaning}"))
         table = Table(box=None, pad_edge=False, show_header=False)
         for column in known.columns:
-            table.add_row(
-                Text(f"  {column.name}"), column.kind, Text(column.unit), Text(column.meaning, style="dim")
-            )
+            table.add_row(f"  {column.name}", column.kind, column.unit, Text(column.meaning, style="dim"))
         console.print(table)

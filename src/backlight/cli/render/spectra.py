@@ -1,49 +1,22 @@
-"""Spectra in print: a bar while they are measured, then a table of layers or one JSON object."""
+"""Spectra in print: a table of layers, or one JSON object."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
-
-from backlight.cli.console import make_console
+from backlight.cli.console import Page, make_console, make_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from rich.table import Table
 
-    from backlight.diagnose.spectra.options import SpectraProgress
     from backlight.diagnose.spectra.run import SpectraResult
     from backlight.store.format.spectra import Layer, Measurement
     from backlight.store.read.run import Run
 
 SHOWN = 20
 """Layers that are printed; --json has them all."""
-
-
-@contextmanager
-def bar() -> Iterator[Callable[[SpectraProgress], None]]:
-    """Give what shows how far a measurement is, on standard error; silent where that is no terminal."""
-    console = make_console(stderr=True)
-    progress = Progress(
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    task = progress.add_task("layers", total=None)
-
-    def show(stage: SpectraProgress) -> None:
-        progress.update(task, completed=stage.done, total=stage.total, description=stage.text)
-
-    with progress:
-        yield show
 
 
 def show(outcome: SpectraResult, run: Run) -> None:
@@ -55,11 +28,14 @@ def show(outcome: SpectraResult, run: Run) -> None:
     steps = sorted({one.step for one in measured})
     last = [one for one in measured if one.step == steps[-1]] if steps else []
     many = f", {len(steps)} steps, here the last: {steps[-1]}" if len(steps) > 1 else ""
-    _say((f"{len(last)} layers, {_count(last)} replicates of {_batch(outcome.batch)}{many}", "bold"))
-    _table(known, last)
+    page = Page()
+    page.say((f"{len(last)} layers, {_count(last)} replicates of {_batch(outcome.batch)}{many}", "bold"))
+    make_console().print(_table(known, last))
+    if len(last) > SHOWN:
+        page.note(f"{len(last) - SHOWN} more layers in --json")
     for text in notes(outcome):
-        _say(("note: ", "dim"), text)
-    _say(("next: ", "dim"), f"backlight report {outcome.path}")
+        page.note(text)
+    page.note(f"backlight report {outcome.path}", "next")
 
 
 def as_object(outcome: SpectraResult, run: Run) -> dict[str, Any]:
@@ -116,29 +92,21 @@ def notes(outcome: SpectraResult) -> list[str]:
     return notes
 
 
-def _table(known: dict[str, Layer], measured: Sequence[Measurement]) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("layer", overflow="fold", min_width=20)
-    for name in ("shape", "found", "signal", "noise scale", "stable rank"):
-        table.add_column(name, justify="right")
+def _table(known: dict[str, Layer], measured: Sequence[Measurement]) -> Table:
+    table = make_table("layer", "shape", "found", "signal", "noise scale", "stable rank")
+    table.columns[0].min_width = 20
     chosen = sorted(measured, key=lambda one: -one["signal_share"])
     for one in chosen[:SHOWN]:
         layer = known[one.parameter]
         table.add_row(
-            Text(one.parameter),
+            one.parameter,
             "x".join(map(str, layer.shape)),
             f"{one.identifiable} of {layer.directions}",
             f"{one['signal_share']:.3f}",
             _number(one["noise_scale"]),
             _number(one["stable_rank_gradient"]),
         )
-    make_console().print(table)
-    if len(chosen) > SHOWN:
-        _say(("note: ", "dim"), f"{len(chosen) - SHOWN} more layers in --json")
-
-
-def _say(*parts: tuple[str, str] | str) -> None:
-    make_console().print(Text.assemble(*parts), soft_wrap=True, highlight=False)
+    return table
 
 
 def _count(measured: Sequence[Measurement]) -> str:

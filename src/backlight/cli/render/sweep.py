@@ -1,16 +1,11 @@
-"""A sweep over sizes in print: a table of sizes, exponents with intervals, or one JSON object."""
+"""A sweep over sizes in print: a table of sizes, exponents with intervals."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from backlight.cli.console import make_console
+from backlight.cli.console import make_console, make_table
 from backlight.diagnose.scaling.sweep import DONE, Point, Scaling
-from backlight.records import to_json
 
 UNITS = {"step_ms": "step", "memory": "memory", "flops": "operations", "parameters": "parameters"}
 
@@ -24,50 +19,38 @@ def show(found: Scaling, console: Console | None = None) -> None:
     columns += ["memory", "operations"] if found.fake else ["step ms", *(p.replace("_", " ") for p in phases)]
     if not found.fake and any(point.memory for point in found.points):
         columns.append("memory")
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in (*swept, *columns):
-        table.add_column(name, justify="right")
+    table = make_table(*swept, *columns)
     for point in found.points:
         cells = [str(point.settings[name]) for name in swept]
         if point.status in DONE:
             cells += [_cell(point, column, phases) for column in columns]
         else:
             cells += [point.status, *[""] * (len(columns) - 1)]
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*cells)
     console.print(table)
     for point in found.points:
         if point.message:
             where = ", ".join(f"{name}={value}" for name, value in point.settings.items())
-            console.print(Text(f"  {where}: {point.message}"))
+            console.print(f"  {where}: {point.message}")
     _print_laws(found, console)
     for note in found.notes:
-        console.print(Text(f"  {note}"))
+        console.print(f"  {note}")
 
 
 def _print_laws(found: Scaling, console: Console) -> None:
     if not found.laws:
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("grows as")
-    settings = [exponent.setting for exponent in found.laws[0].exponents]
-    for setting in settings:
-        table.add_column(f"power of {setting}", justify="right")
-    table.add_column("misfit", justify="right")
+    powers = [f"power of {exponent.setting}" for exponent in found.laws[0].exponents]
+    table = make_table("grows as", *powers, "misfit")
     for law in found.laws:
         powers = [f"{e.value:.2f} ({e.low:.2f} to {e.high:.2f})" for e in law.exponents]
         table.add_row(_name(law.quantity), *powers, f"{law.misfit:.1%}")
     console.print(table)
     faster = dict.fromkeys(f"{_name(e.quantity)} in {e.setting}" for e in found.faster)
     if faster:
-        console.print(Text(f"faster than linear: {', '.join(faster)}"))
+        console.print(f"faster than linear: {', '.join(faster)}")
     for quantity, value in found.expected.items():
-        console.print(Text(f"expected {_name(quantity)}: {_value(quantity, value)}"))
-
-
-def as_object(found: Scaling) -> dict[str, Any]:
-    """Return a sweep as JSON types."""
-    written: dict[str, Any] = to_json(found)
-    return written
+        console.print(f"expected {_name(quantity)}: {_value(quantity, value)}")
 
 
 def _name(quantity: str) -> str:

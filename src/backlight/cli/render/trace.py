@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from backlight.cli.console import make_table
 from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
 from backlight.trace.classification import short
 from backlight.trace.operators import Row
@@ -43,8 +43,9 @@ def save_page(analysis: Analysis, path: Path, top: int) -> None:
             f"{path}: expected a file that ends in .html or .md, got {path.suffix or 'no suffix'!r}"
         )
     console = Console(
-        record=True, width=_PAGE_WIDTH, file=io.StringIO(), force_terminal=path.suffix == ".html"
-    )
+        record=True, width=_PAGE_WIDTH, file=io.StringIO(), force_terminal=path.suffix == ".html",
+        markup=False, highlight=False, emoji=False,
+    )  # fmt: skip
     print_analysis(analysis, console, top)
     if path.suffix == ".html":
         text = console.export_html(inline_styles=True)
@@ -58,10 +59,10 @@ def _print_rank(one: RankAnalysis, console: Console, top: int) -> None:
     device = (
         ", ".join(f"{name or 'device'} ({number})" for number, name in one.devices.items()) or "no device"
     )
-    console.print(Text(one.path, style="bold"), soft_wrap=True)
-    console.print(Text(f"{rank}{one.events:,} events, {device}"))
+    console.print(one.path, style="bold", soft_wrap=True)
+    console.print(f"{rank}{one.events:,} events, {device}")
     for note in one.notes:
-        console.print(Text(f"note: {note}", style="dim"))
+        console.print(f"note: {note}", style="dim")
     console.print(_steps(one.steps, top))
     if any(row.device is not None for row in one.steps):
         console.print(_idle(one.steps))
@@ -81,14 +82,6 @@ def _print_rank(one: RankAnalysis, console: Console, top: int) -> None:
     console.print()
 
 
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left")
-    table.add_column(first, overflow="fold", no_wrap=False)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _ms(nanoseconds: float) -> str:
     value = nanoseconds / 1e6
     return f"{value:,.1f}" if value >= 10 else f"{value:.3f}"
@@ -99,7 +92,7 @@ def _part(part: float, whole: float) -> str:
 
 
 def _steps(steps: Sequence[StepRow], top: int) -> Table:
-    table = _table("step", "ms", "busy", "idle", "compute", "communicate", "exposed")
+    table = make_table("step", "ms", "busy", "idle", "compute", "communicate", "exposed")
     for row in steps[:top]:
         name = "whole trace" if row.number is None else str(row.number)
         table.add_row(name, *_step_cells(row))
@@ -136,7 +129,7 @@ _CAUSES = {
 
 
 def _idle(steps: Sequence[StepRow]) -> Table:
-    table = _table("the device is idle because of", "ms", "of all steps")
+    table = make_table("the device is idle because of", "ms", "of all steps")
     length = sum(row.duration for row in steps)
     for field in fields(Idle):
         spent = sum(getattr(row.idle, field.name) for row in steps)
@@ -153,7 +146,7 @@ def _critical(steps: Sequence[StepRow]) -> Table:
         parts["launch"] += row.critical_path.launch
         parts["return from synchronisation"] += row.critical_path.synchronisation
     total = sum(parts.values())
-    table = _table("critical path of the steps", "ms", "share")
+    table = make_table("critical path of the steps", "ms", "share")
     for name, spent in parts.most_common():
         if spent:
             table.add_row(name, _ms(spent), _part(spent, total))
@@ -164,19 +157,19 @@ def _rows(
     title: str, rows: Sequence[Row], top: int, where: str, *, phase: bool = False, calls: str = "calls"
 ) -> Table:
     extra = ["phase"] if phase else []
-    table = _table(title, *extra, calls, "host ms", "device ms", f"of {where}")
+    table = make_table(title, *extra, calls, "host ms", "device ms", f"of {where}")
     for row in rows[:top]:
         cells = [row.phase] if phase else []
         numbers = (f"{row.calls:,}", _ms(row.host), _ms(row.device), f"{row.share:.1%}")
-        table.add_row(Text(short(row.name)), *cells, *numbers)
+        table.add_row(short(row.name), *cells, *numbers)
     _add_rest(table, rows, top, len(extra) + 3)
     return table
 
 
 def _kernels(rows: Sequence[Row], top: int) -> Table:
-    table = _table("kernel", "kind", "calls", "ms", "of device")
+    table = make_table("kernel", "kind", "calls", "ms", "of device")
     for row in rows[:top]:
-        table.add_row(Text(short(row.name)), row.kind, f"{row.calls:,}", _ms(row.device), f"{row.share:.1%}")
+        table.add_row(short(row.name), row.kind, f"{row.calls:,}", _ms(row.device), f"{row.share:.1%}")
     _add_rest(table, rows, top, 3)
     return table
 
@@ -188,24 +181,24 @@ def _add_rest(table: Table, rows: Sequence[Row], top: int, between: int) -> None
 
 
 def _transfers(one: RankAnalysis, top: int) -> Table:
-    table = _table("copies by the device", "calls", "MB", "ms")
+    table = make_table("copies by the device", "calls", "MB", "ms")
     for row in one.transfers[:top]:
         size = "not recorded" if row.bytes is None else f"{row.bytes / 1e6:,.1f}"
-        table.add_row(Text(row.name), f"{row.calls:,}", size, _ms(row.device))
+        table.add_row(row.name, f"{row.calls:,}", size, _ms(row.device))
     return table
 
 
 def _copies(one: RankAnalysis, top: int) -> Table:
     device = bool(one.device_total)
     where = "device ms" if device else "host ms"
-    table = _table("aten::copy_", "layout", "calls", "elements", where, "share", "line")
+    table = make_table("aten::copy_", "layout", "calls", "elements", where, "share", "line")
     layouts = {None: "-", True: "alike", False: "differs"}
     for row in one.copies[:top]:
         types = f"{row.source} -> {row.target}" if row.source else "types not recorded"
         elements = "-" if row.elements is None else f"{row.elements:,}"
         table.add_row(
             types, layouts[row.contiguous], f"{row.calls:,}", elements,
-            _ms(row.device if device else row.host), f"{row.share:.1%}", Text(row.line or "-"),
+            _ms(row.device if device else row.host), f"{row.share:.1%}", row.line or "-",
         )  # fmt: skip
     return table
 
@@ -213,25 +206,25 @@ def _copies(one: RankAnalysis, top: int) -> Table:
 def _pairs(one: RankAnalysis, top: int) -> Table:
     device = bool(one.device_total)
     where = "device" if device else "host"
-    table = _table(f"operator / its backward, {where} ms", "calls", "forward", "backward", "ratio")
+    table = make_table(f"operator / its backward, {where} ms", "calls", "forward", "backward", "ratio")
     for row in one.pairs[:top]:
         ahead = row.forward_device if device else row.forward_host
         behind = row.backward_device if device else row.backward_host
         ratio = f"{behind / ahead:.1f}" if ahead else "-"
         name = f"{short(row.forward)} / {short(row.backward)}"
-        table.add_row(Text(name), f"{row.calls:,}", _ms(ahead), _ms(behind), ratio)
+        table.add_row(name, f"{row.calls:,}", _ms(ahead), _ms(behind), ratio)
     return table
 
 
 def _print_ranks(ranks: Ranks, console: Console, top: int) -> None:
     size = "" if ranks.world_size is None else f" of {ranks.world_size}"
-    console.print(Text(f"{len(ranks.given)}{size} ranks", style="bold"))
+    console.print(f"{len(ranks.given)}{size} ranks", style="bold")
     for note in ranks.notes:
-        console.print(Text(f"note: {note}", style="yellow"))
+        console.print(f"note: {note}", style="yellow")
     if not ranks.steps:
         return
     shown = ranks.given[:8]
-    table = _table("waited in collectives, ms", *(f"rank {rank}" for rank in shown), "last", "by ms")
+    table = make_table("waited in collectives, ms", *(f"rank {rank}" for rank in shown), "last", "by ms")
     for step in ranks.steps[:top]:
         waits = (_ms(step.waited[rank]) for rank in shown)
         table.add_row(f"step {step.step}", *waits, f"rank {step.last}", _ms(step.delay))
@@ -240,8 +233,6 @@ def _print_ranks(ranks: Ranks, console: Console, top: int) -> None:
     if found is not None:
         rank, delay, count = found
         console.print(
-            Text(
-                f"rank {rank} comes last in {count} of {len(ranks.steps)} steps, by {delay:.1%} of a step; "
-                f"{ranks.collectives} common collectives, clocks {ranks.clocks}"
-            )
+            f"rank {rank} comes last in {count} of {len(ranks.steps)} steps, by {delay:.1%} of a step; "
+            f"{ranks.collectives} common collectives, clocks {ranks.clocks}"
         )

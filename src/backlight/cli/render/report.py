@@ -1,4 +1,4 @@
-"""Prints one line for each panel that could not be drawn."""
+"""Prints the findings after a watched script, and one line for each panel that could not be drawn."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from backlight.cli.console import make_console
 from backlight.report.panel import PanelWarning
 
 
@@ -28,3 +30,20 @@ def report_panel_warnings() -> Iterator[list[str]]:
 
         warnings.showwarning = show
         yield printed
+
+
+def after_run(path: Path) -> None:
+    """Print the findings of the run in ``path`` and what to type next, on standard error."""
+    from backlight.findings.evaluate import findings_of
+    from backlight.report.terminal import print_findings
+    from backlight.store.errors import StoreError
+    from backlight.store.read.run import open_run
+
+    console = make_console(stderr=True)
+    try:
+        run = open_run(path)
+        print_findings(run, findings_of(run), console)
+    except StoreError as error:
+        console.print(f"backlight: {error}")
+        return
+    console.print(f"next: backlight report {path}", soft_wrap=True)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from backlight.cli.render.panels import report_panel_warnings
+from backlight.cli.render.report import report_panel_warnings
 from backlight.report.panel import PanelWarning
 
 

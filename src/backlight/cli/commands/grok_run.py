@@ -5,26 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option, confirm
 
 from backlight.cli.app import command
-from backlight.cli.commands.grok.options import (
-    CONFIG,
-    DEVICE,
-    NAME,
-    PRESET,
-    SEED,
-    SET,
-    STEPS,
-    configured,
-    overlay,
-)
-from backlight.cli.options import SlurmScript
+from backlight.cli.commands.grok import configured, overlay
+from backlight.cli.options import Changes, Device, Preset, Seed, Slurm, SlurmScript, Steps
 
 if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
@@ -32,36 +22,25 @@ if TYPE_CHECKING:
 
 @command("run", group="grok")
 def run(
-    name: Annotated[str | None, NAME] = None,
-    preset: Annotated[str | None, PRESET] = None,
-    config: Annotated[Path | None, CONFIG] = None,
-    changes: Annotated[list[str] | None, SET] = None,
-    steps: Annotated[int | None, STEPS] = None,
-    seed: Annotated[int | None, SEED] = None,
-    device: Annotated[str | None, DEVICE] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Run directory; default runs/NAME-PRESET-seed-N.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
-    control: Annotated[
-        str | None,
-        typer.Option("--control", help="Matched control to run as well: random-labels."),
-    ] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="Experiment, see backlight grok list.")] = None,
+    preset: Preset = None,
+    config: Annotated[Path | None, Option(help="YAML file, as backlight grok config prints it.")] = None,
+    changes: Changes = None,
+    steps: Steps = None,
+    seed: Seed = None,
+    device: Device = None,
+    out: Annotated[Path | None, Option(help="Run directory; default runs/NAME-PRESET-seed-N.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Resume the run in --out.")] = False,
+    control: Annotated[str | None, Option(help="Matched control to run as well: random-labels.")] = None,
     degrade: Annotated[
-        bool, typer.Option("--degrade", help="Record less, without asking, if not all fits.")
+        bool, Option("--degrade", help="Record less, without asking, if not all fits.")
     ] = False,
-    seeds: Annotated[str | None, typer.Option("--seeds", help="Seeds, one run each: 0-4 or 0,1,7.")] = None,
+    seeds: Annotated[str | None, Option(help="Seeds, one run each: 0-4 or 0,1,7.")] = None,
     sweep: Annotated[
-        list[str] | None,
-        typer.Option("--sweep", metavar="KEY=V,V", help="Key and values, one run each (repeatable)."),
+        list[str] | None, Option(metavar="KEY=V,V", help="Key and values, one run each (repeatable).")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Concurrent runs; default: as cores allow.")
-    ] = None,
-    slurm: Annotated[
-        list[str] | None,
-        typer.Option("--slurm", metavar="KEY=VALUE", help="Slurm option, as partition=gpu (repeatable)."),
-    ] = None,
+    jobs: Annotated[int | None, Option(min=1, help="Concurrent runs; default: as cores allow.")] = None,
+    slurm: Slurm = None,
     slurm_script: SlurmScript = None,
 ) -> int:
     """Run an experiment into a run directory.
@@ -69,15 +48,8 @@ def run(
     An interrupted run resumes with --resume to the same numbers. Before the start, its cost is compared with
     the free memory and disk.
     """
-    request = _Request(
-        name=name,
-        preset=preset,
-        config=config,
-        options=overlay(changes, steps=steps, seed=seed, device=device),
-        out=out,
-        control=control or "",
-        degrade=degrade,
-    )
+    options = overlay(changes, steps=steps, seed=seed, device=device)
+    request = _Request(name, preset, config, options, out, control or "", degrade)
     if seeds is not None or sweep:
         return _sweep(request, seeds, sweep or [], jobs, slurm, slurm_script)
     if slurm is not None or slurm_script is not None:
@@ -145,7 +117,7 @@ def _one(
         choice = Choice(tier_of(path)) if (path / "manifest.json").exists() else Choice()
     else:
         refuse_existing(path)
-        asking = (lambda text: typer.confirm(text, err=True)) if sys.stdin.isatty() else None
+        asking = (lambda text: confirm(text, err=True)) if sys.stdin.isatty() else None
         choice = choose(estimate_of(configuration, path, budget=0.2), degrade=degrade, ask=asking)
     bar = Bar(f"{configuration.experiment}{' ' + configuration.control if configuration.control else ''}")
     if choice.reason:
@@ -153,15 +125,9 @@ def _one(
     try:
         with bar as show:
             run_experiment(
-                configuration,
-                path,
-                resume=resume,
-                tier=choice.tier,
-                reason=choice.reason,
-                control_of=control_of,
-                on_progress=show,
-                on_warning=bar.warn,
-            )
+                configuration, path, resume=resume, tier=choice.tier, reason=choice.reason,
+                control_of=control_of, on_progress=show, on_warning=bar.warn,
+            )  # fmt: skip
     except KeyboardInterrupt:
         print(f"stopped; go on with: backlight grok run --out {path} --resume", file=sys.stderr)
         return 130
@@ -170,13 +136,9 @@ def _one(
 
 
 def _sweep(
-    request: _Request,
-    seeds: str | None,
-    sweeps: list[str],
-    jobs: int | None,
-    slurm: list[str] | None,
-    script: Path | None,
-) -> int:
+    request: _Request, seeds: str | None, sweeps: list[str], jobs: int | None,
+    slurm: list[str] | None, script: Path | None,
+) -> int:  # fmt: skip
     """Run one process for each member of a sweep; return the exit code."""
     from backlight.experiments.runner import finished
     from backlight.experiments.sweep import command, concurrent_runs, members, run_all
@@ -186,24 +148,14 @@ def _sweep(
     root = request.out if request.out is not None else Path("runs") / f"{configuration.experiment}-sweep"
     found = members(root, [] if seeds is None else seeds_of(seeds), sweeps)
     for member in found:
-        changes = [
-            option
-            for flag, option in zip(member.options[::2], member.options[1::2], strict=True)
-            if flag == "--set"
-        ]
-        _, values = overlay(changes)
+        pairs = zip(member.options[::2], member.options[1::2], strict=True)
+        _, values = overlay([option for flag, option in pairs if flag == "--set"])
         configured(configuration.experiment, None, request.config, ("--sweep", values))
     left = [member for member in found if not finished(member.directory)]
-    commands = [
-        (
-            m.directory,
-            [
-                *command(request.arguments(), m),
-                *(["--resume"] if (m.directory / "manifest.json").exists() else []),
-            ],
-        )
-        for m in left
-    ]
+    commands = []
+    for member in left:
+        resumed = ["--resume"] if (member.directory / "manifest.json").exists() else []
+        commands.append((member.directory, [*command(request.arguments(), member), *resumed]))
     if slurm is not None or script is not None:
         return _as_jobs(request, configuration, [line for _, line in commands], root, slurm or [], script)
     threads = configuration.run.threads
@@ -231,13 +183,9 @@ def _submit(request: _Request, slurm: list[str], script: Path | None) -> int:
 
 
 def _as_jobs(
-    request: _Request,
-    configuration: Configuration,
-    commands: list[list[str]],
-    root: Path,
-    slurm: list[str],
-    script: Path | None,
-) -> int:
+    request: _Request, configuration: Configuration, commands: list[list[str]], root: Path,
+    slurm: list[str], script: Path | None,
+) -> int:  # fmt: skip
     from backlight.experiments.cost import choose, estimate_of
     from backlight.experiments.sweep import batch_script, job_parameters, submit
     from backlight.launch.slurm import parameters, write_script
@@ -264,12 +212,9 @@ def _as_jobs(
     return 2 if failed else 0
 
 
-def _flat(values: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
+def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
-        out += (
-            _flat(value, f"{path}{key}.")
-            if isinstance(value, Mapping)
-            else [(f"{path}{key}", json.dumps(value))]
-        )
-    return out
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", json.dumps(value)

@@ -1,0 +1,312 @@
+"""Commands of the group Runs, and ``join``: what can be done with stored runs."""
+
+from __future__ import annotations
+
+import enum
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, BadParameter, Exit, Option
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console, print_json
+from backlight.cli.options import Json, Overwrite, Run
+from backlight.cli.progress import count_bar
+from backlight.records import to_json
+
+
+@command("findings", "Runs")
+def findings(
+    path: Run,
+    as_json: Json = False,
+    fail_on: Annotated[
+        str | None, Option(help="Severities and rules that exit with 1, as error,spike.")
+    ] = None,
+) -> int:
+    """Print the findings of a run."""
+    from backlight.findings.evaluate import findings_of, parse_fail_on
+    from backlight.report.terminal import print_findings
+    from backlight.store.read.run import open_run
+
+    failing = parse_fail_on(fail_on) if fail_on is not None else None
+    run = open_run(path)
+    found = findings_of(run)
+    if as_json:
+        print_json(found)
+    else:
+        print_findings(run, found, make_console())
+    return int(failing is not None and any(map(failing, found)))
+
+
+class Format(enum.StrEnum):
+    """Forms of a report."""
+
+    HTML = "html"
+    MD = "md"
+
+
+@command("report", "Runs")
+def report(
+    path: Annotated[Path, Argument(metavar="RUN", help="Run directory, or the directory of a matrix.")],
+    out: Annotated[Path | None, Option("--out", "-o", help="File to write; default RUN/report.html.")] = None,
+    form: Annotated[Format, Option("--format", help="Format: html or md.")] = Format.HTML,
+    bundle: Annotated[Path | None, Option(help="Archive to write instead: FILE.tar.gz or FILE.zip.")] = None,
+    plots: Annotated[Path | None, Option(help="Directory for the charts as SVG and PNG.")] = None,
+    animate: Annotated[bool, Option("--animate", help="Animate spectra by layer, with --plots.")] = False,
+) -> None:
+    """Write the report of a run or matrix as one offline file.
+
+    A panel that cannot be drawn becomes a sentence, and the exit code is 2.
+    """
+    from backlight.analysis import report as run_report
+    from backlight.cli.render.report import report_panel_warnings
+    from backlight.diagnose.matrix import report as matrix_report
+
+    if animate and plots is None:
+        raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
+    if bundle is not None and out is not None:
+        raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
+    target = out if out is not None else path / f"report.{form.value}"
+    if matrix_report.is_matrix(path):
+        if plots is not None:
+            raise ValueError(f"report: {path} is a matrix, which has no pictures; leave out --plots")
+        if bundle is not None:
+            print(matrix_report.write_bundle(path, bundle))
+        else:
+            print(matrix_report.write_report(path, target, as_html=form is Format.HTML))
+        return
+    with report_panel_warnings() as failed:
+        if bundle is not None:
+            print(run_report.write_bundle(path, bundle))
+        else:
+            write = run_report.write_html if form is Format.HTML else run_report.write_markdown
+            print(write(path, target))
+            if plots is not None:
+                pictures = run_report.write_pictures(path, plots, animate=animate)
+                print(*pictures.files, sep="\n")
+                if pictures.words_only:
+                    print(f"no pictures, but words: {', '.join(pictures.words_only)}", file=sys.stderr)
+    if failed:
+        raise Exit(2)
+
+
+class Table(enum.StrEnum):
+    """Tables of a run."""
+
+    PARAMETERS = "parameters"
+    SPECTRA = "spectra"
+    GRADIENT = "gradient"
+    UPDATE = "update"
+    HISTOGRAM = "histogram"
+    STEPS = "steps"
+    SCALARS = "scalars"
+    EVENTS = "events"
+    FINDINGS = "findings"
+    PARAMETER_TABLE = "parameter-table"
+    ATTEMPTS = "attempts"
+
+
+@command("export", "Runs")
+def export(
+    path: Run,
+    target: Annotated[
+        Path | None, Argument(metavar="FILE", help="File to write: .csv, .parquet or .h5.")
+    ] = None,
+    to: Annotated[list[str] | None, Option(help="Tracker NAME or NAME=TARGET (repeatable).")] = None,
+    overwrite: Overwrite = False,
+    rows: Annotated[Table | None, Option(help="Rows: a parameter or spectrum at a step, or a table.")] = None,
+    whole: Annotated[
+        bool, Option("--all", help="Export all tables, as NAME.<table>.csv or .parquet.")
+    ] = False,
+    max_directions: Annotated[int | None, Option(help="Maximum directions of a layer at a step.")] = None,
+) -> None:
+    """Export a run to CSV, Parquet or HDF5, or to a tracker."""
+    from backlight.findings.evaluate import findings_of
+    from backlight.session.trackers.replay import send_all
+    from backlight.store.export.files import export as write
+    from backlight.store.export.files import export_tables
+    from backlight.store.read.run import open_run
+    from backlight.text import count
+
+    if target is None and not to:
+        raise BadParameter("name a FILE to write, or a tracker with --to NAME=TARGET")
+    if whole and (rows or max_directions):
+        raise BadParameter("--all is every table: leave --rows and --max-directions out")
+    run = open_run(path)
+    for sent in send_all(run, to or ()):
+        print(f"{sent.tracker}: {count(sent.steps, 'step')}, {count(sent.findings, 'finding')}")
+    if target is None:
+        return
+    if whole or rows not in {None, Table.PARAMETERS, Table.SPECTRA}:
+        name = None if rows is None else "parameters" if rows is Table.PARAMETER_TABLE else rows.value
+        made = export_tables(run, target, name, findings=lambda: findings_of(run), overwrite=overwrite)
+        print(*made, sep="\n")
+        return
+    for written in write(run, target, overwrite=overwrite, rows=rows, max_directions=max_directions):
+        print(written)
+
+
+@command("compare", "Runs")
+def compare(
+    first: Annotated[Path | None, Argument(metavar="RUN", help="Reference run.", show_default=False)] = None,
+    second: Annotated[
+        Path | None, Argument(metavar="RUN", help="Run to compare.", show_default=False)
+    ] = None,
+    factor: Annotated[str | None, Option(help="Argument or field that may differ, as --lr.")] = None,
+    ab: Annotated[tuple[str, str] | None, Option(help="Two commands to run interleaved.")] = None,
+    rounds: Annotated[int, Option(min=3, help="Pairs of runs, with --ab.")] = 6,
+    steps: Annotated[int, Option(min=12, help="Steps of each run, with --ab.")] = 60,
+    limit: Annotated[float, Option(min=1, help="Time limit of a run in seconds, with --ab.")] = 600.0,
+    as_json: Json = False,
+) -> int:
+    """Compare two runs, or the step times of two commands.
+
+    Exit code 1 if the runs are not comparable. With --ab 'COMMAND' 'COMMAND', run both interleaved.
+    """
+    if ab is not None:
+        return _alternate(ab, rounds, steps, limit, given=first is not None, as_json=as_json)
+    if first is None or second is None:
+        raise ValueError(
+            "expected two runs, or --ab with two commands; got " + (str(first) if first else "none")
+        )
+    from backlight.analysis.compare import compare as compare_runs
+    from backlight.cli.render.comparison import print_comparison
+    from backlight.store.read.run import open_run
+
+    comparison = compare_runs(open_run(first), open_run(second), factor=factor)
+    if as_json:
+        print_json({"verdict": comparison.verdict, **to_json(comparison)})
+    else:
+        print_comparison(comparison, make_console())
+    return 0 if comparison.comparable else 1
+
+
+def _alternate(
+    commands: tuple[str, str], rounds: int, steps: int, limit: float, *, given: bool, as_json: bool
+) -> int:
+    from backlight.analysis.ab_test import run_ab_test
+    from backlight.cli.render.comparison import print_ab_test
+
+    if given:
+        raise ValueError("--ab takes two commands and no runs: leave out the runs, or --ab")
+    with count_bar("runs", quiet=as_json) as bar:
+        result = run_ab_test(commands, rounds=rounds, steps=steps, limit=limit, on_run=bar)
+    if as_json:
+        print_json({"verdict": result.times.verdict, **to_json(result)})
+    else:
+        print_ab_test(result, make_console())
+    return 0
+
+
+@command("query", "Runs")
+def query(
+    path: Run,
+    statement: Annotated[str | None, Argument(metavar="SQL", help="One SELECT statement of DuckDB.")] = None,
+    tables: Annotated[bool, Option("--tables", help="List tables and columns with their units.")] = False,
+    as_json: Json = False,
+    as_csv: Annotated[bool, Option("--csv", help="Print CSV.")] = False,
+    out: Annotated[Path | None, Option(help="File for all rows, .parquet or .csv.")] = None,
+    overwrite: Overwrite = False,
+    rows: Annotated[int, Option(min=1, help="Maximum rows of the printed table.")] = 50,
+) -> None:
+    """Query a run with SQL.
+
+    Series, scalars, events, findings and parameters are tables, for example:
+    backlight query RUN "select parameter, max(norm) from gradient group by all order by 2 desc".
+    The statement can read this run only, and write nothing.
+    """
+    from backlight.analysis import sql
+    from backlight.cli.render.query import print_rows, print_tables
+    from backlight.store.read.run import open_run
+
+    if (statement is None) != tables:
+        raise BadParameter("give one SELECT, or --tables for what it can ask about")
+    if as_json + as_csv + (out is not None) > 1:
+        raise BadParameter("--json, --csv and --out exclude one another")
+    run = open_run(path)
+    if statement is None:
+        print_tables(sql.tables(run), as_json=as_json)
+        return
+    with sql.query(run, statement) as answer:
+        if out is not None:
+            print(sql.write(answer, out, overwrite=overwrite))
+        elif as_csv:
+            sql.print_csv(answer, sys.stdout)
+        elif as_json:
+            listed = [dict(zip(answer.names, row, strict=True)) for row in answer.rows()]
+            print_json(listed)
+        else:
+            print_rows(answer, rows)
+
+
+@command("compact", "Runs")
+def compact(
+    path: Run,
+    every: Annotated[int | None, Option(min=1, help="Recorded steps between those that are kept.")] = None,
+    force: Annotated[bool, Option("--force", help="Compact although the writer may still run.")] = False,
+) -> None:
+    """Repair and compact a run directory."""
+    from backlight.store.maintenance.compact import compact as tidy
+
+    done = tidy(path, every=every, force=force)
+    print(f"{done.before / 1e6:.1f} MB before, {done.after / 1e6:.1f} MB after")
+    for line in done.notes:
+        print(line)
+
+
+@command("join", "Cluster")
+def join(
+    run: Annotated[Path, Argument(metavar="RUN", help="Run of rank 0.")],
+    parts: Annotated[list[Path], Argument(metavar="PART...", help="Directories that other hosts wrote.")],
+) -> None:
+    """Merge what hosts without a shared file system recorded.
+
+    Copies the ranks into the run of rank 0; the parts stay as they are.
+    """
+    from backlight.store.maintenance.merge_hosts import merge_hosts
+
+    joined = merge_hosts(run, parts)
+    for attempt, ranks in sorted(joined.ranks.items()):
+        print(f"attempt {attempt}: ranks {', '.join(map(str, sorted(ranks)))}")
+    print(f"{joined.files} files copied into {run}" if joined.files else f"{run} holds all of it already")
+
+
+@command("open", "Runs")
+def open_page(
+    paths: Annotated[
+        list[Path], Argument(metavar="RUN...", help="Run directories; they may still be empty.")
+    ],
+    port: Annotated[int, Option(min=0, max=65535, help="Port; 0 for any free port.")] = 0,
+    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
+) -> None:
+    """Serve a live page of one or more runs on this machine."""
+    from backlight.analysis.live import Live, followed
+
+    live = Live(followed(paths), port)
+    print(f"backlight: live page at {live.address}\nbacklight: Ctrl-C closes it", file=sys.stderr, flush=True)
+    if browser:
+        webbrowser.open(live.address)
+    try:
+        live.run()
+    except KeyboardInterrupt:
+        pass  # how it is closed
+    finally:
+        live.close()
+
+
+@command("top", "Runs")
+def top(
+    path: Annotated[Path, Argument(metavar="RUN", help="Run directory; it may still be empty.")],
+    once: Annotated[bool, Option("--once", help="Print one frame; the default without a terminal.")] = False,
+) -> None:
+    """Show a run live in the terminal.
+
+    Press q or Ctrl-C to quit.
+    """
+    from backlight.analysis.live import followed
+    from backlight.cli.render.live import show
+
+    (run,) = followed([path])
+    show(run, make_console(), once=once)

@@ -1,0 +1,200 @@
+"""Commands of the group Start: ``run``, ``demo`` and ``doctor``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.text import Text
+from typer import Context, Option
+
+from backlight.cli.app import command
+from backlight.cli.console import make_console, make_table, print_json
+from backlight.cli.options import Json, Module, Script, Slurm, SlurmScript, parse_groups, parse_size
+
+
+@command("run", "Start", script=True)
+def run(
+    context: Context,
+    script: Script,
+    out: Annotated[Path | None, Option(help="Run directory; default runs/<script>-<time>.")] = None,
+    module: Module = False,
+    monitors: Annotated[
+        str | None, Option(help="Monitors, separated by commas: health,stalls,steptime.")
+    ] = None,
+    every: Annotated[
+        int | None, Option(min=1, help="Steps between recordings; default: within 1 % of the time.")
+    ] = None,
+    steps: Annotated[int | None, Option(min=1, help="Steps after which the script is ended cleanly.")] = None,
+    group: Annotated[list[str] | None, Option(help="Group of parameters, NAME=PATTERN (repeatable).")] = None,
+    histogram: Annotated[bool, Option("--histogram", help="Record exponent histograms.")] = False,
+    exact_updates: Annotated[
+        int | None, Option(min=1, help="Recorded steps between exact update measurements.")
+    ] = None,
+    per_backward: Annotated[
+        bool, Option("--per-backward", help="Record each backward pass of an accumulation.")
+    ] = False,
+    reduce: Annotated[
+        bool, Option("--reduce", help="Reduce the total norm over ranks; needs --every.")
+    ] = False,
+    stall: Annotated[
+        float | None, Option(min=0.5, help="Seconds without progress until a diagnosis.")
+    ] = None,
+    trace: Annotated[
+        str | None, Option(help="Trace of backward to print: gradients,modules,buckets.")
+    ] = None,
+    tracker: Annotated[
+        list[str] | None, Option(help="Tracker, NAME or NAME=TARGET, as tensorboard (repeatable).")
+    ] = None,
+    max_disk: Annotated[str | None, Option(help="Maximum size of the run directory, as 500M or 2G.")] = None,
+    config: Annotated[Path | None, Option(help="TOML file of settings and thresholds.")] = None,
+    slurm: Slurm = None,
+    slurm_script: SlurmScript = None,
+) -> int:
+    """Watch a training script.
+
+    Options after SCRIPT belong to the script. Its exit code, output and signals pass through; findings are
+    printed to standard error when it has ended.
+    """
+    from backlight.cli.render.report import after_run
+    from backlight.launch.script import check, launch
+    from backlight.session.settings import Settings
+
+    check(script, module=module)
+    given: dict[str, Any] = {
+        "monitors": monitors, "every": every, "steps": steps, "histogram": histogram, "stall": stall,
+        "exact_updates": exact_updates, "per_backward": per_backward, "reduce": reduce, "trace": trace,
+        "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
+        "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value not in (None, False, {}, ())}
+    settings = Settings.read(config, given) if config is not None else Settings.of(given)
+    arguments = list(context.args)
+    if slurm is not None or slurm_script is not None:
+        return _submit(context, script, arguments, out, slurm or [], slurm_script)
+    from backlight.distributed import world
+    from backlight.session.watch import Watch
+
+    watch = Watch((), (), settings, out, script=script, arguments=tuple(arguments))
+    code = launch(watch, script, arguments, module=module)
+    sys.stdout.flush()
+    if world().rank == 0:  # once for all ranks
+        after_run(watch.path)
+    return code
+
+
+_HERE_ONLY = frozenset({"slurm", "slurm_script", "out", "script"})
+
+
+def _submit(
+    context: Context,
+    target: str,
+    arguments: list[str],
+    out: Path | None,
+    slurm: list[str],
+    script: Path | None,
+) -> int:
+    """Submit the watched run as one job, or write its batch script; return the exit code."""
+    from backlight.launch.slurm import ENDED, Job, batch_script, parameters, require, submit, write_script
+    from backlight.store.platform.filesystem import file_system_type, is_network_type
+    from backlight.store.write.attempt import default_path
+
+    given = parameters(slurm)
+    path = (out if out is not None else default_path(target)).absolute()
+    own = ["-m", "backlight", "run", "--out", str(path), *_options(context)]
+    job = Job.of(given, [*own, target, *arguments], path)
+    if script is None:
+        require("local" if job.local else given.get("cluster"))
+    kind = file_system_type(path)
+    if job.nodes > 1 and not is_network_type(kind):
+        print(
+            f"backlight: {path} is on {kind or 'an unknown file system'}, which other nodes may not see; "
+            "ranks that find no run there write a folder of their own, to be joined by `backlight join` "
+            "(docs/clusters.md)",
+            file=sys.stderr,
+        )
+    if script is not None:
+        write_script(script, batch_script(job), job.logs)
+        print(script)
+        return 0
+    handle = submit(job)
+    print(f"job {handle.job_id}: run {path}, output in {job.logs}")
+    if not job.local:
+        return 0
+    problem = handle.exception()
+    if problem is not None:
+        lines = [line for line in str(problem).splitlines() if ENDED in line]
+        reason = f": {ENDED}{lines[-1].partition(ENDED)[2]}" if lines else ""
+        print(f"backlight: job {handle.job_id} failed{reason}; its output is in {job.logs}", file=sys.stderr)
+        return 2
+    from backlight.cli.render.report import after_run
+
+    after_run(path)
+    return 0
+
+
+def _options(context: Context) -> list[str]:
+    """Return the options of ``backlight run`` that were given, without those of the job."""
+    line: list[str] = []
+    parameter: Any
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name)
+        if parameter.name in _HERE_ONLY or value is None or value is False or not parameter.opts:
+            continue
+        flag = parameter.opts[0]
+        if value is True:
+            line.append(flag)
+            continue
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            line += [flag, str(one)]
+    return line
+
+
+@command("demo", "Start")
+def demo(
+    out: Annotated[Path | None, Option(help="Run directory; default runs/demo-<time>.")] = None,
+    steps: Annotated[int, Option(min=10, help="Training steps.")] = 120,
+) -> int:
+    """Train a small transformer under backlight and write the report."""
+    from backlight.analysis.report import write_html
+    from backlight.cli.demo_script import example_script
+
+    target = out if out is not None else Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    script = example_script("char_gpt.py")
+    arguments = ["run", "--out", str(target), str(script), "--steps", str(steps)]
+    print("$ backlight", *arguments, flush=True)
+    # Idle OpenMP threads spin by default, which makes a busy machine many times slower.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    command = [sys.executable, "-m", "backlight", *arguments]
+    code = subprocess.run(command, check=False, env=environment).returncode
+    if code == 0:
+        print(f"report: {write_html(target, target / 'report.html').resolve()}")
+    return code
+
+
+_COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
+
+
+@command("doctor", "Start")
+def doctor(as_json: Json = False) -> int:
+    """Check what works on this machine.
+
+    Exit code 1 if training scripts cannot be watched here.
+    """
+    from backlight.cli.doctor import examine
+
+    checks = examine()
+    if as_json:
+        print_json(checks)
+    else:
+        columns = ("what", "found", "what it means")
+        table = make_table("", *columns, folded=columns)
+        for check in checks:
+            state = Text(check.state, style=_COLOURS[check.state])
+            table.add_row(state, check.what, check.found, check.meaning)
+        make_console().print(table)
+    return int(any(check.state == "missing" and check.required for check in checks))
