@@ -18,12 +18,9 @@ from backlight.capture.modules import walk
 
 
 class ModuleCalls:
-    """Stack of the modules whose ``forward`` runs, innermost last; a context manager.
+    """Stack of the modules whose ``forward`` runs in the thread that entered it, innermost last.
 
-    Attributes
-    ----------
-    in_other_threads:
-        ``id`` of modules that ran in another thread than the one that entered this object.
+    ``in_other_threads`` holds the ``id`` of modules that ran in another thread.
     """
 
     def __init__(self) -> None:

@@ -78,15 +78,11 @@ def _flags() -> dict[str, str]:
     # Some releases warn when the older switches are read; that is not for the user to see.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _read_flags()
-
-
-def _read_flags() -> dict[str, str]:
-    return {
-        "threads": str(torch.get_num_threads()),
-        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
-        "tf32": str(torch.backends.cuda.matmul.allow_tf32),
-        "anomaly": str(torch.is_anomaly_enabled()),
-    }
+        return {
+            "threads": str(torch.get_num_threads()),
+            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+            "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
+            "tf32": str(torch.backends.cuda.matmul.allow_tf32),
+            "anomaly": str(torch.is_anomaly_enabled()),
+        }

@@ -240,12 +240,14 @@ def install_grad_scaler(hub: Hub, patches: Patches) -> None:
             if not hub.active or not self.is_enabled():
                 return original(self, optimizer, *args, **kwargs)
             hub.optimizers.use(optimizer)
-            watcher = _Called(optimizer)
+            steps: list[Any] = []
+            handle = optimizer.register_step_post_hook(lambda *given: steps.append(given))
             hub.emit("scaler_begin", self, optimizer)
             try:
                 return original(self, optimizer, *args, **kwargs)
             finally:
-                hub.emit("scaler_end", self, optimizer, stepped=watcher.called())
+                handle.remove()
+                hub.emit("scaler_end", self, optimizer, stepped=bool(steps))
 
         return step
 
@@ -253,22 +255,6 @@ def install_grad_scaler(hub: Hub, patches: Patches) -> None:
     patches.replace(scaler, "scale", wrap_scale)
     patches.replace(scaler, "unscale_", wrap_unscale)
     patches.replace(scaler, "step", wrap_step)
-
-
-class _Called:
-    """Tells whether the optimizer's step ran, by a hook of that one call."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._called = False
-        self._handle = optimizer.register_step_post_hook(self._note)
-
-    def _note(self, *_: Any) -> None:
-        self._called = True
-
-    def called(self) -> bool:
-        """Take the hook off and return whether the step ran."""
-        self._handle.remove()
-        return self._called
 
 
 def scale_of(scaler: Any) -> torch.Tensor | None:
@@ -289,7 +275,9 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
             if not hub.active:
                 return original(self)
             hub.emit("batch_begin", id(getattr(self, "_dataset", None)))
-            ahead = _fetches_ahead(sys._getframe(1))
+            caller = sys._getframe(1)
+            # Accelerate, and so the Trainer, holds a batch back and gives the one before.
+            ahead = caller.f_code.co_name == "__iter__" and caller.f_globals.get("__name__") == _AHEAD
             begin = time.perf_counter()
             try:
                 item = original(self)
@@ -310,11 +298,6 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
         return __next__
 
     patches.replace(base, "__next__", wrap)
-
-
-def _fetches_ahead(caller: FrameType) -> int:
-    """Return how many batches the caller holds back: Accelerate, and so the Trainer, gives the one before."""
-    return int(caller.f_code.co_name == "__iter__" and caller.f_globals.get("__name__") == _AHEAD)
 
 
 def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
@@ -347,7 +330,14 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
             return None
         hub.optimizers.goes_on = _goes_on(closure)
         hub.emit("optimizer_begin", optimizer, has_closure=True)
-        reporting = _reporting(hub, optimizer, closure)
+
+        @functools.wraps(closure)
+        def reporting() -> Any:
+            loss = closure()
+            if hub.active:
+                hub.emit("closure_end", optimizer)
+            return loss
+
         if "closure" in kwargs:
             return args, {**kwargs, "closure": reporting}
         return (args[0], reporting, *args[2:]), kwargs
@@ -368,14 +358,3 @@ def _goes_on(closure: Any) -> bool:
     """
     inner = getattr(closure, "func", closure)  # a partial
     return (getattr(inner, "__module__", None) or "").startswith(("lightning.", "pytorch_lightning."))
-
-
-def _reporting(hub: Hub, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    @functools.wraps(closure)
-    def evaluate() -> Any:
-        loss = closure()
-        if hub.active:
-            hub.emit("closure_end", optimizer)
-        return loss
-
-    return evaluate

@@ -28,9 +28,9 @@ def guarded(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a method of a listener or monitor: the only guard, and the only stopwatch, around all of them.
+    """Call a method, the only guard and stopwatch around listeners and monitors.
 
-    ``owner.spent`` grows by the seconds taken; ``on_error(owner, error)`` is called where the method raises.
+    ``owner.spent`` grows by the seconds; ``on_error(owner, error)`` is called if it raises.
     """
     begin = time.perf_counter()
     try:
@@ -45,14 +45,9 @@ def guarded(
 class Listener:
     """Receives the raw events of the process; each method does nothing here.
 
-    An exception in a listener removes that listener and never reaches the training script; only
-    :class:`BaseException` that is no :class:`Exception` (such as a requested end of the script)
-    passes through.
-
-    Attributes
-    ----------
-    spent:
-        Host seconds that its methods have taken so far.
+    An exception removes the listener and never reaches the training script; only a :class:`BaseException`
+    that is no :class:`Exception`, such as a requested end of the script, passes through. ``spent`` are the
+    host seconds that its methods have taken so far.
     """
 
     spent = 0.0
@@ -141,12 +136,8 @@ class Listener:
 class SeenOptimizers:
     """Weak references to the optimizers of this process, in the order in which they were met.
 
-    One that a scan found may belong to a run that is over: it counts as soon as it is used.
-
-    Attributes
-    ----------
-    goes_on:
-        Whether the closure of the step in progress adds the last microbatch to gradients that are there.
+    One that a scan found may belong to a run that is over: it counts as soon as it is used. ``goes_on`` is
+    whether the closure of the step in progress adds the last microbatch to gradients that are there.
     """
 
     goes_on = False
@@ -175,7 +166,7 @@ class SeenOptimizers:
     def use_holders(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count every optimizer that holds one of ``tensors`` as used."""
         wanted = {id(tensor) for tensor in tensors}
-        for optimizer in self._alive():
+        for optimizer in self.known():
             if any(id(p) in wanted or id(p.grad) in wanted for p in parameters_of(optimizer)):
                 self._in_use.add(id(optimizer))
 
@@ -185,13 +176,10 @@ class SeenOptimizers:
 
     def alive(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that exist and are in use."""
-        return [optimizer for optimizer in self._alive() if id(optimizer) in self._in_use]
+        return [optimizer for optimizer in self.known() if id(optimizer) in self._in_use]
 
     def known(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that exist, in use or not."""
-        return self._alive()
-
-    def _alive(self) -> list[torch.optim.Optimizer]:
         self._references = [r for r in self._references if r() is not None]
         found = [reference() for reference in self._references]
         return [o for o in found if o is not None and getattr(o, "param_groups", None)]
@@ -356,12 +344,10 @@ class Forwards:
 
     def leave(self) -> None:
         """Remove all hooks."""
-        for key in list(self._handles):
-            self._drop(key)
-
-    def _drop(self, key: int) -> None:
-        for handle in self._handles.pop(key)[1]:
-            handle.remove()
+        for _, handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
 
 
 def entered(_module: torch.nn.Module, _args: Any) -> None:

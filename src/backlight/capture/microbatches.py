@@ -35,19 +35,10 @@ class GradientSink(Protocol):
 
 
 class Microbatches(Listener):
-    """Hands the gradients of single backwards to a sink.
+    """Hands the gradients of single backwards to a sink, which is asked for leaves as each begins.
 
-    Parameters
-    ----------
-    sink:
-        Asked for leaves at the begin of every outermost backward.
-
-    Attributes
-    ----------
-    backwards:
-        Outermost backward passes since :meth:`restart`.
-    in_closure:
-        Whether a backward was run inside ``optimizer.step`` since then: its weights may be others.
+    ``backwards`` are the outermost ones since :meth:`restart`, ``in_closure`` whether one of them ran inside
+    ``optimizer.step``: its weights may be others.
     """
 
     def __init__(self, sink: GradientSink) -> None:

@@ -101,15 +101,12 @@ class Untouched:
         ]
         devices = {parameter.device for parameter in model.parameters()}
         self.devices = [device for device in devices if device.type == "cuda"]
-        self.states = self._random()
-
-    def _random(self) -> list[torch.Tensor]:
-        return random_states(self.devices)
+        self.states = random_states(self.devices)
 
     @property
     def drew(self) -> bool:
         """Whether random numbers were drawn since."""
-        return not all(map(torch.equal, self.states, self._random()))
+        return not all(map(torch.equal, self.states, random_states(self.devices)))
 
     def rewind(self, states: Sequence[torch.Tensor] | None = None) -> None:
         """Restore the random state, or an earlier one."""

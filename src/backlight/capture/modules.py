@@ -78,7 +78,8 @@ class SeenModules:
         """Return the living modules that are no other module's child, oldest first."""
         self._modules = {key: ref for key, ref in self._modules.items() if ref() is not None}
         alive = [module for ref in self._modules.values() if (module := ref()) is not None]
-        children = {id(child) for module in alive for child in _children(module)}
+        # A module half built by its constructor has no table of children yet.
+        children = {id(child) for module in alive for child in (vars(module).get("_modules") or {}).values()}
         return [module for module in alive if id(module) not in children]
 
 
@@ -97,11 +98,6 @@ def install(seen: SeenModules) -> list[Any]:
         register_module_module_registration_hook(on_module),
         register_module_parameter_registration_hook(on_parameter),
     ]
-
-
-def _children(module: nn.Module) -> Iterator[nn.Module]:
-    # A module half built by its constructor has no table of children yet.
-    yield from (c for c in (vars(module).get("_modules") or {}).values() if c is not None)
 
 
 def inner(module: nn.Module) -> nn.Module | None:

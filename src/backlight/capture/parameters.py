@@ -28,12 +28,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 class ParameterTable:
     """Rows of parameters in model order; tied weights are one row with aliases.
 
-    Attributes
-    ----------
-    records:
-        One record per row.
-    rows:
-        Row by ``id`` of the tensor object; only valid for tensors that are alive.
+    ``records`` has one record per row. ``rows`` is the row by ``id`` of a tensor that is alive.
     """
 
     def __init__(self, records: Sequence[ParameterRecord], tensors: Sequence[torch.Tensor]) -> None:
@@ -200,21 +195,10 @@ def _placement(tensor: torch.Tensor, part: torch.Tensor) -> Placement:
 
 
 class Scope:
-    """The models and optimizers of one watch, and their parameter table.
+    """The models and optimizers of one watch, and their parameter table as of the last :meth:`refresh`.
 
-    Parameters
-    ----------
-    models:
-        Models to watch; empty for every model of the process.
-    optimizers:
-        Optimizers to watch; empty for every one that holds a parameter of ``models``, or for all.
-
-    Attributes
-    ----------
-    table:
-        The parameter table as of the last :meth:`refresh`.
-    on_change:
-        Called, in order, when the table is a new one.
+    Without ``models``, every model of the process; without ``optimizers``, every one that holds a parameter
+    of ``models``, or all. ``on_change`` is called, in order, when the table is a new one.
     """
 
     def __init__(

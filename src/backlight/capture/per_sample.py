@@ -57,23 +57,12 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 class Taps:
-    """Forward hooks on ``modules`` for as long as the context is entered.
+    """Forward hooks on ``modules``, whose first argument and only result are tensors, for as long as entered.
 
-    Parameters
-    ----------
-    modules:
-        The modules whose calls are wanted; their first argument and their only result are tensors.
-    samples:
-        N. A leading dimension of 1 is broadcast to N; one of N f holds f rows of each sample; where the
-        second dimension is N and the first is not, samples lie along the second. The output of an
-        embedding without a batch dimension is broadcast.
-    sink:
-        Where the calls go.
-
-    Attributes
-    ----------
-    without_grad:
-        Whether some call ran with gradients off, as in re-entrant checkpointing.
+    N is ``samples``. A leading dimension of 1 is broadcast to N; one of N f holds f rows of each sample;
+    where the second dimension is N and the first is not, samples lie along the second. The output of an
+    embedding without a batch dimension is broadcast. ``without_grad`` is whether some call ran with gradients
+    off, as in re-entrant checkpointing.
     """
 
     def __init__(self, modules: Iterable[nn.Module], samples: int, sink: Sink) -> None:

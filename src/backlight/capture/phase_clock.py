@@ -14,15 +14,8 @@ class PhaseClock:
 
     Phases nest as calls do (an optimizer's closure runs a forward and a backward): the inner one takes its
     time from the outer. What follows a forward is reported as loss at once, and accounted as loss only if a
-    backward comes. ``on_change`` is called with each new phase.
-
-    Attributes
-    ----------
-    phase:
-        The current phase.
-    separated:
-        Whether the open step has had a forward of its own; without one, forward and loss are in
-        what lies between the other phases.
+    backward comes. ``separated`` is whether the open step has had a forward of its own; without one, forward
+    and loss are in what lies between the other phases.
     """
 
     def __init__(self, on_change: Callable[[Phase], None] | None = None) -> None:

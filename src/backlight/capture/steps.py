@@ -82,23 +82,10 @@ class StepSink:
 
 
 class StepTracker(Listener):
-    """Follows the events of the optimizers in ``scope`` and drives a sink.
+    """Follows the events of the optimizers in ``scope``, drives ``sink``, and moves the phase clock.
 
-    Parameters
-    ----------
-    scope:
-        The models and optimizers that are watched.
-    sink:
-        Receives steps.
-    per_backward:
-        Also report the end of every single backward (accumulation).
-    max_steps:
-        End the script by :class:`StopTraining` when a step after so many begins; None for never.
-
-    Attributes
-    ----------
-    backwards:
-        Backward passes observed in all.
+    ``per_backward`` also reports the end of every single backward (accumulation). The script is ended by
+    :class:`StopTraining` when a step after ``max_steps`` begins. ``backwards`` counts backward passes.
     """
 
     def __init__(

@@ -125,19 +125,9 @@ class ScriptObserver(Listener):
 
 
 class StepObserver(StepTracker, StepSink):
-    """Follows the steps and the models of a script; a context manager around it.
+    """Follows the steps and the models of a script, and ends it with ``stop``; a context manager around it.
 
-    Parameters
-    ----------
-    stop:
-        Ends the script.
-
-    Attributes
-    ----------
-    forwards:
-        Follows the models that the script trains.
-    trouble:
-        What is missing, and why.
+    ``forwards`` follows the models that the script trains; ``trouble`` lists what is missing, and why.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:

@@ -22,13 +22,7 @@ HOOKS = ("wants_step", *(name for name in vars(Monitor) if name.startswith("on_"
 
 
 def requested_monitors(settings: Settings) -> list[Monitor]:
-    """Return an instance of every monitor class that the settings request.
-
-    Raises
-    ------
-    ValueError
-        If a monitor refuses the settings.
-    """
+    """Return an instance of every monitor class that the settings request; ValueError if one refuses them."""
     found = []
     for name, cls in MONITORS.items():
         try:
@@ -45,17 +39,10 @@ def requested_monitors(settings: Settings) -> list[Monitor]:
 
 
 class MonitorSet:
-    """Calls the hooks of monitors, in their order.
+    """Calls the hooks of monitors, in the given order.
 
     A monitor that raises is detached alone: one warning says what is no longer recorded, and the run
     continues.
-
-    Parameters
-    ----------
-    monitors:
-        In the order in which they are called.
-    notifier:
-        Warns the user.
     """
 
     def __init__(self, monitors: Iterable[Monitor], notifier: Notifier) -> None:

@@ -37,13 +37,7 @@ _NORM, _MEASURED = GRADIENT.floats.index("norm"), GRADIENT.integers.index("measu
 
 
 class RankNormMonitor(Monitor):
-    """Joins the norms of all ranks, step after step, and publishes the total on rank 0.
-
-    Parameters
-    ----------
-    every:
-        Only steps that it divides are joined: all ranks record them.
-    """
+    """Joins the norms of all ranks at every Nth step, and publishes the total on rank 0."""
 
     name = "rank_norm"
     requested_by = None
@@ -64,13 +58,7 @@ class RankNormMonitor(Monitor):
         return cls(settings.every or 1) if settings.reduce else None
 
     def check_process(self, *, is_script: bool) -> None:
-        """Refuse a process without a process group; a script may make its own.
-
-        Raises
-        ------
-        RuntimeError
-            If no process group is initialised.
-        """
+        """Refuse a process without a process group (RuntimeError); a script may make its own."""
         if not (is_script or _is_initialized()):
             raise RuntimeError(
                 "watch: reduce=True reduces over all ranks, but no process group is initialised; call "

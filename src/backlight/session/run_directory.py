@@ -90,14 +90,8 @@ def final_findings(writer: RunWriter, *, failed: bool) -> list[Finding]:
     """Evaluate the rules on a run whose training is over, and store the findings; on other ranks than 0 none.
 
     A stored finding stays, so that it must not be made of what the first rank to finish happens to see of the
-    others: their last second of rows may not have been written yet.
-
-    Parameters
-    ----------
-    writer:
-        The writer of this rank, flushed and still open.
-    failed:
-        An exception ended the run. Then there is no waiting: the others may be waiting for this rank.
+    others: their last second of rows may not have been written yet. After a failure there is no waiting: the
+    others may be waiting for this rank.
     """
     if writer.lost is not None or writer.rank != 0:
         return []

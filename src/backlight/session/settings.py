@@ -133,13 +133,7 @@ class Settings:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Check keywords.
-
-        Raises
-        ------
-        ValueError
-            If a key is unknown or a value has the wrong type or range.
-        """
+        """Check keywords; ValueError if a key is unknown or a value has the wrong type or range."""
         folder = next((key for key in values if key in FOLDERS), None)
         if folder is not None:
             given = f"unknown key {folder!r}; the run directory is run={values[folder]!r}"
@@ -148,13 +142,7 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path, values: Mapping[str, Any]) -> Self:
-        """Read a TOML file; ``values`` (from the command line) win over the file.
-
-        Raises
-        ------
-        ValueError
-            If the file cannot be read, is not TOML, or holds something unknown.
-        """
+        """Read a TOML file (ValueError if that fails); ``values`` from the command line win over the file."""
         try:
             found = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

@@ -56,14 +56,8 @@ _REVIEW_STEPS = 32
 class Sampling:
     """Decides which steps are recorded: every Nth, or as many as the budget allows, on a regular grid.
 
-    Parameters
-    ----------
-    every:
-        Record every Nth step; None to double and halve the spacing by the budget.
-    budget:
-        Share of the elapsed time that may be spent.
-    grace:
-        Seconds that may be spent in any case.
+    Without ``every`` the spacing doubles and halves: a share ``budget`` of the elapsed time may be spent, and
+    ``grace`` seconds in any case.
     """
 
     every: int | None = None
@@ -121,20 +115,11 @@ class Part:
 
 @dataclass
 class StepRecord:
-    """One recorded step, in progress or on its way to the store.
+    """One recorded step, in progress or on its way to the store; ``number`` were recorded before it.
 
-    Attributes
-    ----------
-    step, number:
-        Number of the step, and how many were recorded before it.
-    parameters:
-        The rows of the parameter table.
-    in_detail:
-        Whether an alarm asked for this step, so that more than usual may be measured.
-    scalars:
-        Numbers, and tensors of one number, by name; see :meth:`add_scalars`.
-    transfer:
-        Takes tables of numbers from a device to the host, all of a step in one copy.
+    ``in_detail`` is whether an alarm asked for it, so that more than usual may be measured. ``scalars`` are
+    numbers, and tensors of one number, by name. ``transfer`` takes tables of numbers from a device to the
+    host, all of a step in one copy.
     """
 
     step: int
@@ -153,13 +138,7 @@ class StepRecord:
         self.parts.append(Part(series, rows, pending, part))
 
     def add_scalars(self, values: Mapping[str, Any]) -> None:
-        """Add numbers, or tensors with one element, which are read off the step's path.
-
-        Raises
-        ------
-        TypeError
-            If a value is neither; ValueError for a text that is no number.
-        """
+        """Add numbers or tensors with one element, which are read off the path; TypeError for others."""
         checked: dict[str, Any] = {}
         for name, value in values.items():
             if not hasattr(value, "numel"):
@@ -212,24 +191,9 @@ class StepRecord:
 class StepRecorder(StepSink):
     """Turns what the tracker finds into step records.
 
-    Parameters
-    ----------
-    scope, sampling:
-        What is watched, and which steps are recorded.
-    monitors:
-        What measures.
-    notifier:
-        Takes events.
-    timed:
-        What takes time on the training thread or next to it, besides the listeners of monitors; may still
-        grow.
-
-    Attributes
-    ----------
-    queue, logged:
-        Complete records, and scalars of the user by step, for the writer thread.
-    dropped:
-        Records that were dropped because the disk was too slow.
+    ``timed`` is what takes time besides the listeners of monitors, and may still grow. ``queue`` and
+    ``logged`` are complete records, and scalars of the user by step, for the writer thread; ``dropped``
+    counts records that were dropped because the disk was too slow.
     """
 
     def __init__(
@@ -356,7 +320,9 @@ class StepRecorder(StepSink):
         scalars.update(summary.rates)
         if summary.changed_by_hand:
             scalars["clip/by_hand"] = summary.changed_by_hand
-            self._report_by_hand(summary.changed_by_hand)
+            if not self._reported_by_hand:
+                self._reported_by_hand = True
+                self._notifier.event("clip_by_hand", {"parameters": summary.changed_by_hand}, self._step)
         record.clips = summary.clips
         record.scale = summary.scale
         record.skipped = summary.skipped
@@ -378,11 +344,6 @@ class StepRecorder(StepSink):
             if self._without_backward == STEPS_WITHOUT_BACKWARD:
                 payload = {"what": "loss and backward", "reason": NO_BACKWARD}
                 self._notifier.event("unmeasured", payload, self._step)
-
-    def _report_by_hand(self, count: int) -> None:
-        if not self._reported_by_hand:
-            self._reported_by_hand = True
-            self._notifier.event("clip_by_hand", {"parameters": count}, self._step)
 
     def _report_partial(self) -> None:
         partial = [

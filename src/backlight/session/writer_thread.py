@@ -66,23 +66,9 @@ class ResultQueue:
 class WriterThread:
     """Writes the records of a step recorder, and what monitors have measured off the step's path.
 
-    Parameters
-    ----------
-    recorder, results:
-        Where step records and other results come from.
-    monitors:
-        Are shown each step before it is stored.
-    writer:
-        Where all of it goes.
-    interval:
-        Seconds between two flushes; what a kill can lose.
-    on_error:
-        Called once with an exception that ended the thread's work.
-
-    Attributes
-    ----------
-    spent:
-        Processor seconds that the thread has taken.
+    It flushes every ``interval`` seconds, what a kill can lose, and shows each step to ``monitors`` before it
+    is stored. ``on_error`` is called once with an exception that ended its work. ``spent`` are processor
+    seconds.
     """
 
     def __init__(

@@ -147,8 +147,8 @@ def test_operations_of_attention_are_those_of_its_shapes(
     )
     # 12 L d T for one layer of width heads x size.
     assert reached.mfu == pytest.approx(32 * (600 + 12 * HEADS * SIZE * LENGTH) / 1e6)
-    assert "N = 100 (all parameters)" in reached.basis
-    assert "recomputation is not counted as work, which takes 2.0 ms of a step" in reached.basis
+    assert "N = 100 (all parameters)" in reached.mfu_basis
+    assert "recomputation is not counted as work, which takes 2.0 ms of a step" in reached.mfu_basis
 
 
 def test_logits_are_those_of_the_loss(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
@@ -182,7 +182,7 @@ def test_optimizations_without_a_trace_are_not_measured(
 
 
 def test_the_observer_removes_its_hooks(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
-    for model in taken[0].trained.models:
+    for model in taken[0].forwards.models:
         for module in model.modules():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks

@@ -27,13 +27,7 @@ _WORKSPACE_OPERATIONS = frozenset({
 
 
 class OperationCounter:
-    """Counts what a step computes; given to :class:`~backlight.diagnose.memory.recorder.Recorder`.
-
-    Attributes
-    ----------
-    on_softmax:
-        Called with the input of each log-softmax.
-    """
+    """Counts what a step computes, and calls ``on_softmax`` with the input of each log-softmax."""
 
     def __init__(self) -> None:
         self._by_phase: Counter[str] = Counter()

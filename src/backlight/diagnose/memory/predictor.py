@@ -88,13 +88,7 @@ class Predictor(AbstractContextManager["Predictor"]):
         reentrant: bool = False,
         granule: int = GRANULE_BYTES,
     ) -> PredictedMemory:
-        """Return a prediction; see :func:`predict`.
-
-        Raises
-        ------
-        PredictionError
-            If the step cannot run on fake tensors, or the subprocess died.
-        """
+        """Return a prediction; see :func:`predict`. PredictionError also if the subprocess died."""
         request = Request(recipe.path, dict(recipe.settings), tuple(checkpoint), reentrant, granule)
         try:
             self._pipe.send(request)

@@ -228,13 +228,7 @@ def account_fields(account: Account) -> dict[str, Any]:
 
 
 def open_memory_run(path: Path, script: str, arguments: Sequence[str]) -> RunWriter:
-    """Open the run directory of a result, before anything is measured.
-
-    Raises
-    ------
-    RunWriteError
-        If it cannot be written; RunExistsError where it holds something else.
-    """
+    """Open the run directory of a result, before anything is measured."""
     return RunWriter.create(
         path, name=path.name, script=script, arguments=list(arguments), monitors=("steptime",)
     )

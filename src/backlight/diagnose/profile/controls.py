@@ -68,25 +68,21 @@ class Suspicion:
     line: str = ""
 
 
-@dataclass(frozen=True)
-class ControlResult:
+@dataclass(frozen=True, kw_only=True)
+class ControlResult(Suspicion):
     """The outcome of a control.
 
     ``ratio`` is the step with the control to the step without, with its interval; all None where it could
     not be run. ``confirmed`` is whether the interval lies below 1, ``text`` the outcome in words.
     """
 
-    name: str
-    claim: str
-    expected: float | None
-    confirmed: bool
-    ratio: float | None
-    low: float | None
-    high: float | None
-    confidence: float
-    pairs: int
     text: str
-    line: str = ""
+    pairs: int
+    confidence: float = CONFIDENCE
+    confirmed: bool = False
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 class ControlRunError(ValueError):
@@ -156,7 +152,9 @@ def run_controls(
         try:
             results.append(_evaluate(suspicion, *interleave(measure, pairs, on_run), pairs))
         except ControlRunError as error:
-            results.append(_result(suspicion, pairs, f"not tested: {suspicion.claim}; {error}"))
+            results.append(
+                ControlResult(**vars(suspicion), pairs=pairs, text=f"not tested: {suspicion.claim}; {error}")
+            )
     return tuple(results)
 
 
@@ -197,20 +195,9 @@ def _evaluate(
         )
     else:
         text = f"withdrawn: {suspicion.claim}, but with the control ({suspicion.name}) a step takes {bounds}"
-    return _result(suspicion, pairs, text, found.ratio, found.low, found.high)
-
-
-def _result(
-    suspicion: Suspicion,
-    pairs: int,
-    text: str,
-    ratio: float | None = None,
-    low: float | None = None,
-    high: float | None = None,
-) -> ControlResult:
     return ControlResult(
-        suspicion.name, suspicion.claim, suspicion.expected, high is not None and high < 1, ratio, low, high,
-        CONFIDENCE, pairs, text, suspicion.line,
+        **vars(suspicion), pairs=pairs, text=text, confirmed=found.high < 1,
+        ratio=found.ratio, low=found.low, high=found.high,
     )  # fmt: skip
 
 

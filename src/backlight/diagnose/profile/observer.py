@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from backlight import devices
+from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.hub import HUB
-from backlight.capture.parameters import Scope
 from backlight.capture.steps import StepSummary
 from backlight.diagnose.profile.device_phases import DevicePhases
 from backlight.diagnose.profile.optimizations import LiveObjects, read_live_objects
@@ -29,10 +29,12 @@ from backlight.diagnose.profile.ranges import (
     is_compiled,
     lines_possible,
 )
+from backlight.diagnose.profile.step_summary import StepTime
 from backlight.diagnose.script_observer import StepObserver
 from backlight.distributed import world
+from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.step_times import WINDOW_STEPS, find_steady
-from backlight.records import Phase
+from backlight.records import Fingerprint, ParameterRecord
 
 EXTENSION = 4
 """Times as many steps are clocked as requested where no steady part is found in them."""
@@ -42,14 +44,12 @@ MIN_EXTENDED_STEPS = 1 + 2 * WINDOW_STEPS
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """One step: host seconds, those of its phases, which add up, and the numbers of its optimizers."""
+class Description:
+    """Fingerprint, parameters and runtime info at the end of the clocked steps."""
 
-    seconds: float
-    phases: dict[str, float]
-    separated: bool
-    backwards: int
-    optimizers: tuple[str, ...] = ()
+    fingerprint: Fingerprint
+    records: tuple[ParameterRecord, ...]
+    runtime_info: dict[str, Any]
 
 
 @dataclass
@@ -58,8 +58,7 @@ class Observed:
 
     ``traced`` steps are those under the profiler; ``has_lines`` is whether one more follows in the trace,
     with source lines. ``device`` are seconds of the device by phase of the clocked steps from the second on.
-    ``live`` are the live objects at the end of the clocked steps, ``description`` is what ``describe`` made
-    of the scope.
+    ``live`` are the live objects at the end of the clocked steps, ``description`` what else is there then.
     """
 
     trouble: list[str]
@@ -68,7 +67,7 @@ class Observed:
     has_lines: bool = False
     device: list[dict[str, float]] = field(default_factory=list)
     live: LiveObjects | None = None
-    description: Any = None
+    description: Description | None = None
 
 
 class ProfileObserver(StepObserver):
@@ -77,7 +76,6 @@ class ProfileObserver(StepObserver):
     ``steps`` under the clock include the cold first one; ``traced`` ones under the profiler follow. The trace
     goes to the path ``trace``; without one these steps run without a profiler, as on ranks other than the
     first. ``stacks`` records the stack of every operation instead of lines in one additional step.
-    ``describe`` is called with the scope at the end of the clocked steps.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class ProfileObserver(StepObserver):
         trace: Path | None,
         *,
         stacks: bool = False,
-        describe: Callable[[Scope], Any] | None = None,
+        arguments: tuple[str, ...] = (),
     ) -> None:
         super().__init__(stop)
         self.observed = Observed(self.trouble)
@@ -101,7 +99,8 @@ class ProfileObserver(StepObserver):
         self._is_over = False
         self._trace = trace
         self._stacks = stacks
-        self._describe = describe
+        self._arguments = arguments
+        self._core_wait = CoreWait()
         self._modules = ModuleRanges()
         self._phases = PhaseRanges()
         self._lines = LineRanges()
@@ -190,7 +189,12 @@ class ProfileObserver(StepObserver):
                 "counts as one, so that figures are averages over different steps"
             )
         self.observed.live = read_live_objects(self.forwards.models, optimizers)
-        self.observed.description = self._describe(self.scope) if self._describe is not None else None
+        groups = [group for optimizer in optimizers for group in optimizer_groups(optimizer)]
+        self.observed.description = Description(
+            take_fingerprint(self.scope, self._arguments),
+            tuple(self.scope.table.records),
+            runtime_info(groups, self._core_wait),
+        )
 
     def _begin_trace(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -243,8 +247,6 @@ class ProfileObserver(StepObserver):
 
 
 def _step_time(summary: StepSummary) -> StepTime:
-    phases = {str(name): seconds for name, seconds in summary.phases.items()}
-    phases[Phase.OTHER] = max(0.0, summary.seconds - sum(phases.values()))
     # The names of learning rates hold the number of their optimizer: lr/<number>/<group>.
     optimizers = tuple(dict.fromkeys(name.split("/")[1] for name, _ in summary.rates))
-    return StepTime(summary.seconds, phases, summary.separated, summary.backwards, optimizers)
+    return StepTime.of(summary.phases, summary.seconds, summary.separated, summary.backwards, optimizers)

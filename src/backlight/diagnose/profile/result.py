@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from backlight.diagnose.profile.controls import ControlResult
 from backlight.diagnose.profile.optimizations import Optimization
-from backlight.diagnose.profile.step_summary import PhaseTime
+from backlight.diagnose.profile.step_summary import PhaseTime, StepMilliseconds
 from backlight.distributed import launch_id, world
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
@@ -30,18 +30,6 @@ if TYPE_CHECKING:
 
 PROFILE = "profile.json"
 TRACE = "trace.json.gz"
-
-
-@dataclass(frozen=True)
-class StepMilliseconds:
-    """The steady step: median with its interval, 95th percentile, median absolute deviation."""
-
-    median_ms: float
-    low_ms: float
-    high_ms: float
-    p95_ms: float
-    mad_ms: float
-    steps: int
 
 
 @dataclass(frozen=True)

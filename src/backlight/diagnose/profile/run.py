@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import resource
 import statistics
@@ -17,20 +16,16 @@ from typing import Any
 import psutil
 
 from backlight import devices
-from backlight.capture.fingerprint import take_fingerprint
-from backlight.capture.parameters import Scope
 from backlight.diagnose.profile.controls import control_from_environment
 from backlight.diagnose.profile.observer import Observed, ProfileObserver
 from backlight.diagnose.profile.optimizations import find_optimizations
-from backlight.diagnose.profile.result import PeakMemory, ProfileResult, StepMilliseconds
+from backlight.diagnose.profile.result import PeakMemory, ProfileResult
 from backlight.diagnose.profile.step_summary import StepProfile, summarize_steps
 from backlight.diagnose.profile.throughput import Attention, find_attention, peak_flops, throughput
 from backlight.distributed import world
 from backlight.launch.observe import end_script, explain
-from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.monitors.steptime.monitor import GarbagePauses
-from backlight.records import Fingerprint, ParameterRecord
 from backlight.trace.events import TraceError
 from backlight.trace.module_times import Attribution, attribute
 from backlight.trace.reader import read_trace
@@ -57,15 +52,6 @@ class ProfileOptions:
 
 
 @dataclass(frozen=True)
-class Description:
-    """Fingerprint, parameters and runtime info at the end of the clocked steps."""
-
-    fingerprint: Fingerprint
-    records: tuple[ParameterRecord, ...]
-    runtime_info: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Profile:
     """A profiled script.
 
@@ -88,9 +74,8 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
     with tempfile.TemporaryDirectory(prefix="backlight-profile-") as folder:
         wanted = options.traced > 0 and rank == 0
         path = (options.trace or Path(folder) / "trace.json.gz").absolute() if wanted else None
-        describe = functools.partial(_describe, arguments=tuple(arguments), core_wait=CoreWait())
         observer = ProfileObserver(
-            end_script, options.steps, options.traced, path, stacks=options.stacks, describe=describe
+            end_script, options.steps, options.traced, path, stacks=options.stacks, arguments=tuple(arguments)
         )
         observed = observer.observed
         pauses: list[tuple[int, dict[str, Any]]] = []
@@ -107,11 +92,7 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
                 "expected a training script"
             )
         try:
-            summary = summarize_steps(
-                [step.seconds for step in observed.steps],
-                [step.phases for step in observed.steps],
-                [step.separated for step in observed.steps],
-            )
+            summary = summarize_steps(observed.steps)
             read = _read_trace(path, observed) if path is not None and observed.traced else None
         except (SeriesError, TraceError) as error:
             raise ValueError(f"{script}: {error}") from None
@@ -126,16 +107,19 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
         rank=rank,
         world_size=world().size,
         exit_code=code,
+        step=summary.step,
+        first_ms=summary.first_ms,
+        warmup_dropped=summary.warmup,
+        phases=summary.phases,
         sum_error=summary.sum_error,
-        device_phases=_device_phases(observed, summary.steady.warmup),
+        device_phases=_device_phases(observed, summary.warmup),
         backwards_per_step=_middle([step.backwards for step in observed.steps]),
         parameters=count,
         memory=_peak_memory(),
         optimizations=find_optimizations(live, operations, modules) if live is not None else (),
         tracing_overhead=_overhead(summary, observed),
         trace=str(options.trace) if read is not None and options.trace is not None else None,
-        not_measured=tuple(text for text in (*observed.trouble, summary.steady.trouble) if text),
-        **_step_fields(summary),
+        not_measured=tuple(text for text in (*observed.trouble, summary.trouble) if text),
         **_throughput_fields(summary, options, count, attention, modules),
         **(_trace_fields(operations) if operations is not None else {}),
         modules=modules.modules if modules is not None else None,
@@ -144,36 +128,11 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
     return Profile(result, observed, operations, kept, tuple(pauses))
 
 
-def _describe(scope: Scope, arguments: tuple[str, ...], core_wait: CoreWait) -> Description:
-    groups = [group for optimizer in scope.optimizers() for group in optimizer_groups(optimizer)]
-    info = runtime_info(groups, core_wait)
-    return Description(take_fingerprint(scope, arguments), tuple(scope.table.records), info)
-
-
 def _read_trace(path: Path, observed: Observed) -> tuple[Operations, Attribution, Attention | None]:
     steps = len(observed.traced)
     main, lines = split(read_trace(path), steps)
     operations = read_operations(main, lines if observed.has_lines else None)
     return operations, attribute(main.events, steps), find_attention(main, steps)
-
-
-def _step_fields(summary: StepProfile) -> dict[str, Any]:
-    step = summary.step
-    return {
-        "first_ms": summary.steady.first * 1e3,
-        "warmup_dropped": summary.steady.warmup,
-        "phases": summary.phases,
-        "step": None
-        if step is None
-        else StepMilliseconds(
-            median_ms=1e3 * step.median,
-            low_ms=1e3 * step.low,
-            high_ms=1e3 * step.high,
-            p95_ms=1e3 * step.p95,
-            mad_ms=1e3 * step.mad,
-            steps=step.count,
-        ),
-    }
 
 
 def _throughput_fields(
@@ -192,7 +151,7 @@ def _throughput_fields(
     rows = modules.modules if modules is not None else ()
     recomputed = {m.name: m.recomputed_ms for m in rows if m.recomputed_ms}
     reached = throughput(
-        summary.step.median,
+        summary.step.median_ms / 1e3,
         tokens=options.tokens,
         parameters=parameters,
         # Shapes are those of one rank.
@@ -205,11 +164,7 @@ def _throughput_fields(
         recomputed=1e-3
         * sum(s for name, s in recomputed.items() if name.rpartition(".")[0] not in recomputed),
     )
-    return {
-        "tokens_per_second": reached.tokens_per_second,
-        "mfu": reached.mfu,
-        "mfu_basis": reached.basis,
-    }
+    return dataclasses.asdict(reached)
 
 
 def _trace_fields(operations: Operations) -> dict[str, Any]:
@@ -241,7 +196,7 @@ def _peak_memory() -> PeakMemory:
 
 def _overhead(summary: StepProfile, observed: Observed) -> float | None:
     traced = _middle([step.seconds for step in observed.traced])
-    return None if summary.step is None or traced is None else traced / summary.step.median
+    return None if summary.step is None or traced is None else 1e3 * traced / summary.step.median_ms
 
 
 def _middle(values: list[float]) -> float | None:

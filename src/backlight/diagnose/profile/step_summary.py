@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 
-from backlight.monitors.steptime.model.step_times import (
-    MIN_STEPS,
-    SeriesError,
-    SteadyPart,
-    Summary,
-    find_steady,
-    summarize,
-)
+from backlight.monitors.steptime.model.step_times import MIN_STEPS, SeriesError, find_steady, summarize
+from backlight.records import Phase
 
 SUM_TOLERANCE = 0.02
 """Share by which the phases of a step may miss the step."""
@@ -40,29 +35,60 @@ class PhaseTime:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """One step: host seconds, those of its phases, which add up, and the numbers of its optimizers."""
+
+    seconds: float
+    phases: dict[str, float]
+    separated: bool
+    backwards: int = 1
+    optimizers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, clocked: Mapping[str, float], seconds: float, *others: Any) -> Self:
+        """Return the step whose clocked phases are given; the rest of it is ``other``."""
+        phases = {str(name): spent for name, spent in clocked.items()}
+        phases[Phase.OTHER] = max(0.0, seconds - sum(phases.values()))
+        return cls(seconds, phases, *others)
+
+
+@dataclass(frozen=True)
+class StepMilliseconds:
+    """The steady step: median with its interval, 95th percentile, median absolute deviation."""
+
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    p95_ms: float
+    mad_ms: float
+    steps: int
+
+
+@dataclass(frozen=True)
 class StepProfile:
     """The steady part of the clocked steps.
 
-    ``step`` is its median and interval in seconds, None where no steady part was found; ``phases`` are in the
-    order of a step; ``sum_error`` is the largest share by which the phases of a steady step miss it.
+    ``warmup`` steps come before it, the cold first one included, and ``trouble`` is why it is not one level;
+    ``step`` is None where no steady part was found; ``phases`` are in the order of a step; ``sum_error`` is
+    the largest share by which the phases of a steady step miss it.
     """
 
-    steady: SteadyPart
-    step: Summary | None
+    first_ms: float
+    warmup: int
+    trouble: str
+    step: StepMilliseconds | None
     phases: dict[str, PhaseTime]
     sum_error: float
 
 
-def summarize_steps(
-    seconds: Sequence[float], phases: Sequence[dict[str, float]], separated: Sequence[bool]
-) -> StepProfile:
-    """Summarize the seconds of clocked steps, and of their phases with the rest of the step among them."""
-    steady = find_steady(seconds)
+def summarize_steps(steps: Sequence[StepTime]) -> StepProfile:
+    """Summarize clocked steps and their phases."""
+    steady = find_steady([step.seconds for step in steps])
     if len(steady.values) < MIN_STEPS:
-        return StepProfile(steady, None, {}, 0.0)
-    kept = phases[steady.warmup :]
-    names = sorted({name for step in kept for name in step}, key=_order)
-    table = np.array([[step.get(name, 0.0) for name in names] for step in kept])
+        return StepProfile(steady.first * 1e3, steady.warmup, steady.trouble, None, {}, 0.0)
+    kept = steps[steady.warmup :]
+    names = sorted({name for step in kept for name in step.phases}, key=_order)
+    table = np.array([[step.phases.get(name, 0.0) for name in names] for step in kept])
     errors = np.abs(table.sum(axis=1) - steady.values) / steady.values
     worst = int(errors.argmax())
     if errors[worst] > SUM_TOLERANCE:
@@ -73,7 +99,7 @@ def summarize_steps(
         )
     shares = np.median(table / table.sum(axis=1, keepdims=True), axis=0)
     shares /= shares.sum()
-    is_separated = all(separated[steady.warmup :])
+    is_separated = all(step.separated for step in kept)
     found = {}
     for name, values, share in zip(names, table.T, shares.tolist(), strict=True):
         median = float(np.median(values))
@@ -84,7 +110,16 @@ def summarize_steps(
             float(np.median(np.abs(values - median))) * 1e3,
             share,
         )
-    return StepProfile(steady, summarize(steady.values), found, float(errors[worst]))
+    whole = summarize(steady.values)
+    step = StepMilliseconds(
+        median_ms=1e3 * whole.median,
+        low_ms=1e3 * whole.low,
+        high_ms=1e3 * whole.high,
+        p95_ms=1e3 * whole.p95,
+        mad_ms=1e3 * whole.mad,
+        steps=whole.count,
+    )
+    return StepProfile(steady.first * 1e3, steady.warmup, steady.trouble, step, found, float(errors[worst]))
 
 
 def _order(name: str) -> tuple[int, str]:

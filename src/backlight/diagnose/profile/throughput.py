@@ -44,12 +44,12 @@ _KERNELS = "aten::_scaled_dot_product_"
 class Throughput:
     """Tokens per second over all ranks, and MFU; None where unknown.
 
-    ``basis`` states what the MFU rests on, or why there is none.
+    ``mfu_basis`` states what the MFU rests on, or why there is none.
     """
 
     tokens_per_second: float | None
     mfu: float | None
-    basis: str
+    mfu_basis: str
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from backlight import devices
 from backlight.capture.phase_clock import PhaseClock
 from backlight.diagnose.memory.result import PredictionError
-from backlight.diagnose.profile.step_summary import summarize_steps
+from backlight.diagnose.profile.step_summary import StepTime, summarize_steps
 from backlight.launch.recipe import REQUIRED, Recipe, RecipeError, read_recipe
 from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.records import Phase
@@ -52,7 +52,7 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
     )
     model.register_forward_hook(lambda *_given: leave(Phase.FORWARD), always_call=True)
     batches: Iterator[Any] = recipe.batches()
-    seconds, phases, separated = [], [], []
+    taken = []
     clock.take()
     for number in range(steps):
         enter(Phase.DATA)
@@ -68,24 +68,20 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         leave(Phase.OPTIMIZER)
-        separated.append(clock.separated)
-        spent, whole = clock.take()
-        seconds.append(whole)
-        phases.append(
-            {**{str(k): v for k, v in spent.items()}, "other": max(0.0, whole - sum(spent.values()))}
-        )
-    found = summarize_steps(seconds, phases, separated)
+        separated = clock.separated
+        taken.append(StepTime.of(*clock.take(), separated))
+    found = summarize_steps(taken)
     if found.step is None:
-        raise ValueError(f"{recipe.path}: {found.steady.trouble}")
+        raise ValueError(f"{recipe.path}: {found.trouble}")
     return {
         "status": "measured",
         "parameters": sum(p.numel() for p in parameters),
-        "step_ms": found.step.median * 1e3,
-        "low_ms": found.step.low * 1e3,
-        "high_ms": found.step.high * 1e3,
+        "step_ms": found.step.median_ms,
+        "low_ms": found.step.low_ms,
+        "high_ms": found.step.high_ms,
         "phases": {name: phase.median_ms for name, phase in found.phases.items()},
         "memory": devices.peak_allocated(device) if device is not None else None,
-        "message": found.steady.trouble,
+        "message": found.trouble,
     }
 
 

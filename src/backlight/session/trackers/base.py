@@ -36,19 +36,11 @@ class Tracked:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is sent of one step.
+    """What is sent of one step: its number, Unix time, numbers and histograms by name.
 
-    Attributes
-    ----------
-    step:
-        The user's own number for the step where they gave one, else the number of the optimizer step over
-        all attempts.
-    time:
-        Unix time in seconds.
-    values:
-        Numbers by name; NaN where NaN was measured. What was not measured is not there.
-    spreads:
-        By name, one number per parameter that was measured, for a histogram.
+    ``step`` is the user's own number where they gave one, else that of the optimizer step over all attempts.
+    NaN in ``values`` was measured as NaN; what was not measured is not there. ``spreads`` hold one number per
+    parameter that was measured, for a histogram.
     """
 
     step: int
@@ -72,18 +64,12 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Tracker:
-    """A kind of tracker.
+    """A kind of tracker, by its name on the command line.
 
-    Attributes
-    ----------
-    name:
-        Its name on the command line.
-    open:
-        ``open(target, run, active)`` gives a :class:`Sink`. ``target`` is what follows ``NAME=``, empty
-        for the default. It may raise: the tracker is then named in one warning and left out.
-    active:
-        Returns what the user has open of that tracker (a W&B run), None for nothing. Called once, on the
-        training thread, at the first step: it must neither import nor wait.
+    ``open(target, run, active)`` gives a :class:`Sink`; ``target`` is what follows ``NAME=``, empty for the
+    default. Where it raises, the tracker is named in one warning and left out. ``active`` returns what the
+    user has open of that tracker (a W&B run), None for nothing; it is called once, on the training thread, at
+    the first step, and must neither import nor wait.
     """
 
     name: str
@@ -113,13 +99,7 @@ def tracker(
 
 
 def chosen(given: str) -> tuple[Tracker, str]:
-    """Return the tracker and its target from ``NAME`` or ``NAME=TARGET``.
-
-    Raises
-    ------
-    ValueError
-        If no tracker has that name.
-    """
+    """Return the tracker and its target from ``NAME`` or ``NAME=TARGET``; ValueError for an unknown name."""
     name, _, target = given.partition("=")
     if name.strip() not in TRACKERS:
         known = ", ".join(TRACKERS) or "none"

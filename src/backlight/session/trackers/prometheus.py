@@ -138,13 +138,7 @@ class _File:
 
 @tracker("prometheus")
 def open_prometheus(target: str, run: Tracked, active: Any) -> _Endpoint | _File:
-    """Serve at ``[HOST:]PORT``, or write to a file whose name ends in ``.prom``.
-
-    Raises
-    ------
-    TrackerError
-        If the target is neither, the port is taken, or a stored run is to be served.
-    """
+    """Serve at ``[HOST:]PORT``, or write to a file whose name ends in ``.prom``; TrackerError for others."""
     del active
     if target.endswith(".prom"):
         return _File(_Gauges(run), target)

@@ -29,17 +29,7 @@ class Sent:
 
 
 def send(run: Run, given: str) -> Sent:
-    """Send a stored run to the tracker ``given``, ``NAME`` or ``NAME=TARGET``, and wait until it has it.
-
-    Raises
-    ------
-    TrackerError
-        If the tracker cannot be used; the message holds its own error.
-    ModuleNotFoundError
-        If the tracker's own package is not installed.
-    ValueError
-        If no tracker has that name.
-    """
+    """Send a stored run to the tracker ``given``, ``NAME`` or ``NAME=TARGET``, and wait until it has it."""
     tracker, target = chosen(given)
     # Read before anything is opened: a run that cannot be read leaves nothing behind.
     points = list(points_of(run))

@@ -100,13 +100,7 @@ def _patience(wandb: Any, run: Tracked) -> dict[str, Any]:
 
 @tracker("wandb", active=_open_run)
 def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
-    """Send to the user's run, else to a new one in the project ``target`` (``[ENTITY/]PROJECT``).
-
-    Raises
-    ------
-    TrackerError
-        If W&B is to be used online and has no credentials.
-    """
+    """Send to the user's run, else to a new one in the project ``target`` (``[ENTITY/]PROJECT``)."""
     import wandb  # noqa: PLC0415 - slow, and not everybody's
 
     if active is not None:
