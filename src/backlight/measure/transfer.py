@@ -35,15 +35,11 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True)
 class AsyncCopy:
-    """A copy to the host.
-
-    ``event`` was recorded behind the copy; None where the values were on the host from the start. ``source``
-    keeps the memory on the device alive until the copy is done.
-    """
+    """A copy to the host, and the event behind it: None where the values were on the host from the start."""
 
     host: Tensor
     event: torch.Event | None = None
-    source: Tensor | None = None
+    source: Tensor | None = None  # keeps the memory on the device alive until the copy is done
 
     def done(self) -> bool:
         """Return whether the host may read, without waiting."""
@@ -58,10 +54,7 @@ class AsyncCopy:
 
 
 def start_copy(table: Tensor) -> AsyncCopy:
-    """Start the copy of a small table to the host and return at once.
-
-    On CUDA the copy goes into pinned memory, behind the work of the current stream.
-    """
+    """Start the copy of a small table to the host, on CUDA into pinned memory, and return at once."""
     if table.device.type == "cpu":
         return AsyncCopy(table)
     pinned = table.device.type == "cuda"
@@ -96,13 +89,7 @@ class Slot:
 
 
 class TransferBatch:
-    """Collects the tables of a step; each is a tensor of float64 or int64.
-
-    Attributes
-    ----------
-    copies
-        The copies that were started, by device.
-    """
+    """Collects the tables of a step, of float64 or int64; ``copies`` are those started, by device."""
 
     def __init__(self) -> None:
         self.copies: dict[torch.device, AsyncCopy] = {}
@@ -132,12 +119,7 @@ def _travels_alone(table: Tensor) -> bool:
 class Pending:
     """Numbers per tensor that may still be on their way; nothing waits until :meth:`arrays` is called.
 
-    Parameters
-    ----------
-    transfers
-        The tables that the host has still to receive.
-    finish
-        Turns the tables, in their order, into the two arrays. Runs once, in the first thread that asks.
+    ``finish`` turns the received tables, in order, into the two arrays: once, in the first thread that asks.
     """
 
     def __init__(

@@ -42,9 +42,8 @@ def sweeps(
     """Assign every layer to a sweep that fits the budget, in bytes on a rank.
 
     Before the replicates are sent a rank holds its share of those of all layers of the sweep, afterwards all
-    replicates of the layers that it owns. On several ranks each of the two gets half of the budget, on one
-    they are the same. A layer that does not fit has its own sweep: no rank then holds more than R of it.
-    ``costs`` see :func:`cost`; ``sizes`` are the bytes of one replicate of each layer.
+    replicates of the layers that it owns: on several ranks each of the two gets half of the budget. A layer
+    that does not fit has its own sweep. ``sizes`` are the bytes of one replicate of each layer.
     """
     owners = longest_first(costs, ranks)
     limit = budget if ranks == 1 else budget // 2
@@ -82,8 +81,7 @@ class _OpenSweep:
 class CheckpointMeasurement:
     """One rank's work on a checkpoint; every public method is called by all ranks.
 
-    ``data`` holds the batches of this rank's replicates, ``batch`` is their number of samples; ``writer``
-    writes this rank's layers.
+    ``batch`` is the number of samples of a replicate; ``writer`` writes this rank's layers.
     """
 
     def __init__(
@@ -202,11 +200,7 @@ BATCH_SHARE = 8
 
 
 class ReplicateData:
-    """Draws the batches of this rank's replicates, again where they do not fit into memory.
-
-    The generators of torch, numpy and Python are seeded by the request's seed and the replicate before a
-    batch is drawn.
-    """
+    """Draws the batches of this rank's replicates, seeded; again where they do not fit into memory."""
 
     def __init__(self, recipe: Recipe, options: SpectraRequest, group: RankGroup) -> None:
         self._recipe, self._replicates, self._seed = recipe, options.replicates, options.seed
@@ -246,8 +240,8 @@ class ReplicateData:
 def check_data(group: RankGroup, recipe: Recipe, data: ReplicateData) -> tuple[float, str]:
     """Check that all replicates have batches of one size with different data; same result on all ranks.
 
-    Returned are the samples of a batch, NaN where the batches hold no tensor, and a digest of all batches,
-    empty where they cannot be hashed.
+    Returned are the samples of a batch, NaN where unknown, and a digest of all batches, empty where they
+    cannot be hashed.
 
     Raises
     ------

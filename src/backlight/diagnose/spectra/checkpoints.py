@@ -29,13 +29,7 @@ class Checkpoint:
 
 
 def find_checkpoints(patterns: Sequence[str]) -> tuple[Checkpoint, ...]:
-    """Return the matching checkpoints in natural order, the freshly built model without a pattern.
-
-    Raises
-    ------
-    ValueError
-        If a pattern matches nothing.
-    """
+    """Return the matching checkpoints in natural order, the freshly built model without a pattern."""
     if not patterns:
         return (Checkpoint(None, 0),)
     found: dict[Path, None] = {}
@@ -72,11 +66,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Earlier:
-    """What is in a run directory already.
-
-    ``done`` holds the steps and layers that were measured and whose arrays are there, ``checkpoints`` path
-    and digest of the weights of each step.
-    """
+    """What a run directory holds: measured steps and layers, and path and digest of weights by step."""
 
     done: frozenset[tuple[int, str]] = frozenset()
     checkpoints: Mapping[int, tuple[str, str]] = field(default_factory=dict)

@@ -140,9 +140,9 @@ def spectrum(
 ) -> Spectrum:
     """Return the eigenvalues of K / N, or with ``centred`` of H K H / N, for a finite float64 Gram K.
 
-    ``top`` limits them to the largest; ``device`` is where they are computed, by default that of K.
-    ``input_eps`` is the machine epsilon of the type of the gradients: the tolerance of the numerical rank is
-    ``N max(eps(float64), input_eps^2)`` times the largest eigenvalue.
+    ``top`` limits them to the largest; ``device`` is where they are computed. ``input_eps`` is the machine
+    epsilon of the gradients: the tolerance of the numerical rank is ``N max(eps(float64), input_eps^2)``
+    times the largest eigenvalue.
 
     Raises
     ------

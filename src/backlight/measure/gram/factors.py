@@ -91,10 +91,7 @@ class MatrixFactors(_OfDelta):
         )
 
     def take(self, start: int, stop: int, out: Tensor, *, add: bool) -> None:
-        """Write or add rows ``start`` to ``stop`` of every sample's gradient to ``out`` ``[N, rows, i]``.
-
-        The rows lie within one group, or are whole groups.
-        """
+        """Write or add rows ``start`` to ``stop`` of every sample, within a group or whole groups."""
         width = self.delta.shape[3]
         first, last = start // width, -(-stop // width)
         block = max(1, BLOCK_SCALARS // max(1, self.positions * (last - first) * self.columns))
@@ -130,14 +127,10 @@ def _product(d_NTo: Tensor, x_NTi: Tensor, out: Tensor, add: bool) -> None:
 
 @dataclass(frozen=True)
 class LookupFactors(_OfDelta):
-    """A table lookup: row ``ids[n, t]`` of the gradient of sample n receives ``delta[n, t]``.
+    """A table of ``rows`` rows: row ``ids[n, t]`` of the gradient of sample n receives ``delta[n, t]``."""
 
-    ``ids`` is ``[N, T]``, ``delta`` ``[N, T, d]`` with zeros for the padding row; ``rows`` is the height of
-    the table.
-    """
-
-    ids: Tensor
-    delta: Tensor
+    ids: Tensor  # [N, T]
+    delta: Tensor  # [N, T, d], zeros for the padding row
     rows: int
 
     @property
@@ -165,13 +158,10 @@ class LookupFactors(_OfDelta):
 
 @dataclass(frozen=True)
 class VectorFactors:
-    """Per-sample gradients that are small enough to be stored, ``[N, C]`` (a bias, the weight of a norm).
-
-    ``summands`` is the root of the summed squares of the terms that were added to get them.
-    """
+    """Per-sample gradients that are small enough to be stored, ``[N, C]`` (a bias, the weight of a norm)."""
 
     values: Tensor
-    summands: float
+    summands: float  # root of the summed squares of the terms that were added
     dtype: torch.dtype
     rows: int = field(default=1)
 

@@ -15,24 +15,11 @@ from torch import Tensor
 
 
 class FrequentDirections:
-    """A sketch of ``rows`` rows.
+    """A sketch of ``rows`` rows of ``columns`` numbers; twice as many rows are in memory.
 
-    Parameters
-    ----------
-    rows:
-        Number of rows of the sketch, at least 1; twice as many are in memory.
-    columns:
-        M.
-    dtype, device:
-        Where and in which type rows are kept. The shrinkage is computed in float64; it does not cover the
-        rounding of rows kept in float32.
-
-    Attributes
-    ----------
-    shrinkage:
-        No eigenvalue of A^T A - B^T B is larger.
-    seen:
-        Number of rows that were added.
+    Rows are kept in ``dtype`` on ``device``; the shrinkage is computed in float64, and does not cover the
+    rounding of rows kept in float32. ``seen`` rows were added, and no eigenvalue of A^T A - B^T B is larger
+    than ``shrinkage``.
     """
 
     def __init__(
@@ -107,11 +94,7 @@ class FrequentDirections:
         return self._buffer[: self._filled].clone()
 
     def state(self) -> dict[str, Any]:
-        """Return the state from which :meth:`from_state` continues exactly as this sketch would.
-
-        ``rows`` are those in memory ``[r, M]``, up to twice ``size``: unlike :meth:`rows` this reduces
-        nothing.
-        """
+        """Return the state, with all rows in memory, from which :meth:`from_state` continues exactly."""
         return {
             "size": self.size,
             "rows": self._buffer[: self._filled].clone(),

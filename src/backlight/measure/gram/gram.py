@@ -52,12 +52,11 @@ def gram(
 ) -> tuple[Tensor, str]:
     """Return the Gram of the per-sample gradients of one parameter, float64 ``[N, N]``, and the kernel used.
 
-    ``uses`` are the factors of each use of the parameter; ValueError if they have different shapes.
-    ``kernel`` is ``"ghost"``, ``"chunked"``, or ``"auto"`` for the one that the cost rule expects to be
-    faster; ``scratch`` are the bytes of scratch memory. Gradients are multiplied in the type ``products``:
-    by default float64, and on a CPU the type in which they were formed. In float32, runs of at most
-    :data:`RUN` products are summed in float32 and the runs in float64; eigenvalues below about 1e-7 of the
-    largest are lost. The kernel is ``"ghost"``, ``"chunked"`` or ``"vectors"``.
+    ``uses`` are the factors of each use of the parameter. ``kernel`` is ``"ghost"``, ``"chunked"``, or
+    ``"auto"`` for the one that the cost rule expects to be faster; ``"vectors"`` may be used. ``scratch`` are
+    bytes of memory. Gradients are multiplied in the type ``products``, see :func:`product_dtype`; in float32
+    runs of :data:`RUN` products are summed in float32 and the runs in float64, and eigenvalues below about
+    1e-7 of the largest are lost.
     """
     with torch.no_grad(), _no_autocast(uses[0]):
         uses = renumbered(uses)
@@ -79,10 +78,7 @@ def gram(
 
 
 def product_dtype(uses: Sequence[Factors]) -> torch.dtype:
-    """Return the type in which gradients are multiplied by default.
-
-    The type in which they are formed on a CPU; elsewhere float32 products may be those of TF32.
-    """
+    """Return the type of products: on a CPU that of the gradients; elsewhere float32 could mean TF32."""
     return working_dtype(uses) if device_of(uses[0]).type == "cpu" else torch.float64
 
 
@@ -107,8 +103,7 @@ def renumbered(uses: Sequence[Factors]) -> Sequence[Factors]:
 def choose(uses: Sequence[Factors], products: torch.dtype | None = None) -> str:
     """Return ``"ghost"`` or ``"chunked"``: what the cost rule expects to be faster.
 
-    Ghost iff ``c T^2 N^2 (i + o) < N T i o + N^2 i o`` with T over all uses, and c the measured cost of a
-    ghost product relative to a chunked one on this device and type.
+    Ghost iff ``c T^2 N^2 (i + o) < N T i o + N^2 i o``, T over all uses and c measured on this device.
     """
     n, rows, columns = common_shape(uses)
     if not can_concatenate(uses):
@@ -133,10 +128,7 @@ def can_concatenate(uses: Sequence[Factors]) -> bool:
 
 @functools.cache
 def ghost_cost_ratio(device: torch.device, dtype: torch.dtype, products: torch.dtype | None = None) -> float:
-    """Return the time of a ghost product over that of a chunked one of equal count, measured once.
-
-    Both kernels run on a shape where they take about equally long; the fastest of six rounds counts.
-    """
+    """Return the time of a ghost product over that of a chunked one of equal count, measured once."""
     n, t, i, o = 32, 16, 128, 384
     x = torch.linspace(-1, 1, n * t * i, device=device, dtype=dtype).view(n, t, 1, i)
     d = torch.linspace(1, -1, n * t * o, device=device, dtype=dtype).view(n, t, 1, o)
@@ -339,11 +331,7 @@ def chunks(
 
 
 def combine(uses: Sequence[Factors], weights_kN: Tensor, *, scratch: int = SCRATCH_BYTES) -> Tensor:
-    """Return ``sum_n weights[k, n] g_n``, ``[k, rows, columns]`` in float64.
-
-    All k combinations share one pass over the rows of the per-sample gradients, N T i o + k N i o; a
-    weighted backward for each would cost k N T i o and a pass through the model each.
-    """
+    """Return ``sum_n weights[k, n] g_n``, ``[k, rows, columns]`` in float64, in one pass."""
     with torch.no_grad(), _no_autocast(uses[0]):
         n, rows, columns = common_shape(uses)
         out = weights_kN.new_zeros(weights_kN.shape[0], rows, columns)

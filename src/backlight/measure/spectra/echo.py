@@ -211,9 +211,9 @@ def overlaps(left_pJ: Tensor, right_qJ: Tensor, ref_left_pK: Tensor, ref_right_q
 
 
 def align(score_JK: ArrayLike) -> Alignment:
-    """Assign one of J candidates to each of K directions of a reference, by the largest sum of scores.
+    """Assign one of J candidates to each of K directions, J >= K, by the largest sum of scores ``[J, K]``.
 
-    Scores are ``[J, K]``, J >= K. The Hungarian method of scipy, which is deterministic.
+    The Hungarian method of scipy, which is deterministic.
 
     Raises
     ------

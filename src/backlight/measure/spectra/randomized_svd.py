@@ -116,8 +116,7 @@ def strongest(
 def resolved(values_CK: Tensor, residual_CK: Tensor, edge: float, tolerance: float) -> Tensor:
     """Return which directions have converged, bool ``[C, K]``, given one more singular value than needed.
 
-    Those whose distance to the next singular value, above or below, is at least ``residual / tolerance``.
-    Values below the edge count as noise, which is never further away than the edge.
+    Those at least ``residual / tolerance`` away from the next singular value; noise begins at the edge.
     """
     down = values_CK - torch.nn.functional.pad(values_CK[:, 1:], (0, 1)).clamp(min=0)
     up = torch.nn.functional.pad(values_CK[:, :-1], (1, 0), value=torch.inf) - values_CK

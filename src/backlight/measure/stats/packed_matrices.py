@@ -48,8 +48,8 @@ def is_host(device: torch.device) -> bool:
 def stored(tensor: Tensor) -> Stored:
     """Return the stored values of a strided or sparse tensor; integers raise TypeError.
 
-    Values are a view of the tensor's memory, except for an uncoalesced sparse tensor, whose duplicates must
-    be added first. A dense tensor in any permutation is returned with one dimension.
+    They are a view of its memory, with one dimension for a dense tensor in any permutation, except for an
+    uncoalesced sparse tensor, whose duplicates are added first.
 
     Raises
     ------
@@ -132,13 +132,11 @@ def chunks(values: Tensor, size: int) -> Iterator[Tensor]:
 
 
 def chunk_size(device: torch.device) -> tuple[int, int]:
-    """Return how many scalars are processed at once, and how many of them form a row.
-
-    On one thread a chunk in float64 still fits the second-level cache. On several it stays below the size
-    from which torch wakes other threads for each operation: for so little work that takes longer.
-    """
+    """Return how many scalars are processed at once, and how many of them form a row."""
     if device.type != "cpu":
         return 2**22, 2**16
+    # On one thread a chunk in float64 still fits the second-level cache. On several it stays below the size
+    # from which torch wakes other threads for each operation: for so little work that takes longer.
     return (2**18 if torch.get_num_threads() == 1 else 7 * 2**12), 2**12
 
 

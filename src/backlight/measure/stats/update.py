@@ -37,10 +37,9 @@ _Key = tuple[torch.Size, torch.device, torch.dtype]
 class WeightSample:
     """A fixed sample of the weights of P parameters, kept before a step and compared after it.
 
-    Parameters are read again each time, so their memory and type may be replaced. About ``per_tensor``
-    weights are sampled of a tensor, at most twice that; None samples all of them, which costs a copy of the
-    model. ``local`` returns the part of a parameter that this process holds; the parameter itself by
-    default.
+    Parameters are read again each time, so their memory and type may be replaced. Between ``per_tensor`` and
+    twice as many weights are sampled of a tensor; None samples all, which costs a copy of the model.
+    ``local`` returns the part of a parameter that this process holds.
     """
 
     def __init__(
@@ -70,11 +69,10 @@ class WeightSample:
     def after(self, transfer: TransferBatch | None = None) -> Pending:
         """Compare the weights with those that were kept.
 
-        The result is float64 ``[P, 2]``: norm of the change and norm of the weights before it, estimated for
-        the whole tensor as the norm over the sample times the root of numel / sampled; and int64 ``[P, 3]``:
-        measured, sampled, numel. A parameter that was not readable before, or has another shape or device
-        since, is not measured. ``transfer`` copies the results together with others of the same step;
-        without one they are copied at once.
+        The result is float64 ``[P, 2]``: norm of the change and norm of the weights before it, estimated as
+        the norm over the sample times the root of numel / sampled; and int64 ``[P, 3]``: measured, sampled,
+        numel. A parameter that was not readable before, or has another shape or device since, is not
+        measured. ``transfer`` copies the results together with others of the same step.
         """
         keys = self._keys or [None] * len(self._parameters)
         sampled_P = np.zeros(len(keys), dtype=np.int64)
@@ -114,11 +112,9 @@ class WeightSample:
         return Pending(transfers, finish)
 
     def _refresh(self) -> bool:
-        """Read each parameter, None where nothing is readable; return whether any changed.
-
-        A tensor with the same memory keeps its alias, which also keeps its memory from being given to
-        another one. Sharding frees the memory of whole parameters without changing their shape.
-        """
+        """Read each parameter, None where nothing is readable; return whether any changed."""
+        # A tensor with the same memory keeps its alias, which also keeps its memory from being given to
+        # another one. Sharding frees the memory of whole parameters without changing their shape.
         changed = False
         for position, parameter in enumerate(self._parameters):
             tensor = parameter if self._local is None else self._local(parameter)

@@ -39,13 +39,7 @@ def select(options: SpectraOptions, table: ParameterTable) -> Selection:
 
 
 class LayerSelection:
-    """The captured parameters, from the table of a scope.
-
-    ``captured`` are the parameters whose gradients are captured on this rank; ``all`` those that any rank
-    measures, in the same order on all ranks; ``mine`` the names of those that this rank measures;
-    ``owner_of`` their ranks by name, where ranks share the work; ``states_size`` the bytes of the copies of
-    weights and momenta.
-    """
+    """The captured parameters, from the table of a scope."""
 
     def __init__(self, options: SpectraOptions, scope: Scope, recorder: Recorder, notifier: Notifier) -> None:
         self._options, self._scope, self._recorder, self._notifier = options, scope, recorder, notifier
@@ -54,11 +48,10 @@ class LayerSelection:
         self._unsharded_ids: set[int] = set()
         self._reported: dict[str, str] = {}
         self._described: set[str] = set()
-        self.all: tuple[Target, ...] = ()
-        self.captured: tuple[Target, ...] = ()
-        self.mine: frozenset[str] = frozenset()
-        self.owner_of: dict[str, int] = {}
-        self.states_size = 0
+        self.captured: tuple[Target, ...] = ()  # those whose gradients are captured on this rank
+        self.mine: frozenset[str] = frozenset()  # names of those that this rank measures
+        self.owner_of: dict[str, int] = {}  # rank by name, where ranks share the work
+        self.states_size = 0  # bytes of the copies of weights and momenta
 
     def roots(self) -> list[torch.nn.Module]:
         """Return the outermost modules."""
@@ -77,12 +70,12 @@ class LayerSelection:
         left_out = dict(selection.left_out)
         self._whole = unsharded(self.roots())
         self._unsharded_ids = {id(whole) for whole in self._whole.values()}
-        self.all = tuple(self._possible(table, selection, left_out))
+        everything = tuple(self._possible(table, selection, left_out))  # in the same order on all ranks
         rank, size = rank_and_size()
         spread = group is not None or self._spreads()
-        self.owner_of = owners(self.all, size) if spread else {}
-        self.mine = frozenset(t.name for t in self.all if self.owner_of.get(t.name, rank) == rank)
-        wanted = self.all if group is not None else [t for t in self.all if t.name in self.mine]
+        self.owner_of = owners(everything, size) if spread else {}
+        self.mine = frozenset(t.name for t in everything if self.owner_of.get(t.name, rank) == rank)
+        wanted = everything if group is not None else [t for t in everything if t.name in self.mine]
         budget = self._options.memory // (2 if group is not None else 1)
         singles = 1 + len(self._options.states)
         expected = min(max(expected, self._options.split, 3), self._options.replicates)

@@ -56,17 +56,9 @@ def select_layers(
 ) -> Selection:
     """Select the matrices among named parameters, of which shapes are enough.
 
-    Parameters
-    ----------
-    parameters
-        Those that need a gradient and have two dimensions or more are measured.
-    split
-        Splits a fused weight.
-    include, exclude
-        Patterns, each with shell-style alternatives separated by commas; ``*`` also matches dots. A pattern
-        selects a matrix if it matches its name, the weight that it is a part of, or a module above it.
-    prefix
-        Prefix of the options in messages.
+    Those that need a gradient and have two dimensions or more are measured. A pattern has shell-style
+    alternatives separated by commas; ``*`` also matches dots. It selects a matrix if it matches its name, the
+    weight that it is a part of, or a module above it. ``prefix`` is that of the options in messages.
 
     Raises
     ------

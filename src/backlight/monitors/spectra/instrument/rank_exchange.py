@@ -43,8 +43,8 @@ def cost(rows: int, columns: int) -> int:
 def longest_first(costs: Sequence[int], ranks: int) -> tuple[int, ...]:
     """Return the owner of each layer: the longest first, each to the rank with the least to do so far.
 
-    Graham's rule for scheduling on parallel machines (SIAM J. Appl. Math. 17, 1969): the busiest rank has at
-    most 4/3 of its work in the best schedule. Ties go to the first layer and the first rank.
+    Graham's rule (SIAM J. Appl. Math. 17, 1969): the busiest rank has at most 4/3 of its work in the best
+    schedule. Ties go to the first layer and the first rank.
     """
     load = [0] * ranks
     owners = [0] * len(costs)
@@ -73,10 +73,7 @@ def agreed_owners(offers: Sequence[Offer]) -> dict[str, int]:
 def common_parameters(
     offers: Sequence[Offer], names: Iterable[str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the parameters that all ranks can measure together, and the others with the reason.
-
-    Every rank gets the same result, because each has the same offers.
-    """
+    """Return the parameters that all ranks can measure together, and the others with the reason."""
     together: list[str] = []
     dropped: dict[str, str] = {}
     for name in names:
@@ -106,11 +103,10 @@ def offer_of(captured: CapturedStep, owner_of: Mapping[str, int], scale: float, 
 
 
 def exchange(group: RankGroup, captured: CapturedStep, own: Offer, budget: int) -> dict[str, str]:
-    """Send the replicates of each parameter to its owner; what stays in ``captured`` is measured here.
+    """Send the replicates of each parameter to its owner; return what no rank measures, with the reason.
 
-    Every rank calls this for every chosen step, also where it has nothing. ``budget`` bounds the bytes that
-    a rank receives. Returned are the parameters that no rank measures, with the reason: the same on all
-    ranks.
+    Every rank calls this for every chosen step, also where it has nothing, and gets the same result; what
+    stays in ``captured`` is measured here. ``budget`` bounds the bytes that a rank receives.
 
     Raises
     ------

@@ -28,10 +28,7 @@ _TIMEOUT = timedelta(days=7)
 
 
 class RankGroup:
-    """One rank of a group of ranks; a group of one without communication by default.
-
-    ``group`` is a process group over gloo, the default group if None.
-    """
+    """One rank of a group; ``group`` is a process group over gloo, the default group if None."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
         self.rank, self.size, self._group = rank, size, group
@@ -60,15 +57,7 @@ class RankGroup:
         return box[0]
 
     def raise_first(self, problem: tuple[Any, Exception] | None) -> None:
-        """Raise the same SpectraError on every rank if any of them has a problem: its position and the error.
-
-        Of several the first position is raised, so that the error does not depend on the number of ranks.
-
-        Raises
-        ------
-        SpectraError
-            If a rank has a problem.
-        """
+        """Raise the SpectraError of the first position on every rank if any has a problem."""
         reported = None if problem is None else (problem[0], _text(problem[1]))
         found = [one for one in self.all_gather(reported) if one is not None]
         if found:
@@ -95,10 +84,9 @@ class RankGroup:
         dtype: torch.dtype,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> list[Tensor]:
-        """Send replicates to the rank ``owner``, a bounded chunk at a time.
+        """Return all replicates on the host of the rank ``owner``, none on others; sent in bounded chunks.
 
-        ``held`` are those of this rank in order, ``sources`` the rank of each replicate. Returned are all of
-        them on the host of the owner, none on other ranks.
+        ``held`` are those of this rank in order, ``sources`` the rank of each replicate.
         """
         own, out = iter(held), []
         for source in sources:
@@ -137,13 +125,7 @@ def launched_ranks() -> Iterator[RankGroup]:
 
 
 def new_group(timeout_s: float) -> RankGroup:
-    """Return a process group of backlight's own, called by all ranks where they enter the watch.
-
-    Raises
-    ------
-    SpectraError
-        If the training script has no process group.
-    """
+    """Return a process group of backlight's own; SpectraError if the training script has none."""
     if not dist.is_available() or not dist.is_initialized():
         raise SpectraError("no process group exists yet: call init_process_group before watch")
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -151,10 +133,7 @@ def new_group(timeout_s: float) -> RankGroup:
 
 
 def _chunks(x: Tensor, chunk_bytes: int) -> Iterator[Tensor]:
-    flat = x.view(-1)
-    step = max(1, chunk_bytes // x.element_size())
-    for begin in range(0, len(flat), step):
-        yield flat[begin : begin + step]
+    yield from x.view(-1).split(max(1, chunk_bytes // x.element_size()))
 
 
 @contextmanager

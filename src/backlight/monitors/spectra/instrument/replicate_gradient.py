@@ -38,9 +38,8 @@ def differentiate(
     """Call ``on_gradients`` with the gradients of each part of a batch, by name, of the leaves that it uses.
 
     These are forward and backward passes that the training did not have, without touching ``.grad`` and
-    without the hooks that reduce. ``model`` is no wrapper that communicates. The random numbers of the parts
-    differ, as those of microbatches do; the caller restores buffers, training modes and the random state of
-    torch.
+    without the hooks that reduce. ``model`` is no wrapper that communicates; the caller restores its state
+    and the random state of torch.
 
     Raises
     ------
@@ -70,9 +69,8 @@ def gradients(
 ) -> dict[str, Tensor]:
     """Return the gradients ``[rows, columns]`` of the wanted matrices of one batch, on the host, by name.
 
-    Buffers of the model, which a forward pass may change, are restored; with :func:`seed_by` the result
-    follows from the replicate's number alone, whichever process computes it. Afterwards no parameter has a
-    gradient.
+    The model is left as it was, without gradients; with :func:`seed_by` the result follows from the
+    replicate's number alone, whichever process computes it.
 
     Raises
     ------

@@ -54,10 +54,10 @@ def record_measured(
 ) -> None:
     """Write the numbers of a layer at a step, and the event that marks it as measured.
 
-    Comes after :func:`record_arrays`. Where a process that is killed between the two must not leave the
-    event without its arrays, the writer is flushed between them. ``batch`` are the samples of one replicate;
-    without it there is no noise scale. ``stable_ranks`` are by ``"weight"``, ``"update"`` and ``"momentum"``;
-    ``drift`` holds the numbers of :data:`backlight.store.format.spectra.NUMBERS` that begin with that word.
+    Comes after :func:`record_arrays`, and after a flush where a kill between the two must not leave the event
+    without its arrays. ``batch`` are the samples of one replicate; without it there is no noise scale.
+    ``stable_ranks`` are by ``"weight"``, ``"update"`` and ``"momentum"``; ``drift`` are numbers of
+    :data:`backlight.store.format.spectra.NUMBERS`.
 
     Raises
     ------

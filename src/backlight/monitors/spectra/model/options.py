@@ -108,13 +108,7 @@ class SpectraOptions:
             )
 
     def parts(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """Return the parts of a fused weight or of its gradient; the tensor itself if no pattern matches.
-
-        Raises
-        ------
-        SpectraError
-            If the first dimension cannot be divided by the number of parts.
-        """
+        """Return the equal parts of a fused weight or its gradient; the tensor itself if not fused."""
         for pattern, parts in self.fused.items():
             if fnmatch.fnmatchcase(name, pattern):
                 if not tensor.ndim or tensor.shape[0] % len(parts):
