@@ -138,15 +138,15 @@ def test_polynomials_equal_integer_arithmetic():
 
 def test_a_knowledge_graph_is_consistent_without_leaks():
     graph = knowledge_graph(30, 6, 5, 0.1, 2.0, seed=0)
-    atomic = graph.train_questions[: graph.atomic]
+    atomic = graph.split.train_inputs[: graph.atomic]
     assert graph.atomic == 150
     assert (atomic[:, 2] == NO_TOKEN).all()
-    facts = {(h, r): t for (h, r, _), t in zip(atomic.tolist(), graph.train_answers.tolist(), strict=False)}
+    facts = {(h, r): t for (h, r, _), t in zip(atomic.tolist(), graph.split.train_labels.tolist(), strict=False)}
     assert len(facts) == 150
-    inferred = graph.train_questions[graph.atomic :]
+    inferred = graph.split.train_inputs[graph.atomic :]
     groups = {
-        "train": (inferred, graph.train_answers[graph.atomic :]),
-        "test": (graph.test_questions, graph.test_answers),
+        "train": (inferred, graph.split.train_labels[graph.atomic :]),
+        "test": (graph.split.test_inputs, graph.split.test_labels),
         "foreign": (graph.foreign_questions, graph.foreign_answers),
     }
     used: dict[str, set] = {}

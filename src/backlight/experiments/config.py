@@ -35,19 +35,10 @@ class ConfigurationError(ValueError):
 class RunOptions:
     """How a run is executed and stored.
 
-    Attributes
-    ----------
-    checkpoint_every:
-        Steps between two checkpoints; a killed run trains the steps since the last one again.
-    checkpoints:
-        Number of newest checkpoints that are kept.
-    disk_free:
-        Bytes that must stay free on the disk; below it, the run stores less.
-    flush_seconds:
-        Seconds between two writes.
-    threads:
-        Threads of torch on the host. One is fastest for small models, leaves cores to other runs, and
-        makes sums independent of the machine.
+    ``checkpoint_every`` steps lie between two checkpoints, and the newest ``checkpoints`` are kept: a killed
+    run trains the steps since the last one again. ``disk_free`` bytes must stay free on the disk; below it,
+    the run stores less. ``flush_seconds`` lie between two writes. One of torch's ``threads`` is fastest for
+    small models, leaves cores to other runs, and makes sums independent of the machine.
     """
 
     checkpoint_every: int = 1000
@@ -154,12 +145,8 @@ def assigned(items: Iterable[str]) -> dict[str, Any]:
 def configure(name: str | None, chosen: str | None, *layers: tuple[str, Mapping[str, Any]]) -> Configuration:
     """Return a preset overridden by ``layers``; the last one wins.
 
-    Parameters
-    ----------
-    name, chosen:
-        Experiment and preset; None takes them from the first layer that has them.
-    layers:
-        Source of the values, for messages, and nested values.
+    ``name`` and ``chosen`` are experiment and preset, None for those of the first layer that has them. A
+    layer is the source of its values, for messages, and nested values.
 
     Raises
     ------
@@ -190,34 +177,32 @@ def configure(name: str | None, chosen: str | None, *layers: tuple[str, Mapping[
 
 
 def _overridden(base: Configuration, values: Mapping[str, Any], where: str) -> Configuration:
-    sections = [f.name for f in dataclasses.fields(base.settings)]
-    known = [*_PLAIN, *sections, "measures", "run"]
-    for key in values:
-        if key not in known:
-            raise ConfigurationError(f"{where}: unknown key {key!r}{did_you_mean(str(key), known)}")
+    merged = _merged(base.as_mapping(), values, "", where)
+    sections = {f.name: getattr(base.settings, f.name) for f in dataclasses.fields(base.settings)}
+    settings = {key: _validated(type(held), merged[key], key, where) for key, held in sections.items()}
     changes: dict[str, Any] = {
-        "settings": _section(base.settings, {k: v for k, v in values.items() if k in sections}, "", where),
-        "measures": _section(base.measures, values.get("measures", {}), "measures", where),
-        "run": _section(base.run, values.get("run", {}), "run", where),
+        "settings": dataclasses.replace(base.settings, **settings),
+        "measures": _validated(Measures, merged["measures"], "measures", where),
+        "run": _validated(RunOptions, merged["run"], "run", where),
     }
     for key, kind in (("seed", int), ("device", str), ("control", str)):
-        if key in values:
-            changes[key] = _validated(kind, values[key] if values[key] is not None else "", key, where)
+        changes[key] = _validated(kind, merged[key] if merged[key] is not None else "", key, where)
     return dataclasses.replace(base, **changes)
 
 
-def _section(base: Any, values: Any, path: str, where: str) -> Any:
+def _merged(base: Mapping[str, Any], values: Any, path: str, where: str) -> dict[str, Any]:
+    """Return nested values, overridden by those of the same keys."""
     if not isinstance(values, Mapping):
         raise ConfigurationError(f"{where}: {path}: expected keys with values, got {values!r}")
-    merged: dict[str, Any] = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+    merged = dict(base)
     for key, value in values.items():
         full = f"{path}.{key}" if path else str(key)
-        if key not in merged:
-            hint = did_you_mean(str(key), merged, f"{path}." if path else "")
+        if key not in base:
+            hint = did_you_mean(str(key), base, f"{path}." if path else "")
             raise ConfigurationError(f"{where}: unknown key {full!r}{hint}")
-        nested = dataclasses.is_dataclass(merged[key])
-        merged[key] = _section(merged[key], value, full, where) if nested else value
-    return _validated(type(base), merged, path, where)
+        nested = isinstance(base[key], Mapping)
+        merged[key] = _merged(base[key], value, full, where) if nested else value
+    return merged
 
 
 def _validated(kind: Any, value: Any, path: str, where: str) -> Any:

@@ -9,8 +9,8 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,27 +90,23 @@ def run_all(
     KeyboardInterrupt
         On Ctrl-C, once the running ones have ended; each can be continued with ``--resume``.
     """
-    waiting, running, failed = list(commands), list[tuple[Path, subprocess.Popen[bytes]]](), 0
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    try:
-        while waiting or running:
-            while waiting and len(running) < concurrent:
-                directory, line = waiting.pop(0)
-                directory.parent.mkdir(parents=True, exist_ok=True)
-                with directory.with_name(f"{directory.name}.log").open("wb") as log:
-                    process = subprocess.Popen(line, stdout=log, stderr=log, env=environment)
-                running.append((directory, process))
-            for entry in list(running):
-                directory, process = entry
-                if process.poll() is not None:
-                    running.remove(entry)
-                    failed += process.returncode != 0
-                    on_end(directory, process.returncode)
-            time.sleep(0.1)
-    except KeyboardInterrupt:
-        for _, process in running:
-            process.wait()
-        raise
+
+    def run(directory: Path, line: Sequence[str]) -> int:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with directory.with_name(f"{directory.name}.log").open("wb") as log:
+            return subprocess.run(line, stdout=log, stderr=log, env=environment, check=False).returncode
+
+    failed = 0
+    with ThreadPoolExecutor(concurrent) as pool:
+        jobs = {pool.submit(run, directory, line): directory for directory, line in commands}
+        try:
+            for job in as_completed(jobs):
+                failed += job.result() != 0
+                on_end(jobs[job], job.result())
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
     return failed
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from backlight.experiments.data.split import Split, generator
 from backlight.experiments.experiment import Duration
+from backlight.experiments.progress import weight_norm
 
 Batch = tuple[Tensor, Tensor]
 
@@ -130,8 +131,9 @@ class Task:
         Samples in a training batch; 0 for all. Each epoch is one permutation, a function of seed
         and epoch; its last batch may be smaller.
     cheap, thorough:
-        Progress measures by name, called without gradients and in evaluation mode, those that take long
-        only in thorough evaluations; one that needs gradients enables them and never writes to ``.grad``.
+        Progress measures by name besides the norm of all weights, called without gradients and in
+        evaluation mode, those that take long in thorough evaluations only; one that needs gradients enables
+        them and never writes to ``.grad``.
     """
 
     model: nn.Module
@@ -213,6 +215,7 @@ class Task:
                 "test_loss": test_loss,
                 "train_accuracy": train_accuracy,
                 "test_accuracy": test_accuracy,
+                "progress/weight_norm": weight_norm(self.model.parameters()),
                 **{f"progress/{name}": float(measure()) for name, measure in due.items()},
             }
 

@@ -9,21 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backlight.experiments.data.split import generator
+from backlight.experiments.data.split import Split, generator
 
 Operation = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def _divide(a: Tensor, b: Tensor, p: int) -> Tensor:
-    # Fermat: b^(p-2) inverts b modulo a prime p; products stay far below 2⁶³.
-    inverse = torch.ones_like(b)
-    base, exponent = b % p, p - 2
-    while exponent:
-        if exponent & 1:
-            inverse = inverse * base % p
-        base = base * base % p
-        exponent >>= 1
-    return a * inverse % p
+    inverses = torch.tensor([0, *(pow(n, -1, p) for n in range(1, p))])
+    return a * inverses[b] % p
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -92,14 +85,11 @@ NO_TOKEN = -1
 class KnowledgeGraph:
     """Questions [n, 3] (head, relation, second relation or :data:`NO_TOKEN`) and answers [n], as tokens.
 
-    Tokens 0 to entities - 1 are entities, those after are relations. ``train`` holds all atomic facts,
-    then the inferred ones that are trained on; ``atomic`` counts the former.
+    Tokens 0 to entities - 1 are entities, those after are relations. Training is on all atomic facts, then
+    on some inferred ones; ``atomic`` counts the former.
     """
 
-    train_questions: Tensor
-    train_answers: Tensor
-    test_questions: Tensor
-    test_answers: Tensor
+    split: Split
     foreign_questions: Tensor
     foreign_answers: Tensor
     atomic: int
@@ -156,6 +146,5 @@ def knowledge_graph(
     atomic = torch.tensor([(head, entities + relation, NO_TOKEN, tail) for head, relation, tail in facts])
     train, test = torch.cat([atomic, inferred[:wanted]]), inferred[wanted:]
     others = torch.tensor(out_of_distribution)
-    return KnowledgeGraph(
-        train[:, :3], train[:, 3], test[:, :3], test[:, 3], others[:, :3], others[:, 3], len(facts)
-    )
+    split = Split(train[:, :3], train[:, 3], test[:, :3], test[:, 3])
+    return KnowledgeGraph(split, others[:, :3], others[:, 3], len(facts))

@@ -13,7 +13,6 @@ from backlight.experiments.models import PowerNet
 from backlight.experiments.progress import (
     circulant_deviation,
     inverse_participation_ratio,
-    weight_norm,
 )
 from backlight.experiments.task import AdamWTraining, Task, one_hot_squared_error
 from backlight.monitors.grokking.instrument.gram.agop import input_agop
@@ -107,13 +106,6 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
     def deviation() -> float:
         return circulant_deviation(input_agop(model, split.train_inputs[:256]), p)
 
-    return Task.with_adamw(
-        model,
-        split,
-        seed,
-        training,
-        chance=1 / p,
-        sample_losses=one_hot_squared_error,
-        cheap={"fourier_ipr": participation, "weight_norm": lambda: weight_norm(model.parameters())},
-        thorough={"agop_circulant_deviation": deviation},
-    )
+    measures = {"cheap": {"fourier_ipr": participation}, "thorough": {"agop_circulant_deviation": deviation}}
+    losses = one_hot_squared_error
+    return Task.with_adamw(model, split, seed, training, chance=1 / p, sample_losses=losses, **measures)

@@ -13,7 +13,6 @@ from backlight.experiments.progress import (
     adversarial_accuracy,
     local_complexity,
     neighbourhood,
-    weight_norm,
 )
 from backlight.experiments.task import (
     AdamWTraining,
@@ -127,18 +126,11 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
     def complexity(points: torch.Tensor) -> float:
         return local_complexity(hidden, points, frame, training.frame_radius)
 
-    return Task.with_adamw(
-        model,
-        split,
-        seed,
-        training,
-        chance=0.1,
-        sample_losses=LOSSES[training.loss],
-        cheap={"weight_norm": lambda: weight_norm(model.parameters())},
-        thorough={
-            "adversarial_accuracy": robust,
-            "local_complexity_train": lambda: complexity(some_train),
-            "local_complexity_test": lambda: complexity(some_test),
-            "local_complexity_random": lambda: complexity(some_random),
-        },
-    )
+    thorough = {
+        "adversarial_accuracy": robust,
+        "local_complexity_train": lambda: complexity(some_train),
+        "local_complexity_test": lambda: complexity(some_test),
+        "local_complexity_random": lambda: complexity(some_random),
+    }
+    losses = LOSSES[training.loss]
+    return Task.with_adamw(model, split, seed, training, chance=0.1, sample_losses=losses, thorough=thorough)

@@ -10,7 +10,7 @@ from torch import Tensor
 from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
 from backlight.experiments.experiment import Duration, Paper, Settings, experiment
 from backlight.experiments.models import AdditionToy
-from backlight.experiments.progress import representation_quality, weight_norm
+from backlight.experiments.progress import representation_quality
 from backlight.experiments.task import Task
 
 
@@ -83,19 +83,12 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
     with seeded(seed, "model"):
         model = AdditionToy(p, settings.model.dimensions, settings.model.hidden, settings.data.outputs)
         model = model.to(device)
+    groups = (
+        ([model.embed.weight], training.embedding_lr, training.embedding_decay),
+        (list(model.decoder.parameters()), training.decoder_lr, training.decoder_decay),
+    )
     optimizer = torch.optim.AdamW(
-        [
-            {
-                "params": [model.embed.weight],
-                "lr": training.embedding_lr,
-                "weight_decay": training.embedding_decay,
-            },
-            {
-                "params": list(model.decoder.parameters()),
-                "lr": training.decoder_lr,
-                "weight_decay": training.decoder_decay,
-            },
-        ]
+        [{"params": params, "lr": lr, "weight_decay": decay} for params, lr, decay in groups]
     )
 
     def losses(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -113,8 +106,5 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
         sample_losses=losses,
         right=right,
         accuracy="share of samples whose nearest target is that of the sum",
-        cheap={
-            "representation_quality": lambda: representation_quality(model.embed.weight),
-            "weight_norm": lambda: weight_norm(model.parameters()),
-        },
+        cheap={"representation_quality": lambda: representation_quality(model.embed.weight)},
     )

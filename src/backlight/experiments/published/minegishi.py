@@ -13,7 +13,7 @@ from backlight.experiments.data.algorithmic import modular_table, unordered
 from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
 from backlight.experiments.experiment import Paper, Settings, experiment
 from backlight.experiments.models import PairMlp
-from backlight.experiments.progress import inverse_participation_ratio, weight_norm
+from backlight.experiments.progress import inverse_participation_ratio
 from backlight.experiments.task import AdamWTraining, Task
 
 
@@ -195,10 +195,7 @@ def build(
         seed,
         training,
         chance=1 / p,
-        cheap={
-            "weight_norm": lambda: weight_norm(model.parameters()),
-            "fourier_ipr": lambda: inverse_participation_ratio(model.up.weight @ model.embed.weight.T),
-        },
+        cheap={"fourier_ipr": lambda: inverse_participation_ratio(model.up.weight @ model.embed.weight.T)},
         dense_steps=training.dense_steps,
         sparsity=training.sparsity,
         mask=training.mask,

@@ -12,7 +12,6 @@ from backlight.experiments.data.algorithmic import modular_table
 from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
 from backlight.experiments.experiment import Paper, Settings, experiment
 from backlight.experiments.models import PlainTransformer
-from backlight.experiments.progress import weight_norm
 from backlight.experiments.task import AdamWTraining, Task
 
 
@@ -101,16 +100,12 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
         outputs, keys = logits()
         return fourier.excluded_loss(outputs, labels, p, keys, trained, precise_cross_entropy)
 
-    return Task.with_adamw(
-        model,
-        split,
-        seed,
-        training,
-        chance=1 / p,
-        sample_losses=precise_cross_entropy,
-        cheap={
-            "weight_norm": lambda: weight_norm(model.parameters()),
-            "fourier_ipr": lambda: fourier.inverse_participation_ratio(model.embed.weight[:p].T),
-        },
-        thorough={"restricted_loss": restricted, "excluded_loss": excluded},
-    )
+    def participation() -> float:
+        return fourier.inverse_participation_ratio(model.embed.weight[:p].T)
+
+    measures = {
+        "cheap": {"fourier_ipr": participation},
+        "thorough": {"restricted_loss": restricted, "excluded_loss": excluded},
+    }
+    losses = precise_cross_entropy
+    return Task.with_adamw(model, split, seed, training, chance=1 / p, sample_losses=losses, **measures)

@@ -76,15 +76,6 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
         model = Mlp((split.train_inputs.shape[1], *settings.model.hidden, 10), scale=settings.model.scale).to(
             device
         )
-    return Task.with_adamw(
-        model,
-        split,
-        seed,
-        training,
-        chance=0.1,
-        sample_losses=one_hot_squared_error,
-        cheap={
-            "weight_norm": lambda: weight_norm(model.parameters()),
-            "last_layer_norm": lambda: weight_norm(model.layers[-1].parameters()),
-        },
-    )
+    cheap = {"last_layer_norm": lambda: weight_norm(model.layers[-1].parameters())}
+    losses = one_hot_squared_error
+    return Task.with_adamw(model, split, seed, training, chance=0.1, sample_losses=losses, cheap=cheap)

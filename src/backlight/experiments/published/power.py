@@ -118,9 +118,6 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
         training,
         chance=1 / count,
         batch_size=min(training.batch_size, -(-train_size // 2)),
-        cheap={
-            "weight_norm": lambda: weight_norm(model.parameters()),
-            "last_layer_norm": lambda: weight_norm([model.head.weight]),
-        },
+        cheap={"last_layer_norm": lambda: weight_norm([model.head.weight])},
         thorough={"softmax_collapse": lambda: softmax_collapse(model(split.train_inputs[:512]))},
     )

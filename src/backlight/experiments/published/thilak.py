@@ -90,9 +90,7 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
     model = model.to(device)
     train_size = round(data.train_share * len(inputs))
     split = apply_control(draw_split(inputs, results, train_size, seed), control, seed).to(device)
-    optimizer = torch.optim.Adam(
-        model.parameters(), lr=training.lr, betas=(training.betas[0], training.betas[1]), eps=training.eps
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=training.lr, betas=training.betas, eps=training.eps)
     return Task(
         model,
         optimizer,
@@ -101,10 +99,7 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
         chance=1 / data.p,
         scheduler=linear_warmup(optimizer, training.warmup),
         batch_size=training.batch_size,
-        cheap={
-            "last_layer_norm": lambda: weight_norm([last.weight]),
-            "weight_norm": lambda: weight_norm(model.parameters()),
-        },
+        cheap={"last_layer_norm": lambda: weight_norm([last.weight])},
         thorough={
             "softmax_collapse": lambda: softmax_collapse(model(split.train_inputs)),
             "smallest_margin": lambda: smallest_margin(model(split.train_inputs), split.train_labels),

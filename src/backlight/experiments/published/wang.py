@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from backlight.experiments.data.algorithmic import knowledge_graph
-from backlight.experiments.data.split import Split, apply_control, seeded
+from backlight.experiments.data.split import apply_control, seeded
 from backlight.experiments.experiment import Paper, Settings, experiment
 from backlight.experiments.models import Gpt
-from backlight.experiments.progress import weight_norm
 from backlight.experiments.task import AdamWTraining, Task
 
 
@@ -96,24 +95,16 @@ def build(settings: Settings[Data, Model, Training], seed: int, device: torch.de
     graph = knowledge_graph(
         data.entities, data.relations, data.degree, data.foreign_share, data.inferred_ratio, seed
     )
-    split = Split(graph.train_questions, graph.train_answers, graph.test_questions, graph.test_answers)
-    split = apply_control(split, control, seed).to(device)
+    split = apply_control(graph.split, control, seed).to(device)
     foreign = graph.foreign_questions.to(device), graph.foreign_answers.to(device)
     with seeded(seed, "model"):
         model = Gpt(
             data.entities + data.relations, 3, layers=shape.layers, width=shape.width, heads=shape.heads
         ).to(device)
-    task = Task.with_adamw(
-        model,
-        split,
-        seed,
-        training,
-        chance=1 / data.entities,
-    )
+    task = Task.with_adamw(model, split, seed, training, chance=1 / data.entities)
     atomic = slice(0, graph.atomic)
     task.cheap = {
         "out_of_distribution_accuracy": lambda: task.score(*foreign)[1],
         "atomic_accuracy": lambda: task.score(split.train_inputs[atomic], split.train_labels[atomic])[1],
-        "weight_norm": lambda: weight_norm(model.parameters()),
     }
     return task
