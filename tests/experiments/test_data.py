@@ -141,7 +141,8 @@ def test_a_knowledge_graph_is_consistent_without_leaks():
     atomic = graph.split.train_inputs[: graph.atomic]
     assert graph.atomic == 150
     assert (atomic[:, 2] == NO_TOKEN).all()
-    facts = {(h, r): t for (h, r, _), t in zip(atomic.tolist(), graph.split.train_labels.tolist(), strict=False)}
+    tails = graph.split.train_labels[: graph.atomic].tolist()
+    facts = {(h, r): t for (h, r, _), t in zip(atomic.tolist(), tails, strict=True)}
     assert len(facts) == 150
     inferred = graph.split.train_inputs[graph.atomic :]
     groups = {
