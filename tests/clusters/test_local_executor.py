@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import backlight
+from backlight.cli.app import main
 from backlight.launch.slurm import Job, submit
 from backlight.records import RunStatus
 
@@ -19,29 +20,18 @@ pytest.importorskip("submitit")
 TRAINING = Path(__file__).parent / "training.py"
 
 
-def test_one_command_ends_with_one_run_of_two_ranks(tmp_path: Path) -> None:
+def test_one_command_ends_with_one_run_of_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
-    line = [
-        sys.executable,
-        "-m",
-        "backlight",
-        "run",
-        "--slurm",
-        "cluster=local",
-        "--slurm",
-        "nproc_per_node=2",
-    ]
-    done = subprocess.run(
-        [*line, "--monitors", "health", "--every", "1", "--out", str(run), str(TRAINING), "4"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"run {run}, output in {run}.slurm" in done.stdout
+    line = ["run", "--slurm", "cluster=local", "--slurm", "nproc_per_node=2", "--monitors", "health"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(SystemExit) as leaving:
+        main([*line, "--every", "1", "--out", str(run), str(TRAINING), "4"])
+    done, errors = capsys.readouterr()
+    assert leaving.value.code in {0, None}, errors
+    assert f"run {run}, output in {run}.slurm" in done
     found = backlight.open_run(run)
     assert (found.status, found.losses) == (RunStatus.FINISHED, ())
     assert (found.attempts[0].ranks, found.attempts[0].world_size) == ((0, 1), 2)
@@ -62,19 +52,10 @@ def test_a_failed_training_fails_the_command(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_requeued_job_is_a_new_attempt(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    command = (
-        "-m",
-        "backlight",
-        "run",
-        "--monitors",
-        "health",
-        "--every",
-        "1",
-        "--out",
-        str(tmp_path / "run"),
-    )
+    out = tmp_path / "run"
+    command = ("-m", "backlight", "run", "--monitors", "health", "--every", "1", "--out", str(out))
     words = (str(TRAINING), "3", "hang", str(mark))
-    handle = submit(Job("x", (*command, *words), tmp_path / "run", per_node=2, minutes=10, local=True))
+    handle = submit(Job("x", (*command, *words), out, per_node=2, minutes=10, local=True))
     deadline = time.monotonic() + 100
     while not mark.exists():
         assert time.monotonic() < deadline

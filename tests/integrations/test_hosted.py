@@ -47,7 +47,7 @@ def test_a_folder_that_cannot_be_used_is_one_warning_and_the_training_goes_on(tm
     host.log({"a": 1.0})
     host.end()
     assert not host.active
-    assert host.findings == []
+    assert host.watch is None
 
 
 def test_a_monitor_that_does_not_exist_is_refused_where_it_stands(tmp_path: Path) -> None:

@@ -44,76 +44,56 @@ def watched(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
     return python(folder, "-m", "backlight", "run", "--out", "run", *arguments, **environment)
 
 
-def test_a_folder_that_is_refused_is_one_line_before_the_script_begins(tmp_path: Path) -> None:
-    write(tmp_path, "print('begun')\n")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "notes.txt").write_text("mine")
-    refused = watched(tmp_path, "train.py")
-    assert refused.returncode == 2
-    assert refused.stdout == ""
-    assert refused.stderr.startswith("backlight: run: ")
-    assert refused.stderr.count("\n") == 1
-
-
-def test_output_arguments_and_exit_code_are_the_scripts_own(tmp_path: Path) -> None:
+def test_output_arguments_and_exceptions_are_the_scripts_own(tmp_path: Path) -> None:
     write(
         tmp_path,
         "train(3)\nimport atexit, __main__\natexit.register(lambda: print('at exit', model is not None))\n"
         "print(sys.argv, __name__, __file__, __main__.model is model, sys.path[0] != '')\n"
-        "print('to stderr', file=sys.stderr)\nsys.exit(7)\n",
+        "print('to stderr', file=sys.stderr)\n"
+        "def fail():\n    raise ValueError('of the script')\nfail()\n",
     )
-    alone = python(tmp_path, "train.py", "--lr", "3", "--out", "x", "-h")
-    seen = watched(tmp_path, "train.py", "--lr", "3", "--out", "x", "-h")
+    arguments = ("train.py", "--lr", "3", "--out", "x", "-h")
+    alone, seen = python(tmp_path, *arguments), watched(tmp_path, *arguments)
     assert seen.stdout == alone.stdout
     assert "['train.py', '--lr', '3', '--out', 'x', '-h'] __main__" in seen.stdout
     assert "at exit True" in seen.stdout
-    assert seen.returncode == alone.returncode == 7
-    assert seen.stderr.startswith("to stderr\n")
-    run = backlight.open_run(tmp_path / "run")
-    assert run.attempts[-1].argv[-4:] == ("3", "--out", "x", "-h")
-    assert len(run.series_steps("gradient")) == 3
-
-
-def test_an_exception_is_printed_as_python_prints_it(tmp_path: Path) -> None:
-    write(tmp_path, "train(2)\ndef fail():\n    raise ValueError('of the script')\nfail()\n")
-    alone, seen = python(tmp_path, "train.py"), watched(tmp_path, "train.py")
     assert seen.returncode == alone.returncode == 1
+    assert alone.stderr.startswith("to stderr\nTraceback")
     assert seen.stderr.startswith(alone.stderr)
     run = backlight.open_run(tmp_path / "run")
     assert run.status is RunStatus.FAILED
+    assert run.attempts[-1].argv[-4:] == ("3", "--out", "x", "-h")
     assert run.events("exception")[0].payload == {"type": "ValueError", "message": "of the script"}
-    assert len(run.series_steps("gradient")) == 2
+    assert len(run.series_steps("gradient")) == 3
 
 
-def test_an_interrupt_ends_the_process_by_its_signal(tmp_path: Path) -> None:
-    write(tmp_path, "import time\ntrain(5)\nprint('trained', flush=True)\ntime.sleep(60)\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "backlight", "run", "--out", "run", "train.py"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout.readline() == "trained\n"
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in errors
-    run = backlight.open_run(tmp_path / "run")
-    assert run.status is RunStatus.FAILED
-    assert len(run.series_steps("gradient")) == 5
-
-
-def test_a_kill_leaves_a_readable_run(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_process_by_its_signal_and_a_kill_leaves_a_readable_run(tmp_path: Path) -> None:
     write(tmp_path, "import time\ntrain(50)\nprint('trained', flush=True)\ntime.sleep(60)\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "backlight", "run", "--out", "run", "train.py"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    interrupted, killed = (
+        subprocess.Popen(
+            [sys.executable, "-m", "backlight", "run", "--out", out, "train.py"],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for out in ("interrupted", "killed")
     )  # fmt: skip
-    assert process.stdout.readline() == "trained\n"
-    time.sleep(2.5)  # two flush intervals
-    process.kill()
-    process.communicate()
-    run = backlight.open_run(tmp_path / "run")
-    assert run.status is RunStatus.KILLED
+    for process in (interrupted, killed):
+        assert process.stdout.readline() == "trained\n"
+    interrupted.send_signal(signal.SIGINT)
+    _, errors = interrupted.communicate(timeout=60)
+    assert interrupted.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in errors
+    run = backlight.open_run(tmp_path / "interrupted")
+    assert run.status is RunStatus.FAILED
+    assert len(run.series_steps("gradient")) == 50
     # The last step closes when the next begins; one step is what stays open.
+    deadline = time.monotonic() + 60
+    while len(backlight.open_run(tmp_path / "killed").series_steps("gradient")) < 49:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    killed.kill()
+    killed.communicate()
+    run = backlight.open_run(tmp_path / "killed")
+    assert run.status is RunStatus.KILLED
     assert len(run.series_steps("gradient")) >= 49
 
 
@@ -156,13 +136,18 @@ def test_a_watched_script_under_coverage(tmp_path: Path) -> None:
     assert [lines[n - 1] for n in covered["missing_lines"]] == ["    print('not covered')"]
 
 
-def test_steps_ends_the_script_cleanly(tmp_path: Path) -> None:
+def test_steps_ends_the_script_cleanly_and_ranks_that_make_no_sense_are_one_warning(tmp_path: Path) -> None:
     write(tmp_path, "try:\n    train(10**9)\nfinally:\n    print('cleaned up')\n")
-    seen = watched(tmp_path, "--steps", "5", "train.py")
+    seen = watched(tmp_path, "--steps", "5", "train.py", RANK="5", WORLD_SIZE="2")
     assert (seen.returncode, seen.stdout) == (0, "cleaned up\n"), seen.stderr
     run = backlight.open_run(tmp_path / "run")
     assert run.status is RunStatus.FINISHED
     assert list(run.series_steps("gradient")) == [0, 1, 2, 3, 4]
+    first, *summary = seen.stderr.splitlines()
+    told = "backlight: the environment says RANK='5', WORLD_SIZE='2'"
+    assert first.startswith(f"train.py:0: RuntimeWarning: {told}")
+    assert summary[0] == "run"  # it is alone, and so it prints the summary of its run
+    assert "  other ranks: the environment says RANK='5', WORLD_SIZE='2'; expected whole" in summary
 
 
 @pytest.mark.full
@@ -190,6 +175,7 @@ def test_workers_started_by_spawn_run_unwatched(tmp_path: Path) -> None:
         (["--config", "broken.toml", "train.py"], "broken.toml: not valid TOML"),
         (["--config", "unknown.toml", "train.py"], "unknown.toml: unknown key 'colour'"),
         (["--evry", "1", "train.py"], "No such option: --evry"),
+        (["--out", "taken", "train.py"], "taken: is not a backlight run and not empty"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
@@ -201,22 +187,29 @@ def test_what_cannot_be_done_is_one_line(
 ) -> None:
     from backlight.cli.app import main
 
-    write(tmp_path, "train(1)\n")
+    write(tmp_path, "print('begun')\n")
     (tmp_path / "broken.toml").write_text("monitors = [")
     (tmp_path / "unknown.toml").write_text("colour = 1")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(SystemExit) as leaving:
         main(["run", *arguments])
-    errors = capsys.readouterr().err
-    assert leaving.value.code == 2
+    output, errors = capsys.readouterr()
+    assert (leaving.value.code, output) == (2, "")
     assert message in errors
     assert errors.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("pass", 0), ("sys.exit(3)", 3), pytest.param("1 / 0", 1, marks=pytest.mark.full)]
+    ("end", "code"),
+    [
+        ("sys.exit(3)", 3),
+        pytest.param("pass", 0, marks=pytest.mark.full),
+        pytest.param("1 / 0", 1, marks=pytest.mark.full),
+    ],
 )
 def test_what_a_module_made_lives_as_long_as_without_us(tmp_path: Path, end: str, code: int) -> None:
     ends = "import os\nclass Ends:\n    def __del__(self, write=os.write):\n        write(2, b'dropped')\n"
@@ -227,15 +220,3 @@ def test_what_a_module_made_lives_as_long_as_without_us(tmp_path: Path, end: str
     assert seen.returncode == code
     # Not when the module is over: the summary comes before.
     assert seen.stderr.endswith("next: backlight report run\ndropped")
-
-
-def test_ranks_that_make_no_sense_are_one_warning_that_names_the_script(tmp_path: Path) -> None:
-    write(tmp_path, "train(2)\n")
-    seen = watched(tmp_path, "train.py", RANK="5", WORLD_SIZE="2")
-    assert seen.returncode == 0
-    first, summary = seen.stderr.splitlines()[0], seen.stderr.splitlines()[1:]
-    assert first.startswith(
-        "train.py:0: RuntimeWarning: backlight: the environment says RANK='5', WORLD_SIZE='2'"
-    )
-    assert summary[0] == "run"  # it is alone, and so it is told of its run
-    assert "  other ranks: the environment says RANK='5', WORLD_SIZE='2'; expected whole" in summary

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from backlight.store.export.files import ENDINGS
-from backlight.store.export.tables import LONG_COLUMNS, SCALAR_COLUMNS
+from backlight.store.export.tables import long_table, scalars_table
 from backlight.store.format import column_codec
 from backlight.store.format.manifest import AttemptEntry, Manifest, Progress
 from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, HISTOGRAM, SCALARS, SERIES, TABLES
 from backlight.store.platform.process import ProcessIdentity
+from backlight.store.read.run import open_run
 from backlight.store.write.database import PAGE_BYTES
+from backlight.store.write.writer import RunWriter
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
 WORDS = set(re.findall(r"[\w./]+", PAGE))
@@ -58,6 +60,8 @@ def test_every_letter_and_encoding() -> None:
     assert missing([*column_codec._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
 
 
-def test_every_export() -> None:
+def test_every_export(tmp_path: Path) -> None:
     assert missing([f"out{ending}" for ending in ENDINGS]) == []
-    assert missing([column.name for column in (*LONG_COLUMNS, *SCALAR_COLUMNS)]) == []
+    RunWriter.create(tmp_path / "run").close()
+    run = open_run(tmp_path / "run")
+    assert missing([*long_table(run).names, *scalars_table(run).names]) == []

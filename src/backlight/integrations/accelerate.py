@@ -6,10 +6,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from backlight.integrations.hosted import Hosted, Hosting, OnEnd, require
+from backlight.integrations.hosted import Hosted, HostedWatch, OnEnd, require
 
 VERSION = require("accelerate", "accelerate")
 """The release of Accelerate that is here."""
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from backlight.session.watch import Watch
 
 
-class AcceleratedWatch(Hosting):
-    """One watched loop, made by :func:`watch`; nothing of it raises inside the loop."""
+class AcceleratedWatch(HostedWatch):
+    """One watched loop, made by :func:`watch`; what ``accelerator.log`` is given is recorded."""
 
     def __init__(
         self,
@@ -34,40 +33,25 @@ class AcceleratedWatch(Hosting):
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         hosted: Hosted,
-        name: str,
         step: int,
     ) -> None:
+        super().__init__(hosted)
         self._accelerator = accelerator
-        self._models = list(models)
-        self._optimizers = list(optimizers)
-        self._hosted = hosted
-        self._name = name
+        self._models = models
+        self._optimizers = optimizers
         self._step = step
         self._tracker = _Tracker(hosted)
 
-    def __enter__(self) -> Self:
-        """Attach, and listen to ``accelerator.log``."""
-        self._hosted.begin(self._models, self._optimizers, name=self._name, step=self._step)
+    def _attach(self) -> None:
+        name = Path(sys.argv[0] if sys.argv else "").stem or type(self._models[0]).__name__
+        self._hosted.begin(self._models, self._optimizers, name=name, step=self._step)
         with self._hosted.shield("watch", "what accelerator.log is given"):
             self._accelerator.trackers.append(self._tracker)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Remove everything and close the run; an exception goes on its way."""
+    def _detach(self) -> None:
         with self._hosted.shield("watch", "nothing, but a tracker is left behind"):
             trackers = self._accelerator.trackers
             trackers[:] = [tracker for tracker in trackers if tracker is not self._tracker]
-        clean = isinstance(error, SystemExit) and error.code in {None, 0}
-        self._hosted.end(None if clean else error)
-
-    def log(self, step: int | None = None, **scalars: Any) -> None:
-        """Record numbers of your own at the current step, on every rank."""
-        self._hosted.log(scalars, step=step)
 
 
 def watch(
@@ -114,8 +98,7 @@ def watch(
     hosted = Hosted("accelerate.watch", run, settings, samples=samples, on_end=on_end, summary=summary)
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    name = Path(sys.argv[0] if sys.argv else "").stem or type(models[0]).__name__
-    return AcceleratedWatch(accelerator, models, optimizers, hosted, name, step)
+    return AcceleratedWatch(accelerator, models, optimizers, hosted, step)
 
 
 class _Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate has no types

@@ -14,7 +14,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 
@@ -62,22 +63,15 @@ def require(distribution: str, extra: str) -> str:
     try:
         found = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        raise FrameworkError(_text(extra, distribution, least, "it is not installed")) from None
+        found = ""
     if _numbers(found) < _numbers(least):
-        raise FrameworkError(_text(extra, distribution, least, f"got {found}"))
+        names = {"lightning": "lightning", "huggingface": "huggingface", "accelerate": "huggingface"}
+        source = f"'backlight[{names[extra]}]'" if extra in names else extra
+        raise FrameworkError(
+            f"backlight.integrations.{extra}: expected {distribution} {least} or newer, "
+            f"{f'got {found}' if found else 'it is not installed'}; run: pip install --upgrade {source}"
+        )
     return found
-
-
-def _text(extra: str, distribution: str, least: str, got: str) -> str:
-    return (
-        f"backlight.integrations.{extra}: expected {distribution} {least} or newer, {got}; "
-        f"run: pip install --upgrade {_source(extra)}"
-    )
-
-
-def _source(extra: str) -> str:
-    names = {"lightning": "lightning", "huggingface": "huggingface", "accelerate": "huggingface"}
-    return f"'backlight[{names[extra]}]'" if extra in names else extra
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -110,15 +104,10 @@ class Hosted:
         self._samples = samples
         self._on_end = on_end
         self._summary = summary
-        self._active = False
+        self.active = False
         self._broken: set[str] = set()
         self._notifier = Notifier(self._run or Path("runs"))
         self.watch: Watch | None = None
-
-    @property
-    def active(self) -> bool:
-        """Whether a training is being watched now."""
-        return self._active
 
     def begin(
         self,
@@ -129,7 +118,7 @@ class Hosted:
         step: int = 0,
     ) -> None:
         """Start to watch; ``step`` is the number of steps done before."""
-        if self._active:
+        if self.active:
             self.end(RuntimeError("the training run was left, and another one started"))
         with self.shield("begin", "anything of this training run"):
             self._broken.discard("log")
@@ -141,36 +130,30 @@ class Hosted:
                 path = default_path(name, launch_id() if rank_and_size()[1] > 1 else None)
             begun = watch(list(models), list(optimizers), run=path, samples=self._samples, **settings)
             begun.__enter__()
-            self.watch, self._active = begun, True
+            self.watch, self.active = begun, True
             self._notifier = begun.notifier
             _close_at_exit(self)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Record what the framework logs: of ``values`` whatever is one number."""
-        if not self._active or self.watch is None or "log" in self._broken:
+        if not self.active or self.watch is None or "log" in self._broken:
             return
         with self.shield("log", "what the framework logs"):
-            numbers = {name: value for name, value in values.items() if _is_number(value)}
-            own = {n: v for n, v in numbers.items() if n not in {"step", "self"}}
+            own = {n: v for n, v in values.items() if n not in {"step", "self"} and _is_number(v)}
             if own:
                 self.watch.log(step=step, **own)
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the run, and report the findings once."""
-        if not self._active or self.watch is None:
+        if not self.active or self.watch is None:
             return
-        self._active = False
+        self.active = False
         with self.shield("end", "the end of the training run"):
             traceback = None if error is None else error.__traceback__
             self.watch.__exit__(None if error is None else type(error), error, traceback)
         if rank_and_size()[0] == 0:
             with self.shield("end", "nothing, but its findings are not printed"):
                 self._say()
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Findings of the run so far."""
-        return [] if self.watch is None else self.watch.findings
 
     @contextlib.contextmanager
     def shield(self, hook: str, lost: str) -> Iterator[None]:
@@ -238,7 +221,42 @@ class Hosting:
     @property
     def findings(self) -> list[Finding]:
         """Findings of the run so far."""
-        return self._hosted.findings
+        return [] if self.watch is None else self.watch.findings
+
+
+class HostedWatch(Hosting):
+    """A watched loop, used as a context manager around it; nothing of it raises inside the loop."""
+
+    def __init__(self, hosted: Hosted) -> None:
+        self._hosted = hosted
+
+    def __enter__(self) -> Self:
+        """Attach."""
+        self._attach()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Remove everything and close the run; an exception goes on its way."""
+        self._detach()
+        clean = isinstance(error, SystemExit) and error.code in {None, 0}
+        self._hosted.end(None if clean else error)
+
+    def log(self, step: int | None = None, **scalars: Any) -> None:
+        """Record numbers of your own at the current step, on every rank."""
+        self._hosted.log(scalars, step=step)
+
+    def _attach(self) -> None:
+        """Begin to watch, and listen to what the framework logs."""
+        raise NotImplementedError
+
+    def _detach(self) -> None:
+        """Undo what :meth:`_attach` changed in the framework's objects."""
+        raise NotImplementedError
 
 
 class HostedCallback(Hosting):

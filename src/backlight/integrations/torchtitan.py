@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from backlight.integrations.hosted import Hosted, Hosting, OnEnd, require
+from backlight.integrations.hosted import Hosted, HostedWatch, OnEnd, require
 
 VERSION = require("torchtitan", "torchtitan")
 """The release of torchtitan that is here."""
@@ -22,46 +21,35 @@ if TYPE_CHECKING:
     from backlight.monitor import Samples
 
 
-class TitanWatch(Hosting):
-    """One watched training run, made by :func:`watch`; it never raises inside the training loop."""
+class TitanWatch(HostedWatch):
+    """One watched training run, made by :func:`watch`."""
 
-    def __init__(self, trainer: Any, parts: list[nn.Module], optimizers: Any, step: int, hosted: Hosted):
+    def __init__(
+        self, trainer: Any, parts: list[nn.Module], optimizers: Any, step: int, hosted: Hosted
+    ) -> None:
+        super().__init__(hosted)
         self._trainer = trainer
         self._parts = parts
         self._optimizers = optimizers
         self._step = step
-        self._hosted = hosted
         self._logger: Any = None
 
-    def __enter__(self) -> Self:
-        """Attach; to a trainer at its first step, when its checkpoint is loaded."""
+    def _attach(self) -> None:
+        """Begin; with a trainer at its first step, when its checkpoint is loaded."""
         if self._trainer is None:
             self._begin(self._step)
-            return self
+            return
         with self._hosted.shield("watch", "anything of this training run"):
             self._await_first_step()
         with self._hosted.shield("watch", "the metrics of the trainer"):
             metrics = self._trainer.metrics_processor
             self._logger, metrics.logger = metrics.logger, _Logger(metrics.logger, self._hosted)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Remove everything and close the run; an exception goes on its way."""
+    def _detach(self) -> None:
         if self._trainer is not None:
             self._trainer.__dict__.pop("train_step", None)
             if self._logger is not None:
                 self._trainer.metrics_processor.logger = self._logger
-        clean = isinstance(error, SystemExit) and error.code in {None, 0}
-        self._hosted.end(None if clean else error)
-
-    def log(self, step: int | None = None, **scalars: Any) -> None:
-        """Record numbers of your own at the current step."""
-        self._hosted.log(scalars, step=step)
 
     def _begin(self, step: int) -> None:
         name = type(self._parts[0]).__name__.removeprefix("FSDP") if self._parts else "training"

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import pickle
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 REQUIRED = ("build_model", "batches", "loss")
 """Functions that most commands need."""
-
-OPTIONAL = ("build_optimizer", "load", "split")
 
 _SIGNATURES = {
     "build_model": "build_model(**settings)",
@@ -71,9 +70,7 @@ class Recipe:
 
         model = self._call("build_model")
         if not isinstance(model, nn.Module):
-            raise RecipeError(
-                f"{self.path}: build_model returned {type(model).__name__}, expected a torch.nn.Module"
-            )
+            raise self._wrong("build_model", model, "a torch.nn.Module")
         return model
 
     def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
@@ -82,9 +79,7 @@ class Recipe:
         try:
             return iter(given)
         except TypeError:
-            raise RecipeError(
-                f"{self.path}: batches returned {type(given).__name__}, expected an iterable of batches"
-            ) from None
+            raise self._wrong("batches", given, "an iterable of batches") from None
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of ``batch``, a tensor with one element."""
@@ -92,23 +87,14 @@ class Recipe:
 
         value = self.module.loss(model, batch)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            got = (
-                f"a tensor of shape {tuple(value.shape)}"
-                if isinstance(value, torch.Tensor)
-                else type(value).__name__
-            )
-            raise RecipeError(f"{self.path}: loss returned {got}, expected a tensor with one element")
+            raise self._wrong("loss", value, "a tensor with one element")
         return value
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return an optimizer over ``model``."""
-        self._require("build_optimizer")
         optimizer = self._call("build_optimizer", model)
         if not hasattr(optimizer, "param_groups"):
-            raise RecipeError(
-                f"{self.path}: build_optimizer returned {type(optimizer).__name__}, "
-                "expected a torch.optim.Optimizer"
-            )
+            raise self._wrong("build_optimizer", optimizer, "a torch.optim.Optimizer")
         return optimizer  # type: ignore[no-any-return]
 
     def load(self, model: nn.Module, path: Path) -> None:
@@ -141,26 +127,23 @@ class Recipe:
         if parts is None:
             return {name: tensor}
         if not isinstance(parts, Mapping) or not parts:
-            raise RecipeError(
-                f"{self.path}: split({name!r}, …) returned {type(parts).__name__}, expected a "
-                "dictionary from names to tensors, or None for a weight that is not fused"
-            )
+            expected = "a dictionary from names to tensors, or None for a weight that is not fused"
+            raise self._wrong(f"split({name!r}, …)", parts, expected)
         return parts
 
-    def _require(self, function: str) -> None:
+    def _wrong(self, function: str, got: Any, expected: str) -> RecipeError:
+        shape = getattr(got, "shape", None)
+        what = type(got).__name__ if shape is None else f"a tensor of shape {tuple(shape)}"
+        return RecipeError(f"{self.path}: {function} returned {what}, expected {expected}")
+
+    def _call(self, function: str, *given: Any, **named: Any) -> Any:
         if not self.has(function):
             raise RecipeError(
                 f"{self.path}: defines no {function}; add `def {_SIGNATURES[function]}` to the recipe"
             )
-
-    def _call(self, function: str, *given: Any, **named: Any) -> Any:
-        self._require(function)
+        names, takes_all = _accepted(self.module, function)
+        taken = {key: value for key, value in self.settings.items() if takes_all or key in names}
         target: Callable[..., Any] = getattr(self.module, function)
-        taken = (
-            dict(self.settings)
-            if _takes_all(self.module, function)
-            else {key: value for key, value in self.settings.items() if key in _named(self.module, function)}
-        )
         return target(*given, **named, **taken)
 
 
@@ -172,9 +155,9 @@ def read_recipe(
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe; expected a Python file below {Path.cwd()}")
     module = _execute(path)
-    missing = [name for name in needs if not callable(getattr(module, name, None))]
+    found = [name for name in _SIGNATURES if callable(getattr(module, name, None))]
+    missing = [name for name in needs if name not in found]
     if missing:
-        found = [name for name in (*REQUIRED, *OPTIONAL) if callable(getattr(module, name, None))]
         wanted = ", ".join(f"`def {_SIGNATURES[name]}`" for name in missing)
         raise RecipeError(
             f"{path}: not a recipe for this command: expected {wanted}; "
@@ -228,35 +211,25 @@ def _execute(path: Path) -> ModuleType:
 def _line(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError):
         return ""
-    stack, line = error.__traceback__, None
-    while stack is not None:
-        if Path(stack.tb_frame.f_code.co_filename) == path:
-            line = stack.tb_lineno
-        stack = stack.tb_next
-    return f" (line {line})" if line is not None else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
+    return f" (line {lines[-1]})" if lines else ""
 
 
-def _parameters(module: ModuleType, function: str) -> Mapping[str, inspect.Parameter]:
+def _accepted(module: ModuleType, function: str) -> tuple[set[str], bool]:
+    """Return the settings that a function names, and whether it takes all others."""
     target = getattr(module, function, None)
-    return inspect.signature(target).parameters if callable(target) else {}
-
-
-def _named(module: ModuleType, function: str) -> set[str]:
-    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
-    return {n for n, p in _parameters(module, function).items() if p.kind in kinds} - _OWN.get(
-        function, set()
-    )
-
-
-def _takes_all(module: ModuleType, function: str) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in _parameters(module, function).values())
+    parameters = inspect.signature(target).parameters.values() if callable(target) else ()
+    named = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    names = {p.name for p in parameters if p.kind in named} - _OWN.get(function, set())
+    return names, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def _check_settings(path: Path, module: ModuleType, settings: Mapping[str, Any]) -> None:
-    functions = ("build_model", "batches", "build_optimizer")
-    if any(_takes_all(module, name) for name in functions):
+    accepted = [_accepted(module, name) for name in ("build_model", "batches", "build_optimizer")]
+    if any(takes_all for _, takes_all in accepted):
         return
-    known = sorted(set().union(*(_named(module, name) for name in functions)))
+    known = sorted(set().union(*(names for names, _ in accepted)))
     for key in settings:
         if key not in known:
             raise RecipeError(

@@ -22,7 +22,7 @@ from backlight.distributed import JOB_SEPARATOR, slurm_restarts
 from backlight.text import assignments
 
 _OWN = ("cluster", "nodes", "nproc_per_node", "max_restarts", "setup", "time", "timeout_min", "name")
-_REFUSED = ("ntasks", "tasks_per_node", "ntasks_per_node")
+_REFUSED = {"ntasks", "tasks_per_node", "ntasks_per_node"}
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _PORTS = (20000, 20000)
 """First port and number of ports among which the number of the job chooses where the ranks meet."""
@@ -91,18 +91,17 @@ class Job:
     @classmethod
     def of(cls, given: dict[str, Any], command: Sequence[str], out: Path) -> Job:
         """Return the job of the parameters of ``--slurm``."""
-        for key in _REFUSED:
-            if key in given:
-                raise ClusterError(
-                    f"--slurm {key}={given[key]}: Slurm starts one torchrun per node, and that starts the "
-                    "ranks; give nproc_per_node, or gpus_per_node for one rank per GPU"
-                )
+        for key in sorted(_REFUSED & given.keys()):
+            raise ClusterError(
+                f"--slurm {key}={given[key]}: Slurm starts one torchrun per node, and that starts the "
+                "ranks; give nproc_per_node, or gpus_per_node for one rank per GPU"
+            )
         per_node = given.get("nproc_per_node", _gpus(given.get("gpus_per_node", 1)))
         limit = given.get("timeout_min", given.get("time"))
         numbers = {"nodes": given.get("nodes", 1), "nproc_per_node": per_node}
         numbers["max_restarts"] = given.get("max_restarts", 0)
         for key, value in numbers.items():
-            least = 0 if key == "max_restarts" else 1
+            least = int(key != "max_restarts")
             if not isinstance(value, int) or value < least:
                 raise ClusterError(f"--slurm {key}={value}: expected a whole number, at least {least}")
         local = given.get("cluster") == "local"
@@ -271,10 +270,11 @@ class NodeJob:
         here = submitit.JobEnvironment()
         number = int("".join(filter(str.isdigit, here.job_id)) or 0)
         restarts = slurm_restarts()
+        host = here.hostnames[0] if here.num_nodes > 1 else "localhost"
         line = torchrun(
             self.job,
             identifier=here.job_id,
-            endpoint=f"{here.hostnames[0] if here.num_nodes > 1 else 'localhost'}:{_port(number)}",
+            endpoint=f"{host}:{_PORTS[0] + number % _PORTS[1]}",
             is_host=str(int(here.node == 0)),
         )
         identifier = (
@@ -299,11 +299,6 @@ class NodeJob:
         import submitit  # noqa: PLC0415 - an optional library
 
         return submitit.helpers.DelayedSubmission(NodeJob(self.job, self.starts + 1))
-
-
-def _port(number: int) -> int:
-    first, count = _PORTS
-    return first + number % count
 
 
 def _gpus(given: int | str) -> int | str:

@@ -16,13 +16,12 @@ from backlight.store.errors import ExportError
 from backlight.store.export import files as exporting
 from backlight.store.export import tables
 from backlight.store.export.files import export
-from backlight.store.export.tables import LONG_COLUMNS
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 
 NAMES = ["a,b", 'quote"\nline', "=1+1"]
 
-LONG_NAMES = tuple(column.name for column in LONG_COLUMNS)
+LONG_NAMES = ("step", "attempt", "parameter", "measured", *tables._LONG)
 
 
 @pytest.fixture

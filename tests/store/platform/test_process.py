@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from backlight.records import to_json
-from backlight.store.platform.atomic_json import parse
 from backlight.store.platform.process import ProcessIdentity
 
 ME = ProcessIdentity.of_this_process()
@@ -23,7 +22,7 @@ from backlight.store.platform.process import ProcessIdentity
 print(json.dumps(to_json(ProcessIdentity.of_this_process())))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return parse(ProcessIdentity, json.loads(out.stdout))
+    return ProcessIdentity.from_json(json.loads(out.stdout))
 
 
 def test_this_process_lives() -> None:
@@ -55,8 +54,8 @@ def test_another_namespace_cannot_be_known() -> None:
 
 
 def test_an_empty_identity_is_unknown() -> None:
-    assert parse(ProcessIdentity, {}).alive() is None
-    assert parse(ProcessIdentity, {"pid": "text"}).pid == 0
+    assert ProcessIdentity.from_json({}).alive() is None
+    assert ProcessIdentity.from_json({"pid": "text"}).pid == 0
 
 
 @pytest.mark.skipif(not ME.start, reason="zombies are recognised by /proc")
@@ -81,4 +80,4 @@ def test_a_zombie_does_not_live() -> None:
 
 
 def test_an_identity_survives_json() -> None:
-    assert parse(ProcessIdentity, to_json(ME)) == ME
+    assert ProcessIdentity.from_json(to_json(ME)) == ME

@@ -12,7 +12,6 @@ import pytest
 
 from backlight.records import RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
-from backlight.store.platform.atomic_json import parse
 from backlight.store.platform.process import ProcessIdentity
 from backlight.store.read.run import open_run
 from backlight.store.write import attempt
@@ -282,6 +281,6 @@ def test_a_folder_that_another_process_is_opening_is_waited_for(tmp_path: Path) 
 def test_the_identity_in_the_manifest_is_that_of_the_writer(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    stated = parse(ProcessIdentity, manifest["attempts"][0]["progress"]["process"])
+    stated = ProcessIdentity.from_json(manifest["attempts"][0]["progress"]["process"])
     assert stated == ProcessIdentity.of_this_process()
     writer.close()

@@ -97,8 +97,7 @@ def record_batches(table: Table, wanted: Collection[str]) -> Iterator[Any]:
     schema = schema_of(table, wanted)
     for chunk in table.chunks(wanted):
         arrays = [
-            pa.array(chunk.columns[f.name], type=f.type, mask=chunk.void[f.name], from_pandas=False)
-            for f in schema
+            _array(np.ma.getdata(chunk[f.name]), np.ma.getmaskarray(chunk[f.name]), f.type) for f in schema
         ]
         yield pa.record_batch(arrays, schema=schema)
 
@@ -119,17 +118,21 @@ def _frame_to_arrow(frame: Frame, *, wide: bool) -> Any:
 
     names = [storable(name) for name in frame.names]
     S, P = frame.values.shape
-    metadata = {"unit": frame.unit}
-    step = pa.field("step", pa.int64())
-    if not wide:
-        values = pa.array(frame.values.reshape(-1), mask=~frame.measured.reshape(-1), from_pandas=False)
-        value = pa.field("value", values.type, metadata=metadata)
-        schema = pa.schema([step, pa.field("parameter", pa.string()), value])
-        columns = [pa.array(np.repeat(frame.steps, P)), pa.array(names * S, pa.string()), values]
-        return pa.table(columns, schema=schema)
-    columns = [
-        pa.array(np.ascontiguousarray(frame.values[:, p]), mask=~frame.measured[:, p], from_pandas=False)
-        for p in range(P)
-    ]
-    fields = [pa.field(n, c.type, metadata=metadata) for n, c in zip(names, columns, strict=True)]
-    return pa.table([pa.array(frame.steps), *columns], schema=pa.schema([step, *fields]))
+    columns: dict[str, Any]
+    if wide:
+        steps = frame.steps
+        columns = {n: _array(frame.values[:, p], ~frame.measured[:, p]) for p, n in enumerate(names)}
+    else:
+        steps = np.repeat(frame.steps, P)
+        columns = {"parameter": pa.array(names * S, pa.string())}
+        columns["value"] = _array(frame.values.reshape(-1), ~frame.measured.reshape(-1))
+    units = {name: {"unit": frame.unit} for name in (columns if wide else ("value",))}
+    fields = [pa.field(name, column.type, metadata=units.get(name)) for name, column in columns.items()]
+    schema = pa.schema([pa.field("step", pa.int64()), *fields])
+    return pa.table([pa.array(steps), *columns.values()], schema=schema)
+
+
+def _array(values: Any, void: Any, kind: Any = None) -> Any:
+    import pyarrow as pa  # noqa: PLC0415 - an optional library
+
+    return pa.array(np.ascontiguousarray(values), type=kind, mask=void, from_pandas=False)

@@ -146,16 +146,14 @@ def _write_csv(path: Path, table: Table) -> None:
         writer = csv.writer(file)
         writer.writerow(table.names)
         for chunk in table.chunks(table.names):
-            columns = [_fields(chunk.columns[name], chunk.void[name]) for name in table.names]
-            writer.writerows(zip(*columns, strict=True))
+            writer.writerows(zip(*(_fields(chunk[name]) for name in table.names), strict=True))
 
 
-def _fields(values: npt.NDArray[Any], void: npt.NDArray[np.bool_]) -> list[Any]:
+def _fields(column: npt.NDArray[Any]) -> list[Any]:
     """Return the fields of a column: empty where there is no value, 0 and 1 for booleans."""
-    if values.dtype == np.bool_:
-        values = values.astype(np.int64)
-    out: list[Any] = values.tolist()
-    for i in np.flatnonzero(void).tolist():
+    values = np.ma.getdata(column)
+    out: list[Any] = (values.astype(np.int64) if values.dtype == np.bool_ else values).tolist()
+    for i in np.flatnonzero(np.ma.getmaskarray(column)).tolist():
         out[i] = ""
     return out
 

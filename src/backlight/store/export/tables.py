@@ -30,12 +30,8 @@ CHUNK_ROWS = 250_000
 INTEGER, FLOAT, TEXT, BOOLEAN = "integer", "float", "text", "boolean"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Some rows: columns of equal length; ``void[name]`` is True where there is no value."""
-
-    columns: dict[str, npt.NDArray[Any]]
-    void: dict[str, npt.NDArray[np.bool_]]
+Chunk = dict[str, npt.NDArray[Any]]
+"""Some rows: columns of equal length, as masked arrays where some have no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,41 +99,26 @@ def _series_column(schema: SeriesSchema, column: str, name: str) -> TableColumn:
     return TableColumn(name, INTEGER if column == "non_finite" else FLOAT, derived.unit, derived.meaning)
 
 
-LONG_COLUMNS = (
-    _STEP,
-    _ATTEMPT,
-    _PARAMETER,
-    _MEASURED,
-    *(_series_column(SERIES[series], column, name) for name, (series, column) in _LONG.items()),
-)
-
-SCALAR_COLUMNS = (
-    _STEP,
-    _ATTEMPT,
-    TableColumn("source", TEXT, "", "backlight or user"),
-    TableColumn("name", TEXT),
-    TableColumn("value", FLOAT, "", "in the unit of its row"),
-    TableColumn("unit", TEXT),
-)
+def _masked(values: npt.NDArray[Any], void: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    masked: npt.NDArray[Any] = np.ma.MaskedArray(values, void)
+    return masked
 
 
 def long_table(run: Run) -> Table:
     """Return gradients and updates in one table: a row per attempt, step and parameter."""
     about = "one row per attempt, step and parameter; measured is that of the gradient"
-    return Table("long", about, LONG_COLUMNS, lambda wanted: _series_chunks(run, _LONG, wanted, "norm"))
+    own = [_series_column(SERIES[series], column, name) for name, (series, column) in _LONG.items()]
+    columns = (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *own)
+    return Table("long", about, columns, lambda wanted: _series_chunks(run, _LONG, wanted, "norm"))
 
 
 def _series_table(run: Run, schema: SeriesSchema) -> Table:
     names = [c.name for c in schema.columns if c.name != "measured"] + [d.name for d in schema.derived]
-    own = {name: (schema.name, name) for name in ("measured", *names)}
-    columns = [_series_column(schema, name, name) for name in names]
+    of = {name: (schema.name, name) for name in ("measured", *names)}
+    own = [_series_column(schema, name, name) for name in names]
+    columns = (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *own)
     meaning = f"one row per step and parameter of the series {schema.name}"
-    return Table(
-        schema.name,
-        meaning,
-        (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *columns),
-        lambda wanted: _series_chunks(run, own, wanted),
-    )
+    return Table(schema.name, meaning, columns, lambda wanted: _series_chunks(run, of, wanted))
 
 
 def _series_chunks(
@@ -156,20 +137,19 @@ def _series_chunks(
         for start in range(0, len(steps) if P else 0, rows_each):
             here = steps[start : start + rows_each]
             S = len(here)
-            out: dict[str, npt.NDArray[Any]] = {
+            out: Chunk = {
                 "step": np.repeat(here, P),
                 "attempt": np.full(S * P, attempt.index, dtype=np.int64),
                 "parameter": np.tile(names, S),
             }
-            void = {name: np.zeros(S * P, dtype=bool) for name in (*out, "measured")}
             for name, frame in frames.items():
                 first, last = np.searchsorted(frame.steps, [here[0], here[-1] + 1])
                 at = np.searchsorted(here, frame.steps[first:last])
                 values, measured = np.zeros((S, P), frame.values.dtype), np.zeros((S, P), dtype=bool)
                 values[at], measured[at] = frame.values[first:last], frame.measured[first:last]
-                out[name], void[name] = values.reshape(-1), ~measured.reshape(-1)
-            out["measured"] = ~void[measured_by]
-            yield Chunk(out, void)
+                out[name] = _masked(values.reshape(-1), ~measured.reshape(-1))
+            out["measured"] = ~np.ma.getmaskarray(out[measured_by])
+            yield out
 
 
 def _steps_table(run: Run) -> Table:
@@ -180,14 +160,14 @@ def _steps_table(run: Run) -> Table:
         scalars = {name: run.scalar(of, source) for name, (source, of) in sources.items()}
         logged = [scalar.steps for scalar in scalars.values()]
         steps = np.unique(np.concatenate(logged)) if logged else np.zeros(0, dtype=np.int64)
-        columns: dict[str, npt.NDArray[Any]] = {"step": steps}
-        void = {"step": np.zeros(len(steps), dtype=bool)}
+        columns: Chunk = {"step": steps}
         for name, scalar in scalars.items():
             if name in wanted:
+                values, void = np.full(len(steps), np.nan), np.ones(len(steps), dtype=bool)
                 at = np.searchsorted(steps, scalar.steps)
-                columns[name], void[name] = np.full(len(steps), np.nan), np.ones(len(steps), dtype=bool)
-                columns[name][at], void[name][at] = scalar.values, False
-        yield Chunk(columns, void)
+                values[at], void[at] = scalar.values, False
+                columns[name] = _masked(values, void)
+        yield columns
 
     own = [
         TableColumn(storable(name), FLOAT, unit_of_scalar(of, source))
@@ -199,6 +179,14 @@ def _steps_table(run: Run) -> Table:
 
 def scalars_table(run: Run) -> Table:
     """Return the scalars: a row per attempt, step and scalar."""
+    columns = (
+        _STEP,
+        _ATTEMPT,
+        TableColumn("source", TEXT, "", "backlight or user"),
+        TableColumn("name", TEXT),
+        TableColumn("value", FLOAT, "", "in the unit of its row"),
+        TableColumn("unit", TEXT),
+    )
 
     def chunks(_wanted: Collection[str]) -> Iterator[Chunk]:
         for attempt in run.attempts:
@@ -206,7 +194,7 @@ def scalars_table(run: Run) -> Table:
                 for name in run.scalar_names(source):
                     scalar = run.scalar(name, source, attempt=attempt.index)
                     S = len(scalar.steps)
-                    columns: dict[str, npt.NDArray[Any]] = {
+                    yield {
                         "step": scalar.steps,
                         "attempt": np.full(S, attempt.index, dtype=np.int64),
                         "source": np.full(S, source, dtype=object),
@@ -214,9 +202,8 @@ def scalars_table(run: Run) -> Table:
                         "value": scalar.values,
                         "unit": np.full(S, scalar.unit, dtype=object),
                     }
-                    yield Chunk(columns, {column: np.zeros(S, dtype=bool) for column in columns})
 
-    return Table("scalars", "one row per attempt, step and scalar", SCALAR_COLUMNS, chunks)
+    return Table("scalars", "one row per attempt, step and scalar", columns, chunks)
 
 
 def _events_table(run: Run) -> Table:
@@ -231,9 +218,9 @@ def _events_table(run: Run) -> Table:
 
     def rows() -> Iterator[tuple[Any, ...]]:
         for e in run.events():
-            yield e.step, e.attempt, e.rank, e.time, storable(e.kind), atomic_json.dump(dict(e.payload))
+            yield e.step, e.attempt, e.rank, e.time, e.kind, atomic_json.dump(dict(e.payload))
 
-    return Table("events", "one row per event", columns, lambda _wanted: _listed(columns, rows()))
+    return _listed("events", "one row per event", columns, rows)
 
 
 def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
@@ -268,7 +255,7 @@ def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
                 f.refuted_if, f.version, f.made.value,
             )  # fmt: skip
 
-    return Table("findings", "one row per finding", columns, lambda _wanted: _listed(columns, rows()))
+    return _listed("findings", "one row per finding", columns, rows)
 
 
 def _parameters_table(run: Run) -> Table:
@@ -296,7 +283,7 @@ def _parameters_table(run: Run) -> Table:
                 p.unmeasured or None,
             )  # fmt: skip
 
-    return Table("parameters", "one row per parameter", columns, lambda _wanted: _listed(columns, rows()))
+    return _listed("parameters", "one row per parameter", columns, rows)
 
 
 def _attempts_table(run: Run) -> Table:
@@ -318,9 +305,7 @@ def _attempts_table(run: Run) -> Table:
                 a.index, a.step_offset, a.status.value, a.started, a.ended, a.world_size, a.script, arguments
             )  # fmt: skip
 
-    return Table(
-        "attempts", "one row per start of the run", columns, lambda _wanted: _listed(columns, rows())
-    )
+    return _listed("attempts", "one row per start of the run", columns, rows)
 
 
 _DIRECTION_COLUMNS: Mapping[str, str] = MappingProxyType(
@@ -378,26 +363,27 @@ def _spectrum_rows(layer: Layer, at: Measurement, spectrum: Spectrum | None, mos
         D = int(measured[-1]) + 1 if measured.size else 0
         D = D if most is None else min(D, most)
     N = max(1, D)
-    columns: dict[str, npt.NDArray[Any]] = {
+
+    def numbers(values: npt.NDArray[Any] | float) -> npt.NDArray[Any]:
+        column = np.full(N, values)
+        return _masked(column, np.isnan(column))
+
+    columns: Chunk = {
         "step": np.full(N, at.step, dtype=np.int64),
         "parameter": np.full(N, storable(layer.parameter), dtype=object),
         "layer": np.full(N, storable(layer.layer), dtype=object),
         "shape": np.full(N, "x".join(map(str, layer.shape)), dtype=object),
-        "direction": np.arange(N, dtype=np.int64),
+        "direction": _masked(np.arange(N, dtype=np.int64), np.full(N, D == 0)),
     }
-    void = {name: np.zeros(N, dtype=bool) for name in columns}
-    void["direction"][:] = D == 0
     for name, field in _DIRECTION_COLUMNS.items():
-        columns[name] = spectrum[field][:N].copy() if spectrum is not None and D else np.full(N, np.nan)
-        void[name] = np.isnan(columns[name])
+        columns[name] = numbers(spectrum[field][:N] if spectrum is not None and D else np.nan)
     for name, number in _LAYER_COLUMNS.items():
-        columns[name] = np.full(N, at[number])
-        void[name] = np.isnan(columns[name])
+        columns[name] = numbers(at[number])
     for name in _LAYER_COUNTS:
         missing = bool(np.isnan(at[name]))
-        columns[name] = np.full(N, 0 if missing else int(at[name]), dtype=np.int64)
-        void[name] = np.full(N, missing)
-    return Chunk(columns, void)
+        count = np.full(N, 0 if missing else int(at[name]), dtype=np.int64)
+        columns[name] = _masked(count, np.full(N, missing))
+    return columns
 
 
 _EMPTY: dict[str, tuple[Any, Any]] = {
@@ -405,15 +391,20 @@ _EMPTY: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def _listed(columns: Sequence[TableColumn], rows: Iterator[tuple[Any, ...]]) -> Iterator[Chunk]:
-    """Yield rows given as tuples, None where there is no value, as one chunk."""
-    listed = list(rows)
-    values: dict[str, npt.NDArray[Any]] = {}
-    void: dict[str, npt.NDArray[np.bool_]] = {}
-    for i, column in enumerate(columns):
-        empty, kind = _EMPTY[column.kind]
-        void[column.name] = np.array([row[i] is None for row in listed], dtype=bool)
-        cells = [empty if row[i] is None else row[i] for row in listed]
-        values[column.name] = np.empty(len(cells), dtype=kind)
-        values[column.name][:] = [storable(cell) for cell in cells] if column.kind == TEXT else cells
-    yield Chunk(values, void)
+def _listed(
+    name: str, meaning: str, columns: tuple[TableColumn, ...], rows: Callable[[], Iterator[tuple[Any, ...]]]
+) -> Table:
+    """Return a table of one chunk whose rows are given as tuples, None where there is no value."""
+
+    def chunks(_wanted: Collection[str]) -> Iterator[Chunk]:
+        listed = list(rows())
+        out: Chunk = {}
+        for i, column in enumerate(columns):
+            empty, kind = _EMPTY[column.kind]
+            values = np.empty(len(listed), dtype=kind)
+            cells = [empty if row[i] is None else row[i] for row in listed]
+            values[:] = [storable(cell) for cell in cells] if column.kind == TEXT else cells
+            out[column.name] = _masked(values, np.array([row[i] is None for row in listed], dtype=bool))
+        yield out
+
+    return Table(name, meaning, columns, chunks)

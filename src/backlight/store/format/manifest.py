@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from backlight.records import RunStatus, to_json
+from backlight.records import Record, RunStatus, to_json
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import MANIFEST
 from backlight.store.format.schema import FORMAT_VERSION
@@ -28,7 +27,7 @@ MAX_ATTEMPTS = 1_000_000
 
 
 @dataclass(slots=True)
-class Progress:
+class Progress(Record):
     """How far one rank of an attempt got, as it states itself at each flush.
 
     ``files`` gives, by path below the run directory, the highest row of each table of a database or the size
@@ -80,7 +79,7 @@ class AttemptEntry:
 
 
 @dataclass(slots=True)
-class Manifest:
+class Manifest(Record):
     """The whole of ``manifest.json``."""
 
     run_id: str
@@ -90,11 +89,6 @@ class Manifest:
     groups: dict[str, str] = field(default_factory=dict)
     overrides: dict[str, dict[str, float]] = field(default_factory=dict)
     attempts: list[AttemptEntry] = field(default_factory=list)
-
-    @classmethod
-    def new(cls, name: str, run_id: str | None) -> Self:
-        """Return the manifest of a run that begins now."""
-        return cls(run_id=run_id or uuid.uuid4().hex, name=name, created=time.time())
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder`` in one step; an OSError passes through."""
@@ -121,18 +115,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise RunFormatError(msg)
     check_format(path, data.get("format"))
     try:
-        return _checked(atomic_json.parse(Manifest, data))
+        manifest = Manifest.from_json(data)
+        if len({entry.index for entry in manifest.attempts}) != len(manifest.attempts):
+            raise ValueError("two attempts have one number")
+        for entry in manifest.attempts:
+            if not 0 <= entry.index < MAX_ATTEMPTS or abs(entry.step_offset) >= 2**62:
+                raise ValueError(f"attempt {entry.index} with step offset {entry.step_offset}")
     except ValueError as error:
         raise RunFormatError(f"{path}: is damaged: {error}; restore it from a copy of the run") from error
-
-
-def _checked(manifest: Manifest) -> Manifest:
-    indices = [entry.index for entry in manifest.attempts]
-    if len(set(indices)) != len(indices):
-        raise ValueError("two attempts have one number")
-    for entry in manifest.attempts:
-        if not 0 <= entry.index < MAX_ATTEMPTS or abs(entry.step_offset) >= 2**62:
-            raise ValueError(f"attempt {entry.index} with step offset {entry.step_offset}")
     return manifest
 
 

@@ -19,6 +19,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.records import Record
+
 PREFIX = "spectra"
 LAYER, LEFT_OUT, MEASURED = "spectra", "spectra_left_out", "spectra_measured"
 """Kinds of events: a layer that is measured, a parameter that is not, a layer measured at a step."""
@@ -84,7 +86,7 @@ directions of that mean and those of the step before that was measured. NaN wher
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Record):
     """A matrix whose gradient is measured: a parameter, or the part ``split_of`` a fused weight.
 
     The parameter has ``shape``; the matrix has ``rows`` and ``columns``. ``layer`` is its module,
@@ -106,7 +108,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Record):
     """A layer at a step, in the :data:`NUMBERS` of the whole layer, NaN where not measured.
 
     ``blocks`` are ranges of directions that noise turns into one another.

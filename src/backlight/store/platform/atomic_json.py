@@ -7,17 +7,12 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from backlight.records import to_json
 from backlight.store.errors import RunFormatError
-
-T = TypeVar("T")
-
-_adapters: dict[type[Any], TypeAdapter[Any]] = {}
 
 MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
 """A larger document is refused as damaged instead of being loaded into memory."""
@@ -36,18 +31,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(to_json(list(value)), key=str)
     return str(value)
-
-
-def parse(record: type[T], data: Any) -> T:
-    """Return ``data`` as a dataclass, its types checked; unknown keys are ignored."""
-    try:
-        if record not in _adapters:
-            _adapters[record] = TypeAdapter(record)
-        adapter: TypeAdapter[T] = _adapters[record]
-        return adapter.validate_python(data)
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        raise ValueError("; ".join(problems)) from error
 
 
 def read_document(path: Path) -> dict[str, Any]:

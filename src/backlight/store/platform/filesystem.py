@@ -143,7 +143,7 @@ def _is_abandoned(claim: Path) -> bool:
     """Return whether the process that created the claim ended without removing it."""
     try:
         age_s = time.time() - claim.stat().st_mtime
-        alive = atomic_json.parse(ProcessIdentity, atomic_json.read_document(claim)).alive()
+        alive = ProcessIdentity.from_json(atomic_json.read_document(claim)).alive()
     except (OSError, ValueError, RunFormatError):
         return False  # it has just been removed, or is just being written
     return alive is False or (alive is None and age_s > STALE_CLAIM_S)

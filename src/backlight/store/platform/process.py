@@ -15,6 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator
 
 from backlight import processes
+from backlight.records import Record
 
 
 def _pid(value: Any) -> int:
@@ -22,7 +23,7 @@ def _pid(value: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessIdentity:
+class ProcessIdentity(Record):
     """A process, uniquely; ``start`` is in clock ticks since boot, empty strings where unknown."""
 
     pid: Annotated[int, BeforeValidator(_pid)] = 0

@@ -62,9 +62,9 @@ class AttemptFiles:
         return tuple(sorted({file.rank for file in self.files}))
 
 
-def open_attempt(path: Path, entry: AttemptEntry) -> AttemptFiles:
-    """Open the files of one attempt of the run at ``path``."""
-    out = AttemptFiles(entry, path / attempt_folder(entry.index))
+def open_attempt(run: Path, entry: AttemptEntry) -> AttemptFiles:
+    """Open the files of one attempt of ``run``."""
+    out = AttemptFiles(entry, run / attempt_folder(entry.index))
     out.progress[entry.first] = entry.progress
     if not out.folder.is_dir():
         out.losses.append(f"attempt {entry.index}: its folder {out.folder.name} is missing")
@@ -82,36 +82,27 @@ def open_attempt(path: Path, entry: AttemptEntry) -> AttemptFiles:
             progress is not None and progress.status is RunStatus.RUNNING and progress.process.alive() is True
         )
         own = live and progress is not None and progress.process.pid == os.getpid()
-        file = out.folder / name
-        try:
-            snapshot = Snapshot(file, live=live, own=own, hold=len(names) <= _MAX_HELD_FILES)
-            out.files.append(
-                RankFile(file, snapshot, attempt=entry.index, rank=rank, step_offset=entry.step_offset)
-            )
-        except RunFormatError as error:
-            out.unreadable += 1
-            out.losses.append(str(error))
-    _open_watchdogs(out)
+        hold = len(names) <= _MAX_HELD_FILES
+        opened = _open_file(out, out.folder / name, rank, live=live, own=own, hold=hold)
+        out.files += opened
+        out.unreadable += not opened
+    for path in watchdog_files(out.folder):
+        # Whether its writer lives is not stated anywhere: file and log are copied, which is always safe.
+        out.watchdogs += _open_file(out, path, WATCHDOG_RANK, hold=True)
     _state_losses(out)
     return out
 
 
-def _open_watchdogs(out: AttemptFiles) -> None:
-    for file in watchdog_files(out.folder):
-        try:
-            # Whether its writer lives is not stated anywhere: file and log are copied, which is always safe.
-            snapshot = Snapshot(file, hold=True)
-            out.watchdogs.append(
-                RankFile(
-                    file,
-                    snapshot,
-                    attempt=out.entry.index,
-                    rank=WATCHDOG_RANK,
-                    step_offset=out.entry.step_offset,
-                )
-            )
-        except RunFormatError as error:
-            out.losses.append(str(error))
+def _open_file(out: AttemptFiles, path: Path, rank: int, **how: bool) -> list[RankFile]:
+    """Return a file, or nothing and a loss where it cannot be read; ``how`` is as for a snapshot."""
+    try:
+        snapshot = Snapshot(path, **how)
+        return [
+            RankFile(path, snapshot, attempt=out.entry.index, rank=rank, step_offset=out.entry.step_offset)
+        ]
+    except RunFormatError as error:
+        out.losses.append(str(error))
+        return []
 
 
 def _open_document(out: AttemptFiles, rank: int) -> None:
@@ -123,7 +114,7 @@ def _open_document(out: AttemptFiles, rank: int) -> None:
         if data.get("fingerprint") is not None:
             out.fingerprints[rank] = Fingerprint.from_json(data["fingerprint"])
         if rank != out.entry.first and data.get("progress") is not None:
-            out.progress[rank] = atomic_json.parse(Progress, data["progress"])
+            out.progress[rank] = Progress.from_json(data["progress"])
         if data.get("options"):
             out.options[rank] = dict(data["options"])
     except RunFormatError as error:
@@ -273,7 +264,7 @@ def _have_ended(path: Path) -> bool:
             if not document.exists():
                 continue
             progress = atomic_json.read_document(document).get("progress") or {}
-            if atomic_json.parse(Progress, progress).status_now() is RunStatus.RUNNING:
+            if Progress.from_json(progress).status_now() is RunStatus.RUNNING:
                 return False
     except (OSError, ValueError, IndexError, RunFormatError):
         return False

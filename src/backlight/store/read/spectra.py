@@ -77,30 +77,6 @@ def table(run: Run, step: int, parameter: str) -> Table:
     return found[step]
 
 
-def _layer(payload: Mapping[str, Any]) -> Layer:
-    return Layer(
-        parameter=str(payload["parameter"]),
-        layer=str(payload.get("layer", "")),
-        shape=tuple(int(n) for n in payload.get("shape", ())),
-        split_of=str(payload.get("split_of", "")),
-        rows=int(payload["rows"]),
-        columns=int(payload["columns"]),
-        index=int(payload.get("index", 0)),
-    )
-
-
-def _measurement(step: int, payload: Mapping[str, Any]) -> Measurement:
-    given = payload.get("numbers", {})
-    return Measurement(
-        parameter=str(payload["parameter"]),
-        step=step,
-        numbers=MappingProxyType({name: float(given.get(name, math.nan)) for name in NUMBERS}),
-        method=str(payload.get("method", "")),
-        estimator=str(payload.get("estimator", "")),
-        blocks=tuple((int(begin), int(end)) for begin, end in payload.get("blocks", ())),
-    )
-
-
 @dataclass(frozen=True)
 class _Events:
     """The events of a run about spectra, parsed once."""
@@ -120,14 +96,16 @@ def _events(run: Run) -> _Events:
         described: dict[str, Layer] = {}
         fields: dict[str, tuple[str, ...]] = {}
         for event in run.events(LAYER):
-            layer = _layer(event.payload)
+            layer = Layer.from_json(event.payload)
             described[layer.parameter] = layer
             # As they were written: a later release may know more of them.
             fields[layer.parameter] = tuple(str(name) for name in event.payload.get("fields", FIELDS))
         found: dict[tuple[int, str], Measurement] = {}
         for event in run.events(MEASURED):
             if event.step is not None:
-                one = _measurement(event.step, event.payload)
+                given = event.payload.get("numbers", {})
+                numbers = {name: given.get(name, math.nan) for name in NUMBERS}
+                one = Measurement.from_json({**event.payload, "step": event.step, "numbers": numbers})
                 found[one.step, one.parameter] = one
         by_step = tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
         of: dict[str, list[Measurement]] = {}

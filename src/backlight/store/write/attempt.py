@@ -12,7 +12,6 @@ import shutil
 import socket
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,26 +33,6 @@ RANK_KIND = "backlight rank"
 
 MAX_PUBLISH_SHARE = 1 / 20
 """Share of the writer thread's time that publishing progress may take, on any disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptOptions:
-    """Description of the attempt that a process opens; ``launch`` is shared by its ranks.
-
-    ``first`` is the rank that opens it: 0, except in a part of a run.
-    """
-
-    name: str = ""
-    launch: str | None = None
-    world_size: int = 1
-    script: str = ""
-    arguments: tuple[str, ...] = ()
-    monitors: tuple[str, ...] = ()
-    groups: dict[str, str] = field(default_factory=dict)
-    overrides: dict[str, dict[str, float]] = field(default_factory=dict)
-    flush_interval: float = 1.0
-    step_offset: int | None = None
-    first: int = 0
 
 
 @dataclass(slots=True)
@@ -116,20 +95,18 @@ def part_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.part-{safe_name(socket.gethostname()) or 'host'}")
 
 
-def enter_first(path: Path, options: AttemptOptions) -> Entry:
-    """Open a new attempt as its first rank; on failure nothing is left behind."""
-    with _entering(path) as created:
-        return _open_attempt(path, options, created)
+def enter_first(path: Path, own: Manifest, step_offset: int | None) -> Entry:
+    """Open the attempt of ``own`` as its first rank; on failure nothing is left behind.
 
-
-def enter_part(path: Path, options: AttemptOptions) -> Entry:
-    """Open or join the part of a run, a run of its own, that this host keeps for itself."""
+    A rank above 0 opens the part of the run that this host keeps for itself, or joins it.
+    """
+    rank = own.attempts[0].first
     with _entering(path) as created:
-        if (path / MANIFEST).exists():
-            joined = _joined(path, read_manifest(path), options.first, options.launch)
+        if rank and (path / MANIFEST).exists():
+            joined = _joined(path, rank, own.run_id)
             if joined is not None:
                 return joined
-        return _open_attempt(path, options, created)
+        return _open_attempt(path, own, step_offset, created)
 
 
 def enter_further(path: Path, *, rank: int, launch: str | None, timeout_s: float = JOIN_TIMEOUT_S) -> Entry:
@@ -141,7 +118,7 @@ def enter_further(path: Path, *, rank: int, launch: str | None, timeout_s: float
     deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(RunFormatError):
-            joined = _joined(path, read_manifest(path), rank, launch)
+            joined = _joined(path, rank, launch)
             if joined is not None:
                 return joined
         if time.monotonic() > deadline:
@@ -175,40 +152,27 @@ def _entering(path: Path) -> Iterator[list[Path]]:
         raise
 
 
-def _open_attempt(path: Path, options: AttemptOptions, created: list[Path]) -> Entry:
-    manifest = _existing_run(path, options.launch)
-    previous = None if manifest is None else (path / MANIFEST).read_bytes()
-    offset = options.step_offset
-    if manifest is None:
-        manifest = Manifest.new(options.name, options.launch)
-    elif offset is None:
-        from backlight.store.read.run import open_run  # noqa: PLC0415 - needed only where a run goes on
+def _open_attempt(path: Path, own: Manifest, step_offset: int | None, created: list[Path]) -> Entry:
+    """Add the attempt of ``own`` to the run at ``path``, after its last step unless an offset is given."""
+    manifest = _existing_run(path, own.run_id) or own
+    (attempt,) = own.attempts
+    previous = None
+    if manifest is not own:
+        previous = (path / MANIFEST).read_bytes()
+        if step_offset is None:
+            from backlight.store.read.run import open_run  # noqa: PLC0415 - needed only where a run goes on
 
-        offset = open_run(path).last_step() + 1
-    index = max((entry.index for entry in manifest.attempts), default=-1) + 1
-    while (path / attempt_folder(index)).exists() and any((path / attempt_folder(index)).iterdir()):
-        index += 1
-    progress = Progress.begin()
-    attempt = AttemptEntry(
-        index=index,
-        step_offset=offset or 0,
-        started=progress.updated,
-        world_size=options.world_size,
-        launch=options.launch or uuid.uuid4().hex,
-        script=options.script,
-        argv=options.arguments,
-        monitors=options.monitors,
-        flush_interval=options.flush_interval,
-        progress=progress,
-        first=options.first,
-    )
-    for earlier in manifest.attempts:
-        if earlier.progress.status is RunStatus.RUNNING:
+            step_offset = open_run(path).last_step() + 1
+        for earlier in manifest.attempts:
             earlier.progress.status = earlier.progress.status_now()
-    manifest.attempts.append(attempt)
-    manifest.groups.update(options.groups)
-    manifest.overrides.update(options.overrides)
-    entry = Entry(path, manifest, attempt, progress, created, previous, first=True)
+        attempt.index = max((entry.index for entry in manifest.attempts), default=-1) + 1
+        manifest.attempts.append(attempt)
+        manifest.groups.update(own.groups)
+        manifest.overrides.update(own.overrides)
+    attempt.step_offset = step_offset or 0
+    entry = Entry(path, manifest, attempt, attempt.progress, created, previous, first=True)
+    while entry.folder.exists() and any(entry.folder.iterdir()):
+        attempt.index += 1
     if not entry.folder.exists():
         entry.folder.mkdir()
         created.append(entry.folder)
@@ -217,8 +181,9 @@ def _open_attempt(path: Path, options: AttemptOptions, created: list[Path]) -> E
     return entry
 
 
-def _joined(path: Path, manifest: Manifest, rank: int, launch: str | None) -> Entry | None:
+def _joined(path: Path, rank: int, launch: str) -> Entry | None:
     """Return the entry of a rank into the running attempt of its launch, None where there is none."""
+    manifest = read_manifest(path)
     newest = manifest.attempts[-1] if manifest.attempts else None
     # An attempt that already has this rank is an earlier start of the same launch.
     if (
@@ -231,7 +196,7 @@ def _joined(path: Path, manifest: Manifest, rank: int, launch: str | None) -> En
     return Entry(path, manifest, newest, Progress.begin())
 
 
-def _existing_run(path: Path, launch: str | None) -> Manifest | None:
+def _existing_run(path: Path, launch: str) -> Manifest | None:
     """Return the manifest of the run at ``path``, None where a new run may begin, or refuse the folder."""
     if not (path / MANIFEST).exists():
         if any(not _is_leftover(child) for child in path.iterdir()):
@@ -242,7 +207,7 @@ def _existing_run(path: Path, launch: str | None) -> Manifest | None:
         progress = entry.progress
         if progress.status_now() is not RunStatus.RUNNING:
             continue
-        if launch and job_of(launch) == job_of(entry.launch) and progress.process.alive() is None:
+        if job_of(launch) == job_of(entry.launch) and progress.process.alive() is None:
             # A job runs once: when it starts again, its earlier start on another machine has ended.
             progress.status = RunStatus.KILLED
         else:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,18 +23,17 @@ import numpy.typing as npt
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.format.hdf5_pieces import Filters
-from backlight.store.format.manifest import HEARTBEAT_S
+from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress
 from backlight.store.format.names import ARRAYS, database_name, storable
 from backlight.store.format.schema import SERIES
 from backlight.store.platform import atomic_json, filesystem
 from backlight.store.write.arrays import ArrayWriter, write_evidence
 from backlight.store.write.attempt import (
-    AttemptOptions,
+    JOIN_TIMEOUT_S,
     Entry,
     ProgressWriter,
     enter_first,
     enter_further,
-    enter_part,
     part_path,
 )
 from backlight.store.write.database import Batch, DiskBudget, RankDatabase, VanishedError
@@ -59,13 +59,14 @@ class RunWriter:
         entry: Entry,
         *,
         rank: int,
-        max_disk: int | None = None,
-        on_lost: Callable[[str], None] | None = None,
-        on_limit: Callable[[str], None] | None = None,
-        filters: Filters = Filters(),  # noqa: B008 - frozen
-        options: Mapping[str, Any] | None = None,
+        max_disk: int | None,
+        on_lost: Callable[[str], None] | None,
+        on_limit: Callable[[str], None] | None,
+        filters: Filters,
+        options: Mapping[str, Any] | None,
+        part_reason: str,
     ) -> None:
-        self.part_reason = ""
+        self.part_reason = part_reason
         self.path = entry.path
         self.run_id = entry.manifest.run_id
         self.attempt = entry.attempt.index
@@ -134,30 +135,40 @@ class RunWriter:
         if not 0 <= rank < world_size or flush_interval < 0 or (max_disk is not None and max_disk <= 0):
             msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
             raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
-        attempt = AttemptOptions(
+        launch = run_id or uuid.uuid4().hex
+        own = Manifest(
+            run_id=launch,
             name=storable(name),
-            launch=run_id,
-            world_size=world_size,
-            script=storable(script),
-            arguments=tuple(storable(a) for a in arguments),
-            monitors=tuple(monitors),
+            created=time.time(),
             groups=dict(groups or {}),
             overrides={monitor: dict(fields) for monitor, fields in (overrides or {}).items()},
+        )
+        attempt = AttemptEntry(
+            index=0,
+            step_offset=0,
+            world_size=world_size,
+            launch=launch,
+            script=storable(script),
+            argv=tuple(storable(a) for a in arguments),
+            monitors=tuple(monitors),
             flush_interval=flush_interval,
-            step_offset=step_offset,
+            progress=Progress.begin(),
             first=rank,
         )
+        attempt.started = attempt.progress.updated
+        own.attempts.append(attempt)
         part_reason = ""
         if rank == 0:
-            entry = enter_first(Path(path), attempt)
-        elif join_timeout is None:
-            entry = enter_further(Path(path), rank=rank, launch=run_id)
+            entry = enter_first(Path(path), own, step_offset)
         else:
+            timeout_s = JOIN_TIMEOUT_S if join_timeout is None else join_timeout
             try:
-                entry = enter_further(Path(path), rank=rank, launch=run_id, timeout_s=join_timeout)
+                entry = enter_further(Path(path), rank=rank, launch=run_id, timeout_s=timeout_s)
             except RunExistsError as error:
+                if join_timeout is None:
+                    raise
                 part_reason = str(error)
-                entry = enter_part(part_path(Path(path)), attempt)
+                entry = enter_first(part_path(Path(path)), own, step_offset)
         writer = None
         try:
             writer = cls(
@@ -168,8 +179,8 @@ class RunWriter:
                 on_limit=on_limit,
                 filters=filters,
                 options=options,
+                part_reason=part_reason,
             )
-            writer.part_reason = part_reason
             writer._progress.publish_document()
             if writer._progress.is_first:
                 writer._progress.publish()
