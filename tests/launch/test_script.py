@@ -114,20 +114,8 @@ def test_a_module_and_a_package_import_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_watched_script_under_coverage(tmp_path: Path) -> None:
     write(tmp_path, "train(3)\nif sys.argv[1:] == ['never']:\n    print('not covered')\n")
-    command = [
-        "-m",
-        "coverage",
-        "run",
-        "--branch",
-        "--include",
-        "train.py",
-        "-m",
-        "backlight",
-        "run",
-        "--out",
-        "run",
-    ]
-    seen = python(tmp_path, *command, "train.py")
+    coverage = ("-m", "coverage", "run", "--branch", "--include", "train.py")
+    seen = python(tmp_path, *coverage, "-m", "backlight", "run", "--out", "run", "train.py")
     assert seen.returncode == 0, seen.stderr
     report = python(tmp_path, "-m", "coverage", "json", "-q", "-o", "coverage.json")
     assert report.returncode == 0, report.stderr

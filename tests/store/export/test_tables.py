@@ -63,10 +63,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def rows(run: Run, name: str) -> Iterator[dict[str, Any]]:
     table = tables_of(run)[name]
     for chunk in table.chunks(table.names):
-        for i in range(
-            len(chunk.columns["step"] if "step" in chunk.columns else next(iter(chunk.columns.values())))
-        ):
-            yield {n: None if chunk.void[n][i] else chunk.columns[n][i] for n in table.names}
+        void = {n: np.ma.getmaskarray(chunk[n]) for n in table.names}
+        for i in range(len(chunk[table.names[0]])):
+            yield {n: None if void[n][i] else chunk[n][i] for n in table.names}
 
 
 def test_a_series(run: Run) -> None:

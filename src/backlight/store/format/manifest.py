@@ -122,7 +122,8 @@ def read_manifest(folder: Path) -> Manifest:
             if not 0 <= entry.index < MAX_ATTEMPTS or abs(entry.step_offset) >= 2**62:
                 raise ValueError(f"attempt {entry.index} with step offset {entry.step_offset}")
     except ValueError as error:
-        raise RunFormatError(f"{path}: is damaged: {error}; restore it from a copy of the run") from error
+        reason = str(error).removeprefix("Manifest: ")
+        raise RunFormatError(f"{path}: is damaged: {reason}; restore it from a copy of the run") from error
     return manifest
 
 
