@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from browser import NEEDS_CHROMIUM, Open, wait
 from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select
@@ -15,7 +16,7 @@ from selenium.webdriver.support.ui import Select
 from backlight.analysis.report import source_of
 from backlight.report.page import render_page, write_page
 from backlight.store.read.run import Run
-from backlight.store.read.spectra import measurements
+from backlight.store.read.spectra import measurements, table
 from backlight.text import number
 from spectra_runs import STRENGTHS, Injected, write_spectra_run
 
@@ -58,52 +59,36 @@ def told(run: Run, parameter: str, step: int) -> dict[str, float]:
     return next(dict(m.numbers) for m in measurements(run, parameter) if m.step == step)
 
 
-def test_the_last_step_of_the_first_layer_is_drawn(show: Open, page: Path, run: Run) -> None:
+def readout(driver: webdriver.Chrome) -> str:
+    return driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']").text
+
+
+def test_steps_and_layers_are_chosen_by_keyboard(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     assert driver.find_element(By.ID, "headline").text == "1 note"
     shown = painted(driver)
     assert len(shown) == 5
     assert min(shown) > 1000
     label = f"{UP} · 32 \N{MULTIPLICATION SIGN} 32"
-    assert Select(driver.find_element(By.ID, "spectra-layer")).first_selected_option.text == label
+    choice = Select(driver.find_element(By.ID, "spectra-layer"))
+    assert choice.first_selected_option.text == label
     assert figures(driver)["noise edge"] == number(told(run, UP, 200)["edge"], 3)
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_the_slider_leads_through_the_steps_by_keyboard(show: Open, page: Path, run: Run) -> None:
-    driver = show(page)
     slider = driver.find_element(By.ID, "spectra-step")
-    for step in (100, 0):
-        before = painted(driver)
-        slider.send_keys(Keys.ARROW_LEFT)
-        readout = driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']")
-        assert readout.text == f"step {step}"
-        assert slider.get_attribute("aria-valuetext") == f"step {step}"
-        assert figures(driver)["signal share"] == number(told(run, UP, step)["signal_share"], 3)
-        wait(driver, lambda d, before=before: painted(d) != before)
-
-
-def test_a_layer_is_chosen_and_the_step_stays(show: Open, page: Path, run: Run) -> None:
-    driver = show(page)
-    driver.find_element(By.ID, "spectra-step").send_keys(Keys.ARROW_LEFT)
+    slider.send_keys(Keys.ARROW_LEFT)
+    assert readout(driver) == slider.get_attribute("aria-valuetext") == "step 100"
+    assert figures(driver)["signal share"] == number(told(run, UP, 100)["signal_share"], 3)
+    wait(driver, lambda d: painted(d) != shown)
     before = painted(driver)
-    Select(driver.find_element(By.ID, "spectra-layer")).select_by_value(QKV)
-    wait(
-        driver,
-        lambda d: (
-            d.find_element(By.CSS_SELECTOR, "#panel-spectra .panel-body").get_attribute("data-layer") == QKV
-        ),
-    )
-    assert driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']").text == "step 100"
+    choice.select_by_value(QKV)
+    body = driver.find_element(By.CSS_SELECTOR, "#panel-spectra .panel-body")
+    wait(driver, lambda _: body.get_attribute("data-layer") == QKV)
+    assert readout(driver) == "step 100"  # it stays
     assert figures(driver)["noise scale"] == number(told(run, QKV, 100)["noise_scale"], 3)
     wait(driver, lambda d: painted(d) != before)
 
 
 def test_the_legend_says_the_values_under_the_pointer(show: Open, page: Path, run: Run) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
-    from backlight.store.read.spectra import table
-
     driver = show(page)
     chart = driver.find_elements(By.CSS_SELECTOR, "#panel-spectra .chart")[2]
     over = chart.find_element(By.CSS_SELECTOR, ".u-over")
@@ -116,18 +101,14 @@ def test_the_legend_says_the_values_under_the_pointer(show: Open, page: Path, ru
     assert number(float(stored)) in legend.text
 
 
-def test_playing_goes_to_the_end_and_stops(show: Open, page: Path) -> None:
+def test_playing_goes_to_the_end_and_evidence_opens_its_layer(show: Open, page: Path) -> None:
     driver = show(page)
     button = driver.find_element(By.ID, "spectra-play")
     button.click()
     assert button.text == "Stop"
-    assert driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']").text == "step 0"
+    assert readout(driver) == "step 0"
     wait(driver, lambda _: button.text == "Play")
-    assert driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']").text == "step 200"
-
-
-def test_evidence_opens_its_layer(show: Open, page: Path) -> None:
-    driver = show(page)
+    assert readout(driver) == "step 200"
     driver.find_element(By.LINK_TEXT, f"scalars/spectra/{HEAD}/identifiable").click()
     body = driver.find_element(By.CSS_SELECTOR, "#panel-spectra .panel-body")
     wait(driver, lambda _: body.get_attribute("data-layer") == HEAD)
@@ -144,6 +125,7 @@ def test_a_layer_without_directions_says_so(show: Open, tmp_path: Path) -> None:
     assert said == ["Nothing here was measured at this step."] * 5
 
 
+@pytest.mark.full
 def test_hostile_names_are_text(show: Open, tmp_path: Path) -> None:
     plan = Injected(steps=(0, 1), shapes={HOSTILE: (8, 9)}, strengths={HOSTILE: (5.0,)})
     source = source_of(write_spectra_run(tmp_path / "run", plan))
@@ -152,13 +134,3 @@ def test_hostile_names_are_text(show: Open, tmp_path: Path) -> None:
     assert driver.title == "spectra · backlight"
     option = Select(driver.find_element(By.ID, "spectra-layer")).first_selected_option
     assert option.get_attribute("value") == HOSTILE
-
-
-def test_a_narrow_screen_scrolls_only_downwards(show: Open, browser: webdriver.Chrome, page: Path) -> None:
-    phone = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
-    try:
-        driver = show(page)
-        assert driver.execute_script("return document.documentElement.scrollWidth") <= 390
-    finally:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

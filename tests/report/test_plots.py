@@ -104,8 +104,10 @@ def test_both_times_are_marked(tmp_path: Path) -> None:
     assert spans == [time.after for time in times if time is not None]
 
 
-def test_a_name_is_text_and_never_markup(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", Plan(steps=20, user={HOSTILE: 1.0}, rename={3: HOSTILE}))
+def test_a_name_is_text_and_never_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=20, blocks=1, user={HOSTILE: 1.0}, rename={3: HOSTILE}))
+    known = [panel for panel in in_order() if panel.name in {"user_scalars", "parameters"}]
+    monkeypatch.setattr(pages, "in_order", lambda: known)
     written = write_plots(Source(run), tmp_path / "plots", formats=("svg",))
     for file in written.files:
         text = file.read_text()
