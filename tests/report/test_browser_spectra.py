@@ -109,6 +109,7 @@ def test_playing_goes_to_the_end_and_evidence_opens_its_layer(show: Open, page: 
     assert readout(driver) == "step 0"
     wait(driver, lambda _: button.text == "Play")
     assert readout(driver) == "step 200"
+    driver.execute_script("scrollTo(0, 0)")
     driver.find_element(By.LINK_TEXT, f"scalars/spectra/{HEAD}/identifiable").click()
     body = driver.find_element(By.CSS_SELECTOR, "#panel-spectra .panel-body")
     wait(driver, lambda _: body.get_attribute("data-layer") == HEAD)

@@ -73,7 +73,7 @@ def _series(path: str) -> tuple[str | None, str | None, str | None]:
 def _layer(path: str) -> str | None:
     """Return the layer of a number or an array of spectra; its name may hold slashes itself."""
     found = _SPECTRA.match(path)
-    return (found["number"] or found["array"]) if found else None
+    return visible(found["number"] or found["array"]) if found else None
 
 
 def _match(path: str, panel: Panel) -> int:

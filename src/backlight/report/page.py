@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import html
 import importlib.metadata
@@ -17,7 +18,7 @@ from backlight.records import Finding
 from backlight.registry import warn
 from backlight.report import verdict
 from backlight.report.encoding import PRECISION, script_json
-from backlight.report.evidence_links import Place, place_of
+from backlight.report.evidence_links import place_of
 from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, PanelWarning, failed, in_order, shown
 from backlight.report.source import Source
 from backlight.text import number, visible
@@ -223,21 +224,24 @@ def _unmeasured(
     return list(gaps.values())
 
 
+def announced(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
+    """Return one panel without its data, or with the reason why it has none."""
+    named = {"name": panel.name, "title": panel.title, "note": panel.note}
+    if isinstance(result, Drawn):
+        return named | {"kind": result.kind}
+    missing = named | {"missing": visible(result.reason)}
+    return missing | {"kind": "failed"} if isinstance(result, Failed) else missing
+
+
 def panel_data(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
     """Return one panel as the page takes it: with its data, or with the reason why it has none."""
-    named = {"name": panel.name, "title": panel.title, "note": panel.note}
-    if isinstance(result, NotMeasured):
-        missing = {**named, "missing": visible(result.reason)}
-        failure = {"kind": "failed", "data": {"reason": missing["missing"]}}
-        return missing | failure if isinstance(result, Failed) else missing
+    named = announced(panel, result)
+    if isinstance(result, Failed):
+        return named | {"data": {"reason": named["missing"]}}
+    if not isinstance(result, Drawn):
+        return named
     facts = [{"label": fact.label, "value": fact.value} for fact in result.facts]
-    return {
-        **named,
-        "kind": result.kind,
-        "facts": facts,
-        "remarks": result.remarks,
-        "data": dict(result.data),
-    }
+    return named | {"facts": facts, "remarks": result.remarks, "data": dict(result.data)}
 
 
 def _rows(source: Source) -> dict[str, int]:
@@ -258,24 +262,12 @@ def _finding(
         "made": finding.made.value,
         "where": [{"label": label, "value": value} for label, value in verdict.where(finding)],
         "evidence": [
-            {"path": path, "step": step, "value": value, "place": _place(place)}
+            {"path": path, "step": step, "value": value, "place": place and dataclasses.asdict(place)}
             for (path, step, value), place in zip(verdict.measurements(finding), places, strict=True)
         ],
         "fix": visible(finding.fix),
         "refuted": visible(finding.refuted_if),
         "overridden": [f"{visible(name)} = {number(value, 6)}" for name, value in finding.overridden.items()],
-    }
-
-
-def _place(place: Place | None) -> dict[str, Any] | None:
-    if place is None:
-        return None
-    return {
-        "panel": place.panel,
-        "row": place.row,
-        "column": place.column,
-        "step": place.step,
-        "layer": place.layer and visible(place.layer),
     }
 
 

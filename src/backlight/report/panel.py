@@ -138,7 +138,12 @@ def failed(panel: Panel, error: Exception) -> Failed:
     """Return what stands in the place of a panel that raised ``error``."""
     plug_in = PANELS.origin(panel.name)
     of = f"{plug_in.name!r} of {plug_in.distribution} {plug_in.version}: " if plug_in else ""
-    return Failed(not_drawn(panel.name, f"{of}{type(error).__name__}: {error}"))
+    return Failed(not_drawn(panel.name, of + error_text(error)))
+
+
+def error_text(error: Exception) -> str:
+    """Return type and message of an exception on one line."""
+    return visible(f"{type(error).__name__}: {error}")
 
 
 def not_drawn(name: str, why: str) -> str:

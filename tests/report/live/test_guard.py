@@ -164,7 +164,7 @@ def test_a_port_in_use_is_said_with_the_way_out() -> None:
 
 def test_who_comes_before_it_is_up_waits() -> None:
     made = LiveServer({"run-0": Shown()})
-    with socket.create_connection(made.bound, timeout=5) as early:
+    with socket.create_connection(("127.0.0.1", made.port), timeout=5) as early:
         thread = threading.Thread(target=made.run)
         thread.start()
         early.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -176,4 +176,4 @@ def test_who_comes_before_it_is_up_waits() -> None:
 
 def test_it_listens_on_this_machine_alone(server: LiveServer) -> None:
     assert server.address.startswith(f"http://127.0.0.1:{server.port}/?token=")
-    assert server.bound == ("127.0.0.1", server.port)
+    assert server._socket.getsockname() == ("127.0.0.1", server.port)

@@ -23,8 +23,8 @@ from backlight.report import verdict
 from backlight.report.encoding import script_json
 from backlight.report.frames import ParameterFrames
 from backlight.report.live.run_state import EMPTY, READING, Stand, Standing, stand_of, window
-from backlight.report.page import belongs, head, panel_data
-from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, failed, in_order, shown
+from backlight.report.page import announced, belongs, head, panel_data
+from backlight.report.panel import Drawn, NotMeasured, Panel, error_text, failed, in_order, shown
 from backlight.report.source import Source
 from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run
@@ -77,18 +77,9 @@ class Rendered:
 
 
 class Followed:
-    """A run directory, the newest reading of it, and its panels.
+    """A run directory, which may still be empty, the newest reading of it, and its panels.
 
-    Parameters
-    ----------
-    path:
-        The run directory; it may still be empty.
-    evaluate:
-        Says what the rules find in a run.
-    gather:
-        Scores a run that was evaluated.
-    reopen:
-        Opens it; one that remembers what it read makes each reading cheap.
+    ``reopen`` opens it; one that remembers what it read makes each reading cheap.
     """
 
     def __init__(self, path: Path, evaluate: Evaluate, gather: Gather, reopen: Reopen) -> None:
@@ -103,12 +94,8 @@ class Followed:
         self._lock = threading.RLock()
         self._rendered: dict[str, Rendered] = {}
         self._head: tuple[int, dict[str, Any]] | None = None
-        self._frames: tuple[ParameterFrames | None, tuple[ParameterRecord, ...], float, float] = (
-            None,
-            (),
-            0,
-            0,
-        )
+        self._frames: tuple[ParameterFrames | None, tuple[ParameterRecord, ...], float, float]
+        self._frames = (None, (), 0, 0)
         self._behind = False
         self._files: frozenset[tuple[str, int, int]] | None = None
         self._looked = 0.0
@@ -179,7 +166,7 @@ class Followed:
             # A run that was never read may be half created; one that was read stays on the screen.
             return Stand(Standing.UNREADABLE, visible(str(error))), None
         except Exception as error:  # noqa: BLE001 - what breaks must be on the page, not end the thread silently
-            return Stand(Standing.UNREADABLE, f"Reading it failed: {_told(error)}"), None
+            return Stand(Standing.UNREADABLE, f"Reading it failed: {error_text(error)}"), None
         return stand, source
 
     def _tell(self, findings: tuple[Finding, ...]) -> None:
@@ -243,19 +230,12 @@ class Followed:
         with self._lock:
             if self._head is not None and self._head[0] == self.version:
                 return self._head[1]
-            state: dict[str, Any] = {
-                "news": self.version,
-                "stand": {
-                    "word": self.stand.word.value,
-                    "detail": self.stand.detail,
-                    "over": self.stand.over,
-                },
-            }
+            state: dict[str, Any] = {"news": self.version, "stand": self.stand.as_json()}
             if self.source is not None and self.stand.word is not Standing.WAITING:
                 try:
                     state |= self._shown(self.source)
                 except Exception as error:  # noqa: BLE001 - an answer that says so, instead of none
-                    detail = f"Showing it failed: {_told(error)}"
+                    detail = f"Showing it failed: {error_text(error)}"
                     state["stand"] |= {"word": Standing.UNREADABLE.value, "detail": detail}
             self._head = (self.version, state)
             return state
@@ -270,7 +250,7 @@ class Followed:
         state = head(source, drawn)
         words = state["verdict"]["status"].split(verdict.PARTED)
         state["verdict"]["status"] = verdict.PARTED.join(w for w in words if w != WRITTEN)
-        state["panels"] = [_announced(panel, result) for panel, result in drawn]
+        state["panels"] = [announced(panel, result) for panel, result in drawn]
         state["table"] = hashlib.sha256(script_json(state["parameters"]).encode("ascii")).hexdigest()[:20]
         return state
 
@@ -330,25 +310,13 @@ class Followed:
         try:
             job()
         except Exception as error:  # noqa: BLE001 - a page that no thread follows any more would look alive
-            stand = Stand(Standing.UNREADABLE, f"{what} the run failed: {_told(error)}")
+            stand = Stand(Standing.UNREADABLE, f"{what} the run failed: {error_text(error)}")
             with self._lock:
                 self.version += stand != self.stand
                 self.stand = stand
             if job == self.look:
                 self._files = None  # to be read again, changed or not
             self._rest_until = time.monotonic() + LONGEST_REST
-
-
-def _told(error: Exception) -> str:
-    return visible(f"{type(error).__name__}: {error}")
-
-
-def _announced(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
-    named = {"name": panel.name, "title": panel.title, "note": panel.note}
-    if isinstance(result, NotMeasured):
-        missing = {**named, "missing": visible(result.reason)}
-        return missing | {"kind": "failed"} if isinstance(result, Failed) else missing
-    return {**named, "kind": result.kind}
 
 
 def _one_column(data: dict[str, Any], wanted: str) -> dict[str, Any]:

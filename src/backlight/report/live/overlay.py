@@ -15,7 +15,7 @@ from backlight.report.encoding import script_json
 from backlight.report.live.follower import Followed
 from backlight.report.live.run_state import Stand, Standing
 from backlight.report.overlay import SHOWN, compared, left_out, listing, part
-from backlight.report.panel import not_drawn
+from backlight.report.panel import error_text, not_drawn
 from backlight.report.source import Series, Source
 from backlight.text import count, duration, number, visible
 
@@ -47,11 +47,7 @@ class Several:
         """Return everything that the page shows next to the data of its panels, as JSON types."""
         version = self.version
         panels = self._panels(version)
-        stand = self._stand()
-        state: dict[str, Any] = {
-            "news": version,
-            "stand": {"word": stand.word.value, "detail": stand.detail, "over": stand.over},
-        }
+        state: dict[str, Any] = {"news": version, "stand": self._stand().as_json()}
         if not panels:
             return state
         findings = sum(len(source.findings) for _, _, source in self._read())
@@ -104,7 +100,7 @@ def _drawn(read: Sequence[tuple[str, Followed, Source]]) -> Iterator[dict[str, A
         try:
             draw(charts)
         except Exception as error:  # noqa: BLE001 - one panel must not take the others with it
-            charts.failed[_told(error)] = None
+            charts.failed[error_text(error).rstrip(".")] = None
         said = "; ".join(charts.failed)
         if charts.drawn:
             data = {"charts": charts.drawn, "small": name == "logged" and len(charts.drawn) > 1}
@@ -139,7 +135,7 @@ class _Charts:
             try:
                 yield name, of(source)
             except Exception as error:  # noqa: BLE001 - one run must not take the others with it
-                self.failed[f"{visible(name)}: {_told(error)}"] = None
+                self.failed[f"{visible(name)}: {error_text(error).rstrip('.')}"] = None
 
 
 def _own(scalar: str, label: str) -> Callable[[_Charts], None]:
@@ -199,11 +195,7 @@ def _row(name: str, run: Followed, source: Source) -> list[str]:
             verdict.tally(source.findings) or "none",
         ]
     except Exception as error:  # noqa: BLE001 - one run must not take the others with it
-        return [name, run.stand.word.value, "", "", "", f"could not be read: {_told(error)}"]
-
-
-def _told(error: Exception) -> str:
-    return visible(f"{type(error).__name__}: {error}").rstrip(".")
+        return [name, run.stand.word.value, "", "", "", f"could not be read: {error_text(error).rstrip('.')}"]
 
 
 def _scalar(source: Source, name: str, of: str) -> Series:

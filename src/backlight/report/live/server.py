@@ -8,8 +8,9 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 import uvicorn
@@ -24,6 +25,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backlight.report.encoding import script_json
 from backlight.report.page import document
+
+if TYPE_CHECKING:
+    from backlight.report.live.follower import Followed
+    from backlight.report.live.overlay import Several
 
 COOKIE = "backlight"
 
@@ -131,46 +136,13 @@ WITHOUT = (
 )
 
 
-class Subject(Protocol):
-    """What one live page shows: a run, or several overlaid."""
-
-    @property
-    def name(self) -> str:
-        """Return what the page is called."""
-
-    @property
-    def version(self) -> int:
-        """Return a number that grows with every news."""
-
-    def touch(self) -> None:
-        """Record that a page is open."""
-
-    def head(self) -> dict[str, Any]:
-        """Return everything that the page shows next to the data of its panels."""
-
-    def panel(
-        self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None
-    ) -> tuple[str, str] | None:
-        """Return a stamp of a panel and its content as JSON, or None where ``have`` is that stamp."""
-
-
 class LiveServer:
-    """Serves a page for each of ``subjects``, the first one first.
+    """Serves a page for each of ``subjects`` (by the last part of their address), the first one first.
 
-    Parameters
-    ----------
-    subjects:
-        By the last part of their address.
-    port:
-        A port of this machine, 0 for any that is free.
-
-    Raises
-    ------
-    OSError
-        If the port is in use or may not be taken.
+    ``port`` is a port of this machine, 0 for any that is free. One that is in use is an ``OSError``.
     """
 
-    def __init__(self, subjects: dict[str, Subject], port: int = 0) -> None:
+    def __init__(self, subjects: Mapping[str, Followed | Several], port: int = 0) -> None:
         self._subjects = subjects
         self._closing = False
         routes = [
@@ -179,10 +151,8 @@ class LiveServer:
             Route("/{place}/{subject}/news", self._news),
             Route("/{place}/{subject}/panel/{name}", self._panel),
         ]
-        inner = Starlette(
-            routes=routes, middleware=[Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)]
-        )
-        self.guard = Guard(inner)
+        gzip = Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
+        self.guard = Guard(Starlette(routes=routes, middleware=[gzip]))
         self._socket = _bound(port)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -197,12 +167,6 @@ class LiveServer:
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
-
-    @property
-    def bound(self) -> tuple[str, int]:
-        """Return the address and the port that it listens on."""
-        host, port = self._socket.getsockname()
-        return str(host), int(port)
 
     @property
     def address(self) -> str:
@@ -234,9 +198,8 @@ class LiveServer:
         if subject is None:
             return Response(status_code=404)
         subject.touch()
-        chosen = request.path_params["subject"]
         views = [
-            {"key": key, "name": each.name, "here": key == chosen} for key, each in self._subjects.items()
+            {"key": key, "name": each.name, "here": each is subject} for key, each in self._subjects.items()
         ]
         content = {"live": {"views": views}, "run": {"name": subject.name}, "parameters": [], "attempts": []}
         text = document(content, subject.name, last="live.js", connect="'self'", without=WITHOUT)

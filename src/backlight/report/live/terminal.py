@@ -18,6 +18,7 @@ from rich.text import Text
 
 from backlight.records import Finding, Severity
 from backlight.report.live.run_state import Stand, Standing
+from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.report.verdict import by_severity, tally, where
 from backlight.text import count, duration, number, percent, visible
@@ -79,8 +80,8 @@ def _unharmed(
     try:
         return section(source, width)
     except Exception as error:  # noqa: BLE001 - what breaks in one section must not end the terminal
-        said = visible(f"{type(error).__name__}: {error}")
-        return [Text(f"{section.__name__.strip('_')} could not be shown: {said}", "bold red")]
+        name = section.__name__.strip("_")
+        return [Text(f"{name} could not be shown: {error_text(error)}", "bold red")]
 
 
 def sparkline(values: NDArray[np.float64], width: int) -> str:

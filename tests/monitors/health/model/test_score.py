@@ -106,8 +106,8 @@ def test_the_series_of_a_run(synthetic: Any) -> None:
     scored = health_series(run)
     assert scored.steps.tolist() == list(range(30))
     assert np.isnan(scored.score[5])
-    assert scored.at(5) is None
-    assert scored.at(0) == 1.0
+    assert np.isnan(scored.score[5])
+    assert scored.score[0] == 1.0
     assert scored.score[15] == pytest.approx(1 - 0.5 / 3)
     assert scored.score[25] == pytest.approx(1 - 0.8 / 3)
     assert scored.score[28] == 0.0

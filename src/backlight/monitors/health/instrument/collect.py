@@ -98,23 +98,16 @@ class Collected:
     ratios: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
+@dataclass
 class Pending:
     """A collection in progress; the same type for tensors, groups and nothing at all."""
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        measuring: Measured,
-        groups: Mapping[str, tuple[int, ...]],
-        limits: ScoreLimits,
-        clip_norm: float,
-    ) -> None:
-        self._names = names
-        self._measuring = measuring
-        self._groups = groups
-        self._limits = limits
-        self._clip_norm = clip_norm
-        self._result: Collected | None = None
+    _names: tuple[str, ...]
+    _measuring: Measured
+    _groups: Mapping[str, tuple[int, ...]]
+    _limits: ScoreLimits
+    _clip_norm: float
+    _result: Collected | None = None
 
     def ready(self) -> bool:
         """Return, without waiting, whether :meth:`result` would return at once."""
@@ -137,10 +130,7 @@ class Pending:
             TensorValues(
                 name,
                 True,
-                float(norm[i]),
-                float(rms[i]),
-                float(max_abs[i]),
-                float(mean[i]),
+                *(float(column[i]) for column in (norm, rms, max_abs, mean)),
                 *(int(count[c][i]) for c in ("numel", "zeros", "nan", "inf")),
             )
             if measured[i]

@@ -183,11 +183,6 @@ class Health:
     exploding: Integers
     non_finite: Integers
 
-    def at(self, row: int) -> float | None:
-        """Return the health of one recorded step, None where it was not measured."""
-        value = float(self.score[row])
-        return None if np.isnan(value) else value
-
 
 def health_series(run: Run, limits: ScoreLimits | None = None) -> Health:
     """Score every recorded step of a run.

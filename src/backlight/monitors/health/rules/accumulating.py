@@ -11,21 +11,9 @@ from numpy.typing import NDArray
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.health.model.score import total_norms
-from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
-
-
-@dataclass(frozen=True)
-class _Growth:
-    """The fitted steps with their norms, the power law, and how many parameters grow of how many."""
-
-    steps: NDArray[np.int64]
-    norms: NDArray[np.float64]
-    power: float
-    explained: float
-    growing: int
-    whole: int
 
 
 @dataclass(frozen=True)
@@ -72,26 +60,26 @@ def accumulating(run: Run, limits: AccumulatingLimits) -> Iterator[Finding]:
         for count in (limits.accumulating_steps, 2 * limits.accumulating_steps):
             if len(rows) < count or not _constant_backwards(run, frame.steps[rows[:count]]):
                 break
-            growth = _growth(run, frame, rows[:count], attempt.step_offset, limits)
-            if growth is not None:
-                yield _finding(run, growth)
+            finding = _growth(run, frame, rows[:count], attempt.step_offset, limits)
+            if finding is not None:
+                yield finding
                 return
 
 
 def _growth(
     run: Run, frame: Frame, rows: NDArray[np.int64], offset: int, limits: AccumulatingLimits
-) -> _Growth | None:
+) -> Finding | None:
     """Fit the first rows of an attempt; None where they do not grow as sums would."""
     steps = frame.steps[rows]
     norms = total_norms(run, steps)
     if not (np.isfinite(norms).all() and (norms > 0).all()):
         return None
-    power, explained = power_law((steps - offset + 1).astype(float), norms)
-    if (
-        norms[-1] < limits.accumulating_growth * norms[0]
-        or not limits.accumulating_power_low <= power <= limits.accumulating_power_high
-        or explained < limits.accumulating_r2
-    ):
+    if norms[-1] < limits.accumulating_growth * norms[0]:
+        return None
+    u, v = np.log(steps - offset + 1), np.log(norms)
+    power, explained = float(np.polyfit(u, v, 1)[0]), float(np.corrcoef(u, v)[0, 1] ** 2)
+    in_range = limits.accumulating_power_low <= power <= limits.accumulating_power_high
+    if not in_range or explained < limits.accumulating_r2:
         return None
     values_RP = frame.values[rows]
     usable_RP = frame.measured[rows] & np.isfinite(values_RP) & (values_RP > 0)
@@ -99,15 +87,8 @@ def _growth(
     grown = values_RP[-1, whole_P] >= np.sqrt(limits.accumulating_growth) * values_RP[0, whole_P]
     if len(grown) == 0 or grown.mean() < limits.accumulating_share:
         return None
-    return _Growth(steps, norms, power, explained, int(grown.sum()), len(grown))
-
-
-def power_law(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the exponent p of ``y ~ x^p`` and the share of the variance of log y that it explains."""
-    u, v = np.log(x) - np.log(x).mean(), np.log(y) - np.log(y).mean()
-    power = float(u @ v / (u @ u))
-    residual = v - power * u
-    return power, 1.0 - float(residual @ residual) / max(float(v @ v), 1e-30)
+    law = f"{power:.2f} (R² {explained:.3f})"
+    return _finding(run, steps, norms, law, phrases.share(int(grown.sum()), len(grown), "parameters"))
 
 
 def _constant_backwards(run: Run, steps: NDArray[np.int64]) -> bool:
@@ -117,29 +98,24 @@ def _constant_backwards(run: Run, steps: NDArray[np.int64]) -> bool:
     return len(values) == 0 or bool((values == values[0]).all())
 
 
-def _finding(run: Run, growth: _Growth) -> Finding:
-    steps, norms = growth.steps, growth.norms
+def _finding(
+    run: Run, steps: NDArray[np.int64], norms: NDArray[np.float64], law: str, growing: str
+) -> Finding:
     picked = np.unique(np.linspace(0, len(steps) - 1, phrases.EVIDENCE_ROWS).round().astype(int))
     evidence = [phrases.total_norm(run, int(steps[i]), norms[i]) for i in picked]
     backwards = run.scalar("backwards")
     per_step = ""
     if len(backwards.steps):
-        per_step = (
-            f", with {phrases.plural(int(backwards.values[0]), 'backward pass')} in every step".replace(
-                "passs", "passes"
-            )
-        )
-        evidence.append(
-            Evidence("scalars/backwards", int(backwards.steps[0]), float(backwards.values[0]), "1")
-        )
+        passes = int(backwards.values[0])
+        per_step = f", with {passes} backward pass{'es' if passes != 1 else ''} in every step"
+        evidence.append(phrases.scalar("backwards", int(backwards.steps[0]), passes))
     return Finding(
         severity=Severity.ERROR,
         title="Gradients accumulate across steps, as if they were never zeroed",
         detail=(
             f"The total norm rises from {phrases.number(norms[0])} at step {int(steps[0])} to "
             f"{phrases.number(norms[-1])} at step {int(steps[-1])}, as the number of steps to the power "
-            f"{growth.power:.2f} (R² {growth.explained:.3f}). The norm grows in "
-            f"{phrases.share(growth.growing, growth.whole, 'parameters')}{per_step}."
+            f"{law}. The norm grows in {growing}{per_step}."
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),

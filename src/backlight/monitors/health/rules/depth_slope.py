@@ -21,18 +21,19 @@ SAMPLED_STEPS = 64
 
 @dataclass(frozen=True)
 class _Ladder:
-    """Comparable parameters along the depth: columns of the frame, and the depth of each."""
+    """Comparable parameters along the depth: columns of the frame, the depth of each, and the fitted line."""
 
     title: str
     columns: NDArray[np.int64]
     depths: NDArray[np.float64]
+    slope: float = 0.0  # of log rms per block
+    explained: float = 0.0
+    agreement: float = 0.0
 
-
-@dataclass(frozen=True)
-class _Line:
-    slope: float  # of log rms per block
-    explained: float
-    agreement: float
+    @property
+    def fold(self) -> float:
+        """Ratio between the first and the last parameter by the fitted line."""
+        return float(np.exp(abs(self.slope) * (self.depths[-1] - self.depths[0])))
 
 
 @dataclass(frozen=True)
@@ -67,26 +68,24 @@ def depth_slope(run: Run, limits: DepthLimits) -> Iterator[Finding]:
         return
     rows = rows[np.unique(np.linspace(0, len(rows) - 1, SAMPLED_STEPS).round().astype(int))]
     logs_KP = np.log(np.where(usable_SP[rows], frame.values[rows], np.nan))
-    found: list[tuple[_Ladder, _Line]] = []
+    found: list[_Ladder] = []
     evaluated = 0
     for stack in _ladders(run.parameters(), frame.names, limits.depth_blocks):
         present = np.isfinite(logs_KP[:, stack.columns]).mean(axis=0) >= 0.5
-        ladder = _Ladder(stack.title, stack.columns[present], stack.depths[present])
-        if len(ladder.columns) < limits.depth_blocks:
+        if present.sum() < limits.depth_blocks:
             continue
         evaluated += 1
-        line = _fit(ladder, logs_KP)
-        span = float(ladder.depths[-1] - ladder.depths[0])
-        steep = abs(line.slope) * span >= np.log(limits.depth_ratio)
-        if steep and line.explained >= limits.depth_r2 and line.agreement >= limits.depth_agreement:
-            found.append((ladder, line))
+        ladder = _fit(stack.title, stack.columns[present], stack.depths[present], logs_KP)
+        clear = ladder.explained >= limits.depth_r2 and ladder.agreement >= limits.depth_agreement
+        if ladder.fold >= limits.depth_ratio and clear:
+            found.append(ladder)
     if not found:
         return
-    ladder, line = max(found, key=lambda f: abs(f[1].slope) * (f[0].depths[-1] - f[0].depths[0]))
+    ladder = max(found, key=lambda one: one.fold)
     medians = np.exp(np.nanmedian(logs_KP[:, ladder.columns], axis=0))
     first, last = (frame.names[int(ladder.columns[i])] for i in (0, -1))
-    total = float(np.exp(abs(line.slope) * (ladder.depths[-1] - ladder.depths[0])))
-    shrinks = line.slope > 0
+    shrinks = ladder.slope > 0
+    word, per_block = "shrinks" if shrinks else "grows", phrases.number(float(np.exp(abs(ladder.slope))))
     weak = first if shrinks else last
     step = int(frame.steps[rows[-1]])
     picked = np.unique(np.linspace(0, len(ladder.columns) - 1, phrases.EVIDENCE_ROWS).round().astype(int))
@@ -101,14 +100,12 @@ def depth_slope(run: Run, limits: DepthLimits) -> Iterator[Finding]:
     ]
     yield Finding(
         severity=Severity.WARNING,
-        title=(
-            f"The gradient {'shrinks' if shrinks else 'grows'} {phrases.number(total)}-fold towards the input"
-        ),
+        title=f"The gradient {word} {phrases.number(ladder.fold)}-fold towards the input",
         detail=(
-            f"The rms changes by a factor of {phrases.number(float(np.exp(abs(line.slope))))} per block over "
-            f"the {len(ladder.columns)} weights `{ladder.title}`: from {phrases.number(medians[-1])} in "
-            f"`{last}` to {phrases.number(medians[0])} in `{first}` (R² {line.explained:.2f}; "
-            f"{100 * line.agreement:.0f} % of the steps agree). Affected: "
+            f"The rms changes by a factor of {per_block} per block over the "
+            f"{len(ladder.columns)} weights `{ladder.title}`: from {phrases.number(medians[-1])} in "
+            f"`{last}` to {phrases.number(medians[0])} in `{first}` (R² {ladder.explained:.2f}; "
+            f"{100 * ladder.agreement:.0f} % of the steps agree). Affected: "
             f"{phrases.share(len(found), evaluated, 'comparable stacks')}."
         ),
         subject=Subject(
@@ -146,9 +143,8 @@ def _ladders(records: tuple[ParameterRecord, ...], names: tuple[str, ...], block
         if len(rungs) >= blocks and len({number for number, _ in rungs}) == len(rungs):
             rungs.sort(key=lambda rung: rung[0])
             # Blocks of a Sequential are numbered with gaps (activations between): the rank is the depth.
-            yield _Ladder(
-                title, np.array([column[p.name] for _, p in rungs]), np.arange(len(rungs), dtype=float)
-            )
+            columns = np.array([column[p.name] for _, p in rungs])
+            yield _Ladder(title, columns, np.arange(len(rungs), dtype=float))
             found = True
     if found:
         return
@@ -158,15 +154,16 @@ def _ladders(records: tuple[ParameterRecord, ...], names: tuple[str, ...], block
     for (kind, shape), group in ordered.items():
         if len(group) >= blocks:
             title = f"of type {kind or 'unknown'} and shape {'x'.join(map(str, shape))} in model order"
-            yield _Ladder(
-                title, np.array([column[p.name] for p in group]), np.arange(len(group), dtype=float)
-            )
+            columns = np.array([column[p.name] for p in group])
+            yield _Ladder(title, columns, np.arange(len(group), dtype=float))
 
 
-def _fit(ladder: _Ladder, logs_KP: NDArray[np.float64]) -> _Line:
+def _fit(
+    title: str, columns: NDArray[np.int64], x_L: NDArray[np.float64], logs_KP: NDArray[np.float64]
+) -> _Ladder:
     """Fit the medians over steps by Theil and Sen: the median of the slopes of all pairs."""
-    logs_KL = logs_KP[:, ladder.columns]
-    y_L, x_L = np.nanmedian(logs_KL, axis=0), ladder.depths
+    logs_KL = logs_KP[:, columns]
+    y_L = np.nanmedian(logs_KL, axis=0)
     i, j = np.triu_indices(len(x_L), k=1)
     slope = float(np.median((y_L[j] - y_L[i]) / (x_L[j] - x_L[i])))
     residual = y_L - slope * x_L
@@ -174,9 +171,9 @@ def _fit(ladder: _Ladder, logs_KP: NDArray[np.float64]) -> _Line:
     spread = y_L - y_L.mean()
     explained = 1.0 - float(residual @ residual) / max(float(spread @ spread), 1e-30)
     whole_K = np.isfinite(logs_KL).all(axis=1)
-    if not whole_K.any():
-        return _Line(slope, explained, 1.0)
-    centred = x_L - x_L.mean()
-    slopes_K = logs_KL[whole_K] @ centred / float(centred @ centred)
-    agreement = float(np.mean((slopes_K * np.sign(slope)) >= abs(slope) / 2))
-    return _Line(slope, explained, agreement)
+    agreement = 1.0
+    if whole_K.any():
+        centred = x_L - x_L.mean()
+        slopes_K = logs_KL[whole_K] @ centred / float(centred @ centred)
+        agreement = float(np.mean((slopes_K * np.sign(slope)) >= abs(slope) / 2))
+    return _Ladder(title, columns, x_L, slope, explained, agreement)

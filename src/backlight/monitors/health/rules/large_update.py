@@ -19,15 +19,6 @@ ZERO_RMS = 1e-5
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """A weight matrix as the rule sees it: its column and whether it started at zero."""
-
-    record: ParameterRecord
-    column: int
-    from_zero: bool
-
-
-@dataclass(frozen=True)
 class UpdateLimits(Limits, monitor="health"):
     """Limits of the rule ``large_update``."""
 
@@ -71,19 +62,21 @@ def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
     since_S = frame.steps - frame.steps[0] if len(frame.steps) else frame.steps
     found: dict[int, float] = {}
     evaluated = 0
-    for matrix in matrices:
-        settle = limits.update_settle_zero if matrix.from_zero else limits.update_settle
-        rows = np.flatnonzero(usable_SP[:, matrix.column] & (since_S >= settle))
+    for column, (_, from_zero) in matrices.items():
+        settle = limits.update_settle_zero if from_zero else limits.update_settle
+        rows = np.flatnonzero(usable_SP[:, column] & (since_S >= settle))
         if len(rows) < limits.update_steps:
             continue
         evaluated += 1
-        ratios = frame.values[rows[-limits.update_steps :], matrix.column]
+        ratios = frame.values[rows[-limits.update_steps :], column]
         if np.mean(ratios > limits.update_ratio) >= limits.update_share:
-            found[matrix.column] = float(np.median(ratios))
+            found[column] = float(np.median(ratios))
     if found:
-        yield _lasting(run, frame, {m.column: m.record for m in matrices}, found, evaluated, limits)
+        yield _lasting(
+            run, frame, {c: record for c, (record, _) in matrices.items()}, found, evaluated, limits
+        )
         return
-    columns = [m.column for m in matrices if not m.from_zero]
+    columns = [column for column, (_, from_zero) in matrices.items() if not from_zero]
     if len(columns) < 2:  # the median of one is no median
         return
     # A median above the limit takes values above it.
@@ -96,17 +89,16 @@ def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
         yield _once(run, frame, columns, medians_S, int(rows[0]), len(rows))
 
 
-def _matrices(run: Run, frame: Frame) -> list[_Matrix]:
+def _matrices(run: Run, frame: Frame) -> dict[int, tuple[ParameterRecord, bool]]:
+    """Return the measured weight matrices by column, and whether each started at zero."""
     weight = run.frame("update", "weight_norm")
-    column = {name: i for i, name in enumerate(frame.names)}
-    matrices = []
+    matrices = {}
     for record in run.parameters():
-        if len(record.shape) < 2:
-            continue
-        rows = np.flatnonzero(frame.measured[:, column[record.name]])
-        if len(rows):
-            first = float(weight.values[rows[0], column[record.name]]) / record.numel**0.5
-            matrices.append(_Matrix(record, column[record.name], first < ZERO_RMS))
+        column = frame.names.index(record.name)
+        rows = np.flatnonzero(frame.measured[:, column])
+        if len(record.shape) >= 2 and len(rows):
+            first = float(weight.values[rows[0], column]) / record.numel**0.5
+            matrices[column] = (record, first < ZERO_RMS)
     return matrices
 
 

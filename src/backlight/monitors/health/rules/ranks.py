@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,15 +108,6 @@ COLUMNS = (("gradient", "norm", "gradient"), ("update", "weight_norm", "weight")
 """What is compared, in this order: weights drift where gradients do."""
 
 
-class _Worst(NamedTuple):
-    """The parameter and step at which ranks are furthest apart, and what each of them had."""
-
-    name: str
-    step: int
-    by_rank: dict[int, float]
-    sizes: set[int]
-
-
 @rule("replicas_differ", monitor="health", limits=RankLimits, needs=("gradient",))
 def replicas_differ(run: Run, limits: RankLimits) -> Iterator[Finding]:
     """Find whole or replicated parameters of which ranks measured different norms at the same step."""
@@ -157,14 +147,19 @@ def _local(run: Run, frame: Frame, series: str, column: str) -> NDArray[np.float
     return local_RSP
 
 
+def _ends(local_RSP: NDArray[np.float64]) -> tuple[Bools, NDArray[np.float64], NDArray[np.float64]]:
+    """Return what is finite, and the smallest and the largest finite value over ranks."""
+    finite = np.isfinite(local_RSP)
+    low_SP = np.where(finite, local_RSP, np.inf).min(axis=0)
+    return finite, low_SP, np.where(finite, local_RSP, -np.inf).max(axis=0)
+
+
 def _within_rounding(local_RSP: NDArray[np.float64]) -> Bools:
     """Return where ranks differ by less than the rounding error of the other values of the step.
 
     A gradient that is zero but for rounding, as that of a bias before a batch norm, is another on each rank.
     """
-    finite = np.isfinite(local_RSP)
-    high_SP = np.where(finite, local_RSP, -np.inf).max(axis=0)
-    low_SP = np.where(finite, local_RSP, np.inf).min(axis=0)
+    finite, low_SP, high_SP = _ends(local_RSP)
     median_S = finite_median(np.where(np.isfinite(high_SP) & (high_SP > 0), high_SP, np.nan))
     with np.errstate(invalid="ignore"):
         close = high_SP - low_SP < ROUNDING_SHARE * median_S[:, None]
@@ -178,11 +173,14 @@ def _finding(
     known = int((frame.measured | apart_SP).any(axis=0).sum())
     first = int(frame.steps[np.flatnonzero(apart_SP.any(axis=1))[0]])
     steps = int(apart_SP.any(axis=1).sum())
-    worst = _worst(run, apart_SP, found, frame, series)
+    worst = _worst(apart_SP, found)
+    name, at, ranks = frame.names[worst[1]], int(frame.steps[worst[0]]), run.attempts[-1].ranks
+    values = found[:, worst[0], worst[1]]
+    by_rank = [(rank, float(v)) for rank, v in zip(ranks, values, strict=False) if not np.isnan(v)]
     what = "gradients" if series == "gradient" else "weights"
-    said = ", ".join(f"{phrases.number(v)} on rank {r}" for r, v in list(worst.by_rank.items())[:4])
+    said = ", ".join(f"{phrases.number(v)} on rank {r}" for r, v in by_rank[:4])
     everything = len(columns) == known
-    if len(worst.sizes) > 1:
+    if len(_sizes(run, series, worst[1])) > 1:
         cause = "Their sizes differ: only the names are equal."
         check = "Name the tensors of each rank differently, or shard them with DTensor."
     elif everything and series == "gradient":
@@ -210,36 +208,35 @@ def _finding(
         title=f"Replicated {what} differ between ranks from step {first} on",
         detail=(
             f"{phrases.share(len(columns), known, 'parameters')} differ in "
-            f"{phrases.plural(steps, 'recorded step')}. The largest difference is in `{worst.name}` at step "
-            f"{worst.step}: norm {said}. {cause}"
+            f"{phrases.plural(steps, 'recorded step')}. The largest difference is in `{name}` at step "
+            f"{at}: norm {said}. {cause}"
         ),
-        subject=Subject(parameter=worst.name, module=phrases.modules_of(run).get(worst.name), step=first),
+        subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=first),
         evidence=tuple(
-            Evidence(f"series/{series}/{column}/{worst.name}, rank {r}", worst.step, phrases.plain(v), unit)
-            for r, v in list(worst.by_rank.items())[: phrases.EVIDENCE_ROWS]
+            Evidence(f"series/{series}/{column}/{name}, rank {r}", at, phrases.plain(v), unit)
+            for r, v in by_rank[: phrases.EVIDENCE_ROWS]
         ),
         fix=check,
         refuted_if="the ranks diverge by design between averaging steps (local SGD).",
     )
 
 
-def _worst(run: Run, apart_SP: Bools, found: NDArray[np.float64], frame: Frame, series: str) -> _Worst:
-    ranks = run.attempts[-1].ranks[:MAX_RANKS]
-    attempt = run.attempts[-1].index
-    finite = np.isfinite(found)
-    high = np.where(finite, found, -np.inf).max(axis=0)
-    low = np.where(finite, found, np.inf).min(axis=0)
+def _worst(apart_SP: Bools, found: NDArray[np.float64]) -> tuple[int, int]:
+    """Return row and column of the value in which ranks are furthest apart."""
+    finite, low, high = _ends(found)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(apart_SP & (finite.sum(axis=0) > 1), (high - low) / np.maximum(high, 1e-300), -1.0)
     s, p = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
     if ratio[s, p] < 0:  # none of the ranks looked at has a number that can be compared
         s, p = np.argwhere(apart_SP)[0]
-    name = frame.names[p]
-    sizes = {
-        int(local.values[row[0], p])
-        for rank in ranks
-        if (local := run.frame(series, "numel", attempt=attempt, rank=rank)).measured.any()
-        and len(row := np.flatnonzero(local.measured[:, p]))
-    }
-    by_rank = {rank: float(found[i, s, p]) for i, rank in enumerate(ranks) if not np.isnan(found[i, s, p])}
-    return _Worst(name, int(frame.steps[s]), by_rank, sizes)
+    return int(s), int(p)
+
+
+def _sizes(run: Run, series: str, column: int) -> set[int]:
+    """Return how many values the parameter of a column has on each rank that measured it."""
+    locals_ = [
+        run.frame(series, "numel", attempt=run.attempts[-1].index, rank=rank)
+        for rank in run.attempts[-1].ranks[:MAX_RANKS]
+    ]
+    rows = [(one, np.flatnonzero(one.measured[:, column])) for one in locals_]
+    return {int(one.values[row[0], column]) for one, row in rows if len(row)}

@@ -129,6 +129,8 @@ def leaps(
 
 @dataclass(frozen=True)
 class _Spike:
+    """One spike: its first peak, its last step, its height as a ratio, and the peak of each scalar."""
+
     step: int
     last: int
     height: float
