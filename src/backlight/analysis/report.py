@@ -84,8 +84,4 @@ def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
 def write_markdown(path: Path, target: Path) -> Path:
     """Write the report of the run in ``path`` as Markdown to ``target`` and return where it is."""
     run = open_run(path)
-    text = render_markdown(run, findings_of(run))
-    partial = target.with_name(target.name + ".part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(target)
-    return target
+    return write_page(render_markdown(run, findings_of(run)), target)

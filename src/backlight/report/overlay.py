@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight import __version__
 from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.page import document, write_page
 from backlight.text import count, visible
@@ -43,23 +43,21 @@ def write_overlay(page: OverlayPage, target: Path) -> Path:
 
 def content(page: OverlayPage) -> dict[str, Any]:
     """Return the page in the form of a run's, so that the same drawers show it."""
-    kinds = {"Learning curves": _curves, "Progress measures": _progress, "Geometry of gradients": _rest}
+    kinds: dict[str, dict[str, Mapping[str, Series]]] = {}
+    for name, of_run in page.measures.items():
+        kinds.setdefault(_kind(name), {})[name] = of_run
     most = max((len(of_run) for of_run in page.measures.values()), default=0)
     heads = ("run", "experiment", "control", "verdict", "memorised in", "generalised in")
     panels = [listing(heads, page.runs, remarks=(*page.remarks, *left_out(most)))]
-    for title, belongs in kinds.items():
-        chosen = {name: of_run for name, of_run in page.measures.items() if belongs(name)}
+    for title in ("Learning curves", "Progress measures", "Geometry of gradients"):
+        chosen = kinds.get(title, {})
         charts = [
             drawn for name, of_run in chosen.items() if (drawn := _chart(name, of_run, page)) is not None
         ]
         if charts:
             panels.append(part(title.split(maxsplit=1)[0].lower(), title, "lines", {"charts": charts}))
-    try:
-        version = importlib.metadata.version("backlight")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(not installed)"
     state = compared(page.title, len(page.runs), f"By {page.across}.", monitors=("grokking",))
-    return {**state, "panels": panels, "precision": "0 %", "version": version}
+    return {**state, "panels": panels, "precision": "0 %", "version": __version__}
 
 
 def compared(name: str, runs: int, detail: str, monitors: Sequence[str] = ()) -> dict[str, Any]:
@@ -125,13 +123,7 @@ def _chart(name: str, of_run: Mapping[str, Series], page: OverlayPage) -> dict[s
     return chart(lines, axis, title=visible(name), across=page.across)
 
 
-def _curves(name: str) -> bool:
-    return "/" not in name
-
-
-def _progress(name: str) -> bool:
-    return name.startswith("progress/")
-
-
-def _rest(name: str) -> bool:
-    return not _curves(name) and not _progress(name)
+def _kind(name: str) -> str:
+    if "/" not in name:
+        return "Learning curves"
+    return "Progress measures" if name.startswith("progress/") else "Geometry of gradients"

@@ -6,14 +6,13 @@ import base64
 import dataclasses
 import hashlib
 import html
-import importlib.metadata
-import os
 from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from backlight import __version__
 from backlight.records import Finding
 from backlight.registry import warn
 from backlight.report import verdict
@@ -21,6 +20,7 @@ from backlight.report.encoding import PRECISION, script_json
 from backlight.report.evidence_links import place_of
 from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, PanelWarning, failed, in_order, shown
 from backlight.report.source import Source
+from backlight.store.platform.atomic_json import write_atomically
 from backlight.text import number, visible
 
 ASSETS = files("backlight.report") / "assets"
@@ -38,14 +38,8 @@ UNDRAWN = (
 
 def write_page(text: str, target: Path) -> Path:
     """Write a page as a whole, or not at all, and return its path."""
-    target = Path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_atomically(target, text.encode())
     return target
 
 
@@ -106,28 +100,24 @@ def document(
         )
     )
     title = html.escape(f"{name} · backlight".encode("utf-8", "replace").decode())
-    return "\n".join(
-        (
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{title}</title>",
-            f"<style>{style}</style>",
-            "</head>",
-            "<body>",
-            f"<noscript>{without}</noscript>",
-            f'<script type="application/json" id="report">{script_json(content)}</script>',
-            f"<script>{library}</script>",
-            f"<script>{program}</script>",
-            "</body>",
-            "</html>",
-            "",
-        )
-    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>{without}</noscript>
+<script type="application/json" id="report">{script_json(content)}</script>
+<script>{library}</script>
+<script>{program}</script>
+</body>
+</html>
+"""
 
 
 def model(source: Source) -> dict[str, Any]:
@@ -183,7 +173,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
             for name in names
         },
         "precision": f"{100 * PRECISION:.2f} %",
-        "version": _version(),
+        "version": __version__,
     }
 
 
@@ -278,13 +268,6 @@ def _program(last: str) -> str:
     parts += [_read(ASSETS / "kinds" / name) for name in kinds]
     parts += [_read(ASSETS / "page.js"), _read(ASSETS / last)]
     return '(() => {\n"use strict";\n' + "\n".join(parts) + "\n})();\n"
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("backlight")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _read(file: Traversable) -> str:

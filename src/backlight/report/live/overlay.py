@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +17,6 @@ from backlight.report.overlay import SHOWN, compared, left_out, listing, part
 from backlight.report.panel import error_text, not_drawn
 from backlight.report.source import Series, Source
 from backlight.text import count, duration, number, visible
-
-T = TypeVar("T")
 
 HEADS = ("run", "now", "steps", "last loss", "median step", "findings")
 
@@ -94,93 +91,80 @@ def _drawn(read: Sequence[tuple[str, Followed, Source]]) -> Iterator[dict[str, A
     """Yield the table of the runs and their charts; what fails is named in its place, and the rest stays."""
     rows = [_row(name, run, source) for name, run, source in read]
     yield listing(HEADS, rows, figures=(2, 3, 4), remarks=left_out(len(read)))
-    shown = [(name, source) for name, _, source in read[:SHOWN]]
-    for name, (title, draw) in CHARTS.items():
-        charts = _Charts(shown)
-        try:
-            draw(charts)
-        except Exception as error:  # noqa: BLE001 - one panel must not take the others with it
-            charts.failed[error_text(error).rstrip(".")] = None
-        said = "; ".join(charts.failed)
-        if charts.drawn:
-            data = {"charts": charts.drawn, "small": name == "logged" and len(charts.drawn) > 1}
+    for name, (title, curves, axis) in CHARTS.items():
+        lines: dict[str, list[Line]] = {}
+        failed = []
+        for run, _, source in read[:SHOWN]:
+            try:
+                for curve, (steps, values) in curves(source).items():
+                    if len(steps):
+                        lines.setdefault(curve, []).append(Line(run, steps, values))
+            except Exception as error:  # noqa: BLE001 - one run must not take the others with it
+                failed.append(f"{run}: {error_text(error).rstrip('.')}")
+        charts = []
+        for curve, of_runs in sorted(lines.items()):
+            try:
+                charts.append(chart(of_runs, axis(curve, of_runs), title=visible(curve)))
+            except Exception as error:  # noqa: BLE001 - one chart must not take the others with it
+                failed.append(error_text(error).rstrip("."))
+        said = "; ".join(failed)
+        if charts:
+            data = {"charts": charts, "small": name == "logged" and len(charts) > 1}
             yield part(name, title, "lines", data, [f"Not drawn: {said}."] if said else [])
         elif said:
             yield part(name, title, "failed", {"reason": not_drawn(name, said)})
 
 
-class _Charts:
-    """The charts of one panel, a line for each run; a run that fails is named, and the others are drawn."""
-
-    def __init__(self, runs: Sequence[tuple[str, Source]]) -> None:
-        self.drawn: list[dict[str, Any]] = []
-        self.failed: dict[str, None] = {}
-        self._runs = runs
-
-    def add(
-        self, of: Callable[[Source], Series | None], axis: Callable[[Sequence[Line]], Axis], title: str = ""
-    ) -> None:
-        """Draw what ``of`` gives of each run, if it gives anything; ``axis`` may depend on the lines."""
-        found = [(name, series) for name, series in self._of_each(of) if series is not None]
-        lines = [Line(name, *series) for name, series in found if len(series[0])]
-        if lines:
-            self.drawn.append(chart(lines, axis(lines), title=visible(title)))
-
-    def names(self, of: Callable[[Source], Iterable[str]]) -> list[str]:
-        """Return every name that ``of`` gives of one of the runs."""
-        return sorted({name for _, names in self._of_each(of) for name in names})
-
-    def _of_each(self, of: Callable[[Source], T]) -> Iterator[tuple[str, T]]:
-        for name, source in self._runs:
-            try:
-                yield name, of(source)
-            except Exception as error:  # noqa: BLE001 - one run must not take the others with it
-                self.failed[f"{visible(name)}: {error_text(error).rstrip('.')}"] = None
+Curves = Callable[[Source], dict[str, Series]]
+"""What is drawn of one run, by the title of its chart."""
 
 
-def _own(scalar: str, label: str) -> Callable[[_Charts], None]:
-    def axis(lines: Sequence[Line]) -> Axis:
-        return Axis(label, log=spans_decades(*(line.values for line in lines), factor=30.0))
-
-    return lambda charts: charts.add(lambda source: _scalar(source, scalar, "backlight"), axis)
+def _own(name: str) -> Curves:
+    return lambda source: {"": _scalar(source, name)}
 
 
-def _health(charts: _Charts) -> None:
-    charts.add(lambda source: source.health, lambda _: Axis("health (0 to 1)", low=0.0, high=1.0))
+def _health(source: Source) -> dict[str, Series]:
+    return {} if source.health is None else {"": source.health}
 
 
-def _logged(charts: _Charts) -> None:
-    for name in charts.names(lambda source: source.run.scalar_names("user")):
-        share = Axis("share of samples", low=0.0, high=1.0) if name.endswith("accuracy") else Axis("")
-        of = functools.partial(_scalar, name=name, of="user")
-        charts.add(of, functools.partial(_given, share), title=name)
+def _logged(source: Source) -> dict[str, Series]:
+    return {name: _scalar(source, name, "user") for name in source.run.scalar_names("user")}
 
 
-def _times(charts: _Charts) -> None:
-    charts.add(_step_times, lambda _: Axis("time (ms)", low=0.0))
+def _times(source: Source) -> dict[str, Series]:
+    found = [source.scalar(name) for name in source.scalar_names("phase")]
+    if not found:
+        return {}
+    steps = np.unique(np.concatenate([scalar.steps for scalar in found]))
+    return {"": (steps, 1e3 * source.step_times)}
 
 
-def _rates(charts: _Charts) -> None:
-    names = charts.names(lambda source: source.scalar_names("lr"))
-    for name in names:
-        of = functools.partial(_scalar, name=name, of="backlight")
-        title = name if len(names) > 1 else ""
-        charts.add(of, lambda _: Axis("learning rate"), title)
+def _rates(source: Source) -> dict[str, Series]:
+    names = source.scalar_names("lr")
+    return {name if len(names) > 1 else "": _scalar(source, name) for name in names}
 
 
-CHARTS: dict[str, tuple[str, Callable[[_Charts], None]]] = {
-    "loss": ("Loss", _own("loss", "")),
-    "total_norm": ("Total gradient norm", _own("total_norm", "L2 norm")),
-    "health": ("Health", _health),
-    "logged": ("What you logged", _logged),
-    "times": ("Time of a step", _times),
-    "learning_rates": ("Learning rate", _rates),
+def _scaled(label: str) -> Callable[[str, Sequence[Line]], Axis]:
+    return lambda _, lines: Axis(label, log=spans_decades(*(line.values for line in lines), factor=30.0))
+
+
+def _fixed(label: str, high: float | None = None, low: float | None = 0.0) -> Callable[[str, Any], Axis]:
+    return lambda _title, _lines: Axis(label, low=low, high=high)
+
+
+def _of_logged(title: str, _: Sequence[Line]) -> Axis:
+    return Axis("share of samples", low=0.0, high=1.0) if title.endswith("accuracy") else Axis("")
+
+
+CHARTS: dict[str, tuple[str, Curves, Callable[[str, Sequence[Line]], Axis]]] = {
+    "loss": ("Loss", _own("loss"), _scaled("")),
+    "total_norm": ("Total gradient norm", _own("total_norm"), _scaled("L2 norm")),
+    "health": ("Health", _health, _fixed("health (0 to 1)", 1.0)),
+    "logged": ("What you logged", _logged, _of_logged),
+    "times": ("Time of a step", _times, _fixed("time (ms)")),
+    "learning_rates": ("Learning rate", _rates, _fixed("learning rate", low=None)),
 }
-"""Panels by name: their titles, and what draws them."""
-
-
-def _given(axis: Axis, _lines: Sequence[Line]) -> Axis:
-    return axis
+"""Panels by name: their titles, their curves, and the axis of a chart."""
 
 
 def _row(name: str, run: Followed, source: Source) -> list[str]:
@@ -198,17 +182,9 @@ def _row(name: str, run: Followed, source: Source) -> list[str]:
         return [name, run.stand.word.value, "", "", "", f"could not be read: {error_text(error).rstrip('.')}"]
 
 
-def _scalar(source: Source, name: str, of: str) -> Series:
+def _scalar(source: Source, name: str, of: str = "backlight") -> Series:
     found = source.scalar(name, source=of)
     return found.steps, found.values
-
-
-def _step_times(source: Source) -> Series | None:
-    found = [source.scalar(name) for name in source.scalar_names("phase")]
-    if not found:
-        return None
-    steps = np.unique(np.concatenate([scalar.steps for scalar in found]))
-    return steps, 1e3 * source.step_times
 
 
 def _apart(names: Sequence[str]) -> list[str]:

@@ -43,10 +43,6 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
 
     Raises
     ------
-    ModuleNotFoundError
-        If matplotlib is not installed; the command line names the extra.
-    ValueError
-        If the folder is a file.
     OSError
         If a picture cannot be written.
     """
@@ -77,13 +73,6 @@ def write_animations(source: Source, folder: Path) -> tuple[Path, ...]:
 
     For each layer a GIF and, in a folder of its own, a PNG for each step; both have the same axes
     throughout. A run without spectra gives nothing.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        If matplotlib is not installed; the command line names the extra.
-    ValueError
-        If the folder is a file.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - an optional package, wanted only here
     from PIL import Image  # noqa: PLC0415 - comes with it
@@ -127,7 +116,6 @@ def _prepared(folder: Path) -> Path:
     ValueError
         If it is a file.
     """
-    folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is a file; --plots takes a folder")
     folder.mkdir(parents=True, exist_ok=True)
