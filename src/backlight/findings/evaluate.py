@@ -87,9 +87,11 @@ def evaluate_rules(
         changed = limits.changed()
         try:
             for finding in rule.evaluate(run, limits):
-                named = {"rule": rule.name, "monitor": rule.monitor, "version": rule.version}
-                said = {"title": shorten(finding.title), "made": made, "overridden": changed}
-                findings.append(dataclasses.replace(finding, **named, **said))
+                of_rule = dataclasses.replace(
+                    finding, rule=rule.name, monitor=rule.monitor, version=rule.version, made=made
+                )
+                title = shorten(finding.title)
+                findings.append(dataclasses.replace(of_rule, title=title, overridden=changed))
         except Exception as error:  # noqa: BLE001 - one broken rule must not hide what the others found
             plug_in = RULES.origin(name)
             whose = f", which {plug_in.distribution} {plug_in.version} adds," if plug_in else ""

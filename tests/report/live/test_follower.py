@@ -63,11 +63,11 @@ def test_it_says_how_the_run_stands_from_an_empty_folder_to_its_end(tmp_path: Pa
         Standing.LIVE,
         "The training runs; the last recorded step is 3.",
     )
-    assert not it.stand.as_json()["over"]
+    assert not it.stand.over
     run.close()
     it.look()
     assert it.stand.word is Standing.ENDED
-    assert it.stand.as_json()["over"]
+    assert it.stand.over
 
 
 def test_a_run_that_failed_says_so(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_killed_writer_is_stale_although_no_file_changes(tmp_path: Path) -> No
     it.look()
     assert it.stand.word is Standing.STALE
     assert "ended without closing the run; the last recorded step is 4" in it.stand.detail
-    assert not it.stand.as_json()["over"]  # it may be taken up again
+    assert not it.stand.over  # it may be taken up again
 
 
 def test_what_did_not_change_is_not_read_again(tmp_path: Path) -> None:

@@ -34,9 +34,14 @@ class Stand:
     word: Standing
     detail: str = ""
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come, so that no one needs to ask again."""
+        return self.word is Standing.ENDED
+
     def as_json(self) -> dict[str, Any]:
-        """Return what a page is sent; ``over`` is whether nothing more will come."""
-        return {"word": self.word.value, "detail": self.detail, "over": self.word is Standing.ENDED}
+        """Return what a page is sent."""
+        return {"word": self.word.value, "detail": self.detail, "over": self.over}
 
 
 READING = Stand(Standing.READING, "The run is being read.")

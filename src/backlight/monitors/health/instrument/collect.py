@@ -130,7 +130,10 @@ class Pending:
             TensorValues(
                 name,
                 True,
-                *(float(column[i]) for column in (norm, rms, max_abs, mean)),
+                float(norm[i]),
+                float(rms[i]),
+                float(max_abs[i]),
+                float(mean[i]),
                 *(int(count[c][i]) for c in ("numel", "zeros", "nan", "inf")),
             )
             if measured[i]
