@@ -150,12 +150,9 @@ class CheckpointObserver(ScriptObserver):
         @functools.wraps(original)
         def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
             if self._running and not self._usage.paused:
-                region = self._running[-1]
-                for name, tensor in zip(("query", "key", "value"), args, strict=False):
-                    _check_layout(region, name, tensor)
+                given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
                 for name in ("query", "key", "value"):
-                    if name in kwargs:
-                        _check_layout(region, name, kwargs[name])
+                    _check_layout(self._running[-1], name, given.get(name))
             return original(*args, **kwargs)
 
         return scaled_dot_product_attention
@@ -163,7 +160,7 @@ class CheckpointObserver(ScriptObserver):
     # Boundaries
 
     def _remark_boundaries(self) -> None:
-        shared = list(self._usage.shared())
+        shared = [(key, uses) for key, uses in self._usage.used.items() if len(uses) > 1]
         if shared:
             names = {id(c.parameter): c for c in candidates(named_roots(HUB.seen))}
             for key, uses in shared:

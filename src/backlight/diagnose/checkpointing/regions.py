@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +32,7 @@ class Snapshot:
 
 def checksum(tensor: Tensor) -> float:
     """Return the sum of magnitudes in fp64, 0 for a tensor without values."""
-    part = getattr(tensor, "_local_tensor", None)
-    values = (tensor if part is None else part).detach()
+    values = getattr(tensor, "_local_tensor", tensor).detach()
     if values.layout is not torch.strided or values.device.type == "meta" or not values.numel():
         return 0.0
     if values.is_complex():
@@ -197,8 +196,7 @@ class RegionMode(TorchFunctionMode):
 
 def storage(tensor: Tensor) -> int:
     """Return the address of the storage behind ``tensor``; its ``id`` where it has none."""
-    part = getattr(tensor, "_local_tensor", None)
-    tensor = tensor if part is None else part
+    tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
@@ -258,9 +256,3 @@ class ParameterUsage(Pausable, TorchFunctionMode):
                         if region not in regions:
                             regions[region] = (name, user_line())
         return func(*args, **kwargs)
-
-    def shared(self) -> Iterator[tuple[int, dict[int, tuple[str, SourceLine | None]]]]:
-        """Yield the ``id`` of each parameter that a boundary cuts, with its uses by region."""
-        for key, regions in self.used.items():
-            if len(regions) > 1:
-                yield key, regions

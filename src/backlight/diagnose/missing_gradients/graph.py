@@ -132,7 +132,10 @@ def _walk(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         return found
 
     for tensor in tensors:
-        number(_node(tensor))
+        node = tensor.grad_fn
+        if node is None:  # a leaf
+            node = tensor.expand_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        number(node)
     for done, node in enumerate(pending):  # which grows
         is_leaf = node.name().endswith("AccumulateGrad")
         variable = getattr(node, "variable", None) if is_leaf else None
@@ -141,9 +144,3 @@ def _walk(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         sequence.append(-1 if variable is not None else node._sequence_nr())
         edges.append([-1 if edge is None else number(edge) for edge, _ in node.next_functions])
     return {"sequence": sequence, "edges": edges, "leaves": leaves}
-
-
-def _node(tensor: torch.Tensor) -> Any:
-    if tensor.grad_fn is not None:
-        return tensor.grad_fn
-    return tensor.expand_as(tensor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

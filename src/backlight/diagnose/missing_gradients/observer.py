@@ -220,10 +220,6 @@ class MissingGradientObserver(ScriptObserver):
             owner = candidate.owner
             if hasattr(parameter, "_local_tensor"):
                 reason = Reason(Cause.UNDETERMINED, "sharded: the graph holds another tensor in its place")
-            elif reasons.pending_checkpoint(flow, use):
-                # A later step that records less must not call it unused.
-                text = "inside a re-entrant checkpoint: known after recomputation"
-                reason = Reason(Cause.UNDETERMINED, text, weight=3)
             else:
                 reason = reasons.before_backward(
                     flow,

@@ -131,23 +131,23 @@ def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, u
     was called; ``unrecorded``: that may have run where operations are not recorded.
     """
     operations = flow.operations
+    hidden = [_hidden(flow, position) for position in use.hidden]
+    for reason in hidden:
+        if reason.cause is Cause.UNDETERMINED:
+            return reason
     for position in use.cuts:
         if loss.intersection(operations[position].outputs):
-            return _cut(flow, position, sure=True)
+            return _cut(flow, position)
     for position in use.cuts:
         out = flow.leaves_torch(position)
         if out is not None:
             return _left(operations[position], out)
-    for position in use.hidden:
-        found = _hidden(flow, position)
-        if found is not None:
-            return found
+    if hidden:
+        return hidden[0]
     if not use.operations:
         if unrecorded:
-            return Reason(
-                Cause.UNDETERMINED,
-                "its module ran where operations are not recorded (another thread, TorchScript)",
-            )
+            text = "its module ran where operations are not recorded (another thread, TorchScript)"
+            return Reason(Cause.UNDETERMINED, text)
         if module_ran:
             return Reason(Cause.UNUSED, "unused: its module ran, but no operation used it", weight=2)
         return Reason(Cause.UNUSED, "unused: no operation of the forward pass used it", weight=1)
@@ -161,17 +161,13 @@ def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, u
     return Reason(Cause.OUTSIDE_LOSS, text, last.line, 4)
 
 
-def _cut(flow: Flow, position: int, *, sure: bool) -> Reason:
+def _cut(flow: Flow, position: int) -> Reason:
     operation = flow.operations[position]
-    where = "on its way to the loss" if sure else "after its use"
     out = flow.leaves_torch(position)
-    extra = f"; the value then leaves torch by {out.name}" if out is not None and out is not operation else ""
-    return Reason(
-        Cause.CUT,
-        f"cut {where} by {_plain(operation.name)}: {_CUTS[operation.cut]}{extra}",
-        operation.line,
-        8,
-    )
+    text = f"cut on its way to the loss by {_plain(operation.name)}: {_CUTS[operation.cut]}"
+    if out is not None and out is not operation:
+        text += f"; the value then leaves torch by {out.name}"
+    return Reason(Cause.CUT, text, operation.line, 8)
 
 
 def _left(cut: Operation, out: Operation) -> Reason:
@@ -181,37 +177,23 @@ def _left(cut: Operation, out: Operation) -> Reason:
     return Reason(Cause.LEFT_TORCH, text, out.line, 6)
 
 
-def _hidden(flow: Flow, position: int) -> Reason | None:
+def _hidden(flow: Flow, position: int) -> Reason:
     region = flow.in_checkpoint(position)
-    if region is not None:
-        if region.enabled and not region.carries:
-            return Reason(
-                Cause.CUT,
-                "used in a re-entrant checkpoint none of whose inputs requires a gradient: nothing inside "
-                "is trained (use_reentrant=False does not need that)",
-                region.line,
-                8,
-            )
-        if not region.enabled:
-            return Reason(
-                Cause.CUT, f"cut: {_CUTS['no_grad']} around a re-entrant checkpoint", region.line, 7
-            )
-        return None
-    function = flow.outermost(position)
-    return Reason(
-        Cause.CUT,
-        f"cut: used inside {function.name}.forward without being an argument of apply",
-        function.line,
-        7,
+    if region is None:
+        function = flow.outermost(position)
+        text = f"cut: used inside {function.name}.forward without being an argument of apply"
+        return Reason(Cause.CUT, text, function.line, 7)
+    if not region.enabled:
+        text = f"cut: {_CUTS['no_grad']} around a re-entrant checkpoint"
+        return Reason(Cause.CUT, text, region.line, 7)
+    if region.carries:
+        # What is inside is known after recomputation; a later step that records less must not call it unused.
+        text = "inside a re-entrant checkpoint: known after recomputation"
+        return Reason(Cause.UNDETERMINED, text, weight=3)
+    text = (
+        "used in a re-entrant checkpoint none of whose inputs requires a gradient: nothing inside is trained "
     )
-
-
-def pending_checkpoint(flow: Flow, use: Use) -> bool:
-    """Return whether the parameter is used in a re-entrant checkpoint that has yet to be recomputed."""
-    return any(
-        (region := flow.in_checkpoint(p)) is not None and region.enabled and region.carries
-        for p in use.hidden
-    )
+    return Reason(Cause.CUT, f"{text}(use_reentrant=False does not need that)", region.line, 8)
 
 
 def none_returned(none: NoneReturned) -> Reason:

@@ -48,7 +48,7 @@ class Tracer(Listener):
         self._begin = 0.0
         self._arrived = 0
         self._expected = 0
-        self._missing: dict[int, set[int]] = {}
+        self._missing: dict[tuple[int, int], set[int]] = {}
         self._bucket_of: dict[int, tuple[int, int]] = {}
         self._assignments: list[Assignment] = []
         self._reported: dict[int, Assignment] = {}
@@ -76,11 +76,7 @@ class Tracer(Listener):
         """Hook new parameters, and trace the begin of backward."""
         self._arrived = 0
         self._num_calls = 0
-        if self._known != HUB.seen.changes:
-            self._known = HUB.seen.changes
-            self._attach()
-        self._begin = time.perf_counter()
-        self._line("backward begins", "begin")
+        self._start_pass("backward begins", "begin")
         if "buckets" in self._kinds:
             self._buckets()
         self._inside = True
@@ -98,11 +94,7 @@ class Tracer(Listener):
 
     def grad_begin(self, roots: Sequence[Tensor]) -> None:
         """Trace the begin of ``torch.autograd.grad``, in which parameters get no gradient."""
-        if self._known != HUB.seen.changes:
-            self._known = HUB.seen.changes
-            self._attach()
-        self._begin = time.perf_counter()
-        self._line("torch.autograd.grad begins", "grad_begin")
+        self._start_pass("torch.autograd.grad begins", "grad_begin")
         self._inside = True
 
     def grad_end(self) -> None:
@@ -110,6 +102,13 @@ class Tracer(Listener):
         if self._inside:
             self._inside = False
             self._line("torch.autograd.grad ends", "grad_end")
+
+    def _start_pass(self, text: str, what: str) -> None:
+        if self._known != HUB.seen.changes:
+            self._known = HUB.seen.changes
+            self._attach()
+        self._begin = time.perf_counter()
+        self._line(text, what)
 
     def _line(self, text: str, what: str, **payload: Any) -> None:
         seconds = time.perf_counter() - self._begin
@@ -145,13 +144,10 @@ class Tracer(Listener):
             if self._bucket_of:
                 self._fill(id(parameter))
         except Exception as error:  # noqa: BLE001 - never break the user's training
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        HUB.remove(self)
-        self._kinds = frozenset()
-        self._bucket_of = {}
-        self._emit(f"tracing ended after {type(error).__name__}: {error}", {"what": "error"})
+            HUB.remove(self)
+            self._kinds = frozenset()
+            self._bucket_of = {}
+            self._emit(f"tracing ended after {type(error).__name__}: {error}", {"what": "error"})
 
     # Modules
 
@@ -190,25 +186,22 @@ class Tracer(Listener):
             number = len(self._assignments) - 1
             if self._reported.get(id(model)) != found:
                 self._reported[id(model)] = found
-                self._trace_assignment(found)
+                note = f" ({found.note})" if found.note else ""
+                self._line(
+                    f"{found.model}: {len(found.buckets)} buckets{note}", "assignment",
+                    model=found.model, buckets=[list(b) for b in found.buckets], note=found.note,
+                )  # fmt: skip
             for bucket, ids in enumerate(found.ids):
-                self._missing[number << 32 | bucket] = set(ids)
+                self._missing[number, bucket] = set(ids)
                 for key in ids:
                     self._bucket_of[key] = (number, bucket)
-
-    def _trace_assignment(self, found: Assignment) -> None:
-        note = f" ({found.note})" if found.note else ""
-        text = f"{found.model}: {len(found.buckets)} buckets{note}"
-        self._line(
-            text, "assignment", model=found.model, buckets=[list(b) for b in found.buckets], note=found.note
-        )
 
     def _fill(self, key: int) -> None:
         found_in = self._bucket_of.get(key)
         if found_in is None:
             return
         number, bucket = found_in
-        missing = self._missing[number << 32 | bucket]
+        missing = self._missing[number, bucket]
         missing.discard(key)
         if missing:
             return

@@ -119,7 +119,9 @@ class StackSampler:
                 slots[Slot.PROGRESS] += 1
                 slots[Slot.HEARTBEAT] = self._own_heartbeat = time.monotonic_ns()
         state = read_state(self._path, now)
-        if state is not None and (is_suspicious(state, self._limits) or self._is_requested()):
+        # The watchdog or `backlight attach` requests samples by a file; pathlib would be slow here.
+        requested = any(name.startswith("sample") for name in os.listdir(self._directory))  # noqa: PTH208
+        if state is not None and (requested or is_suspicious(state, self._limits)):
             self._take_sample(state)
             return PERIOD_S / 2
         return BUILD_PERIOD_S if building else PERIOD_S
@@ -133,10 +135,6 @@ class StackSampler:
             return False
         self._user_frames = user_frames(frame)
         return True
-
-    def _is_requested(self) -> bool:
-        """Return whether the watchdog or ``backlight attach`` requests samples."""
-        return any(name.startswith("sample") for name in os.listdir(self._directory))  # noqa: PTH208 - fast
 
     def _take_sample(self, state: StateSnapshot) -> None:
         if state.phase_since != self._phase_since:

@@ -292,7 +292,9 @@ def _in_backward(
         module=_class_name(state.node) if state.node_since else None,
     )
     inside = f" in {frame.qualified_name}, {frame.location}" if frame is not None else ""
-    if _competes_for_gil(obs, limits):
+    # It seems to wait for a lock, but wakes all the time while its process computes.
+    computes = obs.cpu is not None and obs.cpu >= limits.busy
+    if computes and obs.wait == "a lock" and (obs.slices_per_s or 0.0) >= COMPETES_PER_S:
         return _unknown(known, "it is starved of the interpreter lock by other threads of the process", tail)
     if _is_idle(obs, limits):
         return _blocked(obs, state, summary, known, inside, tail)
@@ -402,18 +404,9 @@ def is_starved(ran: float | None, scheduled: float | None) -> bool:
 
 def _is_busy(obs: Observation, limits: StallLimits) -> bool:
     used = _used_cpu(obs)
-    if used is None:
-        return False
     # On an overloaded machine a thread that computes also queues.
     queues = obs.scheduled is not None and obs.scheduled >= limits.busy
-    return used >= limits.busy or (used > limits.idle and queues)
-
-
-def _competes_for_gil(obs: Observation, limits: StallLimits) -> bool:
-    """Return whether a thread that seems to wait for a lock wakes all the time while its process computes."""
-    is_busy = obs.cpu is not None and obs.cpu >= limits.busy
-    wakes = obs.slices_per_s is not None and obs.slices_per_s >= COMPETES_PER_S
-    return is_busy and obs.wait == "a lock" and wakes
+    return used is not None and (used >= limits.busy or (used > limits.idle and queues))
 
 
 def wait_words(reason: str) -> str:

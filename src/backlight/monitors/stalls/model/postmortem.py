@@ -133,15 +133,12 @@ def _failure_words(failures: _Failures) -> str:
     for obs, reason in failures:
         calls = obs.state.collectives if obs.state is not None else ()
         call = calls[-1].text if calls and calls[-1].failed else reason.inside
-        ranks.setdefault((call, _first_sentence(reason.error)), []).append(obs.rank)
+        # The first sentence, without source positions and addresses of the backend.
+        text = re.sub(r"\s*\[[^\]]*\]:?\d*", "", reason.error)
+        error = re.split(r"\. |: This ", text, maxsplit=1)[0][:160]
+        ranks.setdefault((call, error), []).append(obs.rank)
     parts = [
         f"rank {', '.join(map(str, sorted(failed)))} failed in {call} ({error})"
         for (call, error), failed in ranks.items()
     ]
     return "; ".join(parts[:3])
-
-
-def _first_sentence(error: str) -> str:
-    """Return the first sentence of a message, without source positions and addresses of the backend."""
-    text = re.sub(r"\s*\[[^\]]*\]:?\d*", "", error)
-    return re.split(r"\. |: This ", text, maxsplit=1)[0][:160]
