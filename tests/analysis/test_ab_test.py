@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from backlight.analysis import ab_test
 from backlight.analysis.ab_test import ABTestError, run_ab_test
-from backlight.store.write.writer import RunWriter
+from monitors.steptime.rules.conftest import write
 
 TRAIN = """
-import sys, time, torch
+import time, torch
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-assert "--fail" not in sys.argv, "injected"
 for step in range(1000):
     model(torch.randn(2, 4)).sum().backward()
-    time.sleep(60 if "--hang" in sys.argv else 0.002)
+    time.sleep(0.002)
     optimizer.step()
 """
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "train.py").write_text(TRAIN)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Instead of running, write a run in which B is 5 % slower in backward, on a machine of changing "
-    "speed."""
+    """Write runs in which B is 5 % slower in backward, on a machine of changing speed."""
     order: list[str] = []
-    random = np.random.default_rng(0)
 
     def run(
         command: str, line: Callable[[Path, int], list[str]], out: Path, steps: int, limit: float
@@ -47,13 +37,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert line(out, steps)[0] == sys.executable
         order.append(out.name)
         load = 1.0 + 0.5 * (int(out.name[-1]) % 3)
-        writer = RunWriter.create(out, monitors=("steptime",))
-        for step in range(steps):
-            noise = np.exp(random.normal(0, 0.003, 2))
-            slower = 1.05 if out.name.startswith("b") else 1.0
-            writer.scalar(step, "phase/backward", 0.03 * load * slower * noise[0])
-            writer.scalar(step, "phase/other", 0.02 * load * noise[1])
-        writer.close()
+        slower = 1.05 if out.name.startswith("b") else 1.0
+        write(out, {"backward": 0.03 * load * slower, "other": 0.02 * load}, steps=steps, seed=len(order))
 
     monkeypatch.setattr(ab_test, "_run", run)
     return order
@@ -110,17 +95,18 @@ def test_a_command_runs_under_backlight_run(command: str, expected: list[str]) -
     assert (line[0] == "env") == command.startswith("KEY")
 
 
-def test_a_command_that_fails_is_named_with_its_error(script: Path) -> None:
-    with pytest.raises(
-        ABTestError, match=r"'train.py --fail': ended with exit code 1 .*: AssertionError: injected"
-    ):
-        run_ab_test(("train.py --fail", "train.py"), rounds=3, steps=12, limit=60)
-
-
-@pytest.mark.full
-def test_a_command_that_hangs_is_ended_in_time(script: Path) -> None:
-    with pytest.raises(ABTestError, match=r"'train.py --hang': did not finish 12 steps in 6 s"):
-        run_ab_test(("train.py --hang", "train.py"), rounds=3, steps=12, limit=6)
+@pytest.mark.parametrize(
+    ("program", "limit", "message"),
+    [
+        ("assert False, 'injected'", 60, r"'train.py': ended with exit code 1 .*: AssertionError: injected"),
+        ("import time; time.sleep(60)", 0.5, r"'train.py': did not finish 12 steps in 0.5 s"),
+    ],
+)
+def test_a_command_that_fails_or_hangs_is_named(
+    program: str, limit: float, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ABTestError, match=message):
+        ab_test._run("train.py", lambda *_: [sys.executable, "-c", program], tmp_path, 12, limit)
 
 
 def test_the_last_lines_are_the_exception() -> None:
@@ -131,14 +117,14 @@ def test_the_last_lines_are_the_exception() -> None:
 
 
 @pytest.mark.full
-def test_the_command_line_compares_real_scripts(script: Path) -> None:
+def test_the_command_line_compares_real_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    monkeypatch.chdir(tmp_path)
     line = [sys.executable, "-m", "backlight", "compare", "--ab", "train.py", "python train.py --unused"]
     done = subprocess.run(
         [*line, "--rounds", "3", "--steps", "20", "--json"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    import json
-
     answer: dict[str, Any] = json.loads(done.stdout)
     assert answer["differences"] == ["argument --unused not given against given"]
     assert answer["times"]["rows"][0]["name"] == "step"

@@ -173,7 +173,11 @@ def test_the_command(command: Command, path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "statement", ["select * from scalars limit 2", "select * from gradient where norm > 0"]
+    "statement",
+    [
+        pytest.param("select * from scalars limit 2", marks=pytest.mark.full),
+        "select * from gradient where norm > 0",
+    ],
 )
 def test_the_process_ends_where_not_all_rows_were_read(path: Path, statement: str) -> None:
     asking = [sys.executable, "-m", "backlight", "query", str(path), statement, "--rows", "1"]

@@ -254,6 +254,34 @@ def test_nesting_against_a_plain_search(
 
 
 @pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        # The overlap of crossing ranges belongs to the later one; a range around both loses it once.
+        (
+            {"step": (0, 100), "optimizer": (80, 110), "inside": (85, 90)},
+            {"step": 80, "optimizer": 25, "inside": 5},
+        ),
+        (
+            {"all": (0, 200), "a": (10, 100), "b": (20, 95), "c": (90, 120)},
+            {"all": 90, "a": 10, "b": 70, "c": 30},
+        ),
+    ],
+)
+def test_every_moment_of_crossing_ranges_counts_once(
+    spans: dict[str, tuple[int, int]], expected: dict[str, int], tmp_path: Path
+) -> None:
+    maker = Maker()
+    for name, (start, end) in spans.items():
+        maker.add("user_annotation", name, start, end - start)
+    events = read_trace(maker.write(tmp_path / "t.json")).events
+    found = tree(events)
+    own = {
+        events.word("name", row): inner for row, inner in zip(found.rows.tolist(), found.inner, strict=True)
+    }
+    assert own == {name: length * US for name, length in expected.items()}
+
+
+@pytest.mark.parametrize(
     ("name", "kind"),
     [
         (NCCL, Kind.COMMUNICATION),
@@ -302,11 +330,8 @@ def test_short_names() -> None:
     assert len(short("x" * 200)) == 60
 
 
-REAL_TRACES = ["alexnet", "amd_mi250", "cpu_only", "no_rank", "training_one_gpu", "two_ranks_rank-0"]
-
-
 @pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
-@pytest.mark.parametrize("name", REAL_TRACES)
+@pytest.mark.parametrize("name", ["alexnet", "amd_mi250", "cpu_only", "training_one_gpu", "two_ranks_rank-0"])
 def test_laws_on_real_traces(name: str) -> None:
     trace = read_trace(REAL / f"{name}.json.gz")
     found = analyse([trace]).traces[0]
@@ -362,7 +387,6 @@ def test_amd_names_are_known(tmp_path: Path) -> None:
     maker.step(1, 0, 100)
     maker.kernel("Cijk_Ailk_Bljk", 10, 30, 20, call="hipLaunchKernel", kind="Dispatch Kernel")
     maker.add("cuda_runtime", "hipMemcpyWithStream", 55, 10, stream="0x0")
-    path = write(tmp_path / "made.json", maker.events)
-    found = analyse([read_trace(path)]).traces[0]
+    found = analyse([read_trace(write(tmp_path / "made.json", maker.events))]).traces[0]
     assert found.kernels[0].kind == "matmul"
     assert found.rank is None

@@ -18,23 +18,19 @@ from backlight.trace.decoder import nanoseconds
 from backlight.trace.events import TraceError
 from backlight.trace.reader import rank_in_name, read_trace
 
-NAMES = st.one_of(
-    st.sampled_from(
-        [
-            "aten::mm",
-            'q"uote',
-            "back\\slash",
-            "}, {\n",
-            '"traceEvents": [',
-            '},{"ph":"X"',
-            "é→中😀",
-            "\u2028",
-            "]}",
-            "",
-        ]
-    ),
-    st.text(max_size=12),
-)
+ODD = [
+    "aten::mm",
+    'q"uote',
+    "back\\slash",
+    "}, {\n",
+    '"traceEvents": [',
+    '},{"ph":"X"',
+    "é→中😀",
+    "\u2028",
+    "]}",
+    "",
+]
+NAMES = st.one_of(st.sampled_from(ODD), st.text(max_size=12))
 WHOLE = st.integers(0, 2**53)
 NESTED = st.recursive(
     st.one_of(WHOLE, NAMES, st.none(), st.booleans()),
@@ -80,7 +76,7 @@ EVENT = st.fixed_dictionaries(
 ANCHOR: dict[str, Any] = {"ph": "X", "cat": "cpu_op", "name": "aten::anchor", "ts": 1, "dur": 2}
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(events=st.lists(EVENT, max_size=30), layout=st.sampled_from(LAYOUTS), size=st.integers(30, 900))
 def test_as_the_slow_reference_reads_it(
     events: list[dict[str, Any]], layout: str, size: int, tmp_path_factory: pytest.TempPathFactory
@@ -146,9 +142,7 @@ def test_one_process_goes_on_where_several_cannot(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
-@pytest.mark.parametrize(
-    "name", ["alexnet", "amd_mi250", "cpu_only", "no_rank", "two_ranks_rank-0", "two_ranks_rank-1"]
-)
+@pytest.mark.parametrize("name", ["alexnet", "amd_mi250", "cpu_only", "no_rank"])
 def test_real_traces_as_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = REAL / f"{name}.json.gz"
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 50_000)
@@ -159,6 +153,7 @@ def test_real_traces_as_the_reference(name: str, monkeypatch: pytest.MonkeyPatch
     assert trace.notes == ()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
 def test_the_large_real_trace_keeps_every_event_and_nanosecond() -> None:
     path = REAL / "training_one_gpu.json.gz"

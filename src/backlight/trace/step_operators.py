@@ -133,10 +133,7 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
         traced_step_ms=float(np.median(list(lengths.values()))) * 1e-6,
         traced_phases={row.phase: row.host * scale for row in one.phases},
         operators=_operators(one, count),
-        kinds=tuple(
-            OperatorTime(r.name, r.calls / count, r.host * scale, r.device * scale, r.share) for r in
-            one.kinds
-        ),
+        kinds=tuple(OperatorTime.of(row, count, row.share) for row in one.kinds),
         kernels=tuple(OperatorTime.of(row, count, row.share) for row in one.kernels),
         copies=_copies(copying),
         joined=tuple(

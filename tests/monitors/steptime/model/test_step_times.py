@@ -71,20 +71,20 @@ def test_a_summary_gives_the_order_statistics() -> None:
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    held = [s.low <= 0.05 <= s.high for s in (summarize(noisy(seed)) for seed in range(400))]
+    held = [s.low <= 0.05 <= s.high for s in (summarize(noisy(seed)) for seed in range(200))]
     assert np.mean(held) >= 0.9
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 def test_two_runs_of_the_same_seldom_differ(correlation: float) -> None:
     pairs = [
-        (noisy(s, correlation=correlation), noisy(s + 10_000, correlation=correlation)) for s in range(300)
+        (noisy(s, correlation=correlation), noisy(s + 10_000, correlation=correlation)) for s in range(150)
     ]
     assert np.mean([difference(*pair).is_significant for pair in pairs]) <= 0.05
 
 
 def test_three_percent_are_found_with_an_interval_that_holds_them() -> None:
-    found = [difference(noisy(seed), noisy(seed + 10_000, level=0.05 * 1.03)) for seed in range(200)]
+    found = [difference(noisy(seed), noisy(seed + 10_000, level=0.05 * 1.03)) for seed in range(100)]
     assert np.mean([d.low <= 1.03 <= d.high for d in found]) >= 0.92
     assert np.mean([d.is_significant for d in found]) >= 0.95
 

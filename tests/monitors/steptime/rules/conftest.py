@@ -32,9 +32,10 @@ def write(
     events: Sequence[tuple[int | None, str, Mapping[str, Any]]] = (),
     fingerprint: Fingerprint | None = None,
     ranks: Sequence[Mapping[str, float]] = (),
+    seed: int = 0,
 ) -> Run:
     """Write steps whose phases scatter by one percent around ``phases``; ``changes`` set single times."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     each = list(ranks) or [phases or {}]
     writers = [
         RunWriter.create(
