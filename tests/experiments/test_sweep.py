@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import backlight
 from backlight.experiments.config import ConfigurationError, configure
 from backlight.experiments.cost import Cost, Estimate
 from backlight.experiments.sweep import (
@@ -87,22 +86,11 @@ def test_jobs_request_the_estimated_resources() -> None:
 
 def test_submitit_runs_a_local_job(tmp_path: Path) -> None:
     pytest.importorskip("submitit")
-    out = tmp_path / "run"
-    line = [
-        sys.executable,
-        "-m",
-        "backlight",
-        "grok",
-        "run",
-        "oracle",
-        "--steps",
-        "20",
-        "--set",
-        "run.disk_free=0",
-    ]
-    jobs = submit({"cluster": "local", "timeout_min": 5}, [[*line, "--out", str(out)]], tmp_path / "logs")
+    out = tmp_path / "out"
+    line = [sys.executable, "-c", f"open({str(out)!r}, 'w').write('done')"]
+    jobs = submit({"cluster": "local", "timeout_min": 5}, [line], tmp_path / "logs")
     assert jobs[0].exception() is None
-    assert backlight.open_run(out).scalar("train_loss", "user").steps.tolist() == [0, 10, 20]
+    assert out.read_text() == "done"
     with pytest.raises(ClusterError, match="sbatch is not on the path"):
         submit({"cluster": "slurm"}, [line], tmp_path / "logs")
     with pytest.raises(ClusterError, match="the jobs cannot be submitted"):

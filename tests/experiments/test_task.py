@@ -63,9 +63,9 @@ def changed(settings, section, **values):
 
 
 def ci(name, seed=0, control="", **training):
-    """Build the ci preset, with the two phases of minegishi meeting at step 6."""
+    """Build the ci preset, with the two phases of minegishi meeting at step 3."""
     if name == "minegishi":
-        training.setdefault("dense_steps", 6)
+        training.setdefault("dense_steps", 3)
     return built(name, changed(EXPERIMENTS[name].ci, "training", **training), seed, control)
 
 
@@ -269,13 +269,13 @@ def test_losses_of_samples_add_up_to_that_of_the_batch(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_resumed_task_equals_an_uninterrupted_one(name):
     whole, first = ci(name), ci(name)
-    whole_losses = train(whole, 0, 10)
-    losses = train(first, 0, 7)
+    whole_losses = train(whole, 0, 6)
+    losses = train(first, 0, 4)
     kept = copy.deepcopy(training_state(first))
     torch.manual_seed(99)
     second = ci(name)
     restore(second, kept)
-    losses += train(second, 7, 10)
+    losses += train(second, 4, 6)
     assert losses == whole_losses
     for mine, true in zip(second.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, true)

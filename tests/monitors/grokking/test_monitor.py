@@ -34,6 +34,19 @@ def sample_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
+def watched(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, samples: Any = None
+) -> backlight.Watch:
+    return backlight.watch(
+        model, optimizer, run=path, monitors=("grokking",), measures=MEASURES, samples=samples
+    )
+
+
+def assert_equal(model: nn.Module, plain: nn.Module) -> None:
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -62,17 +75,9 @@ def test_training_is_unchanged_and_gradients_are_exact(tmp_path: Path, clip: flo
     train(plain, optimizer, keep, clip)
     model, optimizer = build()
     x, y = data()
-    with backlight.watch(
-        model,
-        optimizer,
-        run=tmp_path / "run",
-        monitors=("grokking",),
-        measures=MEASURES,
-        samples=(sample_loss, (x[:8], y[:8])),
-    ):
+    with watched(tmp_path / "run", model, optimizer, (sample_loss, (x[:8], y[:8]))):
         train(model, optimizer, clip=clip)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, plain.state_dict()[name]), name
+    assert_equal(model, plain)
     run = backlight.open_run(tmp_path / "run")
     assert [e for e in run.events("unmeasured") if "gram" in str(e.payload)] == []
     for name in truth[0]:
@@ -89,36 +94,21 @@ def test_the_gram_is_taken_before_the_step(tmp_path: Path) -> None:
     model, optimizer = build()
     model.body[3].p = 0.0
     x, y = data()
-    expected: list[np.ndarray] = []
-
-    def before(_step: int) -> None:
-        control = copy.deepcopy(model)
-        rows = []
-        for i in range(8):
-            control.zero_grad()
-            sample_loss(control, (x[i : i + 1], y[i : i + 1])).backward()
-            rows.append(torch.cat([p.grad.flatten() for p in control.parameters()]).double())
-        A = torch.stack(rows)
-        expected.append((A @ A.T).numpy())
-
-    # The controls are trained by nobody, so their backward is no step of the watched model.
     x8 = (x[:8], y[:8])
     states: list[dict[str, torch.Tensor]] = []
-    with backlight.watch(
-        model,
-        optimizer,
-        run=tmp_path / "run",
-        monitors=("grokking",),
-        measures=MEASURES,
-        samples=(sample_loss, lambda: x8),
-    ):
+    with watched(tmp_path / "run", model, optimizer, (sample_loss, lambda: x8)):
         train(model, optimizer, lambda _s: states.append(copy.deepcopy(model.state_dict())))
-    for state in states[::2]:
-        model.load_state_dict(state)
-        before(0)
     steps, found = backlight.open_run(tmp_path / "run").array("gram/model/matrix")
     assert len(steps) == STEPS // 2
-    for matrix, truth in zip(found, expected, strict=True):
+    for matrix, state in zip(found, states[::2], strict=True):
+        model.load_state_dict(state)
+        rows = []
+        for i in range(8):
+            model.zero_grad()
+            sample_loss(model, (x[i : i + 1], y[i : i + 1])).backward()
+            rows.append(torch.cat([p.grad.flatten() for p in model.parameters()]).double())
+        A = torch.stack(rows)
+        truth = (A @ A.T).numpy()
         assert np.allclose(matrix, truth, rtol=1e-5, atol=1e-7 * np.abs(truth).max())
 
 
@@ -127,10 +117,7 @@ def test_accumulated_gradients_are_measured_once_per_step(tmp_path: Path) -> Non
     model.eval()
     x, y = data()
     wanted: dict[int, np.ndarray] = {}
-    with backlight.watch(
-        model, optimizer, run=tmp_path / "run", monitors=("grokking",), samples=(sample_loss, (x, y)),
-        measures=MEASURES,
-    ):  # fmt: skip
+    with watched(tmp_path / "run", model, optimizer, (sample_loss, (x, y))):
         for step in range(4):
             optimizer.zero_grad()
             for start in range(0, 20, 5):
@@ -148,9 +135,7 @@ def test_accumulated_gradients_are_measured_once_per_step(tmp_path: Path) -> Non
 
 def test_missing_samples_are_recorded_as_unmeasured(tmp_path: Path) -> None:
     model, optimizer = build()
-    with backlight.watch(
-        model, optimizer, run=tmp_path / "run", monitors=("grokking",), measures=MEASURES
-    ) as watch:
+    with watched(tmp_path / "run", model, optimizer) as watch:
         train(model, optimizer)
         watch.log(train_accuracy=0.5)
     run = backlight.open_run(tmp_path / "run")
@@ -165,28 +150,16 @@ def test_a_failed_check_is_a_warning_and_a_dropped_measurement(tmp_path: Path) -
     def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])  # not the sum
 
-    plain, optimizer = build()
-    train(plain, optimizer)
-    model, optimizer = build()
-    model.body[3].p = plain.body[3].p
+    (model, optimizer), (plain, plain_optimizer) = build(), build()
     x, y = data()
     model.eval()
-    plain, plain_optimizer = build()
     plain.eval()
     train(plain, plain_optimizer)
     with pytest.warns(RuntimeWarning, match="gram is not measured") as warned:
-        with backlight.watch(
-            model,
-            optimizer,
-            run=tmp_path / "run",
-            monitors=("grokking",),
-            measures=MEASURES,
-            samples=(mean_loss, (x[:8], y[:8])),
-        ):
+        with watched(tmp_path / "run", model, optimizer, (mean_loss, (x[:8], y[:8]))):
             train(model, optimizer)
     assert len(warned) == 1
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, plain.state_dict()[name]), name
+    assert_equal(model, plain)
     run = backlight.open_run(tmp_path / "run")
     assert len([e for e in run.events("unmeasured") if e.payload["what"] == "gram"]) == STEPS // 2
     assert "gradient/head.weight" in run.array_names()

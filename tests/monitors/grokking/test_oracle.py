@@ -23,7 +23,7 @@ def nulls() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_the_fast_oracle_groks_in_its_ranges(nulls: ModuleType, seed: int) -> None:
     found = nulls.trained(seed=seed, steps=1600)
     assert found.verdict is GrokkingVerdict.GROKKING
@@ -35,8 +35,8 @@ def test_the_fast_oracle_groks_in_its_ranges(nulls: ModuleType, seed: int) -> No
 @pytest.mark.parametrize(
     ("change", "steps", "verdict"),
     [
-        ({"weight_decay": 0.1}, 2500, {"memorised", "censored"}),
-        ({"control": "random-labels"}, 1500, {"memorised"}),
+        pytest.param({"weight_decay": 0.1}, 2500, {"memorised", "censored"}, marks=pytest.mark.full),
+        ({"control": "random-labels"}, 900, {"memorised"}),
         ({"train_share": 0.85}, 300, {"no-delay", "insufficient-data"}),
     ],
 )

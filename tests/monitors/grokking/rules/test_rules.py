@@ -9,7 +9,7 @@ import pytest
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.grokking.model.reader import control_of, detect_run, stated
 from backlight.records import Severity
-from backlight.store.read.run import open_run
+from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run
 
@@ -27,17 +27,6 @@ def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
     assert ("user/test_accuracy", detection.generalised.by) in places
     assert ("user/train_accuracy", detection.memorised.after) in places
     assert "control" in found.fix
-
-
-def test_a_control_is_reported_as_memorised(tmp_path: Path) -> None:
-    (found,) = evaluate_rules(
-        write_grokking_run(tmp_path / "run", Grok(control="random-labels", control_of="x"))
-    )
-    assert (found.severity, found.subject.verdict) == (Severity.INFO, "memorised")
-
-
-def test_an_overridden_threshold_changes_the_verdict_and_is_shown(tmp_path: Path) -> None:
-    run = write_grokking_run(tmp_path / "run")
     (found,) = evaluate_rules(run, {"grokking": {"delay_ratio": 100.0}})
     assert found.subject.verdict == "no-delay"
     assert found.overridden == {"delay_ratio": 100.0}
@@ -47,12 +36,23 @@ def test_a_run_without_accuracies_has_no_verdict(tmp_path: Path) -> None:
     assert evaluate_rules(write_grokking_run(tmp_path / "run", Grok(accuracies=False, steps=100))) == []
 
 
-def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
-    for step in range(20):
-        writer.scalars(step, {"train_accuracy": 99.0, "test_accuracy": 40.0}, source="user")
+def logged(path: Path, *rows: tuple[int, dict[str, float]]) -> Run:
+    """Write a run with scalars of the user."""
+    writer = RunWriter.create(path, monitors=("grokking",))
+    for step, values in rows:
+        writer.scalars(step, values, source="user")
     writer.close()
-    (found,) = evaluate_rules(open_run(tmp_path / "run"))
+    return open_run(path)
+
+
+def accuracies(train: float, test: float) -> dict[str, float]:
+    return {"train_accuracy": train, "test_accuracy": test}
+
+
+def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) -> None:
+    (found,) = evaluate_rules(
+        logged(tmp_path / "run", *((step, accuracies(99.0, 40.0)) for step in range(20)))
+    )
     assert found.severity is Severity.WARNING
     assert "not as percentages" in found.detail
 
@@ -76,13 +76,9 @@ def test_an_event_about_the_measurement_is_no_finding(
     assert [event.payload for event in run.events(kind)] == [payload]
 
 
-def test_a_healthy_run_has_only_its_verdict(tmp_path: Path) -> None:
-    assert {f.rule for f in evaluate_rules(write_grokking_run(tmp_path / "run"))} == {"grokking"}
-
-
-def test_the_control_is_found_by_its_event(tmp_path: Path) -> None:
+def test_the_control_is_found_by_its_event_and_reported_as_memorised(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
-    mine = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id, steps=300))
+    mine = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id))
     other = write_grokking_run(tmp_path / "b", Grok(control="random-labels", control_of="else", steps=300))
     plain = write_grokking_run(tmp_path / "c", Grok(steps=300))
     found = control_of(run, [run, other, plain, mine])
@@ -90,19 +86,16 @@ def test_the_control_is_found_by_its_event(tmp_path: Path) -> None:
     assert found.run_id == mine.run_id
     assert control_of(run, [run, other, plain]) is None
     assert stated(mine).control == "random-labels"
+    (finding,) = evaluate_rules(mine)
+    assert (finding.severity, finding.subject.verdict) == (Severity.INFO, "memorised")
 
 
 def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
-    writer.scalars(0, {"chance": 0.25, "test_size": 400.0}, source="user")
-    for step in range(0, 400, 2):
-        accuracies = {
-            "train_accuracy": 1.0 if step > 20 else 0.3,
-            "test_accuracy": 0.98 if step > 300 else 0.25 + step % 10 / 400,
-        }
-        writer.scalars(step, accuracies, source="user")
-    writer.close()
-    run = open_run(tmp_path / "run")
+    rows = [
+        (step, accuracies(1.0 if step > 20 else 0.3, 0.98 if step > 300 else 0.25 + step % 10 / 400))
+        for step in range(0, 400, 2)
+    ]
+    run = logged(tmp_path / "run", (0, {"chance": 0.25, "test_size": 400.0}), *rows)
     assert (stated(run).chance, stated(run).test_size, stated(run).train_size) == (0.25, 400, None)
     detection = detect_run(run)
     assert detection.chance == 0.25
@@ -110,14 +103,6 @@ def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
     assert detect_run(run, chance=0.1).chance == 0.1
     (found,) = evaluate_rules(run)
     assert found.subject.verdict == "grokking"
-
-
-def test_a_missing_chance_is_noted_with_the_way_to_state_it(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
-    for step in range(0, 400, 10):
-        value = 1.0 if step > 20 else 0.3
-        writer.scalars(step, {"train_accuracy": value, "test_accuracy": value}, source="user")
-    writer.close()
-    notes = " ".join(detect_run(open_run(tmp_path / "run")).notes)
+    notes = " ".join(detect_run(logged(tmp_path / "unstated", *rows)).notes)
     assert "watch.log(chance=...) or backlight grok detect RUN --chance" in notes
     assert "watch.log(test_size=...)" in notes

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import backlight
 import gram_setups
 import zoo
+from backlight.measure.gram.factors import LookupFactors, MatrixFactors, VectorFactors, compress, concatenate
 from backlight.monitors.grokking.instrument.gram import inputs
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from gram_setups import MODELS, N, Setup, images, labels, text, tokens
@@ -44,12 +45,16 @@ def close(got: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
     assert float((got - expected).norm()) <= rtol * float(expected.norm()) + 1e-25
 
 
-@pytest.mark.parametrize("kernel", ["auto", "ghost", "chunked"])
+OPTIONS = ({}, {"kernel": "ghost"}, {"kernel": "chunked"}, {"at_once": 1}, {"at_once": 4})
+"""Ways to measure a Gram that must agree."""
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_agrees_with_a_loop(name: str, kernel: str) -> None:
+def test_agrees_with_a_loop(name: str, options: dict[str, Any]) -> None:
     setup = MODELS[name]()
     expected = rows(setup)
-    found = backlight.gram(setup.model, setup.loss, setup.batch, kernel=kernel)
+    found = backlight.gram(setup.model, setup.loss, setup.batch, **options)
     assert list(found.per_parameter) == list(expected)
     for parameter, gradients in expected.items():
         A = gradients.flatten(1)
@@ -60,7 +65,8 @@ def test_agrees_with_a_loop(name: str, kernel: str) -> None:
     close(found.matrix, A @ A.T)
     methods = {check.method for check in found.coverage.values()}
     assert methods <= setup.methods
-    assert {m for m in setup.methods if m in {"vmap", "loop"}} <= methods
+    # A batch of another size may be one that a kernel can take.
+    assert "at_once" in options or {m for m in setup.methods if m in {"vmap", "loop"}} <= methods
     assert all(check.holds and check.difference < 1e-8 for check in found.coverage.values())
 
 
@@ -73,12 +79,12 @@ def test_small_scratch_changes_nothing(name: str) -> None:
         close(found.matrix, A @ A.T)
 
 
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize(("centred", "at_once"), [(False, None), (True, None), (False, 4)])
 @pytest.mark.parametrize("name", ["mlp", "gpt_tied_padded_reused", "bare_parameters", "conv2d"])
-def test_eigenvectors_equal_those_of_the_second_moment(name: str, centred: bool) -> None:
+def test_eigenvectors_equal_those_of_the_second_moment(name: str, centred: bool, at_once: int | None) -> None:
     setup = MODELS[name]()
     A = flat(rows(setup))
-    found = backlight.gram(setup.model, setup.loss, setup.batch)
+    found = backlight.gram(setup.model, setup.loss, setup.batch, at_once=at_once)
     values, vectors = found.eigenvectors(3, centred=centred)
     V = torch.cat([part.flatten(1) for part in vectors.values()], 1)
     B = A - A.mean(0) if centred else A
@@ -137,19 +143,14 @@ def test_layers_and_blocks_are_sums_of_parameters() -> None:
         found.scope("layer/nix")
 
 
-def test_blocks_end_at_the_first_number() -> None:
+def test_blocks_end_at_the_first_number_and_repr_is_one_line() -> None:
     net = nn.Sequential(nn.Linear(7, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
-    found = backlight.gram(net.double(), labels, images(7))
+    found = backlight.gram(net.double(), labels, images(7), detail="layer")
     assert list(found.per_block) == ["0", "1"]
     assert list(found.per_layer) == ["0", "1.0", "1.1"]
-
-
-def test_repr_is_one_line() -> None:
-    net = nn.Sequential(nn.Linear(7, 4), nn.Linear(4, 3))
-    found = backlight.gram(net.double(), labels, images(7), detail="layer")
     methods = [coverage.method for coverage in found.coverage.values()]
     listed = ", ".join(f"{methods.count(method)} {method}" for method in sorted(set(methods)))
-    assert repr(found) == f"Gram({N} samples, by layer, 4 parameters: {listed})"
+    assert repr(found) == f"Gram({N} samples, by layer, 6 parameters: {listed})"
 
 
 class Touchy(nn.Module):
@@ -209,12 +210,27 @@ def test_reentrant_checkpointing_keeps_gradients_and_hooks() -> None:
     assert len(called) >= len(kept)  # of each segment
 
 
-def test_dropout_keeps_its_mask_for_eigenvectors() -> None:
+@pytest.mark.parametrize("at_once", [None, 4])
+def test_dropout_keeps_its_mask_for_eigenvectors(at_once: int | None) -> None:
     net = nn.Sequential(nn.Linear(7, 9), nn.Dropout(0.5), nn.Linear(9, 3)).double()
-    found = backlight.gram(net, labels, images(7))
+    found = backlight.gram(net, labels, images(7), at_once=at_once)
     torch.rand(3)
     values, _ = found.eigenvectors(2)
     assert len(values) == 2  # taken with another mask they would not be orthonormal, which is an error
+    assert found.coverage["0.weight"].alone is None
+
+
+def test_no_pass_takes_more_samples_than_requested() -> None:
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        sizes.append(len(batch[0]))
+        return labels(model, batch)
+
+    net = nn.Sequential(nn.Linear(7, 3)).double()
+    found = backlight.gram(net, loss, images(7), at_once=4)
+    assert sizes == [4, N - 4, 2]  # and two samples alone
+    assert found.matrix.shape == (N, N)
 
 
 def test_float32_and_autocast() -> None:
@@ -278,8 +294,9 @@ class Mixing(nn.Module):
 
 
 def test_dependent_samples_are_refused() -> None:
-    with pytest.raises(GramError, match=r"parameter 'a.weight'.*independent along the first dimension"):
-        backlight.gram(Mixing().double(), labels, images(7))
+    for at_once in (None, 4):
+        with pytest.raises(GramError, match=r"parameter 'a.weight'.*independent along the first dimension"):
+            backlight.gram(Mixing().double(), labels, images(7), at_once=at_once)
     net = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     with pytest.raises(GramError, match=r"module '1' \(BatchNorm1d\) normalises over the batch.*model.eval"):
         backlight.gram(net, labels, images(7))
@@ -308,6 +325,22 @@ def test_a_use_without_a_kernel_is_refused_if_no_fallback_exists() -> None:
     dropping = nn.Sequential(nn.Dropout(0.5), net)
     with pytest.raises(GramError, match=r"parameter '1.scale'.*draws random numbers.*model.eval"):
         backlight.gram(dropping, labels, images(7))
+
+
+def test_a_parameter_that_only_some_passes_use_falls_back() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(7, 3), nn.Linear(7, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(x) if len(x) == 1 else self.first(x)
+
+    batch = images(7)
+    with pytest.raises(GramError, match=r"'first.weight'.*used by every sample"):
+        backlight.gram(
+            Routed().double(), labels, tuple(part[:5] for part in batch), at_once=4, fallback=False
+        )
 
 
 def test_an_uncaptured_use_is_named() -> None:
@@ -356,20 +389,35 @@ def test_invalid_input_is_refused(break_it: Any, message: str) -> None:
         backlight.gram(*break_it(net, images(7)))
 
 
-def test_invalid_options_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"detail": "neuron"}, "detail must be one of parameter, layer, block, model, got 'neuron'"),
+        ({"kernel": "magic"}, "kernel must be auto, ghost or chunked, got 'magic'"),
+        ({"at_once": 0}, "at_once must be at least 1, got 0"),
+        (
+            {"products": torch.float16},
+            "products must be None, torch.float64 or torch.float32, got torch.float16",
+        ),
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     setup = MODELS["mlp"]()
-    with pytest.raises(GramError, match="detail must be one of parameter, layer, block, model, got 'neuron'"):
-        backlight.gram(setup.model, setup.loss, setup.batch, detail="neuron")
-    with pytest.raises(GramError, match="kernel must be auto, ghost or chunked, got 'magic'"):
-        backlight.gram(setup.model, setup.loss, setup.batch, kernel="magic")
+    with pytest.raises(GramError, match=message):
+        backlight.gram(setup.model, setup.loss, setup.batch, **options)
+
+
+def test_modules_that_cannot_be_measured_are_refused() -> None:
+    setup = MODELS["mlp"]()
     with torch.inference_mode(), pytest.raises(GramError, match="inference_mode"):
         backlight.gram(setup.model, setup.loss, setup.batch)
-    net = nn.Sequential(nn.Embedding(11, 8, max_norm=1.0), nn.Linear(8, 11))
-    with pytest.raises(GramError, match="module '0' \\(Embedding\\) has max_norm"):
-        backlight.gram(net, tokens, text())
-    net = nn.Sequential(nn.Embedding(11, 8, scale_grad_by_freq=True), nn.Linear(8, 11))
-    with pytest.raises(GramError, match="scale_grad_by_freq"):
-        backlight.gram(net, tokens, text())
+    for option, message in (
+        ({"max_norm": 1.0}, r"module '0' \(Embedding\) has max_norm"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
+    ):
+        net = nn.Sequential(nn.Embedding(11, 8, **option), nn.Linear(8, 11))
+        with pytest.raises(GramError, match=message):
+            backlight.gram(net, tokens, text())
 
 
 def test_a_loss_of_a_fixed_batch_size_is_refused() -> None:
@@ -427,7 +475,43 @@ def test_products_in_float32_are_named_in_the_result() -> None:
     close(single.matrix, double.matrix, 1e-5)
     assert not torch.equal(single.matrix, double.matrix)
     assert single.spectrum().tolerance > 1e6 * double.spectrum().tolerance > 0
-    with pytest.raises(
-        GramError, match=r"products must be None, torch.float64 or torch.float32, got torch.float16"
-    ):
-        backlight.gram(net, labels, (x.float(), y), products=torch.float16)
+
+
+def test_factors_are_kept_in_the_smallest_form() -> None:
+    def piece(t: int, i: int, o: int) -> MatrixFactors:
+        x, d = torch.randn(4, t, 1, i), torch.randn(4, t, 1, o)
+        return MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i, held=True)
+
+    short, long = piece(2, 8, 8), piece(9, 8, 8)
+    assert compress([short])[0] is short
+    (made,) = compress([long])
+    assert isinstance(made, VectorFactors)
+    assert (made.rows, made.columns) == (8, 8)
+    G = torch.einsum("nto,nti->noi", long.delta[:, :, 0], long.all_inputs()[:, :, 0])
+    torch.testing.assert_close(made.values.view(4, 8, 8), G)
+    assert made.size() == pytest.approx(long.size(), rel=1e-5)
+    (both,) = concatenate([[made], [made]])
+    assert isinstance(both, VectorFactors)
+    assert both.samples == 8
+    assert both.size() == pytest.approx(2**0.5 * made.size(), rel=1e-5)
+
+
+def test_parts_that_differ_are_refused() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    a = LookupFactors(ids, torch.zeros(2, 3, 4), 9)
+    with pytest.raises(ValueError, match="used differently by different samples"):
+        concatenate([[a], [a, a]])
+    with pytest.raises(ValueError, match="different numbers of positions"):
+        concatenate([[a], [LookupFactors(ids[:, :2], a.delta[:, :2], 9)]])
+
+
+def test_agrees_with_curvlinops() -> None:
+    curvlinops = pytest.importorskip("curvlinops")
+    setup = MODELS["mlp"]()
+    parameters = list(setup.model.parameters())
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    fisher = curvlinops.EFLinearOperator(setup.model, loss, parameters, [setup.batch])
+    dense = fisher @ torch.eye(sum(p.numel() for p in parameters), dtype=torch.float64)
+    values = torch.linalg.eigvalsh(torch.as_tensor(dense)).flip(0)[:6] / len(setup.batch[0])
+    found = torch.from_numpy(backlight.gram(setup.model, setup.loss, setup.batch).spectrum().eigenvalues)
+    torch.testing.assert_close(found, values, rtol=1e-6, atol=0)
