@@ -18,19 +18,6 @@ from spoiled import write_spoiled
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Call the command line and return exit code, output and errors."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as leaving:
-            application.main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return int(leaving.value.code or 0), captured.out, captured.err
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "healthy"

@@ -10,25 +10,11 @@ from pathlib import Path
 import pytest
 
 from backlight.analysis.overlay import overlay
-from backlight.cli import app as application
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as leaving:
-            application.main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return int(leaving.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -193,18 +179,3 @@ def test_report_writes_pictures(command: Command, runs: Path, tmp_path: Path) ->
     assert Path(page) == tmp_path / "page.html"
     assert {Path(p).suffix for p in pictures} == {".svg", ".png"}
     assert all(Path(p).is_file() for p in pictures)
-
-
-def test_the_surface_is_frozen() -> None:
-    import typer
-
-    application.load_commands()
-    group = typer.main.get_command(application.app).commands["grok"].commands
-    surface = {
-        name: sorted(o for p in group[name].params for o in p.opts if o.startswith("--"))
-        for name in ("detect", "compare")
-    }
-    assert surface == {
-        "detect": ["--chance", "--control", "--json", "--test-size"],
-        "compare": ["--align", "--json", "--measure", "--out"],
-    }

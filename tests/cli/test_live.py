@@ -12,11 +12,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-BACKLIGHT = [sys.executable, "-m", "backlight"]
+Command = Callable[..., tuple[int, str, str]]
 WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = None; from backlight.cli.app import main; main(sys.argv[1:])"
 )
@@ -31,12 +32,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     grown.steps(30, broken=2)
     grown.close()
     return grown.path
-
-
-def told(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*BACKLIGHT, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=60
-    )
 
 
 def test_one_frame_is_printed_without_torch(run: Path) -> None:
@@ -55,7 +50,8 @@ def test_the_terminal_is_left_by_q_and_the_last_frame_stays(tmp_path: Path) -> N
     folder.mkdir()
     leader, follower = pty.openpty()
     process = subprocess.Popen(
-        [*BACKLIGHT, "top", str(folder)], stdin=follower, stdout=follower, stderr=follower,
+        [sys.executable, "-m", "backlight", "top", str(folder)],
+        stdin=follower, stdout=follower, stderr=follower,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}, start_new_session=True,
     )  # fmt: skip
     os.close(follower)
@@ -115,17 +111,17 @@ def test_the_page_is_served_until_the_terminal_says_stop(run: Path) -> None:
         process.communicate()
 
 
-def test_what_cannot_be_opened_is_said_in_one_line(run: Path, tmp_path: Path) -> None:
-    for command in ("open", "top"):
-        done = told(command, tmp_path / "nothing")
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"backlight: {tmp_path}/nothing: there is no such folder")
-        assert done.stderr.count("\n") == 1
+def test_what_cannot_be_opened_is_refused_in_one_line(run: Path, tmp_path: Path, command: Command) -> None:
+    for name in ("open", "top"):
+        code, _, errors = command(name, tmp_path / "nothing")
+        assert code == 2
+        assert errors.startswith(f"backlight: {tmp_path}/nothing: there is no such folder")
+        assert errors.count("\n") == 1
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = told("open", "--no-browser", "--port", port, run)
-    assert done.returncode == 2
-    assert f"port {port} of 127.0.0.1" in done.stderr
-    assert "--port" in done.stderr
+        code, _, errors = command("open", "--no-browser", "--port", port, run)
+    assert code == 2
+    assert f"port {port} of 127.0.0.1" in errors
+    assert "--port" in errors

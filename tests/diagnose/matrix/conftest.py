@@ -60,22 +60,3 @@ def plan(folder: Path) -> Writer:
         return path
 
     return write
-
-
-@pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line in this process and return its exit code and what it printed."""
-    from backlight.cli.app import main
-
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as leaving:
-            main(list(arguments))
-        said = capsys.readouterr()
-        assert isinstance(leaving.value.code, int)
-        return leaving.value.code, said.out, said.err
-
-    return run

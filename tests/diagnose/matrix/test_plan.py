@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,24 +220,3 @@ def test_init_writes_a_plan_that_is_ready_to_be_fitted(
     code, _, err = command("matrix", "--init", "mine.toml")
     assert code == 2
     assert "mine.toml: exists already" in err
-
-
-BLOCKED_TORCH = """
-import importlib, pkgutil, sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch" or name.startswith("torch."):
-            raise ImportError("torch is blocked here")
-sys.meta_path.insert(0, Block())
-import backlight.diagnose.matrix as package
-names = [m.name for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
-for name in (*names, "backlight.cli.commands.matrix"):
-    importlib.import_module(name)
-print(len(names))
-"""
-
-
-def test_a_matrix_needs_no_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCKED_TORCH], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 8

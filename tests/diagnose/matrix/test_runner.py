@@ -266,11 +266,11 @@ def cli(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def first_process(folder: Path) -> Process:
-    """Wait for the first case of the matrix, and return its process."""
+def first_process(folder: Path, attempt: str) -> Process:
+    """Wait until an attempt runs, and return its process."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for start in folder.glob("out/cases/*/*/start.json"):
+        for start in folder.glob(f"out/cases/*/{attempt}/start.json"):
             mark = json.loads(start.read_text())["mark"]
             for process in read_process_table().values():
                 if mark_of(process.pid) == mark:
@@ -279,36 +279,25 @@ def first_process(folder: Path) -> Process:
     raise AssertionError("no case was started")
 
 
-def test_an_interrupted_matrix_resumes(folder: Path, plan: Writer) -> None:
-    plan("[cases.a]\narguments = ['wait']\n", top="time_limit = 60")
+def test_a_killed_and_an_interrupted_matrix_resume(folder: Path, plan: Writer) -> None:
+    path = plan("[cases.a]\narguments = ['wait']\n", top="time_limit = 60")
     process = cli(folder)
-    of_case = first_process(folder)
-    other = subprocess.run(
-        [sys.executable, "-m", "backlight", "matrix", "plan.toml", "--out", "out"],
-        cwd=folder, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert other.returncode == 2
-    assert "another matrix is running in it" in other.stderr
+    left = first_process(folder, "000")
+    process.kill()
+    process.communicate(timeout=30)
+    assert runs(left)
+    process = cli(folder)
+    of_case = first_process(folder, "001")
+    assert not runs(left)
+    with pytest.raises(MatrixDirectoryError, match="another matrix is running in it"):
+        execute(prepare(path), folder / "out")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 130
     assert not runs(of_case)
-    assert not (folder / "out/cases/a/000/result.json").exists()
-    plan("[cases.a]\n", top="time_limit = 60")
-    report = execute(prepare(folder / "plan.toml"), folder / "out")
-    assert [(c.attempt, c.evaluation.verdict) for c in report.cases] == [("cases/a/001", DiagnosisKind.PASS)]
-
-
-def test_leftovers_of_a_killed_matrix_are_ended(folder: Path, plan: Writer) -> None:
-    plan("[cases.a]\narguments = ['wait']\n", top="time_limit = 60")
-    process = cli(folder)
-    of_case = first_process(folder)
-    process.kill()
-    process.communicate(timeout=30)
-    assert runs(of_case)
-    plan("[cases.a]\n", top="time_limit = 60")
-    execute(prepare(folder / "plan.toml"), folder / "out")
-    assert not runs(of_case)
+    assert not list(folder.glob("out/cases/a/*/result.json"))
+    report = execute(prepare(plan("[cases.a]\n", top="time_limit = 60")), folder / "out")
+    assert [(c.attempt, c.evaluation.verdict) for c in report.cases] == [("cases/a/002", DiagnosisKind.PASS)]
 
 
 def test_a_variable_that_a_wrapper_drops_had_no_effect(folder: Path, plan: Writer) -> None:

@@ -26,9 +26,13 @@ MAX_DIGEST_BYTES = 10 * 1024 * 1024
 
 _INSPECT = """
 import importlib.metadata as m, json, platform
-found = {d.metadata["Name"]: d.version for d in m.distributions()}
-print(json.dumps({"python": platform.python_version(),
-                  **{n: found[n] for n in ("torch", "backlight", "numpy") if n in found}}))
+found = {"python": platform.python_version()}
+for name in ("torch", "backlight", "numpy"):
+    try:
+        found[name] = m.version(name)
+    except m.PackageNotFoundError:
+        pass
+print(json.dumps(found))
 """
 
 Interpreters = dict[str, dict[str, str]]
