@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from made_traces import Maker
+from made_traces import Maker, rows_of
 
 from backlight.trace import cache
 from backlight.trace.cache import cache_path, open_trace
@@ -22,7 +22,7 @@ def made(path: Path, name: str = "aten::mm") -> Path:
 
 
 def same(one: Trace, other: Trace) -> bool:
-    return list(one.events.rows()) == list(other.events.rows()) and (
+    return rows_of(one.events) == rows_of(other.events) and (
         one.metadata, one.rank, one.world_size, one.base, one.notes,
     ) == (other.metadata, other.rank, other.world_size, other.base, other.notes)  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_traces import LAYOUTS, REAL, WHY, comparable, reference, text_of, write
+from made_traces import LAYOUTS, REAL, WHY, comparable, reference, rows_of, text_of, write
 
 from backlight.trace import chunks
 from backlight.trace.decoder import nanoseconds
@@ -87,7 +87,7 @@ def test_as_the_slow_reference_reads_it(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK_BYTES", size)
         trace = read_trace(path)
-    assert [comparable(row) for row in trace.events.rows()] == reference(text)
+    assert [comparable(row) for row in rows_of(trace.events)] == reference(text)
     assert trace.rank == (None if layout == "array" else 3)
 
 
@@ -127,7 +127,7 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     path = write(tmp_path / "made.json.gz", events)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 20_000)
     alone, beside = read_trace(path), read_trace(path, workers=2)
-    assert list(alone.events.rows()) == list(beside.events.rows())
+    assert rows_of(alone.events) == rows_of(beside.events)
     assert beside.notes == ()
     assert beside.metadata == alone.metadata
 
@@ -147,7 +147,7 @@ def test_real_traces_as_the_reference(name: str, monkeypatch: pytest.MonkeyPatch
     path = REAL / f"{name}.json.gz"
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 50_000)
     trace = read_trace(path)
-    assert [comparable(r) for r in trace.events.rows()] == reference(
+    assert [comparable(r) for r in rows_of(trace.events)] == reference(
         gzip.decompress(path.read_bytes()).decode()
     )
     assert trace.notes == ()

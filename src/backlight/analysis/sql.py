@@ -165,7 +165,7 @@ def write(result: QueryResult, target: Path, *, overwrite: bool = False) -> Path
     Raises
     ------
     ExportError
-        If the suffix is not known, the file exists, or its directory does not.
+        If it cannot be written there.
     """
     if target.suffix.lower() not in {".parquet", ".csv"}:
         raise ExportError(f"{target}: the ending {target.suffix!r} is not known; use .parquet or .csv")

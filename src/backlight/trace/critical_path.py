@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.trace.classification import KINDS, PHASES, RUNTIME, short
+from backlight.trace.classification import KINDS, PHASES, RUNTIME
 from backlight.trace.events import Integers
 from backlight.trace.intervals import EMPTY, Union, union
 from backlight.trace.timeline import Step, Timeline
@@ -38,15 +38,13 @@ class CriticalPath:
     """Nanoseconds on the path of one step: on the host by phase, on the device by kind of operation.
 
     ``launch`` is between a launch and the begin of its kernel, and between queued kernels,
-    ``synchronisation`` between the end of a device event and the return of the call that waited for it;
-    ``names`` are the device events with most time on the path.
+    ``synchronisation`` between the end of a device event and the return of the call that waited for it.
     """
 
     host: dict[str, int]
     device: dict[str, int]
     launch: int
     synchronisation: int
-    names: tuple[tuple[str, int], ...]
 
     @property
     def total(self) -> int:
@@ -143,17 +141,9 @@ class Paths:
         self, on_device: Counter[int], host: list[tuple[int, int]], launch: int, synchronisation: int
     ) -> CriticalPath:
         timeline = self._timeline
-        chosen = np.fromiter(on_device.keys(), np.int64, len(on_device))
-        spent = np.fromiter(on_device.values(), np.int64, len(on_device))
         kinds: Counter[str] = Counter()
-        for code in np.unique(timeline.device.kind[chosen]):
-            kinds[KINDS[code].value] += int(spent[timeline.device.kind[chosen] == code].sum())
-        by_name: Counter[str] = Counter()
-        for row, time in zip(timeline.device.rows[chosen].tolist(), spent.tolist(), strict=True):
-            by_name[timeline.name(row)] += time
-        names: Counter[str] = Counter()
-        for name, time in by_name.items():
-            names[short(name)] += time
+        for event, spent in on_device.items():
+            kinds[KINDS[timeline.device.kind[event]].value] += spent
         starts: Integers = np.array([a for a, _ in host], dtype=np.int64)
         ends: Integers = np.array([b for _, b in host], dtype=np.int64)
         phases: dict[str, int] = {}
@@ -166,5 +156,4 @@ class Paths:
         outside = int((ends - starts).sum()) - done
         if outside:
             phases["outside any call"] = outside
-        top = tuple(names.most_common(10))
-        return CriticalPath(phases, dict(kinds.most_common()), launch, synchronisation, top)
+        return CriticalPath(phases, dict(kinds.most_common()), launch, synchronisation)

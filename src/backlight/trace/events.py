@@ -7,7 +7,7 @@ columns a third of it. Strings are codes into vocabularies, times are whole nano
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +104,6 @@ class Events:
         chosen: Mask = self.where("category", lambda word: word.lower() in categories)
         chosen &= self.columns["kind"] == COMPLETE
         return chosen
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield every event as a dictionary of the columns, for tests and small exports."""
-        for row in range(len(self)):
-            yield {
-                name: self.word(name, row) if kept.coded else int(self.columns[name][row])
-                for name, kept in COLUMNS.items()
-            }
 
 
 class EventBuilder:

@@ -70,15 +70,10 @@ def union(start: Integers, end: Integers) -> Union:
 
 
 def shares(start: Integers, end: Integers, priority: Integers) -> Integers:
-    """Divide the union of overlapping intervals among them, so that the parts add up to it.
+    """Divide the union of overlapping intervals among them, so that the parts add up to its length.
 
-    A moment that several intervals cover goes to the lowest ``priority``, and there to the one that
-    began first.
-
-    Returns
-    -------
-    Integers
-        Nanoseconds for each interval; their sum is ``union(start, end).length``.
+    A moment that several intervals cover goes to the lowest ``priority``, and there to the one that began
+    first.
     """
     result = np.zeros(len(start), np.int64)
     taken = EMPTY

@@ -28,19 +28,12 @@ _GZIP_RATIO = 12
 def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
     """Read a trace of torch.profiler, gzipped or not, without dropping an event.
 
-    Parameters
-    ----------
-    path:
-        The file as ``export_chrome_trace`` or Kineto wrote it.
-    workers:
-        Processes that decode; 1 decodes in this one.
+    ``workers`` is the number of processes that decode; 1 decodes in this one.
 
     Raises
     ------
     TraceError
-        If the file is not JSON, is truncated, or is no trace of torch.profiler; the message says which.
-    FileNotFoundError
-        If there is no such file.
+        If the file is not JSON, is truncated, or is no trace of torch.profiler.
     """
     path = Path(path)
     if path.is_dir():

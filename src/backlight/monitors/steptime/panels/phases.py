@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,6 @@ from backlight.report.frames import cut
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
 from backlight.text import count, duration, number, percent, visible
-
-FEW = 10
-"""Steps below which none is called an outlier."""
-
-NAMED = 5
-"""Outliers that are named, the slowest first."""
 
 RANGES = 1500
 """Ranges of steps in the stacked chart; a stack of means adds up, a stack of maxima would not."""
@@ -91,8 +84,7 @@ def phases(source: Source) -> Drawn | NotMeasured:
     ]
     if not buckets.exact:
         remarks.append("The stack shows means over ranges of steps; the line the slowest step in each.")
-    labels = [str(table[at]["label"]) for at in np.argsort(order)]
-    return Drawn("stack", data, facts, (*remarks, *_outliers(steps, seconds, labels)))
+    return Drawn("stack", data, facts, tuple(remarks))
 
 
 def _shares(seconds: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -102,32 +94,3 @@ def _shares(seconds: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray
         return np.zeros(len(seconds))
     shares: NDArray[np.float64] = np.median(seconds[:, known] / total[known], axis=1)
     return shares / shares.sum() if shares.sum() else shares
-
-
-def _outliers(
-    steps: NDArray[np.int64], seconds: NDArray[np.float64], labels: Sequence[str]
-) -> tuple[str, ...]:
-    """Return the slowest outliers, without the first step, each with the phase that grew most."""
-    later = seconds[:, 1:]
-    if later.shape[1] < FEW:
-        return ()
-    usual = np.median(later, axis=1)
-    total = later.sum(axis=0)
-    median = float(np.median(total))
-    # Normal noise has a deviation of 1.48 MAD; very even steps are still allowed a quarter more.
-    limit = median + max(5 * 1.4826 * float(np.median(np.abs(total - median))), 0.25 * median)
-    out = np.flatnonzero(total > limit)
-    if not len(out):
-        return ()
-    worst = out[np.argsort(-total[out])][:NAMED]
-    named = []
-    for at in worst:
-        grown = later[:, at] - usual
-        phase = int(np.argmax(grown))
-        named.append(
-            f"step {steps[at + 1]} ({duration(float(total[at]))}: {labels[phase]} "
-            f"+{duration(float(grown[phase]))})"
-        )
-    more = f" and {len(out) - NAMED} more" if len(out) > NAMED else ""
-    many = "step is an outlier" if len(out) == 1 else "steps are outliers"
-    return (f"{len(out)} {many} against a median of {duration(median)}: {', '.join(named)}{more}.",)
