@@ -53,61 +53,140 @@ def observation(state: StateSnapshot | None = None, **changes: Any) -> Observati
     return dataclasses.replace(base, **changes)
 
 
-def test_blocked_names_thread_line_and_parameter() -> None:
-    found = diagnose(observation(wait="a lock"), LIMITS)
-    assert found.kind is DiagnosisKind.BLOCKED
-    assert found.claim == (
+def moved(*heartbeats: float) -> tuple[StateSnapshot, ...]:
+    """Snapshots of a backward that began at 900 s, one heartbeat apart, all but the last at heartbeats."""
+    states = [
+        snapshot(
+            taken=int(at * S), heartbeat=int(at * S), progress=50 + n, phase_since=900 * S,
+            nodes_total=1_000_000,
+        )
+        for n, at in enumerate(heartbeats)
+    ]  # fmt: skip
+    return (*states[:-1], dataclasses.replace(states[-1], taken=1000 * S))
+
+
+def moving(*heartbeats: float, **changes: Any) -> Observation:
+    snapshots = moved(*heartbeats)
+    return observation(snapshots[-1], snapshots=snapshots[-1:], history=snapshots, cpu=1.0, **changes)
+
+
+def in_phase(phase: Phase, **changes: Any) -> StateSnapshot:
+    return snapshot(phase=phase, heartbeat=500 * S, phase_since=500 * S, node_since=0, **changes)
+
+
+CALL = Collective(1, 17, 2, 3, 960 * S, 0, "all_reduce(16 float32) #17")
+BUSY: dict[str, Any] = {"cpu": 1.0, "thread_cpu": 1.0}
+LOOP = samples(OURS, ENGINE, TOP, runs_bytecode=True)
+NATIVE = samples(ENGINE, TOP)
+LINES = ((OURS,),)
+EVERY_TENTH = tuple((10 * i, 0) for i in range(1, 10))
+K = DiagnosisKind
+CASES = {
+    "wait": (
+        observation(wait="a lock"), K.BLOCKED,
         "BLOCKED: the main thread waits for a lock in LockedFn.backward, ops.py:22; CPU 0 %; 40 s; "
-        "last parameter reached: 0.bias (2 of 4)"
-    )
-    assert (found.line, found.parameter, found.module) == ("/home/me/ops.py:22", "0.bias", "LockedFn")
+        "last parameter reached: 0.bias (2 of 4)",
+    ),
+    "loop": (
+        observation(samples=LOOP, **BUSY), K.SPIN, "SPIN: the main thread computes in LockedFn.backward",
+    ),
+    "loop that holds the interpreter lock": (
+        observation(samples=samples(OURS, ENGINE, TOP, source="faulthandler"), **BUSY), K.SPIN,
+        "in C code that holds the interpreter lock",
+    ),
+    "one native call": (
+        observation(samples=samples(OURS, ENGINE, TOP, runs_bytecode=False), **BUSY), K.LONG_OP,
+        "one native call in LockedFn.backward",
+    ),
+    "Python or native": (
+        observation(**BUSY), K.UNKNOWN, "whether it runs Python or native code is not known",
+    ),
+    "few samples": (
+        observation(samples=samples(OURS, ENGINE, count=2), **BUSY), K.UNKNOWN, "too few could be taken",
+    ),
+    "no samples": (observation(samples=(), **BUSY), K.UNKNOWN, "did not finish in the time given"),
+    "samples before the last heartbeat": (
+        observation(snapshot(heartbeat=995 * S, phase_since=900 * S, timeout_s=2.0), samples=LOOP, **BUSY),
+        K.UNKNOWN, "too few could be taken",
+    ),
+    "unknown CPU": (observation(cpu=None, thread_cpu=None), K.UNKNOWN, "neither waits nor computes"),
+    "pauses": (observation(cpu=0.3, thread_cpu=0.3), K.UNKNOWN, "neither waits nor computes"),
+    "queues while it pauses": (
+        observation(samples=LOOP, cpu=0.2, thread_cpu=0.2, scheduled=0.25),
+        K.UNKNOWN, "neither waits nor computes",
+    ),
+    "queues for a core": (
+        observation(cpu=0.04, thread_cpu=0.04, scheduled=0.9, slices_per_s=30.0),
+        K.UNKNOWN, "waits for a core",
+    ),
+    "neither runs nor queues": (
+        observation(wait="a lock", scheduled=0.0, slices_per_s=0.0), K.BLOCKED, "waits for a lock",
+    ),
+    "competes for the interpreter lock": (
+        observation(thread_cpu=0.03, cpu=1.0, scheduled=0.05, slices_per_s=180.0, wait="a lock"), K.UNKNOWN,
+        "starved of the interpreter lock",
+    ),
+    "steady heartbeats": (moving(980, 986, 992), K.SLOW, "; the line that made the nodes is not known"),
+    "known line of the nodes": (
+        moving(980, 986, 992, graph_build=GraphBuild(0, 100, EVERY_TENTH, LINES)),
+        K.SLOW, "of the nodes come from ops.py:22, by 9 samples of forward",
+    ),
+    "native code": (
+        observation(snapshot(node_since=0), samples=NATIVE, **BUSY), K.UNKNOWN, "many short ones",
+    ),
+    "native code between close hooks": (
+        observation(snapshot(node_since=0, position_hooks=50), samples=NATIVE, **BUSY),
+        K.LONG_OP, "one native operation",
+    ),
+    "backward inside a custom function": (
+        observation(snapshot(position_hooks=50, node="CheckpointFunctionBackward"), samples=NATIVE, **BUSY),
+        K.UNKNOWN, "many short ones",
+    ),
+    "recomputation": (
+        observation(
+            snapshot(node_since=0, position_hooks=50), samples=NATIVE,
+            graph_build=GraphBuild(0, 7, ((3, 0), (90_000, 0)), LINES), **BUSY,
+        ),
+        K.UNKNOWN, "many short ones",
+    ),
+    "wait for a device": (
+        observation(snapshot(device=True, node_since=0), samples=NATIVE), K.UNKNOWN, "the host waits",
+    ),
+    "wait for data": (observation(in_phase(Phase.DATA), samples=samples(TOP)), K.PHASE, "PHASE data: "),
+    "forward": (observation(in_phase(Phase.FORWARD), samples=samples(TOP)), K.PHASE, "PHASE forward: "),
+    "optimizer": (observation(in_phase(Phase.OPTIMIZER), samples=samples(TOP)), K.PHASE, "PHASE optimizer: "),
+    "collective": (
+        observation(in_phase(Phase.OTHER, inside=True, collectives=(CALL,)), samples=samples(TOP)),
+        K.BLOCKED, "waits in all_reduce(16 float32) #17, called at train.py:5 in main",
+    ),
+    "dead": (
+        observation(ended="killed by SIGKILL"), K.DEAD, "rank 0 killed by SIGKILL at step 2, in backward",
+    ),
+    "dead after backward": (
+        observation(snapshot(phase=Phase.OTHER), ended="killed by SIGKILL"),
+        K.DEAD, "at step 2, between phases",
+    ),
+    "stopped": (observation(stopped=True), K.STOPPED, "is stopped by a signal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("obs", "kind", "words"), CASES.values(), ids=list(CASES))
+def test_diagnosis(obs: Observation, kind: DiagnosisKind, words: str) -> None:
+    found = diagnose(obs, LIMITS)
+    assert found.kind is kind
+    assert words in found.claim
     assert found.refuted_if
 
 
-@pytest.mark.parametrize(
-    ("runs_bytecode", "source", "kind"),
-    [
-        (True, "sampler", DiagnosisKind.SPIN),
-        (None, "faulthandler", DiagnosisKind.SPIN),
-        (False, "sampler", DiagnosisKind.LONG_OP),
-        (None, "sampler", DiagnosisKind.UNKNOWN),
-    ],
-)
-def test_busy_line_is_a_loop_or_a_native_call_or_unknown(
-    runs_bytecode: bool | None, source: str, kind: DiagnosisKind
-) -> None:
-    found = diagnose(
-        observation(
-            cpu=1.0,
-            thread_cpu=1.0,
-            samples=samples(OURS, ENGINE, TOP, runs_bytecode=runs_bytecode, source=source),
-        ),
-        LIMITS,
+def test_subject_of_a_diagnosis() -> None:
+    blocked, slow, dead, later, waits = (
+        diagnose(CASES[name][0], LIMITS)
+        for name in ("wait", "known line of the nodes", "dead", "dead after backward", "collective")
     )
-    assert found.kind is kind
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"samples": samples(OURS, ENGINE, count=2)},
-        {"samples": ()},
-        {"cpu": None, "thread_cpu": None},
-        {"cpu": 0.3, "thread_cpu": 0.3},
-    ],
-)
-def test_too_few_samples_are_unknown(changes: dict[str, Any]) -> None:
-    found = diagnose(observation(**{"cpu": 1.0, "thread_cpu": 1.0, **changes}), LIMITS)
-    assert found.kind is DiagnosisKind.UNKNOWN
-    assert "did not finish in the time given" in found.claim
-
-
-def test_samples_before_the_last_heartbeat_are_ignored() -> None:
-    late = snapshot(heartbeat=995 * S, phase_since=900 * S, timeout_s=2.0)
-    found = diagnose(
-        observation(late, cpu=1.0, thread_cpu=1.0, samples=samples(OURS, ENGINE, runs_bytecode=True)), LIMITS
-    )
-    assert found.kind is DiagnosisKind.UNKNOWN
+    assert (blocked.line, blocked.parameter, blocked.module) == ("/home/me/ops.py:22", "0.bias", "LockedFn")
+    assert slow.line == "/home/me/ops.py:22"
+    assert (dead.parameter, later.parameter) == ("0.bias", None)  # that backward is over
+    assert (waits.waits, blocked.waits) == (True, False)
 
 
 def test_moving_backward_is_slow_with_rate_and_eta() -> None:
@@ -121,26 +200,7 @@ def test_moving_backward_is_slow_with_rate_and_eta() -> None:
 
 @pytest.mark.parametrize("heartbeats", [(1000,), (999, 1000), (993.5, 994, 994.5, 995, 995.5)])
 def test_few_heartbeats_before_a_hang_are_not_slow(heartbeats: tuple[float, ...]) -> None:
-    snapshots = moved(*heartbeats)
-    assert (
-        diagnose(observation(snapshots[-1], snapshots=snapshots[-1:], history=snapshots, cpu=1.0), LIMITS)
-        is None
-    )
-
-
-def test_heartbeats_are_slow_while_the_silence_is_as_long_as_their_pauses() -> None:
-    snapshots = moved(980, 986, 992)
-    found = diagnose(observation(snapshots[-1], snapshots=snapshots[-1:], history=snapshots, cpu=1.0), LIMITS)
-    assert found.kind is DiagnosisKind.SLOW
-
-
-def test_thread_that_queues_for_a_processor_is_not_blocked() -> None:
-    starved = diagnose(observation(thread_cpu=0.04, cpu=0.04, scheduled=0.9, slices_per_s=30.0), LIMITS)
-    waiting = diagnose(
-        observation(thread_cpu=0.0, cpu=0.0, scheduled=0.0, slices_per_s=0.0, wait="a lock"), LIMITS
-    )
-    assert starved.kind is DiagnosisKind.UNKNOWN
-    assert waiting.kind is DiagnosisKind.BLOCKED
+    assert diagnose(moving(*heartbeats), LIMITS) is None
 
 
 @pytest.mark.parametrize(
@@ -160,13 +220,6 @@ def test_samples_of_a_thread_that_waits_for_a_core_show_nothing(
     assert ran_on.kind is (DiagnosisKind.LONG_OP if frames[0] is ENGINE else DiagnosisKind.SPIN)
 
 
-def test_thread_that_pauses_is_unknown() -> None:
-    busy = {"thread_cpu": 0.2, "cpu": 0.2, "samples": samples(OURS, ENGINE, TOP, runs_bytecode=True)}
-    pausing = diagnose(observation(scheduled=0.25, **busy), LIMITS)
-    assert pausing.kind is DiagnosisKind.UNKNOWN
-    assert "neither waits nor computes" in pausing.claim
-
-
 def test_starved_phase_names_no_line_in_every_sample() -> None:
     state = snapshot(phase=Phase.FORWARD, heartbeat=500 * S, phase_since=500 * S, node_since=0)
     for scheduled, when in ((0.9, "now at train.py:5"), (0.3, "in every sample at train.py:5")):
@@ -176,29 +229,6 @@ def test_starved_phase_names_no_line_in_every_sample() -> None:
         assert when in found.claim
 
 
-def test_thread_that_competes_for_the_interpreter_lock_is_not_blocked() -> None:
-    found = diagnose(
-        observation(thread_cpu=0.03, cpu=1.0, scheduled=0.05, slices_per_s=180.0, wait="a lock"), LIMITS
-    )
-    assert found.kind is DiagnosisKind.UNKNOWN
-    assert "starved of the interpreter lock" in found.claim
-
-
-def moved(*heartbeats: float) -> tuple[StateSnapshot, ...]:
-    """Snapshots of a backward that began at 900 s, one heartbeat apart, all but the last at heartbeats."""
-    states = [
-        snapshot(
-            taken=int(at * S),
-            heartbeat=int(at * S),
-            progress=50 + n,
-            phase_since=900 * S,
-            nodes_total=1_000_000,
-        )
-        for n, at in enumerate(heartbeats)
-    ]
-    return (*states[:-1], dataclasses.replace(states[-1], taken=1000 * S))
-
-
 def test_speed_without_a_position_is_unknown() -> None:
     assert estimate_speed([snapshot(nodes_done=0)]) == (None, None)
 
@@ -206,37 +236,6 @@ def test_speed_without_a_position_is_unknown() -> None:
 def test_backward_within_its_timeout_has_no_diagnosis() -> None:
     assert diagnose(observation(snapshot(heartbeat=1000 * S, phase_since=990 * S)), LIMITS) is None
     assert diagnose(observation(snapshot(heartbeat=990 * S, phase_since=980 * S)), LIMITS) is None
-
-
-def test_native_code_is_one_operation_only_between_close_hooks() -> None:
-    busy = {"cpu": 1.0, "thread_cpu": 1.0, "samples": samples(ENGINE, TOP)}
-    apart = diagnose(observation(snapshot(node_since=0), **busy), LIMITS)
-    close = diagnose(observation(snapshot(node_since=0, position_hooks=50), **busy), LIMITS)
-    assert apart.kind is DiagnosisKind.UNKNOWN
-    assert close.kind is DiagnosisKind.LONG_OP
-
-
-def test_backward_inside_a_custom_function_is_not_one_operation() -> None:
-    busy = {"cpu": 1.0, "thread_cpu": 1.0, "samples": samples(ENGINE, TOP)}
-    inside = diagnose(
-        observation(snapshot(position_hooks=50, node="CheckpointFunctionBackward"), **busy), LIMITS
-    )
-    assert inside.kind is DiagnosisKind.UNKNOWN
-    again = GraphBuild(0, 7, ((3, 0), (90_000, 0)), ((OURS,),))
-    made = diagnose(observation(snapshot(node_since=0, position_hooks=50), graph_build=again, **busy), LIMITS)
-    assert made.kind is DiagnosisKind.UNKNOWN
-
-
-def test_slow_names_the_line_that_made_the_nodes_if_known() -> None:
-    snapshots = moved(980, 986, 992)
-    moving = observation(snapshots[-1], snapshots=snapshots[-1:], history=snapshots, cpu=1.0)
-    unknown = diagnose(moving, LIMITS)
-    assert unknown.claim.endswith("; the line that made the nodes is not known")
-    build = GraphBuild(0, 100, tuple((10 * i, 0) for i in range(1, 10)), ((OURS,),))
-    known = diagnose(dataclasses.replace(moving, graph_build=build), LIMITS)
-    assert known.kind is DiagnosisKind.SLOW
-    assert known.line == "/home/me/ops.py:22"
-    assert "of the nodes come from ops.py:22, by 9 samples of forward" in known.claim
 
 
 def test_native_operation_is_read_from_native_frames() -> None:
@@ -249,18 +248,6 @@ def test_native_operation_is_read_from_native_frames() -> None:
     stack = ThreadStack(MAIN, (ENGINE, TOP), native=tuple(Frame("libtorch.so", 0, n) for n in names))
     assert native_operation(StackSample(0, "py-spy", (stack,))) == "MmBackward0"
     assert native_operation(StackSample(0, "py-spy", (dataclasses.replace(stack, frames=(TOP,)),))) is None
-
-
-def test_waiting_for_a_device_is_not_blocked() -> None:
-    found = diagnose(observation(snapshot(device=True, node_since=0), samples=samples(ENGINE, TOP)), LIMITS)
-    assert found.kind is DiagnosisKind.UNKNOWN
-
-
-@pytest.mark.parametrize("phase", [Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER])
-def test_phase_outside_backward_is_named(phase: Phase) -> None:
-    state = snapshot(phase=phase, heartbeat=500 * S, phase_since=500 * S, node_since=0)
-    found = diagnose(observation(state, samples=samples(TOP)), LIMITS)
-    assert (found.kind, found.phase) == (DiagnosisKind.PHASE, phase)
 
 
 @pytest.mark.parametrize("phase", [Phase.EVALUATION, Phase.CHECKPOINT])
@@ -304,25 +291,6 @@ def test_backward_that_compiles_has_no_diagnosis_and_compiled_code_has(
 ) -> None:
     stacks = samples(Frame("/x/pickle.py", 1, "dumps"), Frame(file, 2, function), ENGINE, TOP)
     assert (diagnose(observation(samples=stacks, wait="a lock"), LIMITS) is None) is silent
-
-
-def test_dead_and_stopped_precede_other_diagnoses() -> None:
-    dead = diagnose(observation(ended="killed by SIGKILL"), LIMITS)
-    stopped = diagnose(observation(stopped=True), LIMITS)
-    assert dead.claim.startswith("DEAD: rank 0 killed by SIGKILL at step 2, in backward")
-    assert dead.parameter == "0.bias"
-    later = diagnose(observation(snapshot(phase=Phase.OTHER), ended="killed by SIGKILL"), LIMITS)
-    assert later.claim == "DEAD: rank 0 killed by SIGKILL at step 2, between phases"
-    assert later.parameter is None  # that backward is over
-    assert stopped.kind is DiagnosisKind.STOPPED
-
-
-def test_wait_in_a_collective_is_blocked() -> None:
-    call = Collective(1, 17, 2, 3, 960 * S, 0, "all_reduce(16 float32) #17")
-    state = snapshot(phase=Phase.OTHER, heartbeat=900 * S, inside=True, collectives=(call,), world_size=2)
-    found = diagnose(observation(state, samples=samples(TOP)), LIMITS)
-    assert found.waits
-    assert "waits in all_reduce(16 float32) #17, called at train.py:5 in main" in found.claim
 
 
 def test_timeout_follows_the_run_and_backward_always_has_one() -> None:

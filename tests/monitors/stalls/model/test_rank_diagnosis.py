@@ -41,117 +41,6 @@ def diagnose_all(*observations: Observation, groups: dict[int, list[int]] | None
     return diagnose_ranks(observations, diagnoses, groups or {GROUP: [0, 1, 2]}, WORLD)
 
 
-def test_dead_rank_is_the_cause() -> None:
-    found = diagnose_all(
-        waiting(0), waiting(1, call(1), call(2, kind=9, inside=True), ended="killed by SIGKILL"), waiting(2)
-    )
-    assert (found.kind, found.rank) == (DiagnosisKind.DEAD, 1)
-    assert "Waiting for it: rank 0, 2 in call1(1) #2" in found.claim
-
-
-def test_first_dead_rank_is_the_cause() -> None:
-    found = diagnose_all(
-        waiting(0, ended="killed by SIGTERM", ended_at=9.0),
-        waiting(1, ended="killed by SIGSEGV", ended_at=3.0),
-    )
-    assert found.rank == 1
-    assert "after it rank 0" in found.claim
-
-
-def test_rank_outside_of_collectives_is_the_cause() -> None:
-    stuck = observation(snapshot(rank=2, world_size=WORLD), rank=2, wait="a lock")
-    found = diagnose_all(waiting(0), waiting(1), stuck)
-    assert (found.kind, found.rank, found.line) == (DiagnosisKind.BLOCKED, 2, "/home/me/ops.py:22")
-    assert found.claim.startswith("BLOCKED: rank 2: the main thread waits for a lock")
-
-
-def test_moving_rank_is_a_straggler() -> None:
-    readings = tuple(
-        snapshot(
-            rank=2, world_size=WORLD, heartbeat=at * S, progress=at, phase=Phase.DATA, phase_since=999 * S
-        )
-        for at in (985, 990, 995, 1000)
-    )
-    behind = observation(readings[-1], rank=2, history=readings)
-    found = diagnose_all(waiting(0), waiting(1), behind)
-    assert (found.kind, found.rank) == (DiagnosisKind.SLOW, 2)
-    assert "straggler, not hung" in found.claim
-
-
-@pytest.mark.parametrize("heartbeats", [(1000,), (700, 750, 790, 980), (976, 978, 980)])
-def test_rank_that_has_not_moved_since_the_others_wait_is_no_straggler(heartbeats: tuple[int, ...]) -> None:
-    readings = tuple(
-        snapshot(
-            rank=2, world_size=WORLD, heartbeat=at * S, progress=at, phase=Phase.DATA, phase_since=699 * S
-        )
-        for at in heartbeats
-    )
-    assert diagnose_all(waiting(0), waiting(1), observation(readings[-1], rank=2, history=readings)) is None
-
-
-def test_finished_rank_is_the_cause() -> None:
-    ended = observation(
-        snapshot(rank=2, world_size=WORLD, status=RankStatus.FINISHED, backwards=9, step=9), rank=2
-    )
-    found = diagnose_all(waiting(0), waiting(1), ended)
-    assert (found.kind, found.rank) == (DiagnosisKind.DEAD, 2)
-    assert "has ended its training" in found.claim
-
-
-def test_different_operation_is_a_mismatch() -> None:
-    odd = waiting(1, call(1), call(2, kind=9, inside=True))
-    found = diagnose_all(waiting(0), odd, waiting(2))
-    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 1)
-    assert "at collective 2 rank 1 calls call9(1), the others call call1(1)" in found.claim
-
-
-def test_different_shape_is_a_mismatch() -> None:
-    found = diagnose_all(waiting(0), waiting(1, call(1, shape=4), call(2, inside=True)), waiting(2))
-    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 1)
-
-
-def test_mismatch_without_a_majority_names_no_rank() -> None:
-    found = diagnose_all(waiting(0), waiting(1, call(1), call(2, kind=9, inside=True)))
-    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, None)
-
-
-def test_agreeing_calls_are_unknown() -> None:
-    found = diagnose_all(waiting(0), waiting(1), waiting(2))
-    assert (found.kind, found.rank) == (DiagnosisKind.UNKNOWN, None)
-    assert "undetermined" in found.claim
-
-
-def test_least_progress_is_not_a_cause() -> None:
-    slowest = waiting(1)
-    earlier = at_step(slowest, 1)
-    found = diagnose_all(waiting(0), earlier, waiting(2))
-    assert found.rank is None
-
-
-def test_outlier_waits_in_another_call_than_the_majority() -> None:
-    inside = [
-        observation(
-            snapshot(rank=r, world_size=WORLD, node_since=0), rank=r,
-            samples=samples(*[f for f in observation().samples[0].threads[0].frames[1:]]),
-        )
-        for r in (1, 2)
-    ]  # fmt: skip
-    found = diagnose_all(waiting(0), *inside)
-    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 0)
-
-
-def test_unobserved_ranks_leave_the_cause_open() -> None:
-    found = diagnose_all(waiting(0), waiting(1))
-    assert found.rank is None
-    assert "1 of 3 ranks are not observable from this machine" in found.claim
-
-
-def at_step(one: Observation, step: int) -> Observation:
-    state = one.state
-    assert state is not None
-    return dataclasses.replace(one, snapshots=(dataclasses.replace(state, step=step),))
-
-
 def failed(rank: int, error: str, at: float = 5.0, inside: str = "", **changes: Any) -> Observation:
     """A rank that an exception ended, in its third backward or after it."""
     one = waiting(rank, call(1), dataclasses.replace(call(2), failed=bool(inside)))
@@ -171,81 +60,142 @@ def finished(rank: int, backwards: int, *calls: Collective) -> Observation:
     )
 
 
-def test_rank_that_fails_by_itself_is_the_cause() -> None:
-    closed = "RuntimeError: Connection closed by peer"
-    found = diagnose_all(
-        failed(0, closed, 5.1, "a collective"),
-        failed(1, "ValueError: injected"),
-        failed(2, closed, 5.2, "a collective"),
+def moving(*heartbeats: int, since: int = 699) -> Observation:
+    """Rank 2, which waits for data, with a heartbeat at each of these seconds."""
+    readings = tuple(
+        snapshot(
+            rank=2, world_size=WORLD, heartbeat=at * S, progress=at, phase=Phase.DATA, phase_since=since * S
+        )
+        for at in heartbeats
     )
-    assert (found.kind, found.rank, found.line) == (DiagnosisKind.DEAD, 1, "/home/me/train.py:7")
-    assert (
-        found.claim
-        == "DEAD: rank 1 has left its training: ValueError: injected at train.py:7 in main, step 2; "
-        "after it rank 0, 2"
-    )
+    return observation(readings[-1], rank=2, history=readings)
 
 
-def test_rank_out_of_memory_is_the_cause() -> None:
-    found = diagnose_all(waiting(0), failed(1, "MemoryError", out_of_memory=True), waiting(2))
-    assert found.rank == 1
-    assert "has left its training out of memory: MemoryError" in found.claim
+def in_backward(rank: int) -> Observation:
+    """A rank that waits in native code of backward, as for the reduction of a bucket."""
+    state = snapshot(rank=rank, world_size=WORLD, node_since=0)
+    return observation(state, rank=rank, samples=samples(*observation().samples[0].threads[0].frames[1:]))
 
 
-def test_killed_rank_is_the_cause_though_others_failed_first() -> None:
-    closed = [failed(r, "RuntimeError: closed", 5.0, "a collective") for r in (0, 2)]
-    killed = waiting(1, ended="killed by SIGKILL", ended_at=5.3)
-    found = diagnose_all(closed[0], killed, closed[1])
-    assert (found.kind, found.rank) == (DiagnosisKind.DEAD, 1)
-    assert "SIGKILL" in found.claim
+def closed(rank: int, at: float = 5.0) -> Observation:
+    """A rank that failed in a collective because of another."""
+    return failed(rank, "RuntimeError: Connection closed by peer", at, "a collective")
 
 
-def test_rank_with_fewer_batches_is_the_cause() -> None:
-    closed = [failed(r, "RuntimeError: closed", 5.0, "a collective") for r in (0, 2)]
-    found = diagnose_all(closed[0], finished(1, 2, call(1)), closed[1])
-    assert (found.kind, found.rank) == (DiagnosisKind.DEAD, 1)
-    assert "with 2 backward passes where the others are at 3; rank 0, 2 failed in call1(1) #2" in found.claim
+def at_step(one: Observation, step: int) -> Observation:
+    return dataclasses.replace(one, snapshots=(dataclasses.replace(one.state, step=step),))
 
 
-def test_rank_with_an_extra_call_is_the_cause() -> None:
-    found = diagnose_all(
-        finished(0, 3, call(1)),
-        failed(1, "RuntimeError: closed", 5.0, "a collective"),
-        finished(2, 3, call(1)),
-    )
-    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 1)
-
-
-def test_mismatch_is_the_cause_of_failures_in_it() -> None:
-    odd = failed(1, "RuntimeError: closed", 5.0, "a collective")
-    state = odd.state
-    assert state is not None
+def other_shape(rank: int) -> Observation:
+    """A rank that failed in a call of another shape than the others."""
+    odd = closed(rank)
     calls = (call(1), dataclasses.replace(call(2, shape=9), failed=True))
-    odd = dataclasses.replace(odd, snapshots=(dataclasses.replace(state, collectives=calls),))
-    others = [failed(r, "RuntimeError: read error", 5.1, "a collective") for r in (0, 2)]
-    found = diagnose_all(others[0], odd, others[1])
-    assert (found.kind, found.rank) == (DiagnosisKind.MISMATCH, 1)
-    assert "rank 1 calls call1(9), the others call call1(1)" in found.claim
+    return dataclasses.replace(odd, snapshots=(dataclasses.replace(odd.state, collectives=calls),))
 
 
-def test_rank_that_the_launcher_ended_is_not_the_cause() -> None:
-    found = diagnose_all(
-        waiting(0, ended="killed by SIGTERM", ended_at=1.0, terminated=True),
-        waiting(1, ended="killed by SIGSEGV", ended_at=1.1),
-        waiting(2, ended="killed by SIGTERM", ended_at=1.0, terminated=True),
-    )
-    assert found.rank == 1
+ODD = (call(1), call(2, kind=9, inside=True))
+DEAD, MISMATCH, UNKNOWN = DiagnosisKind.DEAD, DiagnosisKind.MISMATCH, DiagnosisKind.UNKNOWN
+CASES: dict[str, tuple[list[Observation], DiagnosisKind, int | None, str]] = {
+    "a dead rank is the cause": (
+        [waiting(0), waiting(1, *ODD, ended="killed by SIGKILL"), waiting(2)],
+        DEAD, 1, "Waiting for it: rank 0, 2 in call1(1) #2",
+    ),
+    "of two the first that died": (
+        [waiting(0, ended="killed by SIGTERM", ended_at=9.0), waiting(1, ended="died", ended_at=3.0)],
+        DEAD, 1, "after it rank 0",
+    ),
+    "not the one that the launcher ended": (
+        [
+            waiting(0, ended="killed by SIGTERM", ended_at=1.0, terminated=True),
+            waiting(1, ended="killed by SIGSEGV", ended_at=1.1),
+            waiting(2, ended="killed by SIGTERM", ended_at=1.0, terminated=True),
+        ],
+        DEAD, 1, "killed by SIGSEGV",
+    ),
+    "a rank outside of collectives": (
+        [waiting(0), waiting(1), observation(snapshot(rank=2, world_size=WORLD), rank=2, wait="a lock")],
+        DiagnosisKind.BLOCKED, 2, "BLOCKED: rank 2: the main thread waits for a lock in LockedFn",
+    ),
+    "a moving rank is a straggler": (
+        [waiting(0), waiting(1), moving(985, 990, 995, 1000, since=999)],
+        DiagnosisKind.SLOW, 2, "straggler, not hung",
+    ),
+    "a rank that has finished": (
+        [waiting(0), waiting(1), finished(2, 9)], DEAD, 2, "has ended its training",
+    ),
+    "another operation": (
+        [waiting(0), waiting(1, *ODD), waiting(2)],
+        MISMATCH, 1, "at collective 2 rank 1 calls call9(1), the others call call1(1)",
+    ),
+    "another shape": (
+        [waiting(0), waiting(1, call(1, shape=4), call(2, inside=True)), waiting(2)], MISMATCH, 1, "call1(4)",
+    ),
+    "no majority names no rank": ([waiting(0), waiting(1, *ODD)], MISMATCH, None, "different operations"),
+    "calls that agree": ([waiting(0), waiting(1), waiting(2)], UNKNOWN, None, "undetermined"),
+    "least progress is not a cause": (
+        [waiting(0), at_step(waiting(1), 1), waiting(2)],
+        UNKNOWN, None, "undetermined",
+    ),
+    "the one in another call than the majority": (
+        [waiting(0), in_backward(1), in_backward(2)], MISMATCH, 0,
+        "which rank 1, 2 has not entered: rank 1 waits in a red",
+    ),
+    "ranks that are not observed": (
+        [waiting(0), waiting(1)], UNKNOWN, None, "1 of 3 ranks are not observable from this machine",
+    ),
+    "a rank that fails by itself": (
+        [closed(0, at=5.1), failed(1, "ValueError: injected"), closed(2, at=5.2)], DEAD, 1,
+        "DEAD: rank 1 has left its training: ValueError: injected at train.py:7 in main, step 2; "
+        "after it rank 0, 2",
+    ),
+    "a rank out of memory": (
+        [waiting(0), failed(1, "MemoryError", out_of_memory=True), waiting(2)],
+        DEAD, 1, "has left its training out of memory: MemoryError",
+    ),
+    "a killed rank, though others failed first": (
+        [closed(0), waiting(1, ended="killed by SIGKILL", ended_at=5.3), closed(2)], DEAD, 1, "SIGKILL",
+    ),
+    "a rank with fewer batches": (
+        [closed(0), finished(1, 2, call(1)), closed(2)],
+        DEAD, 1, "with 2 backward passes where the others are at 3; rank 0, 2 failed in call1(1) #2",
+    ),
+    "a rank with an extra call": (
+        [finished(0, 3, call(1)), closed(1), finished(2, 3, call(1))],
+        MISMATCH, 1, "rank 1 makes a call that rank 0, 2, which have ended, do not make",
+    ),
+    "failures in a mismatch": (
+        [closed(0, at=5.1), other_shape(1), closed(2, at=5.1)],
+        MISMATCH, 1, "rank 1 calls call1(9), the others call call1(1)",
+    ),
+    "failures in calls that agree": (
+        [closed(0), closed(1), closed(2)], UNKNOWN, None, "undetermined",
+    ),
+}  # fmt: skip
 
 
-def test_interrupt_or_error_of_every_rank_has_no_diagnosis() -> None:
-    assert diagnose_all(*[failed(r, "KeyboardInterrupt", interrupted=r == 2) for r in range(3)]) is None
-    assert diagnose_all(*[failed(r, "ValueError: everywhere") for r in range(3)]) is None
+@pytest.mark.parametrize(("observations", "kind", "rank", "words"), CASES.values(), ids=list(CASES))
+def test_cause(observations: list[Observation], kind: DiagnosisKind, rank: int | None, words: str) -> None:
+    found = diagnose_all(*observations)
+    assert (found.kind, found.rank) == (kind, rank)
+    assert words in found.claim
 
 
-def test_failures_in_an_agreeing_collective_are_unknown() -> None:
-    found = diagnose_all(*[failed(r, "RuntimeError: timed out", 5.0, "a collective") for r in range(3)])
-    assert (found.kind, found.rank) == (DiagnosisKind.UNKNOWN, None)
-    assert "undetermined" in found.claim
+def test_cause_has_the_line_of_its_own_diagnosis() -> None:
+    assert diagnose_all(*CASES["a rank outside of collectives"][0]).line == "/home/me/ops.py:22"
+    assert diagnose_all(*CASES["a rank that fails by itself"][0]).line == "/home/me/train.py:7"
+
+
+@pytest.mark.parametrize(
+    "observations",
+    [
+        *([waiting(0), waiting(1), moving(*at)] for at in [(1000,), (700, 750, 790, 980), (976, 978, 980)]),
+        [failed(r, "KeyboardInterrupt", interrupted=r == 2) for r in range(3)],
+        [failed(r, "ValueError: everywhere") for r in range(3)],
+    ],
+    ids=["moved once", "moved before the others wait", "silent since", "interrupted", "error of every rank"],
+)
+def test_nothing_to_attribute(observations: list[Observation]) -> None:
+    assert diagnose_all(*observations) is None
 
 
 def test_wait_in_a_functional_collective_is_recognised() -> None:
