@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from backlight.findings.evaluate import findings_of
-from backlight.store.errors import ExportError
 from backlight.store.export.arrow import record_batches, schema_of
+from backlight.store.export.files import TABLE_ENDINGS, check_target, publish_files
 from backlight.store.export.tables import Table, tables_of
-from backlight.store.platform import atomic_json
 from backlight.store.read.run import Run
 
 _CONFIGURATION: dict[str, str | bool | int | float | list[str]] = {
@@ -160,37 +160,24 @@ def _view(table: Table) -> Any:
 
 
 def write(result: QueryResult, target: Path, *, overwrite: bool = False) -> Path:
-    """Write a result to a ``.parquet`` or ``.csv`` file and return its path.
-
-    Raises
-    ------
-    ExportError
-        If it cannot be written there.
-    """
-    if target.suffix.lower() not in {".parquet", ".csv"}:
-        raise ExportError(f"{target}: the ending {target.suffix!r} is not known; use .parquet or .csv")
-    if target.exists() and not overwrite:
-        raise ExportError(f"{target}: is there already; choose another name, or overwrite it (--overwrite)")
-    if not target.parent.is_dir():
-        raise ExportError(f"{target}: the folder {target.parent} is not there; create it first")
-    temporary = atomic_json.temporary_name(target)
-    try:
-        if target.suffix.lower() == ".csv":
-            with temporary.open("w", encoding="utf-8", newline="") as file:
-                print_csv(result, file)
-        else:
-            import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
-
-            with pq.ParquetWriter(temporary, result.reader.schema) as file:
-                for batch in result.reader:
-                    file.write_batch(batch)
-        atomic_json.sync_file(temporary)
-        atomic_json.publish(temporary, target)
-    except OSError as error:
-        raise ExportError(f"{target}: cannot be written: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write a result to a ``.parquet`` or ``.csv`` file and return its path, or raise an ``ExportError``."""
+    check_target(target, TABLE_ENDINGS, "use .parquet or .csv")
+    writer = _write_csv if target.suffix.lower() == ".csv" else _write_parquet
+    publish_files({target: partial(writer, result)}, overwrite=overwrite)
     return target
+
+
+def _write_csv(result: QueryResult, path: Path) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        print_csv(result, file)
+
+
+def _write_parquet(result: QueryResult, path: Path) -> None:
+    import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
+
+    with pq.ParquetWriter(path, result.reader.schema) as file:
+        for batch in result.reader:
+            file.write_batch(batch)
 
 
 def print_csv(result: QueryResult, file: TextIO = sys.stdout) -> None:

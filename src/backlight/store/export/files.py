@@ -51,16 +51,16 @@ def export(
 ) -> tuple[Path, ...]:
     """Write ``run`` to ``target``, which ends in ``.csv``, ``.parquet`` or ``.h5``, and return the files."""
     target = Path(target)
-    _check_target(target, ENDINGS, f"use one of {', '.join(ENDINGS)}")
+    check_target(target, ENDINGS, f"use one of {', '.join(ENDINGS)}")
     kind = _chosen_rows(run, target, rows, max_directions)
     if target.suffix.lower() == ".h5":
-        return _publish({target: lambda path: _write_h5(run, path)}, overwrite=overwrite)
+        return publish_files({target: lambda path: _write_h5(run, path)}, overwrite=overwrite)
     if kind is Rows.SPECTRA:
         tables = {target: spectra_table(run, max_directions)}
     else:
         scalars = target.with_name(f"{target.stem}.scalars{target.suffix}")
         tables = {target: long_table(run), scalars: scalars_table(run)}
-    return _publish(_writers(tables), overwrite=overwrite)
+    return publish_files(_writers(tables), overwrite=overwrite)
 
 
 def export_tables(
@@ -72,17 +72,18 @@ def export_tables(
     overwrite: bool = False,
 ) -> tuple[Path, ...]:
     """Write one table of a run, or without a name all, each to ``NAME.<table>.<ending>``."""
-    _check_target(target, TABLE_ENDINGS, "tables are .csv or .parquet")
+    check_target(target, TABLE_ENDINGS, "tables are .csv or .parquet")
     tables = tables_of(run, findings)
     if name is not None and name not in tables:
         raise ExportError(f"{run.path}: holds no table {name!r}; it has {', '.join(tables)}")
     if name is not None:
-        return _publish(_writers({target: tables[name]}), overwrite=overwrite)
+        return publish_files(_writers({target: tables[name]}), overwrite=overwrite)
     paths = {target.with_name(f"{target.stem}.{t.name}{target.suffix}"): t for t in tables.values()}
-    return _publish(_writers(paths), overwrite=overwrite)
+    return publish_files(_writers(paths), overwrite=overwrite)
 
 
-def _check_target(target: Path, endings: Sequence[str], known: str) -> None:
+def check_target(target: Path, endings: Sequence[str], known: str) -> None:
+    """Refuse a target with another ending, without its library, or in a folder that does not exist."""
     ending = target.suffix.lower()
     if ending not in endings:
         raise ExportError(f"{target}: the ending {target.suffix!r} is not known; {known}")
@@ -120,7 +121,7 @@ def _writers(tables: Mapping[Path, Table]) -> dict[Path, Callable[[Path], None]]
     return {path: writer(path, table) for path, table in tables.items()}
 
 
-def _publish(files: Mapping[Path, Callable[[Path], None]], *, overwrite: bool) -> tuple[Path, ...]:
+def publish_files(files: Mapping[Path, Callable[[Path], None]], *, overwrite: bool) -> tuple[Path, ...]:
     """Write all files under temporary names, then give each its own."""
     for path in files:
         if path.exists() and not overwrite:
