@@ -154,7 +154,7 @@ def test_a_file_is_no_folder(full: Source, tmp_path: Path) -> None:
 def test_without_matplotlib_the_extra_is_named(
     full: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backlight.cli.errors import message
+    from backlight.cli.app import error_line
 
     real = builtins.__import__
 
@@ -166,7 +166,7 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.setattr(builtins, "__import__", blocked)
     with pytest.raises(ModuleNotFoundError) as refused:
         write_plots(full, tmp_path / "plots")
-    assert message(refused.value) == "matplotlib is not installed here: pip install 'backlight[plots]'"
+    assert error_line(refused.value) == "matplotlib is not installed here: pip install 'backlight[plots]'"
     assert not (tmp_path / "plots").exists()
 
 

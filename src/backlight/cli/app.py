@@ -15,11 +15,23 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 import backlight
-from backlight.cli.errors import REFUSALS, message
+from backlight.registry import UnknownNameError
+from backlight.store.errors import StoreError
 
 Panel = Literal["Start", "Diagnose", "Runs", "Cluster", "Research"]
 PANELS: tuple[Panel, ...] = ("Start", "Diagnose", "Runs", "Cluster", "Research")
 """Groups of commands in ``--help``, in this order."""
+
+REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundError)
+"""Errors whose message names what, where, expected, got and the fix."""
+
+_EXTRAS = {
+    "torch": "torch", "pyarrow": "parquet", "msgspec": "trace", "matplotlib": "plots", "submitit": "slurm",
+    "starlette": "live", "uvicorn": "live", "tensorboard": "tensorboard", "wandb": "wandb",
+    "mlflow": "mlflow", "prometheus_client": "prometheus", "duckdb": "query", "pandas": "frames",
+    "polars": "frames",
+}  # fmt: skip
+"""Extra of this distribution by the package that it installs."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -101,6 +113,13 @@ def load_commands() -> None:
     app.add_typer(grok, rich_help_panel="Research")
 
 
+def error_line(error: Exception) -> str:
+    """Return the line for ``error``; for a missing package, how to install it."""
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        return f"{error.name} is not installed here: pip install 'backlight[{_EXTRAS[error.name]}]'"
+    return str(error) or type(error).__name__
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit.
 
@@ -120,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
         if "--traceback" in arguments[:1]:
             traceback.print_exc()
         else:
-            print(f"backlight: {message(error)}", file=sys.stderr)
+            print(f"backlight: {error_line(error)}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()

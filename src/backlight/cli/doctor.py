@@ -8,7 +8,7 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,31 +39,34 @@ class Check:
 
 def examine() -> list[Check]:
     """Run every check; none raises, and torch is imported only where it is installed."""
-    return [*(check() for check in _CHECKS), *_plug_ins()]
-
-
-def _python() -> Check:
-    return Check(
-        "Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}", "", True
-    )
+    system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return [
+        Check("Python", "ok", system, "", required=True),
+        _torch(),
+        _device(),
+        _names(),
+        _compiler(),
+        Check("SQLite", "ok", SQLITE_VERSION, "run directories survive a kill"),
+        _optional("h5py", "arrays and .h5 export", "pip install h5py"),
+        _optional("pyarrow", "Parquet export", "pip install 'backlight[parquet]'"),
+        _file_system(),
+        _disk(),
+        _ranks(),
+        _cluster(),
+        *_plug_ins(),
+    ]
 
 
 def _torch() -> Check:
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return Check(
-            "torch",
-            "missing",
-            "not installed",
-            "runs can be read, not recorded: pip install 'backlight[torch]'",
-            True,
-        )
+    version = _version("torch")
+    if not version:
+        meaning = "runs can be read, not recorded: pip install 'backlight[torch]'"
+        return Check("torch", "missing", "not installed", meaning, required=True)
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        return Check("torch", "missing", version, f"expected {oldest} or newer: upgrade torch", True)
-    return Check("torch", "ok", version, "training scripts can be watched", True)
+        return Check("torch", "missing", version, f"expected {oldest} or newer: upgrade torch", required=True)
+    return Check("torch", "ok", version, "training scripts can be watched", required=True)
 
 
 def _device() -> Check:
@@ -76,38 +79,29 @@ def _device() -> Check:
     if devices.is_available():
         names = ", ".join(devices.name_of(i) for i in range(devices.count()))
         return Check("device", "ok", names, "one asynchronous copy per recorded step")
-    return Check(
-        "device", "ok", f"CPU, {torch.get_num_threads()} threads", "no accelerator: host measurements"
-    )
+    threads = f"CPU, {torch.get_num_threads()} threads"
+    return Check("device", "ok", threads, "no accelerator: host measurements")
 
 
 def _compiler() -> Check:
     found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     if found is None:
-        return Check(
-            "compiled kernel", "limited", "no C++ compiler", "large models are measured by the eager tier"
-        )
+        meaning = "large models are measured by the eager tier"
+        return Check("compiled kernel", "limited", "no C++ compiler", meaning)
     return Check("compiled kernel", "ok", Path(found).name, "large models are measured in one fused pass")
 
 
-def _sqlite() -> Check:
-    return Check("SQLite", "ok", SQLITE_VERSION, "run directories survive a kill")
-
-
-def _hdf5() -> Check:
-    return _optional("h5py", "arrays and .h5 export", "pip install h5py")
-
-
-def _parquet() -> Check:
-    return _optional("pyarrow", "Parquet export", "pip install 'backlight[parquet]'")
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _optional(package: str, use: str, remedy: str) -> Check:
-    try:
-        version = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return Check(package, "limited", "not installed", f"no {use}: {remedy}")
-    return Check(package, "ok", version, use)
+    if version := _version(package):
+        return Check(package, "ok", version, use)
+    return Check(package, "limited", "not installed", f"no {use}: {remedy}")
 
 
 def _disk() -> Check:
@@ -116,7 +110,7 @@ def _disk() -> Check:
     return Check("disk", state, f"{free / 1e9:.1f} GB free here", "" if state == "ok" else "use --max-disk")
 
 
-def _folder() -> Check:
+def _file_system() -> Check:
     kind = file_system_type(Path.cwd()) or "unknown"
     safe = not is_network_type(kind)
     meaning = "runs are written in place" if safe else "runs appear in closed segments: see docs/clusters.md"
@@ -140,13 +134,10 @@ def _ranks() -> Check:
 
 
 def _cluster() -> Check:
-    try:
-        submitit = f"submitit {importlib.metadata.version('submitit')}"
-    except importlib.metadata.PackageNotFoundError:
-        submitit = "no submitit"
-    sbatch = shutil.which("sbatch")
-    found = f"{submitit}, {sbatch or 'no sbatch'}"
-    if sbatch and submitit.startswith("submitit"):
+    version, sbatch = _version("submitit"), shutil.which("sbatch")
+    found = f"submitit {version}" if version else "no submitit"
+    found += f", {sbatch or 'no sbatch'}"
+    if sbatch and version:
         return Check("Slurm", "ok", found, "backlight run --slurm nodes=2 submits a job")
     if sbatch:
         remedy = "pip install 'backlight[slurm]', or write the script with --slurm-script"
@@ -169,15 +160,13 @@ def _names() -> Check:
     }
     gone = [name for name, there in wanted.items() if not there]
     if gone:
-        return Check(
-            "hooks", "limited", "not in this torch: " + ", ".join(gone), "runs report them as not measured"
-        )
+        missing = f"not in this torch: {', '.join(gone)}"
+        return Check("hooks", "limited", missing, "runs report them as not measured")
     return Check("hooks", "ok", f"{len(wanted)} private names of torch found", "")
 
 
-def _plug_ins() -> list[Check]:
+def _plug_ins() -> Iterator[Check]:
     """Name what other distributions add; the registry itself warns of what is left out."""
-    checks = []
     registries: tuple[Registry[Any], ...] = (MONITORS, RULES, EXPERIMENTS, PANELS, TRACKERS)
     for registry in registries:
         if not importlib.metadata.entry_points(group=registry.group):
@@ -188,14 +177,5 @@ def _plug_ins() -> list[Check]:
         for plug_in in found:
             what = f"{plug_in.kind} {', '.join(plug_in.entries) or plug_in.name}"
             whose = f"{plug_in.distribution} {plug_in.version}".strip()
-            state, meaning = (
-                ("limited", f"left out: {plug_in.problem}") if plug_in.problem else ("ok", "plug-in")
-            )
-            checks.append(Check(what, state, whose, meaning))
-    return checks
-
-
-_CHECKS: tuple[Callable[[], Check], ...] = (
-    _python, _torch, _device, _names, _compiler, _sqlite, _hdf5, _parquet, _folder, _disk,
-    _ranks, _cluster,
-)  # fmt: skip
+            meaning = f"left out: {plug_in.problem}" if plug_in.problem else "plug-in"
+            yield Check(what, "limited" if plug_in.problem else "ok", whose, meaning)

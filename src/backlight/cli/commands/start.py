@@ -161,10 +161,14 @@ def demo(
 ) -> int:
     """Train a small transformer under backlight and write the report."""
     from backlight.analysis.report import write_html
-    from backlight.cli.demo_script import example_script
 
     target = out if out is not None else Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    script = example_script("char_gpt.py")
+    # In the package of a wheel, or in a checkout.
+    package = Path(__file__).parents[1]
+    places = (package / "demo/char_gpt.py", package.parents[2] / "examples/char_gpt.py")
+    script = next((place for place in places if place.is_file()), None)
+    if script is None:
+        raise FileNotFoundError(f"{places[0]}: the example is missing; install backlight again")
     arguments = ["run", "--out", str(target), str(script), "--steps", str(steps)]
     print("$ backlight", *arguments, flush=True)
     # Idle OpenMP threads spin by default, which makes a busy machine many times slower.
