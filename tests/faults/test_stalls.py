@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from backlight.store.read.run import open_run
 from faults import missing_gradients, non_finite
 from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score, step_of
+from ranks.launching import watching
 
 pytestmark = pytest.mark.alone
 
@@ -113,24 +115,17 @@ def test_every_scenario_is_in_the_readme() -> None:
 
 
 @pytest.mark.full
-def test_controls_of_ranks_have_no_finding(tmp_path: Path) -> None:
-    faults = [f for f in RANKS if not f.lasting]
-    findings, log, code = run_faults(faults, tmp_path / "run", seconds=0.02)
-    assert (findings, code) == ([], 0), log
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fault", [f for f in RANKS if f.lasting], ids=lambda f: f.name)
-def test_controls_of_lasting_faults_have_no_finding(fault: Fault, tmp_path: Path) -> None:
-    """Every rank does what one did: skips the call, adds it, sends another dtype, ends earlier."""
-    findings, log, code = run_faults([fault], tmp_path / "run", control=True)
-    assert (findings, code) == ([], 0), log
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("fault", [f for f in ONE if f.alone and not f.lasting], ids=lambda f: f.name)
-def test_controls_with_a_launch_of_their_own_have_no_finding(fault: Fault, tmp_path: Path) -> None:
-    findings, log, code = run_faults([fault], tmp_path / "run", seconds=0.02)
+@pytest.mark.parametrize(
+    ("faults", "options"),
+    [
+        pytest.param([f for f in RANKS if not f.lasting], {"seconds": 0.02}, id="ranks"),
+        # Every rank does what one did: skips the call, adds it, sends another dtype, ends earlier.
+        *(pytest.param([f], {"control": True}, id=f.name) for f in RANKS if f.lasting),
+        *(pytest.param([f], {"seconds": 0.02}, id=f.name) for f in ONE if f.alone and not f.lasting),
+    ],
+)
+def test_other_controls_have_no_finding(faults: list[Fault], options: dict[str, Any], tmp_path: Path) -> None:
+    findings, log, code = run_faults(faults, tmp_path / "run", **options)
     assert (findings, code) == ([], 0), log
 
 
@@ -157,22 +152,11 @@ def test_overloaded_machine_makes_no_diagnosis_wrong(names: tuple[str, ...], tmp
 
 def test_finding_is_stored_while_the_process_hangs(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "backlight",
-        "run",
-        "--monitors",
-        "stalls",
-        "--stall",
-        "1",
-        "--out",
-        str(out),
-    ]
-    script = [str(HERE / "trainings.py"), "600", "lock"]
+    script = [HERE / "trainings.py", 600, "lock"]
     process = subprocess.Popen(
-        [*command, *script], stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+        watching("--monitors", "stalls", "--stall", 1, "--out", out, *script),
+        stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
     try:
         line = process.stderr.readline().decode()
         assert line.startswith("backlight: BLOCKED: the main thread waits for a lock in locks, trainings.py:")

@@ -12,6 +12,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
+def watching(*arguments: object) -> list[str]:
+    """Return the command that runs a script with ``backlight run``."""
+    return [sys.executable, "-m", "backlight", "run", *map(str, arguments)]
+
+
 def torchrun(ranks: int, *arguments: object, timeout: float = 240.0, **environment: str) -> str:
     """Run a script, or ``-m module``, on so many ranks; return what it wrote to standard error."""
     status, said = launched(ranks, *arguments, timeout=timeout, **environment)

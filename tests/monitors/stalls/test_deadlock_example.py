@@ -10,24 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from ranks.launching import watching
+
 pytestmark = [pytest.mark.full, pytest.mark.alone]
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "deadlock.py"
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "backlight",
-        "run",
-        "--stall",
-        "1.5",
-        "--out",
-        str(folder),
-        str(EXAMPLE),
-        *arguments,
-    ]
+    return watching("--stall", 1.5, "--out", folder, EXAMPLE, *arguments)
 
 
 def findings(folder: Path) -> list[dict[str, object]]:

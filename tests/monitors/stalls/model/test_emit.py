@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +20,7 @@ from backlight.monitors.stalls.model.shared_state import (
     read_state,
 )
 from backlight.store.read.run import open_run
+from ranks.launching import watching
 
 
 def state(
@@ -48,30 +49,23 @@ def test_rank_moves_again_after_two_further_heartbeats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "exit_reason", "words"),
+    ("change", "how", "words"),
     [
-        ({"raised": 1}, None, "ended that backward by an exception"),
+        ({"raised": 1}, {}, "ended that backward by an exception"),
         (
-            {"raised": 1, "status": RankStatus.FAILED},
-            ExitReason("KeyboardInterrupt", 0.0),
+            {"raised": 1, "status": RankStatus.FAILED}, {"exit_reason": ExitReason("KeyboardInterrupt", 0.0)},
             "left its training by KeyboardInterrupt",
         ),
-        ({"status": RankStatus.FAILED}, None, "left its training by an exception"),
-        ({"status": RankStatus.FINISHED}, None, "has ended its training"),
+        ({"status": RankStatus.FAILED}, {}, "left its training by an exception"),
+        ({"status": RankStatus.FINISHED}, {}, "has ended its training"),
+        ({}, {"ended": "killed by SIGKILL"}, "killed by SIGKILL without having moved again"),
     ],
 )  # fmt: skip
 def test_other_ends_of_a_stall_are_reported(
-    change: dict[str, int], exit_reason: ExitReason | None, words: str, tmp_path: Path
+    change: dict[str, int], how: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    found = find_resolution(
-        ReportedStall(0.0, 5, 0), state(tmp_path, progress=9, **change), exit_reason=exit_reason
-    )
+    found = find_resolution(ReportedStall(0.0, 5, 0), state(tmp_path, progress=9, **change), **how)
     assert found == (ENDED, words)
-
-
-def test_dead_process_did_not_move(tmp_path: Path) -> None:
-    found = find_resolution(ReportedStall(0.0, 5, 0), state(tmp_path, progress=9), ended="killed by SIGKILL")
-    assert found == (ENDED, "killed by SIGKILL without having moved again")
 
 
 @pytest.mark.alone
@@ -90,19 +84,8 @@ def test_an_interrupted_hang_is_reported_as_interrupted(tmp_path: Path) -> None:
         "x = torch.ones(2, requires_grad=True)\n"
         "Stuck.apply(x).sum().backward()\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "backlight",
-        "run",
-        "--monitors",
-        "stalls",
-        "--stall",
-        "1",
-        "--out",
-        "run",
-    ]
-    process = subprocess.Popen([*command, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    command = watching("--monitors", "stalls", "--stall", "1", "--out", "run", "train.py")
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert "BLOCKED" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     said = process.stderr.read()

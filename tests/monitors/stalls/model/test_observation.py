@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from backlight.monitors.stalls.model.observation import (
 from backlight.monitors.stalls.model.shared_state import SharedState, Slot, StateSnapshot, read_state
 from backlight.records import Phase
 from backlight.store.read.run import open_run
+from ranks.launching import torchrun, watching
 
 BUCKETS = ((2, 3), (0, 1))
 NAMES = ("first.weight", "first.bias", "head.weight", "head.bias")
@@ -150,24 +148,9 @@ def test_bucket_is_named_in_a_real_launch(tmp_path: Path) -> None:
         "    model(torch.ones(2, 600)).sum().backward()\n"
         "    optimizer.step()\n"
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = [
-        "-m",
-        "backlight",
-        "run",
-        "--monitors",
-        "stalls",
-        "--stall",
-        "1.5",
-        "--out",
-        "run",
-        str(script),
-    ]
-    done = subprocess.run(
-        [*launch, *options], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    torchrun(
+        2, "-m", *watching("--monitors", "stalls", "--stall", 1.5, "--out", tmp_path / "run", script)[2:]
+    )
     (found,) = [f for f in open_run(tmp_path / "run").stored_findings() if f.rule == "stall"]
     assert found.subject.rank == 1
     assert re.search(

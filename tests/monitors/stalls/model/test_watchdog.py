@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,46 +172,46 @@ def test_attach_to_a_missing_process_is_refused() -> None:
         attach(999_999_999)
 
 
-def test_attach_to_a_stopped_process(capsys: pytest.CaptureFixture[str]) -> None:
-    child = subprocess.Popen(["sleep", "60"])
-    try:
-        os.kill(child.pid, signal.SIGSTOP)
-        time.sleep(0.1)
-        with pytest.raises(SystemExit):
-            main(["attach", str(child.pid), "--json"])
-        said = json.loads(capsys.readouterr().out)
-        assert said["diagnosis"]["kind"] == "STOPPED"
-        assert "the process was not started by backlight" in said["unseen"][0]
-    finally:
-        child.kill()
-        child.wait()
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
 
 
-def test_attach_without_py_spy_reports_what_is_not_observable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda *_a, **_k: None)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        found = attach(child.pid, 0.5)
-        assert found.diagnosis.kind is DiagnosisKind.UNKNOWN
-        assert any("py-spy is not installed" in what for what in found.unseen)
-        assert str(child.pid) in found.threads
-    finally:
-        child.kill()
-        child.wait()
+def test_attach_to_a_stopped_process(
+    child: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.kill(child.pid, signal.SIGSTOP)
+    time.sleep(0.1)
+    with pytest.raises(SystemExit):
+        main(["attach", str(child.pid), "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert said["diagnosis"]["kind"] == "STOPPED"
+    assert "the process was not started by backlight" in said["unseen"][0]
 
 
-def test_attach_reports_that_tracing_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.which", lambda *_a, **_k: "/bin/false")
-    monkeypatch.setattr(processes, "is_traceable", lambda _pid: False)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        found = attach(child.pid, 0.5)
-        assert found.diagnosis.kind is DiagnosisKind.UNKNOWN
-        assert "what its threads wait for in the kernel: tracing is denied" in found.unseen
-        assert any("tracing this process is denied here" in what for what in found.unseen)
-    finally:
-        child.kill()
-        child.wait()
+@pytest.mark.parametrize(
+    ("py_spy", "traceable", "reasons"),
+    [
+        (None, True, ["py-spy is not installed"]),
+        (
+            "/bin/false", False,
+            ["what its threads wait for in the kernel: tracing is denied", "tracing this process is denied"],
+        ),
+    ],
+)  # fmt: skip
+def test_attach_reports_what_is_not_observable(
+    py_spy: str | None, traceable: bool, reasons: list[str], child: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("shutil.which", lambda *_a, **_k: py_spy)
+    monkeypatch.setattr(processes, "is_traceable", lambda _pid: traceable)
+    found = attach(child.pid, 0.2)
+    assert found.diagnosis.kind is DiagnosisKind.UNKNOWN
+    for reason in reasons:
+        assert any(reason in what for what in found.unseen)
+    assert str(child.pid) in found.threads
 
 
 def test_traceable_processes() -> None:
