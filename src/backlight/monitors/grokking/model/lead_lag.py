@@ -33,21 +33,11 @@ Floats = NDArray[np.float64]
 class LeadLag:
     """Correlation of one measure with the test accuracy after memorisation; None is not measured.
 
-    Attributes
-    ----------
-    correlation:
-        Spearman's at ``lead_logs``, the shift at which the values themselves correlate most (by Pearson:
-        the ranks of two curves that saturate agree at many shifts); positive where the measure leads.
-    lead_steps:
-        The median of that shift in steps.
-    without_lead:
-        Spearman's correlation without a shift.
-    control:
-        That of the control's measure with this run's test accuracy at the same lead.
-    levels:
-        Medians of the measure in the last tenth of the run and of its control.
-    levels_differ:
-        Whether the middle 80 % of the two are disjoint there.
+    ``correlation`` is Spearman's at ``lead_logs``, the shift at which the values themselves correlate most
+    (by Pearson: the ranks of two curves that saturate agree at many shifts), positive where the measure
+    leads, and ``lead_steps`` the median of that shift in steps. ``control`` is that of the control's measure
+    with this run's test accuracy at the same lead. ``levels`` are medians of the measure in the last tenth of
+    the run and of its control; ``levels_differ`` whether the middle 80 % of the two are disjoint there.
     """
 
     measure: str
@@ -56,7 +46,6 @@ class LeadLag:
     correlation: float | None = None
     lead_logs: int = 0
     lead_steps: int = 0
-    without_lead: float | None = None
     control: float | None = None
     levels: tuple[float | None, float | None] = (None, None)
     levels_differ: bool | None = None
@@ -122,7 +111,6 @@ def _correlated(
         correlation=rho,
         lead_logs=lead,
         lead_steps=int(np.median(shifts)) if lead else 0,
-        without_lead=rank_correlation(values, accuracy),
         control=control_rho,
         levels=levels,
         levels_differ=differ,

@@ -70,15 +70,6 @@ def test_agrees_with_a_loop(name: str, options: dict[str, Any]) -> None:
     assert all(check.holds and check.difference < 1e-8 for check in found.coverage.values())
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv2d", "gpt_tied_padded_reused", "gpt_checkpointed_reentrant"])
-def test_small_scratch_changes_nothing(name: str) -> None:
-    setup = MODELS[name]()
-    A = flat(rows(setup))
-    for kernel in ("ghost", "chunked"):
-        found = backlight.gram(setup.model, setup.loss, setup.batch, kernel=kernel, scratch=600)
-        close(found.matrix, A @ A.T)
-
-
 @pytest.mark.parametrize(("centred", "at_once"), [(False, None), (True, None), (False, 4)])
 @pytest.mark.parametrize("name", ["mlp", "gpt_tied_padded_reused", "bare_parameters", "conv2d"])
 def test_eigenvectors_equal_those_of_the_second_moment(name: str, centred: bool, at_once: int | None) -> None:
@@ -128,7 +119,6 @@ def test_layers_and_blocks_are_sums_of_parameters() -> None:
     parts = found.per_parameter
     close(found.per_layer["qkv"], parts["qkv.weight"] + parts["qkv.bias"])
     close(sum(found.per_block.values()), found.matrix)
-    assert set(found.scopes()) >= {"model", "layer/qkv", "parameter/qkv.bias", "block/qkv"}
     close(found.scope("layer/qkv"), found.per_layer["qkv"])
     for detail in ("layer", "block", "model"):
         coarse = backlight.gram(setup.model, setup.loss, setup.batch, detail=detail)

@@ -21,7 +21,7 @@ from backlight.capture.model_state import Untouched, untouched
 from backlight.capture.modules import unwrapped, walk
 from backlight.capture.per_sample import Taps, gradients
 from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape, compress, concatenate
-from backlight.measure.gram.gram import SCRATCH_BYTES, combine, product_dtype
+from backlight.measure.gram.gram import combine, product_dtype
 from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
 from backlight.monitors.grokking.instrument.gram import checks, inputs
@@ -41,7 +41,6 @@ def gram(
     detail: str = "parameter",
     fallback: bool = True,
     kernel: str = "auto",
-    scratch: int = SCRATCH_BYTES,
     products: torch.dtype | None = None,
     at_once: int | None = None,
 ) -> Gram:
@@ -64,8 +63,6 @@ def gram(
         per-sample gradients; if not, they are refused by name.
     kernel
         ``auto``, ``ghost`` or ``chunked``.
-    scratch
-        Bytes of working memory of a kernel.
     products
         None for the type of the model where per-sample gradients have to be formed, in runs of 64 whose
         sums go on in float64, and float64 elsewhere: of float32 models, eigenvalues below about 1e-7 of
@@ -94,7 +91,7 @@ def gram(
         raise GramError(f"gram: products must be None, torch.float64 or torch.float32, got {products}")
     if at_once is not None and at_once < 1:
         raise GramError(f"gram: at_once must be at least 1, got {at_once}")
-    return Measurement(model, loss_fn, batch, detail, fallback, kernel, scratch, products, at_once or 0).run()
+    return Measurement(model, loss_fn, batch, detail, fallback, kernel, products, at_once or 0).run()
 
 
 @dataclass(eq=False)
@@ -107,7 +104,6 @@ class Measurement:
     detail: str
     fallback: bool
     kernel: str
-    scratch: int
     products: torch.dtype | None
     at_once: int
 
@@ -181,9 +177,7 @@ class Measurement:
             parameter.parts.append(compress(pieces))
 
     def _measure(self, parameter: Measured, pieces: list[Factors]) -> None:
-        K, parameter.method = gram_of_pieces(
-            pieces, kernel=self.kernel, scratch=self.scratch, products=self.products
-        )
+        K, parameter.method = gram_of_pieces(pieces, kernel=self.kernel, products=self.products)
         if parameter.method == "chunked" and self.products is None:
             self.rounding = max(self.rounding, torch.finfo(product_dtype(pieces)).eps)
         parameter.eps = checks.epsilon(coarsest_dtype(pieces), K.device)
@@ -193,7 +187,7 @@ class Measurement:
     def _add_combination(self, parameter: Measured, pieces: list[Factors], start: int, stop: int) -> None:
         assert self.weights is not None
         name = parameter.location.name
-        found = combine(pieces, self.weights[name][:, start:stop], scratch=self.scratch)
+        found = combine(pieces, self.weights[name][:, start:stop])
         found = found.reshape(-1, *parameter.tensor.shape)
         self.combined[name] = self.combined[name] + found if name in self.combined else found
 

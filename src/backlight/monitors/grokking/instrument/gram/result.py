@@ -43,23 +43,11 @@ def block_of(name: str) -> str:
 class Gram:
     """Exact inner products of per-sample gradients.
 
-    Attributes
-    ----------
-    samples:
-        N, along the first dimension of the batch's tensors.
-    detail:
-        ``parameter``, ``layer``, ``block`` or ``model``: how finely Grams were kept.
-    locations:
-        Module and block of each parameter, in model order; tied ones under their first name.
-    coverage:
-        How the Gram of each parameter was obtained, and its checks, all of which hold.
-    mean_gradient:
-        The mean per-sample gradient of each parameter, in its shape and type; None where the loss does
-        not depend on it.
-    eps:
-        Machine epsilon of the coarsest type that gradients came in.
-    rounding:
-        Machine epsilon of the coarsest type that gradients were multiplied in.
+    There are ``samples`` N, along the first dimension of the batch's tensors. ``detail`` is how finely Grams
+    were kept. ``locations`` has module and block of each parameter in model order, tied ones under their
+    first name; ``coverage`` how its Gram was obtained, and its checks, all of which hold; ``mean_gradient``
+    its mean per-sample gradient, None where the loss does not depend on it. ``eps`` and ``rounding`` are the
+    machine epsilon of the coarsest type that gradients came in, and were multiplied in.
     """
 
     samples: int
@@ -118,14 +106,6 @@ class Gram:
             source = location.key(self.detail)
             members.setdefault(location.key(detail), {})[source] = self._matrices[source]
         return {key: _sum(matrices) for key, matrices in members.items()}
-
-    def scopes(self) -> dict[str, Tensor]:
-        """Return every Gram that was kept: ``model``, ``block/…``, ``layer/…``, ``parameter/…``."""
-        found = {"model": self.matrix}
-        for detail in ("block", "layer", "parameter"):
-            if DETAILS.index(detail) >= DETAILS.index(self.detail):
-                found |= {f"{detail}/{key}": matrix for key, matrix in self._grouped(detail).items()}
-        return found
 
     def scope(self, name: str) -> Tensor:
         """Return the Gram of ``model``, ``block/…``, ``layer/…`` or ``parameter/…``.
