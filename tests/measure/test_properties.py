@@ -94,17 +94,6 @@ def test_mixed_types_are_measured_as_each_alone(kinds):
         np.testing.assert_array_equal(together[1][row], alone[1][0])
 
 
-@SETTINGS
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_axes_may_be_permuted(shape, random):
-    order = list(range(len(shape)))
-    random.shuffle(order)
-    tensor = torch.randn(shape)
-    one, other = numbers([tensor]), numbers([tensor.permute(order)])
-    np.testing.assert_array_equal(one[0], other[0])
-    np.testing.assert_array_equal(one[1], other[1])
-
-
 @pytest.mark.parametrize("path", ["host", "device"])
 def test_huge_and_tiny_lists_of_mixed_types(path, check, request):
     if path == "device":

@@ -2,34 +2,27 @@
 
 import pytest
 
-from backlight.diagnose.spectra.checkpoints import _natural, find_checkpoints
+from backlight.diagnose.spectra.checkpoints import find_checkpoints
 
 
-def found(tmp_path, names, *patterns):
+@pytest.mark.parametrize(
+    ("names", "patterns", "expected"),
+    [
+        (["s-step100.pt", "s-step20.pt", "s-step3.pt"], ["*.pt"], [(3, 2), (20, 1), (100, 0)]),
+        (["final.pt", "step-5.pt"], ["*.pt"], [(0, 0), (1, 1)]),  # a name without a number: positions
+        (["1-of-2.pt", "2-of-2.pt"], ["*.pt"], [(0, 0), (1, 1)]),  # numbers do not ascend
+        (["a/2.pt", "a/10.pt"], ["a/2.pt", "**/10.pt"], [(2, 0), (10, 1)]),
+        (["b2.pt", "b10.pt", "a10.pt"], ["*.pt"], [(0, 2), (1, 0), (2, 1)]),
+    ],
+)
+def test_checkpoints_are_in_natural_order_with_the_steps_of_their_names(tmp_path, names, patterns, expected):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
-    files = find_checkpoints([str(tmp_path / pattern) for pattern in patterns or ("*.pt",)])
-    return [(one.step, str(one.path.relative_to(tmp_path))) for one in files]
-
-
-def test_steps_of_names(tmp_path):
-    names = ["gpt2-step100.pt", "gpt2-step20.pt", "gpt2-step3.pt"]
-    assert found(tmp_path, names) == [(3, names[2]), (20, names[1]), (100, names[0])]
-
-
-def test_steps_are_positions_where_names_hold_no_number(tmp_path):
-    assert found(tmp_path, ["final.pt", "step-5.pt"]) == [(0, "final.pt"), (1, "step-5.pt")]
-
-
-def test_positions_where_numbers_do_not_ascend(tmp_path):
-    names = ["1-of-2.pt", "2-of-2.pt"]
-    assert found(tmp_path, names) == [(0, names[0]), (1, names[1])]
-
-
-def test_several_patterns_and_folders(tmp_path):
-    names = ["a/2.pt", "a/10.pt"]
-    assert found(tmp_path, names, "a/*.pt", "**/10.pt") == [(2, "a/2.pt"), (10, "a/10.pt")]
+    files = find_checkpoints([str(tmp_path / pattern) for pattern in patterns])
+    assert [(one.step, str(one.path.relative_to(tmp_path))) for one in files] == [
+        (step, names[index]) for step, index in expected
+    ]
 
 
 def test_the_freshly_built_model():
@@ -40,7 +33,3 @@ def test_the_freshly_built_model():
 def test_nothing_matches(tmp_path):
     with pytest.raises(ValueError, match=r"nothing\*' matches no file in "):
         find_checkpoints([str(tmp_path / "nothing*")])
-
-
-def test_natural_order():
-    assert sorted(["b2", "b10", "a10", "2", "a"], key=_natural) == ["2", "a", "a10", "b2", "b10"]

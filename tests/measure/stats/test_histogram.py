@@ -32,9 +32,6 @@ def test_the_outer_bins_take_values_beyond_them():
     values = [2.0**-41, 1e-45, 1e-38, -(2.0**-149), 2.0**24, 3e38]
     assert bins(torch.tensor(values)) == {LOWEST: 4, last: 2}
     assert bins(torch.tensor([5e-324, 1e-310, 1e308], dtype=torch.float64)) == {LOWEST: 2, last: 1}
-
-
-def test_subnormal_values_of_small_types():
     assert bins(torch.tensor([2.0**-24, 2.0**-15], dtype=torch.float16)) == {-24: 1, -15: 1}
 
 
@@ -69,14 +66,6 @@ def test_complex_values_count_by_magnitude():
 def test_values_are_divided_by_the_scale(scale):
     small = torch.tensor([2.0**-130, 1.0, 2.0**16])
     assert bins(small, scale=scale) == {LOWEST: 1, -16: 1, 0: 1}
-
-
-def test_the_tensor_is_unchanged():
-    tensor = torch.randn(5000)
-    copy = tensor.clone()
-    histogram([tensor], scale=3.0).arrays()
-    histogram([tensor]).arrays()
-    assert torch.equal(tensor, copy)
 
 
 def test_integers_are_refused():

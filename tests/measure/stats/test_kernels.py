@@ -23,7 +23,7 @@ from backlight.measure.stats.kernels import (
     root_sum_squares_by,
 )
 from backlight.measure.stats.packed_matrices import SMALL
-from backlight.measure.stats.statistics import statistics, tier_in_use, why_not_compiled
+from backlight.measure.stats.statistics import statistics, why_not_compiled
 
 LARGE = SMALL + 3
 NAN, INF = math.nan, math.inf
@@ -107,7 +107,6 @@ def test_the_tiers_agree_and_nothing_is_compiled_twice(kernels, check):
     state = torch.get_rng_state()
     found = statistics(tensors, tier="compiled")
     assert why_not_compiled() == ""
-    assert tier_in_use("compiled") == "compiled"
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled()
     assert_same(found, statistics(tensors, tier="eager"))
@@ -175,7 +174,6 @@ def test_a_failed_compiler_is_not_tried_again(kernels, monkeypatch, check):
         check(statistics(tensors, tier="compiled"), tensors)
     assert asked == [torch.float32]
     assert why_not_compiled() == "RuntimeError: no compiler here"
-    assert tier_in_use("compiled") == "eager"
 
 
 def test_a_kernel_that_fails_late_loses_no_tensor(kernels, monkeypatch, check):
@@ -213,13 +211,13 @@ def test_auto_compiles_once_eager_work_has_cost_as_much(kernels, trigger, monkey
     monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
     large = [torch.randn(200_000)]
     statistics(large)
-    assert tier_in_use() == "eager"
+    assert not trigger.is_due()
     assert 0 < trigger._spent < 1
     spent = trigger._spent
     statistics([torch.randn(9)] * 50)
     assert trigger._spent == spent  # no kernel would have helped those
     trigger.spend(COMPILE_WITH_IMPORT_S)
-    assert tier_in_use() == "compiled"
+    assert trigger.is_due()
     statistics(large, tier="eager")
     assert asked == []
     statistics(large)

@@ -56,11 +56,6 @@ def test_the_path_of_an_accelerator_gives_the_same(dtype, check):
     check(statistics(tensors, tier="eager"), tensors)
 
 
-def test_all_layouts_in_one_list(check):
-    tensors = [None, *(make(dtype) for dtype in DTYPES for make in LAYOUTS.values()), None]
-    check(statistics(tensors, tier="eager"), tensors)
-
-
 SPECIALS = {
     "nan": [1.0, NAN, 0.0],
     "inf": [1.0, INF, 2.0],
@@ -123,12 +118,6 @@ def test_values_whose_squares_overflow_the_type(value, dtype, size, check):
     assert math.isfinite(norm)
     assert norm > 0
     check(statistics([tensor]), [tensor])
-
-
-def test_the_norm_is_finite_where_float32_overflows():
-    tensor = torch.full((1000,), 3e38)
-    assert torch.linalg.vector_norm(tensor).isinf()
-    np.testing.assert_allclose(statistics([tensor]).arrays()[0][0, 0], math.sqrt(1000) * float(tensor[0]))
 
 
 def test_magnitudes_far_apart_in_one_tensor(check):
@@ -200,14 +189,8 @@ def test_nothing_to_measure():
     floats, integers = statistics([]).arrays()
     assert floats.shape == (0, len(FLOATS))
     assert integers.shape == (0, len(INTEGERS))
-    floats, integers = statistics([None, torch.ones(2, device="meta")]).arrays()
-    assert not floats.any()
-    assert not integers.any()
-
-
-def test_an_empty_tensor_is_measured():
-    floats, integers = statistics([torch.empty(0), torch.empty(0, dtype=torch.float64)]).arrays()
-    assert integers.tolist() == [[1, 0, 0, 0, 0]] * 2
+    floats, integers = statistics([None, torch.ones(2, device="meta"), torch.empty(0)]).arrays()
+    assert integers.tolist() == [[0] * 5, [0] * 5, [1, 0, 0, 0, 0]]
     assert not floats.any()
 
 

@@ -90,16 +90,6 @@ def test_the_sample_covers_every_column():
         assert sample.after().arrays()[0][0, 0] > 0
 
 
-def test_the_sample_is_the_same_every_time():
-    parameter = torch.randn(1000, 100)
-    sample = WeightSample([parameter], per_tensor=500)
-    sample.before()
-    first = sample.after().arrays()[0][0, 1]
-    sample.before()
-    assert sample.after().arrays()[0][0, 1] == first
-    assert WeightSample([parameter], per_tensor=500)._per_tensor == 500
-
-
 def test_memory_that_is_replaced_in_the_step():
     parameter = torch.nn.Parameter(torch.ones(100, 90))
     sample = WeightSample([parameter], per_tensor=None)

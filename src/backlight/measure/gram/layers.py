@@ -57,33 +57,22 @@ def embedding(module: nn.Embedding, ids: Tensor, delta: Tensor, n: int) -> ByNam
 
 def layer_norm(module: nn.LayerNorm, x: Tensor, delta: Tensor, n: int) -> ByName:
     """Return the factors of a layer norm, the normalised input recomputed from the input."""
-    shape = tuple(module.normalized_shape)
-    return _scaled(
-        module,
-        functional.layer_norm(_promoted_like(x, delta), shape, None, None, module.eps),
-        delta,
-        n,
-        math.prod(shape),
-    )
+    shape = module.normalized_shape
+    return _scaled(module, functional.layer_norm(_promoted_like(x, delta), shape, eps=module.eps), delta, n)
 
 
 def rms_norm(module: nn.RMSNorm, x: Tensor, delta: Tensor, n: int) -> ByName:
     """Return the factors of an RMS norm."""
-    shape = tuple(module.normalized_shape)
-    return _scaled(
-        module,
-        functional.rms_norm(_promoted_like(x, delta), shape, None, module.eps),
-        delta,
-        n,
-        math.prod(shape),
-    )
+    shape = list(module.normalized_shape)
+    return _scaled(module, functional.rms_norm(_promoted_like(x, delta), shape, eps=module.eps), delta, n)
 
 
 def _promoted_like(x: Tensor, delta: Tensor) -> Tensor:
     return x.to(torch.promote_types(promoted(x).dtype, promoted(delta).dtype))
 
 
-def _scaled(module: nn.Module, normal: Tensor, delta: Tensor, n: int, width: int) -> ByName:
+def _scaled(module: nn.LayerNorm | nn.RMSNorm, normal: Tensor, delta: Tensor, n: int) -> ByName:
+    width = math.prod(module.normalized_shape)
     d = promoted(delta).reshape(n, -1, width)
     product = d * normal.reshape(n, -1, width)
     uses: ByName = {"weight": VectorFactors(product.sum(1), _root(product), delta.dtype)}
@@ -94,9 +83,9 @@ def _scaled(module: nn.Module, normal: Tensor, delta: Tensor, n: int, width: int
 
 def _by_channel(normal: Tensor, delta: Tensor, n: int) -> ByName:
     """Return the factors of a norm whose weight has one number per channel; ``[N, C, ...]``."""
-    channels = delta.shape[1]
-    d = promoted(delta).reshape(n, -1, channels, math.prod(delta.shape[2:])).transpose(1, 2).flatten(2)
-    product = d * normal.reshape(n, -1, channels, math.prod(delta.shape[2:])).transpose(1, 2).flatten(2)
+    shape = (n, -1, delta.shape[1], math.prod(delta.shape[2:]))
+    d, x = (tensor.reshape(shape).transpose(1, 2).flatten(2) for tensor in (promoted(delta), normal))
+    product = d * x
     return {
         "weight": VectorFactors(product.sum(2), _root(product), delta.dtype),
         "bias": VectorFactors(d.sum(2), _root(d), delta.dtype),

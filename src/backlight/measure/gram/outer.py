@@ -96,7 +96,7 @@ class OuterProduct:
                 f"outer_product: expected {len(self._g)} rows to multiply, got {list(v.shape)}"
             )
         g = self._g.double()
-        product = torch.tensordot(g, g @ v.double(), dims=0)
+        product: Tensor = torch.tensordot(g, g @ v.double(), dims=0)
         return product.to(torch.promote_types(self._g.dtype, v.dtype))
 
     def __matmul__(self, v: Tensor) -> Tensor:

@@ -31,15 +31,19 @@ class Directions:
 
     def part(self, c: int) -> Directions:
         """Return the directions of one of the matrices, C = 1."""
-        return Directions(*(x[c : c + 1] for x in self._tensors()))
+        left, values, right, residual, converged = (x[c : c + 1] for x in self.tensors())
+        return Directions(left, values, right, residual, converged)
 
-    def _tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors in the order of the fields."""
         return self.left, self.values, self.right, self.residual, self.converged
 
 
 def joined(parts: Sequence[Directions]) -> Directions:
     """Return the directions of several batches as one."""
-    return Directions(*map(torch.cat, zip(*(part._tensors() for part in parts), strict=True)))
+    columns = zip(*(part.tensors() for part in parts), strict=True)
+    left, values, right, residual, converged = (torch.cat(column) for column in columns)
+    return Directions(left, values, right, residual, converged)
 
 
 def strongest(

@@ -164,11 +164,8 @@ class Replicates:
         return total / len(self)
 
     def chunks(self, work: Callable[[tuple[int, ...], Tensor], None], *, bytes_each: int) -> int:
-        """Call ``work(indices, x_Cpq)`` on all replicates, in :attr:`order`; return how many fit at once.
-
-        Where memory does not suffice the chunk is halved for good; ``work`` must leave nothing behind when it
-        fails. ``bytes_each`` is what one replicate takes with all that is computed from it.
-        """
+        """Call ``work(indices, x_Cpq)`` on all replicates in :attr:`order`; return how many fit at once."""
+        # Where memory does not suffice the chunk is halved for good: failed work must leave nothing behind.
         budget = min(self.budget, _CACHE_BYTES) if self.device.type == "cpu" else self.budget
         size = max(1, min(len(self), budget // max(bytes_each, 1)))
         begin = 0
@@ -177,24 +174,20 @@ class Replicates:
             ahead = self.order[begin + size : begin + 2 * size]
             try:
                 work(indices, self._loader.load(indices, ahead))
-            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                self._refuse(error, indices)
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                if len(indices) == 1:
+                    raise ReplicateError(
+                        f"{named(self.layer)}: out of memory on {self.device} with a single replicate of "
+                        f"{' x '.join(map(str, self.shape))} (replicate {indices[0]}). Measure this layer on "
+                        "another device."
+                    ) from error
                 size = max(1, len(indices) // 2)
                 self._loader.forget()
                 continue
             begin += len(indices)
         return size
-
-    def _refuse(self, error: BaseException, indices: tuple[int, ...]) -> None:
-        # Raises, unless a smaller chunk could help.
-        if not out_of_memory(error):
-            raise error
-        if len(indices) == 1:
-            p, q = self.shape
-            raise ReplicateError(
-                f"{named(self.layer)}: out of memory on {self.device} with a single replicate of "
-                f"{p} x {q} (replicate {indices[0]}). Measure this layer on another device."
-            ) from error
 
 
 def out_of_memory(error: BaseException) -> bool:

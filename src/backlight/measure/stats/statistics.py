@@ -127,11 +127,6 @@ def statistics(
     return Pending(transfers, finish)
 
 
-def tier_in_use(tier: Tier = "auto") -> Literal["eager", "compiled"]:
-    """Return the tier that measures the next large float32 tensor if ``tier`` is requested."""
-    return "compiled" if _compiles(tier, torch.float32) else "eager"
-
-
 def why_not_compiled() -> str:
     """Return why the compiled tier is not available in this process; empty while nothing has failed."""
     return KERNELS.reason

@@ -8,7 +8,7 @@ only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -165,7 +165,7 @@ class _Kept:
         self._buffer: Tensor | None = None
         self._targets: list[Tensor] = []
         self._compared: Tensor | None = None
-        self._blocks: list[_Block] = []
+        self._blocks: list[tuple[int, list[_Cut]]] = []
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
         self._indices: dict[int, tuple[Tensor, ...]] = {}
         widest = torch.float32 if device.type == "mps" else torch.float64
@@ -205,36 +205,25 @@ class _Kept:
             self._blocks = list(self._cut(self._compared.view(-1)))
         samples = {s: self._sample(t, s) for s in self.slots if (t := now[s.position]) is not None}
         change, weight = [], []
-        for block in self._blocks:
-            old_RW = self._buffer[block.first : block.first + _ROWS].to(self._widest)
+        for first, cuts in self._blocks:
+            old_RW = self._buffer[first : first + _ROWS].to(self._widest)
             new_RW = self._compared[: len(old_RW)].zero_()
-            readable = [
-                (target, cut)
-                for target, cut in zip(block.targets, block.cuts, strict=True)
-                if cut.slot in samples
-            ]
-            torch._foreach_copy_(
-                [target for target, _ in readable],
-                [
-                    samples[slot] if end - begin == slot.taken else samples[slot][begin:end]
-                    for _, (slot, begin, end) in readable
-                ],
-            )
+            readable = [cut for cut in cuts if cut.slot in samples]
+            torch._foreach_copy_([cut.target for cut in readable], [cut.of(samples) for cut in readable])
             weight.append(self._norms(old_RW))
             change.append(self._norms(new_RW.sub_(old_RW)))
         return torch.cat(change + weight)
 
-    def _cut(self, flat: Tensor) -> Iterator[_Block]:
-        """Yield which weights are compared together, and where in ``flat`` they are copied."""
+    def _cut(self, flat: Tensor) -> Iterator[tuple[int, list[_Cut]]]:
+        """Yield first rows, and the weights that are compared together from there, copied into ``flat``."""
         for first in range(0, self._rows, _ROWS):
-            cuts, targets = [], []
+            cuts = []
             for slot in self.slots:
                 ahead = (slot.row - first) * _ROW
                 begin, end = max(0, -ahead), min(slot.taken, flat.numel() - ahead)
                 if begin < end:
-                    cuts.append(_Cut(slot, begin, end))
-                    targets.append(flat[ahead + begin : ahead + end])
-            yield _Block(first, cuts, targets)
+                    cuts.append(_Cut(slot, begin, end, flat[ahead + begin : ahead + end]))
+            yield first, cuts
 
     def _sample(self, tensor: Tensor, slot: _Slot) -> Tensor:
         """Return the sampled weights ``[taken]``, a view where the tensor is contiguous."""
@@ -254,19 +243,17 @@ class _Kept:
 
 
 class _Cut(NamedTuple):
-    """The weights from ``begin`` to ``end`` of a slot's sample."""
+    """The weights from ``begin`` to ``end`` of a slot's sample, and where they are copied."""
 
     slot: _Slot
     begin: int
     end: int
+    target: Tensor
 
-
-class _Block(NamedTuple):
-    """Rows from ``first`` on that are compared together: these weights, copied into these targets."""
-
-    first: int
-    cuts: list[_Cut]
-    targets: list[Tensor]
+    def of(self, samples: Mapping[_Slot, Tensor]) -> Tensor:
+        """Return the weights."""
+        sample = samples[self.slot]
+        return sample if self.end - self.begin == self.slot.taken else sample[self.begin : self.end]
 
 
 def _plain_norms(x_RW: Tensor) -> Tensor:

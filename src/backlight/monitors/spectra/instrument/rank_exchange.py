@@ -88,7 +88,7 @@ def common_parameters(
     return tuple(together), dropped
 
 
-def offer_of(captured: CapturedStep, owner_of: Mapping[str, int], scale: float, reason: str) -> Offer:
+def offer_of(captured: CapturedStep, owner_of: Mapping[str, int], reason: str) -> Offer:
     """Return the offer of this rank for a step."""
     if reason:
         return Offer(captured.step, owners=owner_of, reason=reason)
@@ -98,7 +98,7 @@ def offer_of(captured: CapturedStep, owner_of: Mapping[str, int], scale: float, 
         kinds={n: (str(x[0].dtype), tuple(x[0].shape)) for n, x in captured.replicates.items() if x},
         samples=tuple(captured.samples),
         owners=owner_of,
-        scale=scale,
+        scale=captured.loss_scale,
     )
 
 

@@ -133,7 +133,7 @@ def new_group(timeout_s: float) -> RankGroup:
 
 
 def _chunks(x: Tensor, chunk_bytes: int) -> Iterator[Tensor]:
-    yield from x.view(-1).split(max(1, chunk_bytes // x.element_size()))
+    yield from torch.split(x.view(-1), max(1, chunk_bytes // x.element_size()))
 
 
 @contextmanager

@@ -70,6 +70,11 @@ class CapturedStep:
     """Events behind the asynchronous copies."""
 
     @property
+    def loss_scale(self) -> float:
+        """The factor of the gradients; waits for the device that holds it."""
+        return 1.0 if self.scale is None else float(self.scale)
+
+    @property
     def size(self) -> int:
         """Bytes that are held."""
         states = (self.weights, self.before, self.momenta)

@@ -69,7 +69,7 @@ class StepMeasurement:
         held, report = captured.size, StepReport()
         for event in captured.copies_done:
             event.synchronize()
-        scale = loss_scale(captured)
+        scale = captured.loss_scale
         reason = why_no_echo(captured)
         for target in targets:
             if target.name not in captured.replicates and target.name not in captured.weights:
@@ -177,14 +177,9 @@ class StepMeasurement:
         }
 
 
-def loss_scale(captured: CapturedStep) -> float:
-    """Return the factor of the gradients of a step."""
-    return 1.0 if captured.scale is None else float(captured.scale)
-
-
 def why_no_echo(captured: CapturedStep, min_replicates: int = MIN_REPLICATES) -> str:
     """Return why a step has no echo, empty if it may have one."""
-    count, scale = len(captured.samples), loss_scale(captured)
+    count, scale = len(captured.samples), captured.loss_scale
     if captured.reason:
         return captured.reason
     if captured.skipped is not None and bool(captured.skipped):

@@ -20,7 +20,6 @@ from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep,
 from backlight.monitors.spectra.instrument.step_measurement import (
     StepMeasurement,
     StepReport,
-    loss_scale,
     why_no_echo,
 )
 
@@ -114,9 +113,7 @@ class WorkerThread:
         for event in captured.copies_done:
             event.synchronize()
         try:
-            mine = offer_of(
-                captured, job.owner_of, loss_scale(captured), why_no_echo(captured, min_replicates=1)
-            )
+            mine = offer_of(captured, job.owner_of, why_no_echo(captured, min_replicates=1))
             found = exchange(group, captured, mine, self._options.memory // 2)
         except Exception as error:  # noqa: BLE001 - the other steps can still be measured
             # A rank that timed out cannot take part again: the others may be at any step.

@@ -72,7 +72,13 @@ def worst_first(hits: Sequence[Hit], size: Callable[[Hit], float]) -> list[Hit]:
 def evidence(hits: Iterable[Hit], name: str, unit: str = "1") -> tuple[Evidence, ...]:
     """Return evidence of a stored number of the first few layers."""
     return tuple(
-        Evidence(f"scalars/spectra/{hit.layer.parameter}/{name}", hit.at.step, finite(hit.at[name]), unit)
+        # JSON holds no value that is not finite: it becomes its name.
+        Evidence(
+            f"scalars/spectra/{hit.layer.parameter}/{name}",
+            hit.at.step,
+            hit.at[name] if math.isfinite(hit.at[name]) else str(hit.at[name]),
+            unit,
+        )
         for hit in list(hits)[:MAX_EVIDENCE_LAYERS]
     )
 
@@ -82,11 +88,6 @@ def other_layers(hits: int, measured: int) -> str:
     if hits == 1:
         return f" (1 of {measured} layers)" if measured > 1 else ""
     return f" and {hits - 1} more layer{'s' if hits > 2 else ''} ({hits} of {measured})"
-
-
-def finite(value: float) -> float | str:
-    """Return a float that JSON can hold; a value that is not finite becomes its name."""
-    return float(value) if math.isfinite(value) else str(float(value))
 
 
 def short(value: float) -> str:
