@@ -59,7 +59,7 @@ EXHIBITS = (
         "Directions that come back with other data, and those that do not.",
         ("backlight spectra examples/gpt_recipe.py --replicates 16 --out build/tutorials/gallery-spectra",),
         "gallery-spectra",
-        ("spectra", "spectra_signal", "spectra_ranks"),
+        ("spectra", "spectra_signal"),
     ),
 )
 

@@ -137,8 +137,11 @@ def shown(panel: Panel, source: Source) -> Drawn | NotMeasured:
 def failed(panel: Panel, error: Exception) -> Failed:
     """Return what stands in the place of a panel that raised ``error``."""
     plug_in = PANELS.origin(panel.name)
-    of = f"{plug_in.name!r} of {plug_in.distribution} {plug_in.version}: " if plug_in else ""
-    return Failed(not_drawn(panel.name, of + error_text(error)))
+    why = error_text(error)
+    if plug_in is not None:
+        of = f"{plug_in.distribution} {plug_in.version}"
+        why = f"the plug-in {plug_in.name!r} of {of} failed: {why}"
+    return Failed(not_drawn(panel.name, why))
 
 
 def error_text(error: Exception) -> str:

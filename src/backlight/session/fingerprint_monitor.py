@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.monitor import Monitor, RunContext
-from backlight.monitors.health.model.groups import GroupError, members
+from backlight.monitors.health.model.parameters import GroupError, members
 
 if TYPE_CHECKING:
     from torch import nn

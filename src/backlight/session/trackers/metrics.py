@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from backlight.monitors.health.model.groups import GroupError, members
+from backlight.monitors.health.model.parameters import GroupError, members
 from backlight.records import Layout, ParameterRecord
 from backlight.session.trackers.base import Point
 from backlight.store.format.schema import GRADIENT, UPDATE

@@ -19,7 +19,7 @@ from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.measure.stats.kernels import root_sum_squares
 from backlight.measure.stats.statistics import FLOATS, INTEGERS, statistics
 from backlight.measure.transfer import Pending as Measured
-from backlight.monitors.health.model.groups import members, ratio
+from backlight.monitors.health.model.parameters import members, ratio
 from backlight.monitors.health.model.score import ScoreLimits, exploding, health, vanishing
 
 Parameters = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]

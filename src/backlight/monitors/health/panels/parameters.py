@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.monitors.health.model.groups import GroupError, group_rms, ratio
+from backlight.monitors.health.model.parameters import GroupError, group_rms, ratio
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.encoding import Quantised
 from backlight.report.frames import COLUMNS, SPREAD, Buckets, ParameterFrames, Shown, cut

@@ -10,7 +10,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.health.model.groups import GroupError, GroupRms, group_rms, ratio
+from backlight.monitors.health.model.parameters import GroupError, GroupRms, group_rms, ratio
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run

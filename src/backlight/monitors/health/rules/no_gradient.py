@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings import phrases
-from backlight.monitors.health.model.membership import (
+from backlight.monitors.health.model.parameters import (
     MembershipLimits,
     first_missing,
     is_stale,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from backlight.findings import phrases
 from backlight.findings.limits import limit
 from backlight.monitors.health.model.history import Bools, Integers, at_steps, ending_streaks, finite_median
-from backlight.monitors.health.model.membership import (
+from backlight.monitors.health.model.parameters import (
     MembershipLimits,
     stale_evidence,
     stale_parameters,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from backlight.monitors.spectra.panels.explorer import (
     explorer,
@@ -46,10 +45,10 @@ SIGNAL_CHARTS = (
 RANK_CHARTS = tuple(
     (f"stable_rank_{of}", title, Axis("stable rank", low=0.0))
     for of, title in (
-        ("gradient", "Gradient (mean of the replicates)"),
-        ("weight", "Weight"),
-        ("update", "Update"),
-        ("momentum", "Momentum"),
+        ("gradient", "Stable rank of the gradient (mean of the replicates)"),
+        ("weight", "Stable rank of the weight"),
+        ("update", "Stable rank of the update"),
+        ("momentum", "Stable rank of the momentum"),
     )
 )
 
@@ -120,39 +119,23 @@ def spectra(source: Source) -> Drawn | NotMeasured:
 
 @panel(
     "spectra_signal",
-    title="Signal and noise over steps",
+    title="Signal, noise and stable ranks over steps",
     order=23,
-    series=("spectra/signal",),
+    series=("spectra/signal", "spectra/stable_rank"),
     note="Where the noise scale is far above the batch, steps are mostly noise; where it is far below, "
     "samples are spent on what is known. A noise scale has a gap where no signal was found; a share below "
-    "zero is zero within its error.",
+    "zero is zero within its error. A stable rank is the squared Frobenius norm over the squared largest "
+    "singular value: how many directions share it.",
     monitor="spectra",
 )
 def spectra_signal(source: Source) -> Drawn | NotMeasured:
     """Draw each number of the layers in a chart, one line for each layer."""
-    return _lines(source, SIGNAL_CHARTS, "No spectra were recorded.")
-
-
-@panel(
-    "spectra_ranks",
-    title="Stable ranks over steps",
-    order=24,
-    series=("spectra/stable_rank",),
-    note="The squared Frobenius norm over the squared largest singular value: how many directions share it.",
-    monitor="spectra",
-)
-def spectra_ranks(source: Source) -> Drawn | NotMeasured:
-    """Draw the stable ranks of each kind in a chart, one line for each layer."""
-    return _lines(source, RANK_CHARTS, "No stable rank was recorded.")
-
-
-def _lines(source: Source, named: Sequence[tuple[str, str, Axis]], otherwise: str) -> Drawn | NotMeasured:
     charts, remarks = [], []
-    for name, title, axis in named:
+    for name, title, axis in (*SIGNAL_CHARTS, *RANK_CHARTS):
         lines, remark = lines_over_steps(spectra_of(source), name)
         remarks += remark
         if lines:
             charts.append(chart(lines, axis, title=title))
     if not charts:
-        return NotMeasured(source.reason("spectra", otherwise=otherwise))
+        return NotMeasured(source.reason("spectra", otherwise="No spectra were recorded."))
     return Drawn("lines", {"charts": charts, "small": True}, (), tuple(dict.fromkeys(remarks)))

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.monitors.health.model.groups import GroupError, group_rms, members, ratio
+from backlight.monitors.health.model.parameters import GroupError, group_rms, members, ratio
 
 NAMES = ("encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "head.weight", "headless.weight")
 
