@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.monitors.spectra.panels import explorer as shared
-from backlight.monitors.spectra.panels.explorer import (
+from backlight.monitors.spectra import panels as shared
+from backlight.monitors.spectra.panels import (
     FIELDS,
     explorer,
     frobenius,
