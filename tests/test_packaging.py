@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,15 @@ def test_a_reader_without_torch(wheel: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_the_wheel_carries_every_file_of_the_package_and_the_demo(wheel: Path) -> None:
+    sources = (ROOT / "src" / "backlight").rglob("*")
+    expected = {p.relative_to(ROOT / "src").as_posix() for p in sources if p.is_file() and p.suffix != ".pyc"}
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if name.startswith("backlight/")}
+    assert names == expected | {"backlight/cli/demo/char_gpt.py"}
+
+
+@pytest.mark.full
 def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "venv", wheel, torch=True)
     done = subprocess.run(

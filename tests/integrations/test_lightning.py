@@ -40,11 +40,7 @@ def test_accumulation_clipping_validation_and_metrics_are_recorded_and_the_weigh
 ) -> None:
     from integrations.lit import digest
 
-    ways: dict[str, Any] = {
-        "accumulate_grad_batches": 2,
-        "gradient_clip_val": 0.2,
-        "log_every_n_steps": 2,
-    }
+    ways: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2, "log_every_n_steps": 2}
     plain, _, _ = fit(tmp_path / "plain", watched=False, **ways)
     capsys.readouterr()
     model, trainer, callback = fit(tmp_path, every=1, groups={"body": "net.*"}, **ways)

@@ -236,7 +236,9 @@ def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
         with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, flush_interval=0.05) as watch:
             loop(model, optimizer)
             assert watch.findings == []
-            shutil.rmtree(tmp_path / "run")
+            # At one moment: the writer thread may create a file while a folder is removed file by file.
+            (tmp_path / "run").rename(tmp_path / "gone")
+            shutil.rmtree(tmp_path / "gone")
             loop(model, optimizer)
             loop(model, optimizer)
     assert len(told) == 1

@@ -66,16 +66,22 @@ def make_table() -> Callable[..., tuple[ParameterRecord, ...]]:
 
 @pytest.fixture
 def record() -> Callable[..., tuple[ParameterRecord, ...]]:
-    """Record ``steps`` steps of gradients and a loss; the numbers follow from the step."""
+    """Record ``steps`` steps of gradients and a loss; the numbers follow from the step.
+
+    Given a path instead of a writer, they are a run that is finished.
+    """
 
     def fill(
-        writer: RunWriter, steps: int, *, start: int = 0, names: list[str] | int = 4
+        to: RunWriter | Path, steps: int, *, start: int = 0, names: list[str] | int = 4
     ) -> tuple[ParameterRecord, ...]:
+        writer = RunWriter.create(to) if isinstance(to, Path) else to
         table = table_of(names)
         identifier = writer.parameter_table(table)
         for step in range(start, start + steps):
             writer.append("gradient", step, identifier, floats_at(step, len(table)), ints_of(table))
             writer.scalar(step, "loss", 1.0 / (step + 1))
+        if isinstance(to, Path):
+            writer.close()
         return table
 
     return fill

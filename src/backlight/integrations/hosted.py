@@ -236,10 +236,7 @@ class HostedWatch(Hosting):
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Remove everything and close the run; an exception goes on its way."""
         self._detach()

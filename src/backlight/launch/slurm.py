@@ -198,10 +198,7 @@ def batch_script(job: Job) -> str:
     lines = ["#!/bin/bash", *sbatch_lines(directives | job.directives)]
     first, count = _PORTS
     parts = torchrun(
-        job,
-        identifier='"$SLURM_JOB_ID"',
-        endpoint='"$BACKLIGHT_ENDPOINT"',
-        is_host="$((SLURM_NODEID == 0))",
+        job, identifier='"$SLURM_JOB_ID"', endpoint='"$BACKLIGHT_ENDPOINT"', is_host="$((SLURM_NODEID == 0))"
     )
     # What is only known on the node is for its shell to fill in; the rest is quoted.
     inner = " ".join(part if part.startswith("--rdzv-") else shlex.quote(part) for part in parts)

@@ -183,9 +183,7 @@ def test_thinning_keeps_every_nth_recorded_step_and_all_the_rest(tmp_path: Path,
 
 
 def test_a_damaged_database_stays_as_it_is(tmp_path: Path, record: Record) -> None:
-    writer = RunWriter.create(tmp_path / "run")
-    record(writer, 2000)
-    writer.close()
+    record(tmp_path / "run", 2000)
     database = tmp_path / "run" / "attempt-000" / "rank-00000.db"
     data = bytearray(database.read_bytes())
     data[len(data) // 2 : len(data) // 2 + 40_000] = b"\xff" * 40_000

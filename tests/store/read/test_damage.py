@@ -59,10 +59,7 @@ def use_everything(run: Run) -> None:
         (b'{"kind": "wandb"}', "has kind 'wandb'"),
         (b'{"kind": "backlight run"}', "has format None, expected a number"),
         (b'{"kind": "backlight run", "format": true}', "has format True, expected a number"),
-        (
-            b'{"kind": "backlight run", "format": 2}',
-            r"format 2, this release reads format 1\. Upgrade",
-        ),
+        (b'{"kind": "backlight run", "format": 2}', r"format 2, this release reads format 1\. Upgrade"),
         (
             b'{"kind": "backlight run", "format": 0}',
             r"format 0, this release .* Open it with the release that",
@@ -122,9 +119,7 @@ def test_a_database_that_is_none_is_refused(run_path: Path, content: bytes) -> N
 
 
 def test_one_unreadable_attempt_does_not_hide_the_other(run_path: Path, record: Record) -> None:
-    writer = RunWriter.create(run_path)
-    record(writer, 3)
-    writer.close()
+    record(run_path, 3)
     database(run_path).write_bytes(b"junk" * 1000)
     run = open_run(run_path)
     assert run.series_steps("gradient").tolist() == [STEPS, STEPS + 1, STEPS + 2]

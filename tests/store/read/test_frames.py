@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -207,11 +206,3 @@ def test_attempts_of_several_ranks_and_of_one_process_are_joined(
         assert frame.measured.all()
         np.testing.assert_allclose(frame.values, frame.values[:1].repeat(len(order), axis=0), rtol=1e-12)
     assert run.frame("gradient", "norm").values[0, 0] == pytest.approx(np.linalg.norm(values), rel=1e-12)
-
-
-def test_many_ranks_and_steps_are_joined_in_time(
-    tmp_path: Path, make_table: Callable[..., tuple[ParameterRecord, ...]]
-) -> None:
-    rows = [[(p, np.ones(2)) for p in make_table(20)] for _ in range(6)]
-    run = write_ranks(tmp_path, rows, steps=200)
-    assert run.frame("gradient", "norm").values.shape == (200, 20)

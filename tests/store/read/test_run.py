@@ -24,7 +24,7 @@ writer = RunWriter.create(path, flush_interval=0.0)
 record(writer, 30)
 writer.array("gram", 0, np.eye(3), dims=("a", "b"))
 writer.flush()
-writer._progress.publish()  # what is due soon, now
+writer._entry.publish()  # what is due soon, now
 record(writer, 7, 30)
 ready()
 """
@@ -100,9 +100,7 @@ def test_parameters_that_come_and_go_share_one_axis_in_model_order(tmp_path: Pat
 
 
 def test_frames_are_shared_and_cannot_be_spoiled(tmp_path: Path, record: Record) -> None:
-    writer = RunWriter.create(tmp_path / "run")
-    record(writer, 2)
-    writer.close()
+    record(tmp_path / "run", 2)
     run = open_run(tmp_path / "run")
     frame = run.frame("gradient", "norm")
     assert run.frame("gradient", "norm") is frame
@@ -255,9 +253,7 @@ def test_a_read_only_folder_is_read(
 
 
 def test_reading_imports_neither_torch_nor_h5py(tmp_path: Path, record: Record) -> None:
-    writer = RunWriter.create(tmp_path / "run")
-    record(writer, 2)
-    writer.close()
+    record(tmp_path / "run", 2)
     code = """
 import sys
 sys.modules["torch"] = None
@@ -289,9 +285,7 @@ def test_a_missing_folder_or_file_of_a_run_is_said(tmp_path: Path, record: Recor
 
 
 def test_the_manifest_cannot_point_out_of_the_folder(tmp_path: Path, record: Record) -> None:
-    writer = RunWriter.create(tmp_path / "run")
-    record(writer, 3)
-    writer.close()
+    record(tmp_path / "run", 3)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     files = manifest["attempts"][0]["progress"]["files"]
     files["attempt-000/../../secret.db"] = {"scalar": 10}

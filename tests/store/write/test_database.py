@@ -77,9 +77,7 @@ def test_an_array_that_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None
 
 
 def test_the_size_of_earlier_attempts_counts(tmp_path: Path, record: Record) -> None:
-    writer = RunWriter.create(tmp_path / "run")
-    record(writer, 2000, names=30)
-    writer.close()
+    record(tmp_path / "run", 2000, names=30)
     writer = RunWriter.create(tmp_path / "run", max_disk=1_000_000, flush_interval=0.0)
     record(writer, 10, names=30)
     writer.flush()

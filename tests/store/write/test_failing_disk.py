@@ -114,14 +114,6 @@ def test_files_that_vanish(tmp_path: Path, record: Record, what: str) -> None:
         assert "was deleted" in manifest["attempts"][0]["progress"]["lost"]
 
 
-def test_nothing_recorded_is_noticed_as_well(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run")
-    writer.flush()
-    assert writer.lost is not None
-    writer.close()
-
-
 def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
     code = """
 import resource, signal, sys

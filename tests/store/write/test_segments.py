@@ -32,7 +32,7 @@ for start in (0, 10, 20):
 segments.SEGMENT_INTERVAL_S = 1e9
 record(writer, 10, 30)
 writer.flush()
-writer._progress.publish()  # what is due soon, now
+writer._entry.publish()  # what is due soon, now
 record(writer, 5, 40)
 ready()
 """

@@ -267,9 +267,7 @@ def test_closing_twice_and_writing_after_it_does_nothing(tmp_path: Path) -> None
 
 
 def test_a_finished_run_is_plain_files(tmp_path: Path, record: Callable[..., object]) -> None:
-    writer = RunWriter.create(tmp_path / "run")
-    record(writer, 3)
-    writer.close()
+    record(tmp_path / "run", 3)
     names = sorted(p.relative_to(tmp_path / "run").as_posix() for p in (tmp_path / "run").rglob("*"))
     assert names == [
         "attempt-000",
@@ -319,9 +317,7 @@ def test_rows_beyond_the_buffer_are_counted_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[..., object]
 ) -> None:
     monkeypatch.setattr("backlight.store.write.writer.MAX_BUFFERED_BYTES", 4000)
-    writer = RunWriter.create(tmp_path / "run")
-    record(writer, 50)
-    writer.close()
+    record(tmp_path / "run", 50)
     run = open_run(tmp_path / "run")
     stored = len(run.series_steps("gradient"))
     assert 0 < stored < 50

@@ -17,7 +17,7 @@ import json
 import math
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,17 +178,6 @@ def decoded(info: ArrayInfo, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if info.encoding == "bf16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values
-
-
-def stacked(items: Sequence[tuple[ArrayInfo, int, npt.NDArray[Any]]]) -> list[Stack]:
-    """Stack arrays of one kind and shape, keeping their order."""
-    groups: dict[tuple[ArrayInfo, tuple[int, ...]], list[tuple[int, npt.NDArray[Any]]]] = {}
-    for info, step, values in items:
-        groups.setdefault((info, values.shape), []).append((step, values))
-    return [
-        Stack(info, np.array([s for s, _ in found], dtype=np.int64), np.stack([v for _, v in found]))
-        for (info, _), found in groups.items()
-    ]
 
 
 def merged(stacks: Iterable[Stack]) -> list[Stack]:

@@ -279,11 +279,7 @@ def array_infos(
 
 
 def array_values(
-    opened: Sequence[AttemptFiles],
-    name: str,
-    attempt: int | None,
-    rank: int | None,
-    losses: dict[str, None],
+    opened: Sequence[AttemptFiles], name: str, attempt: int | None, rank: int | None, losses: dict[str, None]
 ) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]:
     """Return global steps and values of one array, joined over attempts and ranks."""
     merged: dict[int, npt.NDArray[Any]] = {}

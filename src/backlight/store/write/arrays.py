@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,6 @@ from backlight.store.format.hdf5_pieces import (
     Stack,
     merged,
     read_piece,
-    stacked,
     write_piece,
 )
 from backlight.store.format.names import EVIDENCE, piece_name, safe_name
@@ -50,7 +48,7 @@ class ArrayWriter:
         self._filters = filters
         self._finishing = False
         self._rank = rank
-        self._pending: list[tuple[ArrayInfo, int, npt.NDArray[Any]]] = []
+        self._pending: list[Stack] = []
         self._pieces: list[_Piece] = []
 
     def add(
@@ -71,7 +69,7 @@ class ArrayWriter:
             raise ValueError(msg)
         kind = "bfloat16" if encoding == "bf16" else array.dtype.name
         info = ArrayInfo(name, tuple(dims), kind, unit, encoding, ARRAY_ENCODINGS[encoding])
-        self._pending.append((info, int(step), array))
+        self._pending.append(Stack(info, np.array([step], dtype=np.int64), array[None]))
         self.pending_bytes += array.nbytes
 
     def flush(self) -> bool:
@@ -81,7 +79,7 @@ class ArrayWriter:
         pending, self._pending, self.pending_bytes = self._pending, [], 0
         self.folder.mkdir(exist_ok=True)
         number = self._pieces[-1].last + 1 if self._pieces else 0
-        self._pieces.append(self._write(number, number, stacked(pending)))
+        self._pieces.append(self._write(number, number, merged(pending)))
         while len(self._pieces) > 1:
             older, newer = self._pieces[-2:]
             if older.size > 2 * newer.size or older.size + newer.size > MAX_MERGED_BYTES:

@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ MAX_PUBLISH_SHARE = 1 / 20
 
 @dataclass(slots=True)
 class Entry:
-    """A writer inside its attempt: the folder and its own progress.
+    """One rank inside its attempt, which publishes its progress about every flush interval.
 
     ``created`` are folders and ``previous`` the manifest from before, for :meth:`undo`.
     """
@@ -46,18 +46,29 @@ class Entry:
     manifest: Manifest
     attempt: AttemptEntry
     progress: Progress
+    rank: int
     created: list[Path] = field(default_factory=list)
     previous: bytes | None = None
-    first: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    interval_s: float = 0.0
+    _fingerprint: str = "null"
+    _published: float = 0.0
+    _cost_s: float = 0.0
+    _stale: bool = True
 
     @property
     def folder(self) -> Path:
         """Folder of the attempt."""
         return self.path / attempt_folder(self.attempt.index)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank opened the attempt and so writes the manifest."""
+        return self.rank == self.attempt.first
+
     def undo(self) -> None:
         """Undo the changes of entering the folder, as far as the file system allows."""
-        if self.first:
+        if self.is_first:
             with contextlib.suppress(OSError):
                 if self.previous is None:
                     (self.path / MANIFEST).unlink(missing_ok=True)
@@ -66,6 +77,51 @@ class Entry:
         if self.folder in self.created:
             shutil.rmtree(self.folder, ignore_errors=True)
         _remove_empty(self.created)
+
+    def set_fingerprint(self, fingerprint: Fingerprint) -> None:
+        """Store the fingerprint of the rank; an OSError passes through."""
+        self._fingerprint = atomic_json.dump(fingerprint)
+        self.publish_document()
+
+    def update(self, files: dict[str, dict[str, int]], step: int = -1) -> None:
+        """Set the last rows of each file and the last attempt-local step, to be published."""
+        self.progress.files = files
+        self.progress.step = max(self.progress.step, step)
+        self._stale = True
+
+    def publish_if_due(self) -> None:
+        """Publish an update, or a heartbeat, where it is time; an OSError passes through."""
+        waited = time.monotonic() - self._published
+        interval = max(self.interval_s, self._cost_s / MAX_PUBLISH_SHARE)
+        if (self._stale and waited >= interval) or waited >= HEARTBEAT_S:
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish the progress now; an OSError passes through."""
+        began = time.monotonic()
+        self.progress.updated = time.time()
+        if self.is_first:
+            self.manifest.write(self.path)
+        else:
+            self.publish_document()
+        self._published = time.monotonic()
+        self._cost_s = self._published - began
+        self._stale = False
+
+    def publish_document(self) -> None:
+        """Write ``rank-NNNNN.json``; an OSError passes through."""
+        head = {
+            "kind": RANK_KIND,
+            "format": FORMAT_VERSION,
+            "run_id": self.manifest.run_id,
+            "attempt": self.attempt.index,
+            "rank": self.rank,
+            "progress": None if self.is_first else self.progress,
+            "options": self.options,
+        }
+        # The fingerprint may hold thousands of modules; it is serialised once.
+        text = f'{atomic_json.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
+        atomic_json.write_atomically(self.folder / document_name(self.rank), text.encode("ascii"))
 
 
 def default_path(script: str = "", launch: str | None = None) -> Path:
@@ -170,7 +226,7 @@ def _open_attempt(path: Path, own: Manifest, step_offset: int | None, created: l
         manifest.groups.update(own.groups)
         manifest.overrides.update(own.overrides)
     attempt.step_offset = step_offset or 0
-    entry = Entry(path, manifest, attempt, attempt.progress, created, previous, first=True)
+    entry = Entry(path, manifest, attempt, attempt.progress, attempt.first, created, previous)
     while entry.folder.exists() and any(entry.folder.iterdir()):
         attempt.index += 1
     if not entry.folder.exists():
@@ -193,7 +249,7 @@ def _joined(path: Path, rank: int, launch: str) -> Entry | None:
         or (path / attempt_folder(newest.index) / document_name(rank)).exists()
     ):
         return None
-    return Entry(path, manifest, newest, Progress.begin())
+    return Entry(path, manifest, newest, Progress.begin(), rank)
 
 
 def _existing_run(path: Path, launch: str) -> Manifest | None:
@@ -228,68 +284,3 @@ def _remove_empty(folders: list[Path]) -> None:
     for folder in reversed(folders):
         with contextlib.suppress(OSError):  # another process has put something there meanwhile
             folder.rmdir()
-
-
-class ProgressWriter:
-    """Publishes the progress of one rank, at most every ``interval_s``: about a flush interval."""
-
-    def __init__(self, entry: Entry, rank: int, options: Mapping[str, Any] | None = None) -> None:
-        self.progress = entry.progress
-        self.interval_s = entry.attempt.flush_interval * 0.9
-        self._entry = entry
-        self._rank = rank
-        self._options = dict(options or {})
-        self._fingerprint = "null"
-        self._published = 0.0
-        self._cost_s = 0.0
-        self._stale = True
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank opened the attempt and so writes the manifest."""
-        return self._rank == self._entry.attempt.first
-
-    def set_fingerprint(self, fingerprint: Fingerprint) -> None:
-        """Store the fingerprint of the rank; an OSError passes through."""
-        self._fingerprint = atomic_json.dump(fingerprint)
-        self.publish_document()
-
-    def update(self, files: dict[str, dict[str, int]], step: int = -1) -> None:
-        """Set the last rows of each file and the last attempt-local step, to be published."""
-        self.progress.files = files
-        self.progress.step = max(self.progress.step, step)
-        self._stale = True
-
-    def publish_if_due(self) -> None:
-        """Publish an update, or a heartbeat, where it is time; an OSError passes through."""
-        waited = time.monotonic() - self._published
-        interval = max(self.interval_s, self._cost_s / MAX_PUBLISH_SHARE)
-        if (self._stale and waited >= interval) or waited >= HEARTBEAT_S:
-            self.publish()
-
-    def publish(self) -> None:
-        """Publish the progress now; an OSError passes through."""
-        began = time.monotonic()
-        self.progress.updated = time.time()
-        if self.is_first:
-            self._entry.manifest.write(self._entry.path)
-        else:
-            self.publish_document()
-        self._published = time.monotonic()
-        self._cost_s = self._published - began
-        self._stale = False
-
-    def publish_document(self) -> None:
-        """Write ``rank-NNNNN.json``; an OSError passes through."""
-        head = {
-            "kind": RANK_KIND,
-            "format": FORMAT_VERSION,
-            "run_id": self._entry.manifest.run_id,
-            "attempt": self._entry.attempt.index,
-            "rank": self._rank,
-            "progress": None if self.is_first else self.progress,
-            "options": self._options,
-        }
-        # The fingerprint may hold thousands of modules; it is serialised once.
-        text = f'{atomic_json.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
-        atomic_json.write_atomically(self._entry.folder / document_name(self._rank), text.encode("ascii"))

@@ -31,7 +31,6 @@ from backlight.store.write.arrays import ArrayWriter, write_evidence
 from backlight.store.write.attempt import (
     JOIN_TIMEOUT_S,
     Entry,
-    ProgressWriter,
     enter_first,
     enter_further,
     part_path,
@@ -58,7 +57,6 @@ class RunWriter:
         self,
         entry: Entry,
         *,
-        rank: int,
         max_disk: int | None,
         on_lost: Callable[[str], None] | None,
         on_limit: Callable[[str], None] | None,
@@ -71,7 +69,7 @@ class RunWriter:
         self.run_id = entry.manifest.run_id
         self.attempt = entry.attempt.index
         self.step_offset = entry.attempt.step_offset
-        self.rank = rank
+        self.rank = rank = entry.rank
         self.lost: str | None = None
         self._on_lost = on_lost
         self._on_limit = on_limit
@@ -86,7 +84,8 @@ class RunWriter:
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
         self._names: dict[tuple[str, str], int] = {}
         self._entry = entry
-        self._progress = ProgressWriter(entry, rank, options)
+        entry.options = dict(options or {})
+        entry.interval_s = entry.attempt.flush_interval * 0.9
         share = entry.attempt.world_size
         self._before = _folder_size(self.path) // share if max_disk is not None else 0
         self._budget = DiskBudget(None if max_disk is None else max_disk // share)
@@ -101,9 +100,9 @@ class RunWriter:
         self._db: RankDatabase | SegmentedDatabase
         if filesystem.on_network(entry.folder):
             self._db = SegmentedDatabase(entry.folder, rank, meta)
-            self._progress.progress.local = str(self._db.local)
+            self._entry.progress.local = str(self._db.local)
             # A flush is not readable before its segment, and a thousand ranks share one metadata server.
-            self._progress.interval_s = HEARTBEAT_S
+            self._entry.interval_s = HEARTBEAT_S
         else:
             self._db = RankDatabase(entry.folder / database_name(rank), meta, self._budget.log_pages())
         _writers.add(self)
@@ -173,7 +172,6 @@ class RunWriter:
         try:
             writer = cls(
                 entry,
-                rank=rank,
                 max_disk=max_disk,
                 on_lost=on_lost,
                 on_limit=on_limit,
@@ -181,9 +179,9 @@ class RunWriter:
                 options=options,
                 part_reason=part_reason,
             )
-            writer._progress.publish_document()
-            if writer._progress.is_first:
-                writer._progress.publish()
+            writer._entry.publish_document()
+            if writer._entry.is_first:
+                writer._entry.publish()
         except Exception as error:
             if writer is not None:
                 writer._discard()
@@ -196,7 +194,7 @@ class RunWriter:
         if self._off():
             return
         with self._disk, self._losing():
-            self._progress.set_fingerprint(fingerprint)
+            self._entry.set_fingerprint(fingerprint)
 
     def parameter_table(self, parameters: tuple[ParameterRecord, ...]) -> int:
         """Return the id of a table of parameters; an equal table has the same id."""
@@ -334,8 +332,8 @@ class RunWriter:
                     self._db.check_exists()
                 wrote_arrays = self._arrays.flush()
                 if batch or wrote_arrays:
-                    self._progress.update(self._last_rows(), batch.last_step())
-                self._progress.publish_if_due()
+                    self._entry.update(self._last_rows(), batch.last_step())
+                self._entry.publish_if_due()
                 self._watch_size()
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
@@ -350,17 +348,17 @@ class RunWriter:
             with self._losing():
                 if self._arrays.begin_finish():
                     # First stated, then compressed: a smaller file than stated would read as a loss.
-                    self._progress.update(self._last_rows())
-                    self._progress.publish()
+                    self._entry.update(self._last_rows())
+                    self._entry.publish()
                     self._arrays.finish()
             with self._losing():
                 self._db.close()
                 if self.lost is None:
-                    self._progress.progress.local = ""
-                    self._progress.update(self._last_rows())
-            self._progress.progress.status, self._progress.progress.ended = status, time.time()
+                    self._entry.progress.local = ""
+                    self._entry.update(self._last_rows())
+            self._entry.progress.status, self._entry.progress.ended = status, time.time()
             with self._losing():
-                self._progress.publish()
+                self._entry.publish()
 
     def _off(self) -> bool:
         return self._closed or self.lost is not None or self._pid != os.getpid()
@@ -417,9 +415,9 @@ class RunWriter:
         self.lost = reason
         with self._buffers:
             self._batch = Batch()
-        self._progress.progress.lost = reason
+        self._entry.progress.lost = reason
         with contextlib.suppress(Exception):
-            self._progress.publish()
+            self._entry.publish()
         if self._on_lost is not None:
             with contextlib.suppress(Exception):
                 self._on_lost(reason)
