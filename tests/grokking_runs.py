@@ -49,6 +49,15 @@ def accuracies(plan: Grok, steps: NDArray[np.int64]) -> tuple[NDArray[np.float64
     return train, np.rint(test * SIZE) / SIZE
 
 
+def write_scalars(path: Path, *rows: tuple[int, dict[str, float]]) -> Run:
+    """Write a run with scalars of the user, as (step, values), and open it."""
+    writer = RunWriter.create(path, monitors=("grokking",))
+    for step, values in rows:
+        writer.scalars(step, values, source="user")
+    writer.close()
+    return open_run(path)
+
+
 def write_grokking_run(path: Path, plan: Grok | None = None) -> Run:
     """Write a run by ``plan`` and open it."""
     plan = plan or Grok()

@@ -11,11 +11,10 @@ from scipy.stats import spearmanr
 
 from backlight.monitors.grokking.model.analysis import analyse, analyse_if_possible
 from backlight.monitors.grokking.model.curves import change_points
-from backlight.monitors.grokking.model.lead_lag import MIN_LOGS, lead_lags, rank_correlation
+from backlight.monitors.grokking.model.lead_lag import MIN_LOGS, LeadLag, lead_lags, rank_correlation
 from backlight.monitors.grokking.model.reader import detect_run
-from backlight.store.read.run import Run, open_run
-from backlight.store.write.writer import RunWriter
-from grokking_runs import Grok, sigmoid, write_grokking_run
+from backlight.store.read.run import Run
+from grokking_runs import Grok, sigmoid, write_grokking_run, write_scalars
 
 
 @pytest.fixture(scope="module")
@@ -57,38 +56,33 @@ def test_no_conclusion_without_a_control(pair: tuple[Run, Run]) -> None:
     assert {row.conclusion for row in strong} == {"no conclusion: there is no matched control"}
 
 
+def rows_of(run: Run) -> dict[str, LeadLag]:
+    return {row.measure: row for row in lead_lags(run, detect_run(run))}
+
+
 @pytest.mark.parametrize(("lead", "found"), [(120, 120), (-60, -60), (0, 0)])
 def test_an_earlier_rise_leads(tmp_path: Path, lead: int, found: int) -> None:
     steps = np.arange(0, 2001, 10)
-    rises = {"test_accuracy": sigmoid(steps, 900, 30), "progress/one": sigmoid(steps, 900 - lead, 30)}
-    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
-    for row, step in enumerate(steps.tolist()):
-        logged = {name: float(values[row]) for name, values in rises.items()}
-        writer.scalars(step, {"train_accuracy": 1.0 if step > 30 else 0.1, **logged}, source="user")
-    writer.close()
-    run = open_run(tmp_path / "run")
-    rows = {row.measure: row for row in lead_lags(run, detect_run(run))}
-    one = rows["progress/one"]
-    assert one.correlation is not None
-    assert (one.lead_steps, one.correlation > 0.95) == (found, True)
+    test, one = sigmoid(steps, 900, 30), sigmoid(steps, 900 - lead, 30)
+    logs = [
+        (step, {"train_accuracy": 1.0 if step > 30 else 0.1, "test_accuracy": a, "progress/one": b})
+        for step, a, b in zip(steps.tolist(), test.tolist(), one.tolist(), strict=True)
+    ]
+    row = rows_of(write_scalars(tmp_path / "run", *logs))["progress/one"]
+    assert row.correlation is not None
+    assert (row.lead_steps, row.correlation > 0.95) == (found, True)
 
 
 def test_an_earlier_peak_leads(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
-    steps = np.arange(0, 1001, 10)
-    wave = np.convolve(draw.normal(size=len(steps) + 20), np.ones(9) / 9, "same")
-    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
-    for row, step in enumerate(steps.tolist()):
-        values = {
-            "train_accuracy": 1.0,
-            "test_accuracy": float(np.clip(0.5 + wave[row] / 2, 0, 1)),
-            "progress/early": float(wave[row + 6]),
-            "progress/late": float(-wave[max(0, row - 4)]),
-        }
-        writer.scalars(step, values, source="user")
-    writer.close()
-    run = open_run(tmp_path / "run")
-    rows = {row.measure: row for row in lead_lags(run, detect_run(run))}
+    wave = np.convolve(draw.normal(size=121), np.ones(9) / 9, "same")
+    test = np.clip(0.5 + wave / 2, 0, 1)
+    logs = [
+        (10 * row, {"train_accuracy": 1.0, "test_accuracy": float(test[row]),
+                    "progress/early": float(wave[row + 6]), "progress/late": float(-wave[max(0, row - 4)])})
+        for row in range(101)
+    ]  # fmt: skip
+    rows = rows_of(write_scalars(tmp_path / "run", *logs))
     assert rows["progress/early"].lead_steps == 60
     assert rows["progress/late"].lead_steps == -40
     late = rows["progress/late"].correlation

@@ -9,9 +9,9 @@ import pytest
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.grokking.model.reader import control_of, detect_run, stated
 from backlight.records import Severity
-from backlight.store.read.run import Run, open_run
+from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
-from grokking_runs import Grok, write_grokking_run
+from grokking_runs import Grok, write_grokking_run, write_scalars
 
 
 def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
@@ -36,22 +36,13 @@ def test_a_run_without_accuracies_has_no_verdict(tmp_path: Path) -> None:
     assert evaluate_rules(write_grokking_run(tmp_path / "run", Grok(accuracies=False, steps=100))) == []
 
 
-def logged(path: Path, *rows: tuple[int, dict[str, float]]) -> Run:
-    """Write a run with scalars of the user."""
-    writer = RunWriter.create(path, monitors=("grokking",))
-    for step, values in rows:
-        writer.scalars(step, values, source="user")
-    writer.close()
-    return open_run(path)
-
-
 def accuracies(train: float, test: float) -> dict[str, float]:
     return {"train_accuracy": train, "test_accuracy": test}
 
 
 def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) -> None:
     (found,) = evaluate_rules(
-        logged(tmp_path / "run", *((step, accuracies(99.0, 40.0)) for step in range(20)))
+        write_scalars(tmp_path / "run", *((step, accuracies(99.0, 40.0)) for step in range(20)))
     )
     assert found.severity is Severity.WARNING
     assert "not as percentages" in found.detail
@@ -90,12 +81,12 @@ def test_the_control_is_found_by_its_event_and_reported_as_memorised(tmp_path: P
     assert (finding.severity, finding.subject.verdict) == (Severity.INFO, "memorised")
 
 
-def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
+def test_chance_and_sizes_may_be_write_scalars(tmp_path: Path) -> None:
     rows = [
         (step, accuracies(1.0 if step > 20 else 0.3, 0.98 if step > 300 else 0.25 + step % 10 / 400))
         for step in range(0, 400, 2)
     ]
-    run = logged(tmp_path / "run", (0, {"chance": 0.25, "test_size": 400.0}), *rows)
+    run = write_scalars(tmp_path / "run", (0, {"chance": 0.25, "test_size": 400.0}), *rows)
     assert (stated(run).chance, stated(run).test_size, stated(run).train_size) == (0.25, 400, None)
     detection = detect_run(run)
     assert detection.chance == 0.25
@@ -103,6 +94,6 @@ def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
     assert detect_run(run, chance=0.1).chance == 0.1
     (found,) = evaluate_rules(run)
     assert found.subject.verdict == "grokking"
-    notes = " ".join(detect_run(logged(tmp_path / "unstated", *rows)).notes)
+    notes = " ".join(detect_run(write_scalars(tmp_path / "unstated", *rows)).notes)
     assert "watch.log(chance=...) or backlight grok detect RUN --chance" in notes
     assert "watch.log(test_size=...)" in notes

@@ -94,7 +94,7 @@ def second_moment(source: Source) -> Drawn | NotMeasured:
         (title, label, lines_of(source, [(f"gram/{name}", words) for name, words in metrics]))
         for title, label, metrics in SECOND_MOMENT
     ]
-    remarks = []
+    remarks: list[str] = []
     for metric in BY_LAYER:
         words = metric.replace("_", " ")
         found = scopes(source.run, metric)
