@@ -22,7 +22,8 @@ from rich.table import Table
 from backlight.diagnose.checkpointing.observer import CheckpointObserver
 from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
 from backlight.diagnose.nan.tracer import NanTracer
-from backlight.monitors.stalls.instrument.backward_trace import KINDS, Tracer
+from backlight.monitors.stalls.instrument.backward_trace import Tracer
+from backlight.monitors.stalls.trace_monitor import KINDS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from overhead import Training

@@ -34,34 +34,29 @@ _PR_SET_PTRACER = 0x59616D61
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-_SYSCALLS = {
-    "x86_64": {
-        0: "read", 7: "poll", 23: "select", 34: "pause", 35: "nanosleep", 45: "recvfrom", 47: "recvmsg",
-        61: "wait4", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 270: "pselect6",
-        271: "ppoll", 281: "epoll_pwait",
-    },
-    "aarch64": {
-        22: "epoll_pwait", 63: "read", 72: "pselect6", 73: "ppoll", 95: "waitid", 98: "futex",
-        101: "nanosleep", 115: "clock_nanosleep", 207: "recvfrom", 212: "recvmsg", 260: "wait4",
-    },
-}  # fmt: skip
-_WAITS = {
-    "futex": "a lock",
-    "clock_nanosleep": "a sleep",
-    "nanosleep": "a sleep",
-    "hrtimer_nanosleep": "a sleep",
-    "epoll_wait": "the network",
-    "epoll_pwait": "the network",
-    "recvfrom": "the network",
-    "recvmsg": "the network",
-    "poll": "a file or the network",
-    "ppoll": "a file or the network",
-    "select": "a file or the network",
-    "pselect6": "a file or the network",
-    "read": "a file or a pipe",
-    "wait4": "a child process",
-    "waitid": "a child process",
-}
+# System calls, their numbers on x86_64 and aarch64, and what a thread inside waits for.
+_WAITS = (
+    ("futex", 202, 98, "a lock"),
+    ("clock_nanosleep", 230, 115, "a sleep"),
+    ("nanosleep", 35, 101, "a sleep"),
+    ("hrtimer_nanosleep", None, None, "a sleep"),
+    ("epoll_wait", 232, None, "the network"),
+    ("epoll_pwait", 281, 22, "the network"),
+    ("recvfrom", 45, 207, "the network"),
+    ("recvmsg", 47, 212, "the network"),
+    ("poll", 7, None, "a file or the network"),
+    ("ppoll", 271, 73, "a file or the network"),
+    ("select", 23, None, "a file or the network"),
+    ("pselect6", 270, 72, "a file or the network"),
+    ("read", 0, 63, "a file or a pipe"),
+    ("wait4", 61, 260, "a child process"),
+    ("waitid", 247, 95, "a child process"),
+    ("pause", 34, None, ""),
+)
+_REASONS = {
+    "x86_64": {str(number): reason for _, number, _, reason in _WAITS},
+    "aarch64": {str(number): reason for _, _, number, reason in _WAITS},
+}.get(os.uname().machine, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +199,14 @@ def send_signal(process: Process, number: int) -> bool:
 def wait_reason(pid: int, tid: int) -> str:
     """Return in words what a sleeping thread waits for, empty where the kernel does not report it."""
     task = Path(f"/proc/{pid}/task/{tid}")
-    with contextlib.suppress(OSError, ValueError, IndexError):
+    with contextlib.suppress(OSError, IndexError):
         number = (task / "syscall").read_text(encoding="ascii").split()[0]
-        name = _SYSCALLS.get(os.uname().machine, {}).get(int(number), "") if number.isdecimal() else ""
-        if name:  # a call that was restarted after a signal has another number
-            return _WAITS.get(name, "")
+        if number in _REASONS:
+            return _REASONS[number]
+    # A call that was restarted after a signal has another number.
     with contextlib.suppress(OSError):
         channel = (task / "wchan").read_text(encoding="ascii").strip()
-        return next(
-            (m for word, m in _WAITS.items() if channel.startswith(word) or f"_{word}" in channel), ""
-        )
+        return next((r for word, *_, r in _WAITS if channel.startswith(word) or f"_{word}" in channel), "")
     return ""
 
 

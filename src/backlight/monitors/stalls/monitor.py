@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import backlight
 from backlight import processes
@@ -163,8 +163,7 @@ class StallMonitor(Monitor):
     # Documents
 
     def _store_names(self, names: tuple[str, ...]) -> None:
-        with contextlib.suppress(OSError):
-            runtime_dir.write_document(self._document("names"), list(names))
+        self._write("names", list(names))
         # The first backward may never return: what this run is has to be on disk before it.
         self._writer.fingerprint(take_fingerprint(self._scope, self._run.arguments))
 
@@ -179,14 +178,16 @@ class StallMonitor(Monitor):
         found = [[rows[key] for key in bucket if key in rows] for m in models for bucket in assignment(m).ids]
         if found != self._buckets:
             self._buckets = found
-            with contextlib.suppress(OSError):
-                runtime_dir.write_document(self._document("buckets"), found)
+            self._write("buckets", found)
         return True
 
     def _store_group(self, key: int, ranks: list[int]) -> None:
         self._groups[key] = ranks
+        self._write("groups", self._groups)
+
+    def _write(self, kind: str, content: Any) -> None:
         with contextlib.suppress(OSError):
-            runtime_dir.write_document(self._document("groups"), self._groups)
+            runtime_dir.write_document(self._document(kind), content)
 
     def _document(self, kind: str) -> Path:
         return runtime_dir.document_path(self._directory, self._run.rank, kind)

@@ -13,6 +13,9 @@ from backlight.monitor import Monitor, RunContext
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
 
+KINDS = ("gradients", "modules", "buckets")
+"""What can be traced."""
+
 VARIABLE = "BACKLIGHT_TRACE"
 """Environment variable with the value of ``--trace``, for clusters where no option can be passed."""
 
@@ -27,10 +30,9 @@ def traced_kinds(
     kinds = (
         tuple(k.strip() for k in given.split(",") if k.strip()) if isinstance(given, str) else tuple(given)
     )
-    known = ("gradients", "modules", "buckets")
     for kind in kinds:
-        if kind not in known:
-            raise ValueError(f"{source}: cannot trace {kind!r}; expected some of {','.join(known)}")
+        if kind not in KINDS:
+            raise ValueError(f"{source}: cannot trace {kind!r}; expected some of {','.join(KINDS)}")
     return kinds
 
 

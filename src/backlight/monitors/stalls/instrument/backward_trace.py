@@ -23,9 +23,6 @@ from backlight.monitors.stalls.instrument.ddp_buckets import Assignment, assignm
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-KINDS = ("gradients", "modules", "buckets")
-"""What can be traced."""
-
 MAX_MODULE_CALLS = 5_000
 """Module calls that are traced between two backward passes: each keeps a Python object in the graph."""
 
