@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from backlight.analysis.fingerprint_diff import describe_counts, describe_trees, differences, layers
 from backlight.records import Fingerprint
 
@@ -43,16 +41,10 @@ def test_trees_that_differ_in_depth_say_so() -> None:
     assert describe_trees(tree(2), {**tree(2), "more": "Linear"}) == "modules: 1 only in the second (more)"
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "message"),
-    [
-        (61_900_000, 85_100_000, "61.9 M against 85.1 M parameters"),
-        (1_000_001, 1_000_002, "1,000,001 against 1,000,002 parameters"),
-        (32, 48, "32 against 48 parameters"),
-    ],
-)
-def test_parameters_are_short_where_that_tells_them_apart(a: int, b: int, message: str) -> None:
-    assert describe_counts(a, b) == message
+def test_parameters_are_short_where_that_tells_them_apart() -> None:
+    assert describe_counts(61_900_000, 85_100_000) == "61.9 M against 85.1 M parameters"
+    assert describe_counts(1_000_001, 1_000_002) == "1,000,001 against 1,000,002 parameters"
+    assert describe_counts(32, 48) == "32 against 48 parameters"
 
 
 def test_an_argument_that_was_ignored_is_named() -> None:

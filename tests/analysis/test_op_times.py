@@ -74,15 +74,7 @@ def test_a_slower_kind_is_found_and_a_rare_one_not_tested(
 
 def test_kinds_of_each_step_are_read_from_the_stored_trace(tmp_path: Path) -> None:
     events = [
-        {
-            "ph": "X",
-            "cat": category,
-            "name": name,
-            "pid": 1,
-            "tid": 1,
-            "ts": 100 * step + at,
-            "dur": length,
-        }
+        {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": 100 * step + at, "dur": length}
         for step in range(5)
         for category, name, at, length in (
             ("user_annotation", f"ProfilerStep#{step}", 0, 90),

@@ -56,11 +56,7 @@ ARGS = st.fixed_dictionaries(
         ),
     },
 )
-TIMES = st.one_of(
-    WHOLE,
-    st.decimals(0, 2 * 10**15, places=3),
-    st.integers(0, 10**9).map(str),
-)
+TIMES = st.one_of(WHOLE, st.decimals(0, 2 * 10**15, places=3), st.integers(0, 10**9).map(str))
 EVENT = st.fixed_dictionaries(
     {"ph": st.sampled_from("XsfMiCbe"), "name": NAMES, "ts": TIMES},
     optional={

@@ -13,13 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.trace.analysis import (
-    RankAnalysis,
-    analyse,
-    exposed_communication,
-    idle_causes,
-    idle_share,
-)
+from backlight.trace.analysis import RankAnalysis, analyse, exposed_communication, idle_causes, idle_share
 from backlight.trace.classification import DEVICE, HOST, OPERATOR
 from backlight.trace.events import Events, Trace, TraceError
 from backlight.trace.operators import NO_OPERATOR, Row

@@ -14,7 +14,7 @@ from backlight.trace.intervals import Union, union
 from backlight.trace.timeline import Step, Timeline
 
 SYNCHRONISING = re.compile(
-    r"(Device|Stream|Event|Ctx)Synchronize|Memcpy(WithStream|2D|3D|DtoH|HtoD|DtoD)?(_v\d)?$|StreamWaitValue",
+    r"(Device|Stream|Event|Ctx)Synchronize|Memcpy(WithStream|2D|3D|DtoH|HtoD|DtoD)?(_v\d)?$|StreamWaitValue"
 )
 """Runtime calls that wait for the device."""
 

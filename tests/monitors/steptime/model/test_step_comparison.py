@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.monitors.steptime.model.step_comparison import compare_pairs, compare_times
-from backlight.monitors.steptime.model.step_times import SeriesError, read_phases
+from backlight.monitors.steptime.model.step_comparison import compare_times
+from backlight.monitors.steptime.model.step_times import read_phases
 from backlight.store.read.run import Run
 from monitors.steptime.rules.conftest import write as write_run
 
@@ -92,17 +92,3 @@ def test_too_few_steps_give_a_reason_and_no_numbers(tmp_path: Path) -> None:
     found = compare_times(write(tmp_path / "a", 0), write(tmp_path / "b", 1, steps=6))
     assert found.rows == ()
     assert found.verdict.startswith("step times are not compared: second run: 6 steps are too few")
-
-
-def test_pairs_cancel_what_disturbs_both() -> None:
-    random = np.random.default_rng(0)
-    load = np.exp(random.normal(0, 0.3, 8))
-    one = [{"step": 0.05 * k, "backward": 0.03 * k} for k in load]
-    other = [
-        {"step": 0.0515 * k * float(np.exp(random.normal(0, 0.003))), "backward": 0.0315 * k} for k in load
-    ]
-    found = compare_pairs(one, other)
-    assert [row.found for row in found.rows] == [True, True]
-    assert found.rows[0].low <= 1.03 <= found.rows[0].high
-    with pytest.raises(SeriesError, match="2 pairs: an interval takes 3"):
-        compare_pairs(one[:2], other[:2])

@@ -36,25 +36,20 @@ def test_the_warmup_is_found() -> None:
     assert not steady.trouble
 
 
-def test_without_warmup_only_the_first_step_is_dropped() -> None:
-    steady = find_steady(np.full(30, 0.02))
-    assert steady.warmup == 1
-    assert len(steady.values) == 29
-
-
-def test_a_series_that_never_settles_has_no_steady_part() -> None:
-    steady = find_steady(0.01 * 1.05 ** np.arange(60))
-    assert not len(steady.values)
-    assert "kept moving" in steady.trouble
-
-
-def test_a_late_change_of_level_is_reported() -> None:
-    steady = find_steady(np.concatenate([np.full(30, 0.02), np.full(30, 0.03)]))
-    assert "+50% against the first" in steady.trouble
-
-
-def test_too_few_steps_are_reported() -> None:
-    assert "10 steps are too few" in find_steady(np.full(10, 0.02)).trouble
+@pytest.mark.parametrize(
+    ("series", "warmup", "trouble"),
+    [
+        (np.full(30, 0.02), 1, ""),
+        (0.01 * 1.05 ** np.arange(60), 60, "kept moving"),
+        (np.concatenate([np.full(30, 0.02), np.full(30, 0.03)]), 1, "+50% against the first"),
+        (np.full(10, 0.02), 10, "10 steps are too few"),
+    ],
+)
+def test_a_series_without_one_level_says_why(series: Floats, warmup: int, trouble: str) -> None:
+    steady = find_steady(series)
+    assert (steady.warmup, len(steady.values)) == (warmup, len(series) - warmup)
+    assert trouble in steady.trouble
+    assert bool(trouble) == bool(steady.trouble)
 
 
 def test_an_outlier_moves_neither_the_warmup_nor_the_median() -> None:

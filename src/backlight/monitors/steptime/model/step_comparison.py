@@ -16,7 +16,6 @@ from backlight.monitors.steptime.model.step_times import (
     Difference,
     Floats,
     PhaseTimes,
-    SeriesError,
     difference,
     paired_difference,
     read_phases,
@@ -137,9 +136,6 @@ def compare_pairs(
     confidence: float = CONFIDENCE,
 ) -> TimeComparison:
     """Compare median seconds by phase of interleaved runs; ``first[i]`` and ``second[i]`` are a pair."""
-    fewest = min(len(first), len(second))
-    if fewest < 3:
-        raise SeriesError(f"{fewest} pairs: an interval takes 3 or more")
     one, other = (
         {
             name: np.array([run.get(name, 0.0) for run in runs])

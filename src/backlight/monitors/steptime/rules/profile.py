@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.steptime.model.evidence import (
-    ms,
-    peak_memory,
-    percent,
-    read_profile,
-)
+from backlight.monitors.steptime.model.evidence import ms, peak_memory, percent, read_profile
 from backlight.records import Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -195,10 +190,7 @@ def logits_materialised(run: Run, limits: LogitsMaterialisedLimits) -> Iterator[
             f"{size(taken)} of memory with a chunked loss."
         ),
         subject=Subject(),
-        evidence=(
-            profile.evidence("logits", taken, "bytes"),
-            profile.evidence("memory/peak", peak, "bytes"),
-        ),
+        evidence=(profile.evidence("logits", taken, "bytes"), profile.evidence("memory/peak", peak, "bytes")),
         fix=(
             "Compute the loss over chunks of tokens, or with a fused linear cross entropy, so that the "
             "logits of all tokens never exist at once; `backlight memory` shows the live tensors before and "

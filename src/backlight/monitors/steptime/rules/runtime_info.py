@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.steptime.model.evidence import (
-    info_evidence,
-    ms,
-    percent,
-    read_runtime_info,
-)
+from backlight.monitors.steptime.model.evidence import info_evidence, ms, percent, read_runtime_info
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Event, Run
@@ -100,10 +95,7 @@ def memory_fragmentation(run: Run, limits: MemoryFragmentationLimits) -> Iterato
             f"to {size(lost)} of memory."
         ),
         subject=Subject(rank=info.rank),
-        evidence=(
-            info_evidence(info, reserved, "bytes reserved"),
-            info_evidence(info, used, "bytes in use"),
-        ),
+        evidence=(info_evidence(info, reserved, "bytes reserved"), info_evidence(info, used, "bytes in use")),
         fix=(
             "Set `PYTORCH_ALLOC_CONF=expandable_segments:True`, or pad batches to a few lengths: changing "
             "shapes leave holes."
@@ -213,10 +205,7 @@ def cuda_graphs_skipped(run: Run, limits: Limits) -> Iterator[Finding]:
             "time the GPU waits for launches (see `launch_bound`)."
         ),
         subject=Subject(),
-        evidence=(
-            info_evidence(info, skips, "graphs"),
-            *(info_evidence(info, reason) for reason in reasons),
-        ),
+        evidence=(info_evidence(info, skips, "graphs"), *(info_evidence(info, reason) for reason in reasons)),
         fix=(
             "Remove the cause: CPU tensors inside the graph, inputs that are modified in place, dynamic "
             "shapes. `TORCH_LOGS=cudagraphs` prints each skip with its stack."
