@@ -57,15 +57,16 @@ SECOND_MOMENT = (
     ("Trace", "trace", (("model/trace", "trace"), ("model/centred/trace", "trace, centred"))),
     ("Norms", "norm", tuple((f"model/{name}", name) for name in ("spectral", "frobenius", "nuclear"))),
     (
-        "Rank",
+        "Effective rank",
         "directions",
         (
             ("model/effective_rank", "effective rank"),
             ("model/participation_ratio", "participation ratio"),
             ("model/centred/effective_rank", "effective rank, centred"),
-            ("model/numerical_rank", "numerical rank"),
         ),
     ),
+    # A chart of its own: it is far above the others.
+    ("Numerical rank", "directions", (("model/numerical_rank", "numerical rank"),)),
     ("Coherence", "share", (("model/coherence", "coherence"),)),
     ("Noise scale", "samples", (("model/noise_scale", "noise scale"),)),
 )
