@@ -116,18 +116,8 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 def load_images(path: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return training images [N, pixels] fp32 in [0, 1] and labels, then test images and labels.
-
-    ``path`` is an .npz file with ``x_train``, ``y_train``, ``x_test`` and ``y_test``: integers from 0 to
-    255 or floating numbers from 0 to 1, the usual form of MNIST. Nothing pickled is read.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file.
-    ValueError
-        If an array is missing, or images and labels do not fit together.
-    """
+    """Return images [N, pixels] fp32 in [0, 1] and labels of an .npz file, for training, then for testing."""
+    # Integers from 0 to 255 or floating numbers from 0 to 1, as MNIST usually is. Nothing pickled is read.
     file = Path(path).expanduser()
     if not file.is_file():
         raise FileNotFoundError(

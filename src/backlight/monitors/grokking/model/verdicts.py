@@ -17,11 +17,11 @@ _FORMULAS = "docs/formulas.md, section 4, grokking"
 _CHOSEN = "chosen: the fast oracle is found, its nulls are not, see bench/grokking_nulls.py"
 
 
-def _share(default: float, reason: str, source: str) -> Any:
+def _share(default: float, reason: str, source: str = _FORMULAS) -> Any:
     return limit(default, reason, source=source, low=0.0, high=1.0)
 
 
-def _count(default: int, reason: str, source: str) -> Any:
+def _count(default: int, reason: str, source: str = _FORMULAS) -> Any:
     return limit(default, reason, source=source, low=1)
 
 
@@ -30,13 +30,11 @@ class VerdictLimits(Limits, monitor="grokking"):
     """Limits of the verdict on grokking."""
 
     # The two times.
-    train_accuracy: float = _share(0.99, "training accuracy from which a run has memorised", _FORMULAS)
+    train_accuracy: float = _share(0.99, "training accuracy from which a run has memorised")
     test_share: float = _share(
-        0.95, "share of the way from chance to the plateau from which a run generalises", _FORMULAS
+        0.95, "share of the way from chance to the plateau from which a run generalises"
     )
-    stay_logs: int = _count(
-        5, "logs in a row that an accuracy must hold, so that a spike is no time", _FORMULAS
-    )
+    stay_logs: int = _count(5, "logs in a row that an accuracy must hold, so that a spike is no time")
 
     # What makes a delay grokking.
     delay_ratio: float = limit(
@@ -45,18 +43,16 @@ class VerdictLimits(Limits, monitor="grokking"):
     delay_ratio_strong: float = limit(
         5.0, "t_generalise / t_memorise from which grokking is called strong", source=_FORMULAS, low=1.0
     )
-    logs_between: int = _count(10, "logs between the two times: fewer do not show what happened", _FORMULAS)
+    logs_between: int = _count(10, "logs between the two times: fewer do not show what happened")
     test_share_memorised: float = _share(
-        0.5, "share of the way that the test accuracy may have gone when the run memorised", _FORMULAS
+        0.5, "share of the way that the test accuracy may have gone when the run memorised"
     )
-    train_stays: float = _share(0.97, "training accuracy that must last between the two times", _FORMULAS)
-    train_stays_share: float = _share(0.95, "share of the logs between at which it must", _FORMULAS)
+    train_stays: float = _share(0.97, "training accuracy that must last between the two times")
+    train_stays_share: float = _share(0.95, "share of the logs between at which it must")
 
     # The sweep: the verdict must not hang on where the lines are drawn.
-    sweep_train_low: float = _share(
-        0.9, "lowest training accuracy of the sweep; train_accuracy to it", _FORMULAS
-    )
-    sweep_test_low: float = _share(0.9, "lowest share of the way of the sweep; test_share to it", _FORMULAS)
+    sweep_train_low: float = _share(0.9, "lowest training accuracy of the sweep; train_accuracy to it")
+    sweep_test_low: float = _share(0.9, "lowest share of the way of the sweep; test_share to it")
 
     # What the data must be able to carry.
     plateau_minimum: float = _share(
