@@ -38,6 +38,7 @@ def test_detect_prints_verdict_times_conditions_and_control(command: Command, ru
         "Control control: memorised",
         "follows, and the control does not",
         "the control shows the same",
+        "control ends",
     ):
         assert words in out, words
 
@@ -107,7 +108,6 @@ def test_without_a_control_no_column_speaks_of_it(command: Command, runs: Path, 
     assert "No matched control was found" in alone
     assert "control ends" not in alone
     assert "no claim" not in alone
-    assert "control ends" in command("grok", "detect", runs / "oracle")[1]
 
 
 def test_aligned_runs_generalise_at_nought(runs: Path) -> None:

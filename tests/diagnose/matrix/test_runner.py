@@ -300,44 +300,82 @@ def test_a_killed_and_an_interrupted_matrix_resume(folder: Path, plan: Writer) -
     assert [(c.attempt, c.evaluation.verdict) for c in report.cases] == [("cases/a/002", DiagnosisKind.PASS)]
 
 
-def test_a_variable_that_a_wrapper_drops_had_no_effect(folder: Path, plan: Writer) -> None:
-    path = plan(
-        "[cases.base]\n[cases.knob]\ncontrol = 'base'\nenvironment = { KNOB = '1' }\n",
-        base=f"command = ['env', '-u', 'KNOB', '{sys.executable}', '-c', 'import time; time.sleep(1)']",
-    )
-    report = execute(prepare(path), folder / "out")
-    (said,) = report.comparisons
-    assert said.effect is Effect.NONE
-    assert "environment KNOB, which did not reach the process that does the work" in said.why
+VARIANTS = f"""
+time_limit = 30
+[base]
+script = "show.py"
+watch = false
+arguments = ["c.json", "--config=c.txt"]
+[cases.base]
+environment = {{ HUB_TOKEN = "sesame", PLAIN = "x" }}
+[cases.text]
+control = "plain"
+edits = [{{ file = "c.txt", find = "depth = 2", replace = "depth = 7" }}]
+[cases.key]
+control = "plain"
+edits = [{{ file = "c.json", key = "net.depth", value = 9 }}]
+[cases.plain]
+[cases.interpreter]
+control = "plain"
+interpreter = "other"
+[cases.wrapped]
+command = ["env", "-u", "KNOB", "{sys.executable}", "-c", "import time; time.sleep(1)"]
+[cases.knob]
+control = "wrapped"
+command = ["env", "-u", "KNOB", "{sys.executable}", "-c", "import time; time.sleep(1)"]
+environment = {{ KNOB = "1" }}
+"""
 
 
-def test_edits_are_made_in_copies(folder: Path, plan: Writer) -> None:
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MatrixReport]:
+    """Run cases that edit files, take another interpreter, hold secrets and lose a variable."""
+    folder = tmp_path_factory.mktemp("variants")
     (folder / "c.json").write_text('{"net": {"depth": 2}}')
     (folder / "c.txt").write_text("depth = 2\n")
     (folder / "show.py").write_text(
         "import sys\nfor a in sys.argv[1:]: print(open(a.removeprefix('--config=')).read())\n"
     )
-    path = plan(
-        """
-        [cases.base]
-        [cases.text]
-        control = "base"
-        edits = [{ file = "c.txt", find = "depth = 2", replace = "depth = 7" }]
-        [cases.key]
-        control = "base"
-        edits = [{ file = "c.json", key = "net.depth", value = 9 }]
-        """,
-        base='script = "show.py"\nwatch = false\narguments = ["c.json", "--config=c.txt"]',
-    )
-    report = execute(prepare(path), folder / "out")
-    said = {c.case.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
-    assert '"depth": 2' in said["base"]
-    assert "depth = 7" in said["text"]
-    assert '"depth": 9' in said["key"]
+    other = folder / "other" / "bin" / "python"
+    other.parent.mkdir(parents=True)
+    other.write_text(f'#!/bin/sh\necho "the other"\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    (folder / "plan.toml").write_text(VARIANTS)
+    prepared = prepare(folder / "plan.toml")
+    assert set(prepared.interpreters) == {sys.executable, str(other)}
+    return folder, execute(prepared, folder / "out")
+
+
+def test_a_variable_that_a_wrapper_drops_had_no_effect(variants: tuple[Path, MatrixReport]) -> None:
+    knob = next(c for c in variants[1].comparisons if c.case == "knob")
+    assert knob.effect is Effect.NONE
+    assert "environment KNOB, which did not reach the process that does the work" in knob.why
+
+
+def test_edits_are_made_in_copies(variants: tuple[Path, MatrixReport]) -> None:
+    folder, report = variants
+    printed = {c.case.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
+    assert '"depth": 2' in printed["plain"]
+    assert "depth = 7" in printed["text"]
+    assert '"depth": 9' in printed["key"]
     assert (folder / "c.json").read_text() == '{"net": {"depth": 2}}'
     assert (folder / "c.txt").read_text() == "depth = 2\n"
     # Only a number differs in what was printed, which by itself could be chance.
-    assert {c.case: c.effect for c in report.comparisons} == {"text": Effect.POSSIBLE, "key": Effect.POSSIBLE}
+    effects = {c.case: c.effect for c in report.comparisons}
+    assert (effects["text"], effects["key"]) == (Effect.POSSIBLE, Effect.POSSIBLE)
+
+
+def test_an_interpreter_of_its_own(variants: tuple[Path, MatrixReport]) -> None:
+    found = next(c for c in variants[1].comparisons if c.case == "interpreter")
+    assert (found.factor, found.effect) == ("interpreter", Effect.OBSERVED)
+
+
+def test_secrets_are_hidden(variants: tuple[Path, MatrixReport]) -> None:
+    folder, report = variants
+    assert report.cases[0].case.environment == {"HUB_TOKEN": "(hidden)", "PLAIN": "x"}
+    files = [p for p in (folder / "out").rglob("*") if p.is_file() and p.name != "plan.toml"]
+    assert files
+    assert not any("sesame" in path.read_text(errors="replace") for path in files)
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -366,30 +404,6 @@ def test_a_branch_runs_from_a_copy_of_its_files(folder: Path, plan: Writer) -> N
         ["git", "status", "--porcelain", "--", "job.py"], cwd=folder, capture_output=True, check=True
     ).stdout in status  # fmt: skip
     assert report.comparisons[0].effect is Effect.OBSERVED
-
-
-def test_secrets_are_hidden(folder: Path, plan: Writer) -> None:
-    path = plan("[cases.a]\nenvironment = { HUB_TOKEN = 'sesame', PLAIN = 'x' }\n")
-    report = execute(prepare(path), folder / "out")
-    assert report.cases[0].case.environment == {"HUB_TOKEN": "(hidden)", "PLAIN": "x"}
-    texts = [
-        p.read_text(errors="replace")
-        for p in (folder / "out").rglob("*")
-        if p.is_file() and p.name != "plan.toml"
-    ]
-    assert texts
-    assert not any("sesame" in text for text in texts)
-
-
-def test_an_interpreter_of_its_own(folder: Path, plan: Writer) -> None:
-    environment = folder / "other"
-    (environment / "bin").mkdir(parents=True)
-    (environment / "bin" / "python").write_text(f'#!/bin/sh\necho "the other"\nexec {sys.executable} "$@"\n')
-    (environment / "bin" / "python").chmod(0o755)
-    prepared = prepare(plan("[cases.a]\n[cases.b]\ncontrol = 'a'\ninterpreter = 'other'\n"))
-    assert set(prepared.interpreters) == {sys.executable, str(environment / "bin" / "python")}
-    report = execute(prepared, folder / "out")
-    assert (report.comparisons[0].factor, report.comparisons[0].effect) == ("interpreter", Effect.OBSERVED)
 
 
 def test_the_command_line(folder: Path, plan: Writer, command: Command) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, BadParameter, Exit, Option
 
@@ -40,18 +39,18 @@ def findings(
     return int(failing is not None and any(map(failing, found)))
 
 
-class Format(enum.StrEnum):
-    """Forms of a report."""
-
-    HTML = "html"
-    MD = "md"
+Format = Literal["html", "md"]
+Table = Literal[
+    "parameters", "spectra", "gradient", "update", "histogram", "steps", "scalars", "events", "findings",
+    "parameter-table", "attempts",
+]  # fmt: skip
 
 
 @command("report", "Runs")
 def report(
     path: Annotated[Path, Argument(metavar="RUN", help="Run directory, or the directory of a matrix.")],
     out: Annotated[Path | None, Option("--out", "-o", help="File to write; default RUN/report.html.")] = None,
-    form: Annotated[Format, Option("--format", help="Format: html or md.")] = Format.HTML,
+    form: Annotated[Format, Option("--format", help="Format: html or md.")] = "html",
     bundle: Annotated[Path | None, Option(help="Archive to write instead: FILE.tar.gz or FILE.zip.")] = None,
     plots: Annotated[Path | None, Option(help="Directory for the charts as SVG and PNG.")] = None,
     animate: Annotated[bool, Option("--animate", help="Animate spectra by layer, with --plots.")] = False,
@@ -68,20 +67,20 @@ def report(
         raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
     if bundle is not None and out is not None:
         raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
-    target = out if out is not None else path / f"report.{form.value}"
+    target = out if out is not None else path / f"report.{form}"
     if matrix_report.is_matrix(path):
         if plots is not None:
             raise ValueError(f"report: {path} is a matrix, which has no pictures; leave out --plots")
         if bundle is not None:
             print(matrix_report.write_bundle(path, bundle))
         else:
-            print(matrix_report.write_report(path, target, as_html=form is Format.HTML))
+            print(matrix_report.write_report(path, target, as_html=form == "html"))
         return
     with report_panel_warnings() as failed:
         if bundle is not None:
             print(run_report.write_bundle(path, bundle))
         else:
-            write = run_report.write_html if form is Format.HTML else run_report.write_markdown
+            write = run_report.write_html if form == "html" else run_report.write_markdown
             print(write(path, target))
             if plots is not None:
                 pictures = run_report.write_pictures(path, plots, animate=animate)
@@ -90,22 +89,6 @@ def report(
                     print(f"no pictures, but words: {', '.join(pictures.words_only)}", file=sys.stderr)
     if failed:
         raise Exit(2)
-
-
-class Table(enum.StrEnum):
-    """Tables of a run."""
-
-    PARAMETERS = "parameters"
-    SPECTRA = "spectra"
-    GRADIENT = "gradient"
-    UPDATE = "update"
-    HISTOGRAM = "histogram"
-    STEPS = "steps"
-    SCALARS = "scalars"
-    EVENTS = "events"
-    FINDINGS = "findings"
-    PARAMETER_TABLE = "parameter-table"
-    ATTEMPTS = "attempts"
 
 
 @command("export", "Runs")
@@ -139,8 +122,8 @@ def export(
         print(f"{sent.tracker}: {count(sent.steps, 'step')}, {count(sent.findings, 'finding')}")
     if target is None:
         return
-    if whole or rows not in {None, Table.PARAMETERS, Table.SPECTRA}:
-        name = None if rows is None else "parameters" if rows is Table.PARAMETER_TABLE else rows.value
+    if whole or rows not in {None, "parameters", "spectra"}:
+        name = "parameters" if rows == "parameter-table" else rows
         made = export_tables(run, target, name, findings=lambda: findings_of(run), overwrite=overwrite)
         print(*made, sep="\n")
         return

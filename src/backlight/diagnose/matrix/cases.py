@@ -184,11 +184,10 @@ def _case(plan: Plan, name: str, merged: Mapping[str, Any], folder: Path, *, dis
 
 
 def _interpreter(given: str | None, folder: Path) -> str:
-    path = Path(given or sys.executable).expanduser()
+    path = folder / Path(given or sys.executable).expanduser()
     if given is None or not ("/" in given or path.is_dir()):
         return given or sys.executable
     # A virtual environment may be given by its directory. Links are kept: they are what makes it one.
-    path = folder / path
     return str((path / "bin" / "python" if path.is_dir() else path).absolute())
 
 
