@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -14,10 +16,11 @@ STEPS = 4
 
 
 class Net(nn.Module):
-    """Three layers and a place to do something to what the first one gives."""
+    """Three layers; ``change`` does something to what the first one gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
+        self.change = change
         self.first = nn.Linear(4, 8)
         self.second = nn.Linear(8, 8)
         self.last = nn.Linear(8, 3)
@@ -26,7 +29,7 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.second(self.between(torch.tanh(self.first(x))))))
 
     def between(self, hidden: Tensor) -> Tensor:
-        return hidden
+        return hidden if self.change is None else self.change(hidden)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS) -> None:
@@ -43,60 +46,48 @@ FIRST = ("first.weight", "first.bias")
 
 @fault(names=FIRST, cause="cut", text="loss by detach: detached")
 def detach(injected: bool) -> None:
-    class Detaching(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return hidden.detach() if injected else hidden  # HERE
-
-    train(Detaching())
+    train(Net(lambda hidden: hidden.detach() if injected else hidden))  # HERE
 
 
 @fault(names=FIRST, cause="cut", text="computed without recording")
 def no_grad(injected: bool) -> None:
-    class Unrecorded(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            with torch.set_grad_enabled(not injected):
-                return hidden * 2  # HERE
+    def between(hidden: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not injected):
+            return hidden * 2  # HERE
 
-    train(Unrecorded())
+    train(Net(between))
 
 
 @fault(names=FIRST, cause="cut", text="read through .data")
 def data(injected: bool) -> None:
-    class ByData(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return (hidden.data if injected else hidden) + 1  # HERE
-
-    train(ByData())
+    train(Net(lambda hidden: (hidden.data if injected else hidden) + 1))  # HERE
 
 
 @fault(names=FIRST, cause="left torch", text="taken out by numpy")
 def numpy_round_trip(injected: bool) -> None:
-    class ThroughNumpy(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return torch.from_numpy(hidden.detach().numpy() * 2) if injected else hidden * 2  # HERE
+    def between(hidden: Tensor) -> Tensor:
+        return torch.from_numpy(hidden.detach().numpy() * 2) if injected else hidden * 2  # HERE
 
-    train(ThroughNumpy())
+    train(Net(between))
 
 
 @fault(names=FIRST, cause="cut", text="turned into integers")
 def integer_cast(injected: bool) -> None:
-    class Rounding(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            whole = (hidden * 10).long() if injected else hidden * 10  # HERE
-            return whole.to(torch.float32)
+    def between(hidden: Tensor) -> Tensor:
+        whole = (hidden * 10).long() if injected else hidden * 10  # HERE
+        return whole.to(torch.float32)
 
-    train(Rounding())
+    train(Net(between))
 
 
 @fault(names=FIRST, cause="cut", text="gives no gradient|turned into integers")
 def argmax(injected: bool) -> None:
-    class Choosing(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            choose = torch.argmax if injected else torch.amax
-            chosen = choose(hidden, -1, keepdim=True)  # HERE
-            return chosen.float().expand(-1, 8)
+    def between(hidden: Tensor) -> Tensor:
+        choose = torch.argmax if injected else torch.amax
+        chosen = choose(hidden, -1, keepdim=True)  # HERE
+        return chosen.float().expand(-1, 8)
 
-    train(Choosing())
+    train(Net(between))
 
 
 @fault(names=("scale",), cause="not a leaf", text="not a leaf")
@@ -183,11 +174,7 @@ class Absorbing(torch.autograd.Function):
 
 @fault(names=FIRST, cause="None returned", text="Absorbing.backward returned None", after=True)
 def none_from_a_custom_function(injected: bool) -> None:
-    class WithFunction(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            return Absorbing.apply(hidden, injected)  # HERE
-
-    train(WithFunction())
+    train(Net(lambda hidden: Absorbing.apply(hidden, injected)))  # HERE
 
 
 class Using(torch.autograd.Function):
@@ -232,28 +219,15 @@ def reentrant_checkpoint_without_gradient(injected: bool) -> None:
     train(Checkpointed())
 
 
-class Straight(torch.autograd.Function):
-    """Keeps what it gives for backward."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        return grad
-
-
 def overwritten(injected: bool) -> None:
     """A saved tensor is changed in place; torch refuses backward, and the command finds the line."""
 
-    class Overwriting(Net):
-        def between(self, hidden: Tensor) -> Tensor:
-            if injected:
-                hidden += 1  # HERE
-            return hidden + 1
+    def between(hidden: Tensor) -> Tensor:
+        if injected:
+            hidden += 1  # HERE
+        return hidden + 1
 
-    train(Overwriting())
+    train(Net(between))
 
 
 OVERWRITTEN = Fault("overwritten", overwritten, {})
