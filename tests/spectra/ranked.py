@@ -1,6 +1,6 @@
 """Trainings on several ranks over gloo, watched and unwatched; run by test_training_ranks.py.
 
-    python ranked.py FOLDER    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+    python ranked.py FOLDER MODES    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
 Each mode writes what its rank saw as JSON into FOLDER.
 """
@@ -209,7 +209,7 @@ def _right(micro: int) -> bool:
 def main() -> None:
     dist.init_process_group("gloo")
     keep()
-    for mode in [globals()[n] for n in sys.argv[2].split(",")] if len(sys.argv) > 2 else MODES:
+    for mode in (globals()[name] for name in sys.argv[2].split(",")):
         mode()
         if mode is not fewer:
             dist.barrier()
@@ -217,5 +217,4 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-MODES = (ddp, ddp_static, exchange, controls, missing, fsdp, fewer)
 main()

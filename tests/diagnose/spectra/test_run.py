@@ -194,10 +194,11 @@ def test_an_error_of_one_rank_is_that_of_all(recipe, tmp_path):
         measure(recipe, tmp_path / "one")
 
 
-def test_a_killed_run_is_resumed(recipe, tmp_path, whole):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_killed_run_is_resumed(recipe, tmp_path, whole, ranks):
     changed(recipe, "    x, y = batch\n", "    x, y = batch\n    time.sleep(0.1)\n")
     options = ("--replicates", 5, "--budget", 3000, "--out", tmp_path / "run")
-    started = start_ranks(2, "-m", "backlight", "spectra", recipe, *options)
+    started = start_ranks(ranks, "-m", "backlight", "spectra", recipe, *options)
     try:
         end = time.monotonic() + 60
         while time.monotonic() < end:

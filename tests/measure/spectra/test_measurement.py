@@ -29,8 +29,19 @@ def arrays(result):
             if isinstance(getattr(result, f.name), np.ndarray)}  # fmt: skip
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("ratio", "tolerance"), [(5, 0.01), (3, 0.01), (2, 0.02)])
+@pytest.mark.parametrize(
+    ("method", "ratio", "tolerance"),
+    [
+        *((method, 3, 0.01) for method in METHODS),
+        ("randomized", 5, 0.01),
+        ("randomized", 2, 0.02),
+        *(
+            pytest.param(m, r, t, marks=pytest.mark.full)
+            for m in ("svd", "gram")
+            for r, t in ((5, 0.01), (2, 0.02))
+        ),
+    ],
+)
 def test_oracle_b(method, ratio, tolerance):
     """One injected direction at (300, 1200), sigma .01, R = 8, both estimators."""
     p, q, sigma = 300, 1200, 0.01
