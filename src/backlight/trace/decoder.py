@@ -31,9 +31,8 @@ _LISTS = frozenset({"types", "shapes", "strides"})
 
 def _field(name: str, key: str) -> tuple[str, Any, Any]:
     # Lists stay text, because few are ever read.
-    kind, default = (msgspec.Raw, _NONE) if name in _LISTS else (str, "")
-    if not COLUMNS[name].coded:
-        kind, default = Number, MISSING
+    kind: Any = (msgspec.Raw if name in _LISTS else str) if COLUMNS[name].coded else Number
+    default: Any = (_NONE if name in _LISTS else "") if COLUMNS[name].coded else MISSING
     return name, kind, msgspec.field(default=default, name=key)
 
 
@@ -57,7 +56,7 @@ class Event(msgspec.Struct, gc=False):
     start: msgspec.Raw = msgspec.field(default=_NONE, name="ts")
     duration: msgspec.Raw = msgspec.field(default=_NONE, name="dur")
     flow: Number = msgspec.field(default=MISSING, name="id")
-    args: Args = _NO_ARGS  # type: ignore[valid-type]  # made of COLUMNS
+    args: Args = _NO_ARGS
 
 
 _events = msgspec.json.Decoder(list[Event])

@@ -117,13 +117,13 @@ def compilation() -> dict[str, Any] | None:
     breaks: Counter[str] = Counter()
     for reason, count in (counters.get("graph_break") or {}).items():
         breaks[_first(reason)] += int(count)
-    skipped = {getattr(row, "cudagraph_skip_reason", None) for row in compiled} - {None, ""}
+    skipped = {_first(why) for row in compiled if (why := getattr(row, "cudagraph_skip_reason", None))}
     return {
         "graphs": max(0, int((counters.get("stats") or {}).get("unique_graphs", 0)) - own),
         "graph_breaks": dict(breaks.most_common(MAX_REASONS)),
         "recompiled": _recompiled(theirs),
         "cuda_graph_skips": int(inductor.get("cudagraph_skips", 0)),
-        "cuda_graph_reasons": sorted(map(_first, skipped)),
+        "cuda_graph_reasons": sorted(skipped),
     }
 
 
