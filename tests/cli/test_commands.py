@@ -90,12 +90,15 @@ def test_export(command: Run, healthy: Path, tmp_path: Path) -> None:
     assert ".parquet" in errors
 
 
-def test_compare(command: Run, healthy: Path, sick: Path, tmp_path: Path) -> None:
+def test_compare(command: Run, healthy: Path, tmp_path: Path) -> None:
     control = shutil.copytree(healthy, tmp_path / "control")
     code, out, _ = command("compare", healthy, control)
     assert code == 0
     assert "loss" in out
-    code, out, _ = command("compare", healthy, sick)
+    other = tmp_path / "other"
+    with backlight.watch(run=other, every=1):
+        CASES["tied"].train()
+    code, out, _ = command("compare", healthy, other)
     assert code == 1
     assert "not comparable" in out
     code, out, _ = command("compare", healthy, control, "--json")
