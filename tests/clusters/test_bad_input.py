@@ -111,16 +111,3 @@ def test_a_second_launch_at_once_is_refused_and_a_later_one_is_an_attempt(tmp_pa
     run = backlight.open_run(tmp_path / "run")
     assert [a.status for a in run.attempts] == [RunStatus.KILLED, RunStatus.FINISHED]
     assert run.frame("gradient", "norm").steps.tolist() == [0, 1, 2, 3]
-
-
-def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
-    code, said = watched(tmp_path / "run", 3, ranks=3)
-    assert code == 0, said
-    folder = tmp_path / "run" / "attempt-000"
-    (folder / "rank-00001.db").unlink()
-    data = (folder / "rank-00002.db").read_bytes()
-    (folder / "rank-00002.db").write_bytes(data[: len(data) // 3])
-    run = backlight.open_run(tmp_path / "run")
-    assert run.frame("gradient", "norm").measured.all()
-    assert any("rank 1: attempt-000/rank-00001.db is missing: lost are" in loss for loss in run.losses)
-    assert any("rank-00002.db" in loss for loss in run.losses)

@@ -72,18 +72,11 @@ def watch(
     ----------
     accelerator, model, optimizer:
         The Accelerator, and what its ``prepare`` returned; several models or optimizers as a list.
-    run:
-        The run directory; None for ``runs/<script>-<time>``. A directory that holds a run gets a new attempt.
     step:
         Optimizer steps done before, after ``accelerator.load_state``.
-    samples:
-        For the monitors grokking and spectra; see :func:`backlight.watch`.
-    on_end:
-        Called on the main process with the list of findings at the end.
-    summary:
-        Print the findings once at the end, on the main process.
-    **settings:
-        Settings of :func:`backlight.watch`.
+    run, samples, on_end, summary, **settings:
+        As for :class:`backlight.integrations.hosted.HostedCallback`. ``run`` is by default
+        ``runs/<script>-<time>``.
 
     Returns
     -------

@@ -88,19 +88,11 @@ def watch(
         A ``torchtitan.trainer.Trainer``; or the model, or the model parts of a pipeline.
     optimizers:
         With a model: its optimizer, several, or torchtitan's container of them.
-    run:
-        The run directory; None for ``runs/<name of the model>-<time>``. A directory that holds a run gets a
-        new attempt.
     step:
         With a model: optimizer steps done before. A trainer has that number.
-    samples:
-        For the monitors grokking and spectra; see :func:`backlight.watch`.
-    on_end:
-        Called on rank 0 with the list of findings at the end.
-    summary:
-        Print the findings once at the end, on rank 0.
-    **settings:
-        Settings of :func:`backlight.watch`.
+    run, samples, on_end, summary, **settings:
+        As for :class:`backlight.integrations.hosted.HostedCallback`. ``run`` is by default
+        ``runs/<model>-<time>``.
 
     Returns
     -------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -33,6 +35,13 @@ def run_path(tmp_path: Path, record: Record) -> Path:
 
 def database(path: Path) -> Path:
     return path / "attempt-000" / "rank-00000.db"
+
+
+def change(path: Path, *statements: str | tuple[str, tuple[Any, ...]]) -> None:
+    """Run statements on the database of the run at ``path``."""
+    with contextlib.closing(sqlite3.connect(database(path))) as connection, connection:
+        for statement in statements:
+            connection.execute(*([statement] if isinstance(statement, str) else statement))
 
 
 def use_everything(run: Run) -> None:
@@ -182,11 +191,8 @@ def test_flipped_bytes_never_give_a_wrong_number_and_never_crash(
 
 
 def test_a_damaged_row_is_left_out_and_said(run_path: Path) -> None:
-    connection = sqlite3.connect(database(run_path))
-    connection.execute("UPDATE series_gradient SET floats = zeroblob(length(floats)) WHERE step = 7")
-    connection.execute("UPDATE event SET payload = '{'")
-    connection.commit()
-    connection.close()
+    spoil = "UPDATE series_gradient SET floats = zeroblob(length(floats)) WHERE step = 7"
+    change(run_path, spoil, "UPDATE event SET payload = '{'")
     run = open_run(run_path)
     assert run.frame("gradient", "norm").steps.tolist() == [s for s in range(STEPS) if s != 7]
     assert run.events() == ()
@@ -220,10 +226,7 @@ def test_a_damaged_row_is_left_out_and_said(run_path: Path) -> None:
 def test_rows_without_their_parameter_table_are_left_out_and_said(
     run_path: Path, json_text: str, error: str
 ) -> None:
-    connection = sqlite3.connect(database(run_path))
-    connection.execute("UPDATE parameter_table SET json = ?", (json_text,))
-    connection.commit()
-    connection.close()
+    change(run_path, ("UPDATE parameter_table SET json = ?", (json_text,)))
     run = open_run(run_path)
     assert run.frame("gradient", "norm").steps.size == 0
     assert any("a row of table parameter_table is damaged" in x and error in x for x in run.losses), (
@@ -242,22 +245,15 @@ def test_rows_without_their_parameter_table_are_left_out_and_said(
     ],
 )
 def test_tables_of_another_making_are_not_queried(run_path: Path, statement: str) -> None:
-    connection = sqlite3.connect(database(run_path))
-    connection.execute("DROP TABLE scalar")
-    connection.execute(statement)
-    connection.commit()
-    connection.close()
+    change(run_path, "DROP TABLE scalar", statement)
     with pytest.raises(RunFormatError, match="its tables scalar are not those of the format"):
         open_run(run_path)
 
 
 def test_a_foreign_database_is_refused(run_path: Path) -> None:
     database(run_path).unlink()
-    connection = sqlite3.connect(database(run_path))
-    connection.execute("CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-    connection.execute("INSERT INTO meta VALUES ('kind', 'other')")
-    connection.commit()
-    connection.close()
+    create = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
+    change(run_path, create, "INSERT INTO meta VALUES ('kind', 'other')")
     with pytest.raises(RunFormatError, match="has kind 'other', expected 'backlight rank database'"):
         open_run(run_path)
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -226,43 +224,6 @@ def test_a_newer_run_is_not_written_into(tmp_path: Path, digest: Digest) -> None
     with pytest.raises(RunFormatError, match=r"format 99, this release reads format 1\. Upgrade"):
         RunWriter.create(tmp_path / "run")
     assert digest(tmp_path) == before
-
-
-def test_of_two_processes_that_come_at_once_one_gets_the_folder(tmp_path: Path) -> None:
-    code = """
-import sys
-from backlight.store.errors import RunExistsError
-from backlight.store.write.writer import RunWriter
-print("up", flush=True); sys.stdin.readline()
-try:
-    writer = RunWriter.create(sys.argv[1]); print("mine", flush=True); sys.stdin.readline(); writer.close()
-except RunExistsError as error:
-    print("refused", flush=True)
-"""
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path / "run")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    answers = []
-    for process in both:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n"
-    for process in both:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in both:
-        assert process.stdout is not None
-        answers.append(process.stdout.readline().strip())
-    for process in both:
-        process.communicate("\n")
-    assert sorted(answers) == ["mine", "refused"]
-    assert len(open_run(tmp_path / "run").attempts) == 1
 
 
 def test_a_folder_that_another_process_is_opening_is_waited_for(tmp_path: Path) -> None:

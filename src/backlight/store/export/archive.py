@@ -26,16 +26,11 @@ def check_archive(target: Path, what: str = "--bundle") -> None:
         raise ValueError(f"{what} {target}: is a folder; expected the name of a file")
 
 
-def root_of(target: Path, fallback: str = "bundle") -> str:
-    """Return the top folder inside an archive: its name without the ending."""
-    return target.name[: -len(next(e for e in ENDINGS if target.name.endswith(e)))] or fallback
-
-
 def write_archive(target: Path, members: Iterable[Member]) -> Path:
     """Write ``members`` below one folder into ``target``, whole or not at all; an OSError passes through."""
     check_archive(target)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    root = root_of(target)
+    root = target.name.removesuffix(next(e for e in ENDINGS if target.name.endswith(e))) or "bundle"
     try:
         if target.name.endswith(".zip"):
             with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:

@@ -31,7 +31,7 @@ from backlight.store.format.names import (
 )
 from backlight.store.format.schema import COUNTED, SERIES
 from backlight.store.platform import atomic_json
-from backlight.store.platform.filesystem import locked
+from backlight.store.platform.filesystem import folder_size, locked
 from backlight.store.read.attempt_files import AttemptFiles, open_attempt
 from backlight.store.read.snapshot import Snapshot, sibling, size_of
 from backlight.store.write.arrays import MAX_MERGED_BYTES
@@ -64,12 +64,12 @@ def compact(path: str | Path, *, every: int | None = None, force: bool = False) 
             opened = [open_attempt(path, entry) for entry in manifest.attempts]
             for attempt in opened:
                 _refuse_running(path, attempt, force=force)
-            result.before = _size(path)
+            result.before = folder_size(path)
             for attempt in opened:
                 _compact_attempt(path, attempt, manifest, every, result)
             _sweep(path)
             manifest.write(path)
-            result.after = _size(path)
+            result.after = folder_size(path)
     except (OSError, sqlite3.Error) as error:
         raise RunWriteError(f"{path}: cannot be compacted: {error}; what was recorded still opens") from error
     return result
@@ -108,7 +108,9 @@ def _compact_attempt(
         _pieces(folder, rank, result)
         _finish(path, folder, rank, progress)
         if rank != attempt.entry.first:
-            _rewrite_document(folder / document_name(rank), progress)
+            document = atomic_json.read_document(folder / document_name(rank))
+            document["progress"] = progress
+            atomic_json.write_document(folder / document_name(rank), document)
 
 
 def _recover_local(folder: Path, rank: int, progress: Progress, run_id: str, result: Compaction) -> None:
@@ -292,18 +294,8 @@ def _finish(path: Path, folder: Path, rank: int, progress: Progress) -> None:
     progress.files = files
 
 
-def _rewrite_document(path: Path, progress: Progress) -> None:
-    document = atomic_json.read_document(path)
-    document["progress"] = progress
-    atomic_json.write_document(path, document)
-
-
 def _sweep(folder: Path) -> None:
     """Remove temporary files of killed processes."""
     for child in folder.iterdir():
         if atomic_json.is_temporary(child.name) and child.is_file():
             child.unlink()
-
-
-def _size(path: Path) -> int:
-    return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())

@@ -74,6 +74,11 @@ def on_network(path: Path) -> bool:
     return is_network_type(file_system_type(path))
 
 
+def folder_size(path: Path) -> int:
+    """Return the bytes of all files below a folder."""
+    return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())
+
+
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     """Keep other processes from entering or compacting the run at ``path`` meanwhile.

@@ -42,11 +42,6 @@ def measurements(run: Run, parameter: str | None = None) -> tuple[Measurement, .
     return events.measurements if parameter is None else events.of.get(parameter, ())
 
 
-def steps(run: Run, parameter: str) -> NDArray[np.int64]:
-    """Return the global steps at which a layer was measured, ascending."""
-    return np.array([one.step for one in measurements(run, parameter)], dtype=np.int64)
-
-
 def tables(run: Run, parameter: str) -> tuple[Table, ...]:
     """Return the tables of a layer, by step; a step whose arrays were lost is left out."""
     known = {layer.parameter: layer for layer in layers(run)}

@@ -87,7 +87,7 @@ class RunWriter:
         entry.options = dict(options or {})
         entry.interval_s = entry.attempt.flush_interval * 0.9
         share = entry.attempt.world_size
-        self._before = _folder_size(self.path) // share if max_disk is not None else 0
+        self._before = filesystem.folder_size(self.path) // share if max_disk is not None else 0
         self._budget = DiskBudget(None if max_disk is None else max_disk // share)
         self._evidence_bytes = 0
         self._arrays = ArrayWriter(entry.folder / ARRAYS, rank, filters)
@@ -429,10 +429,6 @@ class RunWriter:
 
 
 _writers: weakref.WeakSet[RunWriter] = weakref.WeakSet()
-
-
-def _folder_size(path: Path) -> int:
-    return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())
 
 
 def _abandon_in_child() -> None:

@@ -12,7 +12,7 @@ from backlight.measure.spectra.shrinkage import threshold
 from backlight.monitors.spectra.model.echo_records import record_arrays, record_layer, record_left_out
 from backlight.store.format.spectra import FIELDS, NUMBERS, Layer
 from backlight.store.read.run import open_run
-from backlight.store.read.spectra import layers, left_out, measurements, steps, table
+from backlight.store.read.spectra import layers, left_out, measurements, table
 from backlight.store.write.writer import RunWriter
 from spectra_runs import record
 
@@ -38,7 +38,7 @@ def test_a_table_is_read_as_it_was_recorded(tmp_path, result):
     run = open_run(tmp_path / "run")
     assert layers(run) == (LAYER,)
     assert left_out(run) == {"norm.weight": "one-dimensional"}
-    assert steps(run, LAYER.parameter).tolist() == [20, 300]
+    assert [m.step for m in measurements(run, LAYER.parameter)] == [20, 300]
     found = table(run, 300, LAYER.parameter)
     assert found.singular_values.shape == (8, 30)
     np.testing.assert_allclose(found.singular_values, result.singular_values, rtol=1e-6)
@@ -83,7 +83,7 @@ def test_layers_without_a_measured_event_are_not_measured(tmp_path, result):
     record(writer, 6, LAYER.parameter, result)
     writer.close()
     run = open_run(tmp_path / "run")
-    assert steps(run, LAYER.parameter).tolist() == [6]
+    assert [m.step for m in measurements(run, LAYER.parameter)] == [6]
     with pytest.raises(KeyError, match="was not measured at step 5; it was at 6"):
         table(run, 5, LAYER.parameter)
     with pytest.raises(KeyError, match=r"no spectra of 'elsewhere'; there are blocks\.0\.qkv\.weight:q"):
