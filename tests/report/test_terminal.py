@@ -10,7 +10,7 @@ from rich.console import Console
 from synthetic import Plan, finding, write_run
 
 from backlight.records import Severity
-from backlight.report.terminal import print_findings, print_summary
+from backlight.report.terminal import print_findings
 from backlight.store.read.run import Run
 
 Written = tuple[Console, io.StringIO]
@@ -74,14 +74,6 @@ def test_names_act_neither_as_markup_nor_as_escapes(tmp_path: Path) -> None:
     assert "\x1b" not in text.getvalue()
     assert "\x07" not in text.getvalue()
     assert text.getvalue().count("[bold red]x[/]\\x1b[2J\\x07") >= 4
-
-
-def test_the_summary_ends_with_the_report(run: Run) -> None:
-    out, text = console(60)
-    path = Path("runs") / ("long" * 30) / "report.html"
-    print_summary(run, [], out, report=path)
-    assert text.getvalue().splitlines()[-1] == f"Report  {path}"
-    assert "✓ No findings." in text.getvalue()
 
 
 def test_nothing_measured_is_said(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from backlight.records import Finding
+from backlight.records import Finding, Made
 from backlight.report.evidence_links import collected
 from backlight.report.source import Source
 from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
@@ -47,7 +47,8 @@ def _finding(finding: Finding) -> list[str]:
     lines.append(f"- fix: {prose(finding.fix)}")
     lines.append(f"- refuted if: {prose(finding.refuted_if)}")
     lines += [f"- overridden: {code(name)} = {number(v, 6)}" for name, v in finding.overridden.items()]
-    lines.append(f"- rule: {code(finding.rule)} version {finding.version}, made {_made(finding)}")
+    made = "while training" if finding.made is Made.LIVE else "on reading"
+    lines.append(f"- rule: {code(finding.rule)} version {finding.version}, made {made}")
     return lines
 
 
@@ -57,10 +58,6 @@ def prose(text: str) -> str:
     if len(parts) % 2 == 0:  # an unpaired backtick, as of a hostile name
         return escape(text)
     return "".join(code(part) if i % 2 and part else escape(part) for i, part in enumerate(parts))
-
-
-def _made(finding: Finding) -> str:
-    return "while training" if finding.made.value == "live" else "on reading"
 
 
 def _unmeasured(said: Outcome) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -38,19 +37,7 @@ _TONES = {"error": "red", "warning": "yellow", "info": "cyan", "clear": "green",
 
 def print_findings(run: Run, findings: Sequence[Finding], console: Console) -> None:
     """Print the verdict over ``run``, then its findings, worst first, then what was not measured."""
-    _print(outcome(Source(run, tuple(findings))), run, findings, console)
-
-
-def print_summary(
-    run: Run, findings: Sequence[Finding], console: Console, *, report: Path | None = None
-) -> None:
-    """Print what :func:`print_findings` does, and last where the report is."""
-    print_findings(run, findings, console)
-    if report is not None:
-        console.print(Text.assemble(("Report  ", "bold"), visible(report)), soft_wrap=True)
-
-
-def _print(said: Outcome, run: Run, findings: Sequence[Finding], console: Console) -> None:
+    said = outcome(Source(run, tuple(findings)))
     glyph = {"error": "✕", "warning": "!", "info": "i", "clear": "✓"}.get(said.tone, "?")
     console.print(Text(visible(run.name) or "unnamed run", "bold"))
     console.print(

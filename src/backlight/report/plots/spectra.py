@@ -5,7 +5,7 @@ The counterpart of ``assets/kinds/spectra.js``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,33 +33,42 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class View:
-    """One layer at one step: ``at`` gives a field ``[K]``, ``spectrum`` ``[3, J]`` singular values."""
+    """One layer at one step: its ``spectrum`` ``[3, J]``, its ``fields`` ``[K]`` and ``figures`` by name."""
 
     layer: Mapping[str, Any]
     step: int
     spectrum: Floats
-    at: Callable[[str], Floats]
-    figure: Callable[[str], float]
+    fields: Mapping[str, Floats]
+    figures: Mapping[str, float]
+
+    def column(self, name: str) -> Floats:
+        """Return a field, one of the columns that are made of others, or a field relative to another one."""
+        name, _, by = name.partition(" / ")
+        if by:
+            top = np.nanmax(self.column(by), initial=0.0) if np.isfinite(self.column(by)).any() else 0.0
+            values = self.column(name)
+            return values / top if top > 0 else np.full(len(values), np.nan)
+        if name in {"median", "smallest", "largest"}:
+            return self.spectrum[("median", "smallest", "largest").index(name)]
+        if name in {"ranks", "directions"}:
+            return np.asarray(self.layer[name], np.float64) + 1
+        if name == "edge":
+            return np.full(self.spectrum.shape[1], self.figures["edge"])
+        return np.ones(len(self.fields["gap"])) if name == "one" else self.fields[name]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: ``x`` and ``lines`` (label, style, tone, values) of a view, ``band`` (low, high, tone)."""
+    """One chart: the column ``x``, ``lines`` (label, style, tone, column), and ``band`` (low, high, tone)."""
 
     title: str
     across: str
     up: str
-    x: Callable[[View], Floats]
-    lines: Callable[[View], list[tuple[str, str, str, Floats]]]
-    band: Callable[[View], tuple[Floats, Floats, str]] | None = None
+    x: str
+    lines: tuple[tuple[str, str, str, str], ...]
+    band: tuple[str, str, str] | None = None
     log_x: bool = False
     log_y: bool = False
-
-
-def _relative(values: Floats, by: Floats | None = None) -> Floats:
-    of = values if by is None else by
-    top = np.nanmax(of, initial=0.0) if np.isfinite(of).any() else 0.0
-    return values / top if top > 0 else np.full(len(values), np.nan)
 
 
 CHARTS = (
@@ -67,69 +76,62 @@ CHARTS = (
         "Singular values of the replicates",
         "rank",
         "singular value",
-        lambda v: np.asarray(v.layer["ranks"], np.float64) + 1,
-        lambda v: [
-            ("median over the replicates", "-", "first", v.spectrum[0]),
-            ("noise edge", "--", "limit", np.full(v.spectrum.shape[1], v.figure("edge"))),
-        ],
-        lambda v: (v.spectrum[1], v.spectrum[2], "first"),
+        "ranks",
+        (("median over the replicates", "-", "first", "median"), ("noise edge", "--", "limit", "edge")),
+        ("smallest", "largest", "first"),
         log_y=True,
     ),
     Chart(
         "Echo against singular value",
         "singular value",
         "spectral echo",
-        lambda v: v.at("singular_value"),
-        lambda v: [
-            ("echo", "-", "first", v.at("echo")),
-            ("pooled echo", "-", "second", v.at("pooled")),
-            ("residual (1: contradicted)", ":", "fourth", v.at("residual")),
-            ("null (95 % of chance)", "--", "limit", v.at("echo_null")),
-            ("spiked model", "--", "eighth", v.at("expected")),
-            ("echo of the block", ":", "third", v.at("block_echo")),
-        ],
-        lambda v: (v.at("echo_low"), v.at("echo_high"), "first"),
+        "singular_value",
+        (
+            ("echo", "-", "first", "echo"),
+            ("pooled echo", "-", "second", "pooled"),
+            ("residual (1: contradicted)", ":", "fourth", "residual"),
+            ("null (95 % of chance)", "--", "limit", "echo_null"),
+            ("spiked model", "--", "eighth", "expected"),
+            ("echo of the block", ":", "third", "block_echo"),
+        ),
+        ("echo_low", "echo_high", "first"),
         log_x=True,
     ),
     Chart(
         "Alignment with the mean of the other replicates",
         "direction",
         "overlap",
-        lambda v: np.asarray(v.layer["directions"], np.float64) + 1,
-        lambda v: [
-            ("left", "-", "first", v.at("left_alignment")),
-            ("right", "-", "second", v.at("right_alignment")),
-            ("ambiguity (best less second best)", "--", "eighth", v.at("ambiguity")),
-        ],
+        "directions",
+        (
+            ("left", "-", "first", "left_alignment"),
+            ("right", "-", "second", "right_alignment"),
+            ("ambiguity (best less second best)", "--", "eighth", "ambiguity"),
+        ),
     ),
     Chart(
         "What to make of a singular value",
         "singular value",
         "share of its largest",
-        lambda v: v.at("singular_value"),
-        lambda v: [
-            ("recommended by the data (no model)", "-", "third", _relative(v.at("unbiased"))),
-            ("recommended (spiked model)", "-", "first", _relative(v.at("shrunk"))),
-            ("Muon's iteration", "-", "fourth", _relative(v.at("muon"))),
-            ("left as it is", "--", "eighth", _relative(v.at("singular_value"))),
-        ],
-        lambda v: (
-            _relative(v.at("unbiased_low"), v.at("unbiased")),
-            _relative(v.at("unbiased_high"), v.at("unbiased")),
-            "third",
+        "singular_value",
+        (
+            ("recommended by the data (no model)", "-", "third", "unbiased / unbiased"),
+            ("recommended (spiked model)", "-", "first", "shrunk / shrunk"),
+            ("Muon's iteration", "-", "fourth", "muon / muon"),
+            ("left as it is", "--", "eighth", "singular_value / singular_value"),
         ),
+        ("unbiased_low / unbiased", "unbiased_high / unbiased", "third"),
         log_x=True,
     ),
     Chart(
         "Gap to the next direction",
         "direction",
         "gap / noise level",
-        lambda v: np.asarray(v.layer["directions"], np.float64) + 1,
-        lambda v: [
-            ("as observed", "-", "first", v.at("gap")),
-            ("without noise (spiked model)", "-", "third", v.at("strength_gap")),
-            ("noise joins what is closer", "--", "limit", np.ones(len(v.at("gap")))),
-        ],
+        "directions",
+        (
+            ("as observed", "-", "first", "gap"),
+            ("without noise (spiked model)", "-", "third", "strength_gap"),
+            ("noise joins what is closer", "--", "limit", "one"),
+        ),
         log_y=True,
     ),
 )
@@ -148,8 +150,6 @@ def spectra(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Fi
 
 def views_of(layer: Mapping[str, Any], data: Mapping[str, Any]) -> list[View]:
     """Return the steps of a layer."""
-    places = {name: place for place, name in enumerate(data["fields"])}
-    numbers = {name: place for place, name in enumerate(data["numbers"])}
     tables = np.asarray(layer["table"], np.float64)
     spectrum, figures = np.asarray(layer["spectrum"], np.float64), np.asarray(layer["figures"], np.float64)
     return [
@@ -157,8 +157,8 @@ def views_of(layer: Mapping[str, Any], data: Mapping[str, Any]) -> list[View]:
             layer,
             int(step),
             spectrum[i],
-            lambda name, i=i: tables[i, places[name]],  # type: ignore[misc] # mypy knows no default of a lambda
-            lambda name, i=i: float(figures[i, numbers[name]]),  # type: ignore[misc] # the same
+            dict(zip(data["fields"], tables[i], strict=True)),
+            dict(zip(data["numbers"], figures[i].tolist(), strict=True)),
         )
         for i, step in enumerate(layer["steps"])
     ]
@@ -169,22 +169,13 @@ Limits = list[tuple[tuple[float, float], tuple[float, float]]]
 
 def limits_of(views: list[View]) -> Limits:
     """Return the ranges of both axes of each chart over all steps, so that nothing jumps between them."""
-    return [
-        (
-            _range([chart.x(view) for view in views], DECADES_ACROSS if chart.log_x else 0),
-            _range(
-                [values for view in views for values in _drawn(chart, view)], DECADES_UP if chart.log_y else 0
-            ),
-        )
-        for chart in CHARTS
-    ]
-
-
-def _drawn(chart: Chart, view: View) -> Iterator[Floats]:
-    for _, _, _, values in chart.lines(view):
-        yield values
-    if chart.band is not None:
-        yield from chart.band(view)[:2]
+    limits = []
+    for chart in CHARTS:
+        drawn = [*(name for *_, name in chart.lines), *(chart.band or ())[:2]]
+        across = _range([view.column(chart.x) for view in views], DECADES_ACROSS if chart.log_x else 0)
+        up = [view.column(name) for view in views for name in drawn]
+        limits.append((across, _range(up, DECADES_UP if chart.log_y else 0)))
+    return limits
 
 
 def _range(columns: list[Floats], decades: int) -> tuple[float, float]:
@@ -196,10 +187,10 @@ def _range(columns: list[Floats], decades: int) -> tuple[float, float]:
     low, high = float(values.min()), float(values.max())
     if log:
         low = max(low, high / 10**decades)
-        monitor = max(1.1, (high / low) ** 0.04)
-        return low / monitor, high * monitor
-    monitor = (high - low or 1.0) * 0.05
-    return low - monitor, high + monitor
+        margin = max(1.1, (high / low) ** 0.04)
+        return low / margin, high * margin
+    margin = (high - low or 1.0) * 0.05
+    return low - margin, high + margin
 
 
 def draw(figure: Figure, view: View, limits: Limits) -> None:
@@ -218,7 +209,7 @@ def draw(figure: Figure, view: View, limits: Limits) -> None:
 
 
 def _chart(axes: Axes, chart: Chart, view: View, tones: Mapping[str, str]) -> None:
-    x = chart.x(view)
+    x = view.column(chart.x)
     order = np.argsort(x, kind="stable")
     order = order[np.isfinite(x[order])]
     axes.set_title(chart.title)
@@ -233,18 +224,19 @@ def _chart(axes: Axes, chart: Chart, view: View, tones: Mapping[str, str]) -> No
     if chart.log_y:
         axes.set_yscale("log")
     if chart.band is not None:
-        low, high, tone = chart.band(view)
+        low, high = (view.column(name) for name in chart.band[:2])
+        tone = chart.band[2]
         axes.fill_between(
             x[order], low[order], high[order], color=tones[f"tone-{tone}"], alpha=0.25, lw=0, label="interval"
         )
-    for label, style, tone, values in chart.lines(view):
+    for label, style, tone, name in chart.lines:
         few: dict[str, Any] = {"marker": "o", "ms": 2.5} if style == "-" else {}
-        shown = values[order]
+        shown = view.column(name)[order]
         if chart.log_y:
             shown = np.where(shown > 0, shown, np.nan)
         axes.plot(x[order], shown, style, color=tones[f"tone-{tone}"], lw=1.2, label=label, **few)
-    if chart.log_x and view.figure("edge") > 0:
-        axes.axvline(view.figure("edge"), color=tones["tone-limit"], alpha=0.45, lw=1.2)
+    if chart.log_x and view.figures["edge"] > 0:
+        axes.axvline(view.figures["edge"], color=tones["tone-limit"], alpha=0.45, lw=1.2)
     if chart.log_y:
         axes.yaxis.set_major_formatter(FuncFormatter(tick))
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -260,7 +252,7 @@ def _figures(axes: Axes, view: View) -> None:
         ("stable rank, weight", "stable_rank_weight"),
     )  # fmt: skip
     for row, (label, name) in enumerate(entries):
-        value = view.figure(name)
+        value = view.figures[name]
         at = 0.95 - row * 0.115
         axes.text(0.05, at, label, va="top")
         text = "not measured" if np.isnan(value) else number(value, 3)
