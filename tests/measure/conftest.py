@@ -67,3 +67,23 @@ def as_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for place in (module, packed_matrices):
         monkeypatch.setattr(place, "is_host", lambda device: False)
     return
+
+
+@pytest.fixture
+def kinds() -> list[torch.Tensor | None]:
+    """Return gradients of every kind of type, layout and value."""
+    bad = torch.tensor([math.nan, math.inf, 1.0])
+    return [
+        *(torch.randn(300, 500).to(d) for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)),
+        torch.randn(50, 40).t()[::3],
+        torch.randn(7, dtype=torch.complex64),
+        bad,
+        bad.double(),
+        torch.cat((torch.randn(300_000), bad, torch.zeros(1))),
+        torch.full((200_000,), 1e20),
+        torch.full((200_000,), 1e-30),
+        torch.empty(0),
+        torch.ones(1).expand(9),
+        torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 3.0], (5,), check_invariants=True),
+        None,
+    ]

@@ -15,22 +15,6 @@ pytestmark = [
 ]
 
 
-def tensors():
-    bad = torch.randn(300_000)
-    bad[[5, 70_000, 299_999]] = torch.tensor([float("nan"), float("inf"), 0.0])
-    return [
-        *(torch.randn(700, 901).to(d) for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)),
-        torch.randn(50, 40).t()[::3],
-        torch.randn(9, dtype=torch.complex64),
-        bad,
-        torch.full((200_000,), 1e20),
-        torch.full((200_000,), 1e-30),
-        torch.empty(0),
-        torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 3.0], (5,), check_invariants=True),
-        None,
-    ]
-
-
 @pytest.fixture
 def watched():
     """Make whatever waits for the device an error, once the allocator and the kernels are warm."""
@@ -48,8 +32,8 @@ def watched():
 
 
 @pytest.mark.parametrize("tier", ["eager", "compiled"])
-def test_statistics(tier, watched, check):
-    there = [None if t is None else t.cuda() for t in tensors()]
+def test_statistics(tier, watched, kinds, check):
+    there = [None if t is None else t.cuda() for t in kinds]
     scale = torch.ones((), device="cuda")
     pending = watched(lambda: statistics(there, tier=tier, scale=scale))
     assert why_not_compiled() == ""
@@ -57,11 +41,10 @@ def test_statistics(tier, watched, check):
     assert pending.ready()
 
 
-def test_histograms(watched):
-    here = tensors()
-    there = [None if t is None else t.cuda() for t in here]
+def test_histograms(watched, kinds):
+    there = [None if t is None else t.cuda() for t in kinds]
     found = watched(lambda: histogram(there)).arrays()[1]
-    np.testing.assert_array_equal(found, histogram(here).arrays()[1])
+    np.testing.assert_array_equal(found, histogram(kinds).arrays()[1])
 
 
 def test_updates(watched):

@@ -27,7 +27,7 @@ def test_outer_product_equals_the_dense_matrix() -> None:
     assert product.position("1.weight", 1, -2) == 10
     v = torch.randn(12, 2, dtype=torch.float64)
     torch.testing.assert_close(product @ v, dense @ v)
-    torch.testing.assert_close(product.matvec(v[:, 0]), dense @ v[:, 0])
+    torch.testing.assert_close(product @ v[:, 0], dense @ v[:, 0])
     assert product.norm == pytest.approx(float(dense.norm()), rel=1e-12)
     assert product.norm == pytest.approx(float(dense.trace()), rel=1e-12)
 
@@ -56,7 +56,7 @@ def test_outer_product_refuses() -> None:
     with pytest.raises(OuterProductError, match="there are 4 rows"):
         product.block([9], [0])
     with pytest.raises(OuterProductError, match=r"expected 4 rows to multiply, got \[3\]"):
-        product.matvec(torch.ones(3))
+        product @ torch.ones(3)
 
 
 def test_a_dense_matrix_needs_space(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,25 +55,9 @@ def sent(monkeypatch):
     return tables
 
 
-def gradients():
-    sparse = torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, 3.0], (5,), check_invariants=True)
-    bad = torch.tensor([float("nan"), float("inf"), 1.0])
-    return [
-        *(torch.randn(300, 500).to(dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)),
-        torch.randn(50, 40).t()[::3],
-        torch.randn(7, dtype=torch.complex64),
-        bad,
-        bad.double(),
-        torch.empty(0),
-        torch.ones(1).expand(9),
-        sparse,
-        None,
-    ]
-
-
 @pytest.mark.usefixtures("as_device")
-def test_statistics_read_nothing_and_send_once(sent, check):
-    tensors, scale = gradients(), torch.tensor(1.0)
+def test_statistics_read_nothing_and_send_once(sent, kinds, check):
+    tensors, scale = kinds, torch.tensor(1.0)
     with Recorded() as recorded:
         pending = statistics(tensors, tier="eager", scale=scale)
     assert recorded.names
@@ -93,9 +77,9 @@ def test_on_the_host_only_what_is_not_finite_is_counted():
 
 
 @pytest.mark.usefixtures("as_device")
-def test_a_histogram_reads_nothing_and_sends_once(sent):
+def test_a_histogram_reads_nothing_and_sends_once(sent, kinds):
     with Recorded() as recorded:
-        pending = histogram(gradients(), scale=torch.tensor(2.0))
+        pending = histogram(kinds, scale=torch.tensor(2.0))
     assert recorded.names
     assert recorded.reads() == []
     assert len(sent) == 1

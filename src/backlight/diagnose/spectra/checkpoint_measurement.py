@@ -124,7 +124,6 @@ class CheckpointMeasurement:
                 [replicate % group.size for replicate in range(options.replicates)],
                 shape=(layer.rows, layer.columns),
                 dtype=self._dtype(layer),
-                chunk_bytes=options.chunk_bytes,
             )
             if owner == group.rank:
                 owned[index] = gathered

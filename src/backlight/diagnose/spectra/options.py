@@ -12,7 +12,6 @@ import torch
 from backlight import devices
 from backlight.distributed import world
 from backlight.measure.spectra.decomposition import Method
-from backlight.monitors.spectra.instrument.rank_group import CHUNK_BYTES
 from backlight.monitors.spectra.model.options import SpectraError
 
 BUDGET_BYTES = 2 * 10**9
@@ -37,7 +36,6 @@ class SpectraRequest:
     dtype: str | None = None
     seed: int = 0
     budget: int = BUDGET_BYTES
-    chunk_bytes: int = CHUNK_BYTES
     out: Path | None = None
 
     @property

@@ -89,7 +89,7 @@ class OuterProduct:
         self._check_space(len(left) * len(right), f"a block of {len(left)} x {len(right)} entries")
         return torch.outer(left, right)
 
-    def matvec(self, v: Tensor) -> Tensor:
+    def __matmul__(self, v: Tensor) -> Tensor:
         """Return g (g . v) for ``v [M]`` or ``[M, k]``; the inner product is summed in float64."""
         if not v.dim() or v.shape[0] != len(self._g):
             raise OuterProductError(
@@ -98,9 +98,6 @@ class OuterProduct:
         g = self._g.double()
         product: Tensor = torch.tensordot(g, g @ v.double(), dims=0)
         return product.to(torch.promote_types(self._g.dtype, v.dtype))
-
-    def __matmul__(self, v: Tensor) -> Tensor:
-        return self.matvec(v)
 
     def dense(self) -> Tensor:
         """Return the whole matrix ``[M, M]``; OuterProductError beyond half of the available memory."""

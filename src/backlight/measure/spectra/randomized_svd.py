@@ -57,7 +57,6 @@ def strongest(
     width: int = 32,
     columns: int = 512,
     expected: int = 0,
-    seed: int = 0,
 ) -> Directions:
     """Compute the ``count`` <= p strongest directions of each matrix in float32 or float64.
 
@@ -65,14 +64,14 @@ def strongest(
     ``edge``, among those of the noise, or at ``columns`` columns of all blocks. ``tolerance`` is the largest
     residual over the distance to the next singular value: it bounds the sine of the angle to the true
     direction (Davis-Kahan, Wedin). ``start_pb`` are columns to start with, completed to a block of ``width``
-    by random ones from ``seed``, the same for every matrix, so that results do not depend on the batch; a
+    by random ones, the same for every matrix, so that results do not depend on the batch; a
     start biases an unfinished direction towards itself. ``expected`` columns sufficed for matrices like
     these: there is no check much before.
     """
     C, p, _ = A_Cpq.shape
     wanted = min(count if wanted is None else wanted, count)
     b = min(p, max(width, 0 if start_pb is None else start_pb.shape[1]))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     X = torch.randn(p, b, generator=generator, dtype=torch.float64).to(A_Cpq)
     if start_pb is not None:
         X[:, : start_pb.shape[1]] = start_pb.to(X)
