@@ -21,9 +21,9 @@ from backlight.report.source import Source
 from backlight.store.read.run import Run, open_run
 from ranks.launching import HERE, torchrun
 
-DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy", "healthy_shard")
+DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy_shard")
 REDUCED = ("reduced_shard", "reduced_ddp", "reduced_skip")
-REST = ("nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "moved", "cut")
+REST = ("healthy", "nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "moved", "cut")
 WAYS = [*DIAGONAL, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
 
 
@@ -123,7 +123,7 @@ def test_a_weight_that_one_rank_moves_is_found(folder: Path) -> None:
     assert finding.subject.parameter == "unused.weight"
 
 
-@pytest.mark.parametrize("name", ["healthy", "healthy_shard"])
+@pytest.mark.parametrize("name", ["healthy_shard", pytest.param("healthy", marks=pytest.mark.full)])
 def test_healthy_twins_are_silent(name: str, folder: Path) -> None:
     assert not [
         f

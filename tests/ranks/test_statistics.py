@@ -18,9 +18,9 @@ from ranks.network import Whole
 PARTIAL = {"block.norm.weight", "block.norm.bias"}
 """Gradients that tensor parallelism leaves unreduced in the way ``sequence``."""
 
-DIAGONAL = (*((w, 2) for w in ("ddp_no_sync", "fsdp_clipped", "fsdp_whole", "flat", "sequence", "pipeline")),)
+DIAGONAL = (*((w, 2) for w in ("ddp_no_sync", "fsdp_clipped", "flat", "sequence", "pipeline")),)
 REST = (
-    *((w, 2) for w in ("ddp", "ddp_static", "ddp_clipped", "ddp_join", "fsdp", "fsdp_kept")),
+    *((w, 2) for w in ("ddp", "ddp_static", "ddp_clipped", "ddp_join", "fsdp", "fsdp_kept", "fsdp_whole")),
     *((w, 2) for w in ("fsdp_accumulated", "tensor", "pipeline_1f1b", "fsdp_float32")),
     *((w, 4) for w in ("ddp", "fsdp", "fsdp_clipped", "flat", "hybrid", "fsdp_tensor")),
 )

@@ -46,8 +46,11 @@ def counting() -> Iterator[Count]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("plain", "clipped_by_norm", "accumulation", "tied", "two_optimizers_one_backward"),
-        *("non_contiguous", "bfloat16_weights", "head_replaced"),
+        *("plain", "clipped_by_norm", "two_optimizers_one_backward"),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("accumulation", "tied", "non_contiguous", "bfloat16_weights", "head_replaced")
+        ),
     ],
 )
 def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +81,16 @@ def test_the_mode_would_see_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert count.reads["aten._local_scalar_dense.default"] == 4
 
 
-@pytest.mark.parametrize("name", ["clipped_by_norm", "scaler_with_clipping", "two_optimizers_one_backward"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scaler_with_clipping",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("clipped_by_norm", "two_optimizers_one_backward")
+        ),
+    ],
+)
 def test_one_copy_a_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with backlight.watch(run=tmp_path / "usual", every=1, histogram=True):
         CASES[name].train()

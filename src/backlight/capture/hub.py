@@ -7,7 +7,6 @@ child is switched off for good: data-loader workers must not see anything of bac
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import time
 import warnings
@@ -158,10 +157,8 @@ class SeenOptimizers:
 
     def scan(self) -> None:
         """Look for optimizers that were made before the hooks were there."""
-        for candidate in gc.get_objects():
-            # type() first: isinstance() on a third-party object may run its __class__ property.
-            if issubclass(type(candidate), torch.optim.Optimizer):
-                self._meet(candidate)
+        for optimizer in modules.live_objects(torch.optim.Optimizer):
+            self._meet(optimizer)
 
     def use_holders(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count every optimizer that holds one of ``tensors`` as used."""

@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -20,6 +20,8 @@ from torch.nn.modules.module import (
 )
 
 from backlight.capture.sharding import shards
+
+Object = TypeVar("Object")
 
 _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
@@ -33,6 +35,16 @@ _WRAPPERS = {
 
 _FRONTS = frozenset({"FSDPModule", "ReplicateModule", "DDP"})
 """Classes that ``fully_shard`` and ``replicate`` put before a module's own, in a new class of both."""
+
+
+def live_objects(*kinds: type[Object]) -> list[Object]:
+    """Return the objects of these classes, and of classes derived from them, that exist in the process."""
+    objects = gc.get_objects()
+    # By type: isinstance() on a third-party object may run its __class__ property, and there are many objects
+    # of few types. By id: a type may be unhashable.
+    types = {id(type(one)): type(one) for one in objects}
+    wanted = {key for key, kind in types.items() if issubclass(kind, kinds)}
+    return [one for one in objects if id(type(one)) in wanted] if wanted else []
 
 
 @dataclass(frozen=True)
@@ -64,10 +76,8 @@ class SeenModules:
 
     def scan(self) -> None:
         """Look for modules that were built before the hooks were there, or by ``deepcopy``."""
-        for candidate in gc.get_objects():
-            # type() first: isinstance() on a third-party object may run its __class__ property.
-            if issubclass(type(candidate), nn.Module):
-                self._meet(candidate)
+        for module in live_objects(nn.Module):
+            self._meet(module)
 
     def refresh(self) -> None:
         """Forget modules that are gone, whose ids new ones may have, and look for others."""

@@ -13,10 +13,11 @@ A file looks like this; every key is optional::
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -132,7 +133,7 @@ class Settings:
             merge_overrides(monitor, given=values)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
+    def of(cls, values: Mapping[str, Any]) -> Settings:
         """Check keywords; ValueError if a key is unknown or a value has the wrong type or range."""
         folder = next((key for key in values if key in FOLDERS), None)
         if folder is not None:
@@ -141,7 +142,7 @@ class Settings:
         return cls._checked(values, "settings")
 
     @classmethod
-    def read(cls, path: Path, values: Mapping[str, Any]) -> Self:
+    def read(cls, path: Path, values: Mapping[str, Any]) -> Settings:
         """Read a TOML file (ValueError if that fails); ``values`` from the command line win over the file."""
         try:
             found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -152,7 +153,7 @@ class Settings:
         return cls._checked({**found, **values}, str(path))
 
     @classmethod
-    def _checked(cls, values: Mapping[str, Any], where: str) -> Self:
+    def _checked(cls, values: Mapping[str, Any], where: str) -> Settings:
         known = [f.name for f in dataclasses.fields(cls)]
         _refuse_unknown(values, known, where)
         prepared = dict(values)
@@ -164,7 +165,7 @@ class Settings:
         _known_fields(prepared.get("spectra"), SpectraOptions, f"{where}: spectra")
         prepared["trace"] = traced_kinds(prepared.get("trace"))
         try:
-            return TypeAdapter(cls).validate_python(prepared)
+            return _adapter().validate_python(prepared)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
@@ -174,6 +175,11 @@ class Settings:
     def overrides(self) -> dict[str, dict[str, float]]:
         """Return the thresholds that differ from their defaults, by monitor."""
         return {monitor: dict(values) for monitor, values in self.thresholds.items() if values}
+
+
+@functools.cache  # building a schema takes 50 ms
+def _adapter() -> TypeAdapter[Settings]:
+    return TypeAdapter(Settings)
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: list[str], where: str) -> None:

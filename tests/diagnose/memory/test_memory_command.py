@@ -43,17 +43,13 @@ print("end", sys.argv[1:])
 """
 
 
-def memory(folder: Path, *arguments: object) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", "backlight", "memory", *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
-
-
 def test_a_script_is_measured_and_stored(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    code, out, errors = memory(tmp_path, "--json", "--out", "run", "train.py", "--its-own")
-    assert code == 0, errors
-    answer = json.loads(out)
+    # In a process of its own: every tensor of this one would be held memory.
+    command = [sys.executable, "-m", "backlight", "memory", "--json", "--out", "run", "train.py", "--its-own"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
     held = (32 * 64 + 64 + 64 * 10 + 10) * 4
     assert answer["kinds"]["parameters"] == held
     # At the peak backward has come through the last layer. Adam counts steps in four bytes each.
@@ -69,8 +65,8 @@ def test_a_script_is_measured_and_stored(tmp_path: Path) -> None:
     assert answer["logits"]["formula"] == 40 * 10 * (4 + 4)
     assert (answer["device"], answer["allocator"], answer["trouble"]) == ("cpu", None, [])
     assert {m["name"] for m in answer["modules"]} >= {"", "0", "2"}
-    assert "step 1" in errors
-    assert "step 2" not in errors  # ended as soon as the third update is done
+    assert "step 1" in done.stderr
+    assert "step 2" not in done.stderr  # ended as soon as the third update is done
     source = Source(open_run(tmp_path / "run"))
     drawn = PANELS["memory_steps"].render(source)
     assert isinstance(drawn, Drawn)
@@ -82,24 +78,12 @@ def test_a_script_is_measured_and_stored(tmp_path: Path) -> None:
     assert [row[0] for row in table.data["tables"][0]["rows"]].count("2") == 1
 
 
-def test_a_recipe_is_predicted_and_stored(tmp_path: Path) -> None:
-    code, out, errors = memory(
-        tmp_path,
-        RECIPE,
-        "--fake",
-        "--batch",
-        2,
-        "--set",
-        "seq=32",
-        "--checkpointing",
-        "--json",
-        "--out",
-        "run",
-        "--budget",
-        "8M",
-    )
-    assert code == 0, errors
-    answer = json.loads(out)
+def test_a_recipe_is_predicted_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = "--fake --batch 2 --set seq=32 --checkpointing --json --budget 8M --out"
+    with pytest.raises(SystemExit) as leaving:
+        application.main(["memory", str(RECIPE), *given.split(), str(tmp_path / "run")])
+    assert leaving.value.code == 0
+    answer = json.loads(capsys.readouterr().out)
     assert (answer["how"], answer["built"]) == ("predicted", "meta")
     assert answer["logits"]["shape"] == [2 * 32, 256]
     assert [len(saving["wrapped"]) for saving in answer["checkpointing"]] == [1, 2]
@@ -141,11 +125,12 @@ def test_refusals_are_one_line(
     assert errors.count("\n") == 1
 
 
-def test_a_script_that_ends_too_early_is_reported(tmp_path: Path) -> None:
+def test_a_script_that_ends_too_early_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
-    code, _, errors = memory(tmp_path, "--warmup", 50, "train.py")
-    assert code == 2
-    assert "after 10 of the 51 steps that are needed (--warmup 50)" in errors
+    with pytest.raises(SystemExit) as leaving:
+        application.main(["memory", "--warmup", "50", str(tmp_path / "train.py")])
+    assert leaving.value.code == 2
+    assert "after 10 of the 51 steps that are needed (--warmup 50)" in capsys.readouterr().err
 
 
 def test_options_may_precede_or_follow_the_recipe() -> None:

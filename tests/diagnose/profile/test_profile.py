@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from backlight.cli import app as application
+
 SCRIPT = """
 import time
 import torch
@@ -71,22 +73,15 @@ print("steps of the script:", step)
 """
 
 
-def profiled(folder: Path, *options: str, last: int = 1000) -> tuple[int, str, str]:
-    script = folder / "train.py"
-    script.write_text(SCRIPT.replace("LAST", str(last)), encoding="utf-8")
-    command = [sys.executable, "-m", "backlight", "profile", *options, str(script)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr
-
-
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("profile")
-    code, out, errors = profiled(
-        folder, "--json", "--steps", "16", "--tokens-per-step", "32", "--peak-flops", "1e9"
-    )
-    assert code == 0, errors
-    return folder, json.loads(out)
+    (folder / "train.py").write_text(SCRIPT.replace("LAST", "1000"), encoding="utf-8")
+    command = [sys.executable, "-m", "backlight", "profile", "--json", "--steps", "16"]
+    command += ["--tokens-per-step", "32", "--peak-flops", "1e9", "train.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)
 
 
 def test_injected_sleeps_are_in_their_phases(answer: tuple[Path, dict[str, Any]]) -> None:
@@ -138,17 +133,25 @@ def test_throughput_states_its_basis(answer: tuple[Path, dict[str, Any]]) -> Non
     assert "N = 144" in found["mfu_basis"]
 
 
-def test_a_script_that_ends_early_says_what_is_missing(tmp_path: Path) -> None:
-    code, out, _ = profiled(tmp_path, last=5)
-    assert code == 0
-    assert "step not measured: 5 steps are too few to find a steady part" in out
-    assert "steps of the script: 5" in out
-    assert not list(tmp_path.glob("*.gz"))
-
-
-def test_a_script_without_training_is_refused(tmp_path: Path) -> None:
+def test_what_is_missing_or_wrong_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("LAST", "5"), encoding="utf-8")
     (tmp_path / "idle.py").write_text("print('idle')\n", encoding="utf-8")
-    command = [sys.executable, "-m", "backlight", "profile", "idle.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "idle.py: ended (exit code 0) without a step of an optimizer" in done.stderr
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine", encoding="utf-8")
+    codes, printed = [], []
+    for arguments in (["train.py"], ["idle.py"], ["--out", "run", "train.py"]):
+        with pytest.raises(SystemExit) as leaving:
+            application.main(["profile", *arguments])
+        codes.append(leaving.value.code)
+        printed.append(capsys.readouterr())
+    early, idle, refused = printed
+    assert codes == [0, 2, 2]
+    assert "step not measured: 5 steps are too few to find a steady part" in early.out
+    assert "steps of the script: 5" in early.out
+    assert not list(tmp_path.glob("*.gz"))
+    assert "idle.py: ended (exit code 0) without a step of an optimizer" in idle.err
+    assert "steps of the script" not in refused.out  # refused before the script starts
+    assert refused.err.startswith("backlight: run")

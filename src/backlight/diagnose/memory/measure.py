@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from backlight import devices
+from backlight.capture.modules import live_objects
 from backlight.capture.steps import StepSummary
 from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
 from backlight.diagnose.memory.recorder import Recorder
@@ -113,7 +112,7 @@ class MemoryObserver(StepObserver):
         self._is_recording = True
         for optimizer in self.scope.optimizers():
             self.recorder.register_optimizer(optimizer)
-        self.recorder.register_held(_live_tensors())
+        self.recorder.register_held(live_objects(torch.Tensor))
         self.recorder.begin_steps()
         self.recorder.begin_phase(Phase.OTHER)
 
@@ -152,8 +151,3 @@ def _main_device(models: Sequence[nn.Module]) -> str:
         for parameter in model.parameters():
             sizes[parameter.device.type] += parameter.numel()
     return sizes.most_common(1)[0][0] if sizes else "cpu"
-
-
-def _live_tensors() -> list[Any]:
-    # type() first: isinstance() on a third-party object may run its __class__ property.
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]

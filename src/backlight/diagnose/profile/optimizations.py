@@ -5,7 +5,6 @@ Advice must not repeat what is in use. What neither shows is not measured.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, dataloader
 
+from backlight.capture.modules import live_objects
 from backlight.diagnose.profile.ranges import has_compiled, is_compiled
 from backlight.distributed import world
 from backlight.processes import available_cores
@@ -182,8 +182,7 @@ def _loaders() -> list[tuple[int, str]]:
     # A loop over a loader that it has just created keeps only the iterator alive.
     iterators = getattr(dataloader, "_BaseDataLoaderIter", None)
     kinds = tuple(kind for kind in (DataLoader, iterators) if kind is not None)
-    # type() first: isinstance() on a third-party object may run its __class__ property.
-    return [_loader(one) for one in gc.get_objects() if issubclass(type(one), kinds)]
+    return [_loader(one) for one in live_objects(*kinds)]
 
 
 def _loader(loader: Any) -> tuple[int, str]:

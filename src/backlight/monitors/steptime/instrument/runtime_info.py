@@ -6,7 +6,6 @@ torch keeps under private names is read in one place each; where it is gone, the
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import sys
@@ -20,6 +19,7 @@ import torch
 
 import backlight
 from backlight import devices
+from backlight.capture.modules import live_objects
 from backlight.distributed import world
 from backlight.processes import available_cores
 
@@ -131,9 +131,7 @@ def _workers() -> int | None:
     """Return the workers of the loaders that live; None where there is none of torch's."""
     from torch.utils.data import DataLoader  # noqa: PLC0415 - loaded in time by those who have one
 
-    # type() first: isinstance() on a third-party object may run its __class__ property.
-    loaders = [one for one in gc.get_objects() if issubclass(type(one), DataLoader)]
-    return max((int(loader.num_workers) for loader in loaders), default=None)
+    return max((int(loader.num_workers) for loader in live_objects(DataLoader)), default=None)
 
 
 def _recompiled(rows: list[Any]) -> list[dict[str, Any]]:
