@@ -8,7 +8,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TESTS := $(ONE_THREAD) $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --dist worksteal
 # Directories of the tests marked `alone`, so that pytest collects nothing else (tests/test_architecture.py).
-ALONE := tests/diagnose/matrix tests/faults tests/monitors/stalls tests/report/live tests/setups
+ALONE := tests/diagnose/matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups
 
 .PHONY: demo test test-full lint coverage setups bench docs clean
 .DELETE_ON_ERROR:

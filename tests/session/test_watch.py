@@ -17,10 +17,17 @@ from backlight.capture.hub import HUB
 from backlight.records import RunStatus
 from cases import CASES, STEPS, Case, batches, build, ends, loop
 
-EVERY = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+VARIANTS = {"adamw_foreach", "float64_weights", "parameter_groups", "clipped_in_two_halves", "scaler"}
+"""Of a mechanism that another case has as well."""
 
 
-@EVERY
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.full] if name in VARIANTS else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_case(case: Case, tmp_path: Path) -> None:
     alone = case.train()
     with backlight.watch(run=tmp_path / "run", every=1):
@@ -51,7 +58,9 @@ def test_numbers_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, exact_updates=1):
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "run", every=1, exact_updates=1, monitors=("health",)
+    ):
         for x, y in batches(STEPS):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
@@ -93,7 +102,9 @@ class Exchanging(torch.optim.SGD):
 def test_an_optimizer_that_exchanges_the_memory_is_seen_to_update(tmp_path: Path) -> None:
     model = build()
     optimizer = Exchanging(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, exact_updates=1):
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "run", every=1, exact_updates=1, monitors=("health",)
+    ):
         for x, y in batches(STEPS):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
@@ -103,7 +114,9 @@ def test_an_optimizer_that_exchanges_the_memory_is_seen_to_update(tmp_path: Path
     assert (moved.values > 0).all()
 
 
-def test_scalars_of_the_user(tmp_path: Path) -> None:
+def test_what_is_stored_of_the_user_and_that_the_model_is_left_alone(
+    tmp_path: Path,
+) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=1) as watch:
@@ -122,6 +135,17 @@ def test_scalars_of_the_user(tmp_path: Path) -> None:
     assert list(run.scalar("step", source="user").values) == [100, 101, 102, 103]
     assert set(run.scalar("test_loss", source="user").values) == {2.0}
     assert len(run.scalar("train_accuracy", source="backlight").values) == 0
+    fingerprint = run.fingerprint()
+    assert fingerprint.parameter_count == sum(p.numel() for p in model.parameters())
+    assert ("first", "Linear") in fingerprint.modules
+    assert fingerprint.optimizers == ("SGD",)
+    assert fingerprint.versions["torch"] == torch.__version__
+    assert len(fingerprint.module_hash) == 16
+    json.dumps(fingerprint.flags)
+    assert not model._forward_hooks
+    assert not model._backward_hooks
+    assert all(p._backward_hooks is None for p in model.parameters())
+    assert len(ends(model)) == len(model.state_dict())
 
 
 def test_entered_twice_nested_and_left_by_an_exception(tmp_path: Path) -> None:
@@ -142,7 +166,7 @@ def test_entered_twice_nested_and_left_by_an_exception(tmp_path: Path) -> None:
 
 
 def test_a_second_use_is_a_new_attempt(tmp_path: Path) -> None:
-    watch = backlight.watch(run=tmp_path / "run", every=1)
+    watch = backlight.watch(run=tmp_path / "run", every=1, monitors=("health",))
     for _ in range(2):
         with watch:
             CASES["plain"].train()
@@ -156,21 +180,17 @@ def test_every_and_steps(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
         pytest.raises(SystemExit) as leaving,
-        backlight.watch(model, optimizer, run=tmp_path / "run", every=3, steps=7),
+        backlight.watch(model, optimizer, run=tmp_path / "run", every=3, steps=7, monitors=("health",)),
     ):
         loop(model, optimizer, steps=100)
     assert leaving.value.code == 0
     run = backlight.open_run(tmp_path / "run")
     assert list(run.series_steps("gradient")) == [0, 3, 6]
     assert run.status is RunStatus.FINISHED
-
-
-def test_a_training_of_just_the_steps_asked_for_ends_by_itself(tmp_path: Path) -> None:
-    with backlight.watch(run=tmp_path / "run", every=1, steps=STEPS):
-        CASES["plain"].train()
-    run = backlight.open_run(tmp_path / "run")
-    assert run.status is RunStatus.FINISHED
-    assert list(run.series_steps("gradient")) == list(range(STEPS))
+    # A training of just the requested steps ends by itself.
+    with backlight.watch(model, optimizer, run=tmp_path / "exact", every=1, steps=4, monitors=("health",)):
+        loop(model, optimizer, steps=4)
+    assert list(backlight.open_run(tmp_path / "exact").series_steps("gradient")) == [0, 1, 2, 3]
 
 
 def test_an_error_of_ours_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +272,9 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
         if watch.step == 8:
             model.first.weight.grad[0, 0] = float("nan")
 
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=8, detail=5) as watch:
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "run", every=8, detail=5, monitors=("health",)
+    ) as watch:
         whole = copy.deepcopy(model.state_dict())
         for number in range(10):
             loop(model, optimizer, spoil, steps=1)
@@ -294,7 +316,7 @@ def test_bad_settings_are_refused_before_anything_is_written(
 
 def test_a_loop_without_an_optimizer_is_told_the_way_out(tmp_path: Path) -> None:
     model = build()
-    with backlight.watch(run=tmp_path / "by_hand"):
+    with backlight.watch(run=tmp_path / "by_hand", monitors=("health",)):
         for x, y in batches(STEPS):
             model.zero_grad()
             F.cross_entropy(model(x), y).backward()
@@ -304,7 +326,7 @@ def test_a_loop_without_an_optimizer_is_told_the_way_out(tmp_path: Path) -> None
     (event,) = backlight.open_run(tmp_path / "by_hand").events("unmeasured")
     assert event.payload["reason"].startswith("4 backward passes were seen, but no step of a torch.optim")
     assert "backlight.collect" in event.payload["reason"]
-    with backlight.watch(run=tmp_path / "nothing"):
+    with backlight.watch(run=tmp_path / "nothing", monitors=("health",)):
         pass
     (event,) = backlight.open_run(tmp_path / "nothing").events("unmeasured")
     assert event.payload["reason"] == "neither a backward pass nor an optimizer step was seen"
@@ -314,7 +336,7 @@ def test_the_loss_of_an_accumulation_is_that_of_its_last_backward(tmp_path: Path
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     last = []
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1):
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, monitors=("health",)):
         for i, (x, y) in enumerate(batches(6)):
             loss = F.cross_entropy(model(x), y) / 3
             loss.backward()
@@ -352,22 +374,8 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["photo.png"]
 
 
-def test_the_fingerprint(tmp_path: Path) -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=tmp_path / "run"):
-        loop(model, optimizer)
-    fingerprint = backlight.open_run(tmp_path / "run").fingerprint()
-    assert fingerprint.parameter_count == sum(p.numel() for p in model.parameters())
-    assert ("first", "Linear") in fingerprint.modules
-    assert fingerprint.optimizers == ("SGD",)
-    assert fingerprint.versions["torch"] == torch.__version__
-    assert len(fingerprint.module_hash) == 16
-    json.dumps(fingerprint.flags)
-
-
 def test_per_backward(tmp_path: Path) -> None:
-    with backlight.watch(run=tmp_path / "run", every=1, per_backward=True):
+    with backlight.watch(run=tmp_path / "run", every=1, per_backward=True, monitors=("health",)):
         CASES["accumulation"].train()
     run = backlight.open_run(tmp_path / "run")
     whole = run.frame("gradient", "norm")
@@ -375,14 +383,3 @@ def test_per_backward(tmp_path: Path) -> None:
     assert list(whole.steps) == list(first.steps) == list(second.steps) == [0, 1]
     assert np.array_equal(second.values, whole.values)
     assert not np.allclose(first.values, whole.values)
-
-
-def test_ends_leave_the_model_alone(tmp_path: Path) -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=tmp_path / "run"):
-        loop(model, optimizer)
-    assert not model._forward_hooks
-    assert not model._backward_hooks
-    assert all(p._backward_hooks is None for p in model.parameters())
-    assert len(ends(model)) == len(model.state_dict())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from backlight.capture.modules import SeenModules, named_parameters, unwrapped, walk
+from backlight.capture.modules import Prefixes, SeenModules, named_parameters, walk
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
@@ -35,16 +35,7 @@ def named_roots(seen: SeenModules) -> list[tuple[str, nn.Module]]:
 
     Modules without parameters, such as losses, are left out.
     """
-    roots = [root for root in seen.roots() if any(True for _ in named_parameters(root))]
-    if len(roots) == 1:
-        return [("", roots[0])]
-    counts: dict[str, int] = {}
-    named = []
-    for root in roots:
-        kind = type(unwrapped(root)).__name__
-        counts[kind] = counts.get(kind, 0) + 1
-        named.append((kind if counts[kind] == 1 else f"{kind}#{counts[kind]}", root))
-    return named
+    return Prefixes().of([r for r in seen.roots() if any(True for _ in named_parameters(r))])
 
 
 def candidates(roots: list[tuple[str, nn.Module]]) -> list[Candidate]:

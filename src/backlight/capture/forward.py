@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from backlight.capture.hub import HUB, Forwards, Listener, parameters_of
+import torch
+
+from backlight.capture.hub import HUB, Listener, parameters_of
 from backlight.capture.modules import holding
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from backlight.capture.parameters import Scope
+
+
+class Forwards:
+    """Hooks on outermost modules, which report to the hub; remove them with :meth:`leave`."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
+
+    def follow(self, modules: Iterable[nn.Module]) -> None:
+        """Hook these modules as well.
+
+        One that was hooked before it was wrapped keeps its hooks: it may have been compiled with them.
+        """
+        for key in [k for k, (reference, _) in self._handles.items() if reference() is None]:
+            del self._handles[key]
+        for module in modules:
+            if id(module) not in self._handles and getattr(module, "_compiled_call_impl", None) is None:
+                handles = [
+                    module.register_forward_pre_hook(entered),
+                    module.register_forward_hook(returned, always_call=True),
+                ]
+                self._handles[id(module)] = (weakref.ref(module), handles)
+
+    def leave(self) -> None:
+        """Remove all hooks."""
+        for _, handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+
+
+def entered(_module: nn.Module, _args: Any) -> None:
+    """Hook before the forward of an outermost module."""
+    if not torch.compiler.is_compiling():
+        HUB.emit("forward_begin")
+
+
+def returned(_module: nn.Module, _args: Any, _output: Any) -> None:
+    """Hook after the forward of an outermost module, also when it raised."""
+    if not torch.compiler.is_compiling():
+        HUB.emit("forward_end")
 
 
 class ScopeForwards(Listener):

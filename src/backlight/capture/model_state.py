@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from backlight.capture.hub import HUB
-from backlight.capture.modules import walk
+from backlight.capture.modules import table_of, walk
 from backlight.capture.sharding import wholes
 from backlight.devices import random_states, set_random_states
 
@@ -20,7 +20,11 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 def spread(model: nn.Module) -> bool:
     """Return whether a parameter of ``model`` is a part of a whole on several processes."""
-    return any(hasattr(p, "placements") for _, module in walk(model) for p in _own(module).values())
+    return any(
+        hasattr(p, "placements")
+        for _, module in walk(model)
+        for p in table_of(module, "_parameters").values()
+    )
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,7 +44,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in dict.fromkeys(module for _, module in walk(model)):
-        own = _own(module)
+        own = table_of(module, "_parameters")
         for key, part in own.items():
             if hasattr(part, "placements"):
                 if id(part) not in wholes:
@@ -64,10 +68,6 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for table, kept in hooks:
             table.clear()
             table.update(kept)  # in their order
-
-
-def _own(module: nn.Module) -> dict[str, Any]:
-    return vars(module).get("_parameters") or {}
 
 
 def _communicates(hook: Any) -> bool:

@@ -47,6 +47,11 @@ def live_objects(*kinds: type[Object]) -> list[Object]:
     return [one for one in objects if id(type(one)) in wanted] if wanted else []
 
 
+def table_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Return ``_modules``, ``_parameters`` or ``_buffers`` of a module; one half built may lack them."""
+    return getattr(module, "__dict__", {}).get(name) or {}
+
+
 @dataclass(frozen=True)
 class NamedParameter:
     """A parameter where the model holds it; ``module`` is its owner's name, ``kind`` its type."""
@@ -88,8 +93,7 @@ class SeenModules:
         """Return the living modules that are no other module's child, oldest first."""
         self._modules = {key: ref for key, ref in self._modules.items() if ref() is not None}
         alive = [module for ref in self._modules.values() if (module := ref()) is not None]
-        # A module half built by its constructor has no table of children yet.
-        children = {id(child) for module in alive for child in (vars(module).get("_modules") or {}).values()}
+        children = {id(child) for module in alive for child in table_of(module, "_modules").values()}
         return [module for module in alive if id(module) not in children]
 
 
@@ -113,7 +117,7 @@ def install(seen: SeenModules) -> list[Any]:
 def inner(module: nn.Module) -> nn.Module | None:
     """Return what a wrapper wraps; None for a module that is none."""
     attribute = _WRAPPERS.get(type(module).__name__)
-    return (vars(module).get("_modules") or {}).get(attribute) if attribute is not None else None
+    return table_of(module, "_modules").get(attribute) if attribute is not None else None
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -142,7 +146,7 @@ def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
             continue
         yield name, module
         inside = above | {id(module)}
-        for key, child in reversed(list((vars(module).get("_modules") or {}).items())):
+        for key, child in reversed(list(table_of(module, "_modules").items())):
             if child is not None:
                 stack.append((f"{name}.{key}" if name else key, child, inside))
 
@@ -155,7 +159,7 @@ def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParamet
     sharded: dict[tuple[int, str], nn.Parameter] = {}
     for name, module in walk(root, prefix):
         sharded.update(shards(module))
-        for key, held in (vars(module).get("_parameters") or {}).items():
+        for key, held in table_of(module, "_parameters").items():
             parameter = sharded.get((id(module), key), held) if sharded else held
             if parameter is not None:
                 full = f"{name}.{key}" if name else key

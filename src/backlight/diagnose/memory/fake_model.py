@@ -8,6 +8,7 @@ is built whole and copied. Everything fake is on the CPU: on ``cuda`` it would a
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -149,26 +150,21 @@ def checkpoint_modules(
     """
     for name, module in walk(model):
         if name in names:
-            module.forward = _Checkpointed(name, module.forward, entered, reentrant=reentrant)
+            module.forward = _checkpointed(name, module.forward, entered, reentrant=reentrant)
 
 
-class _Checkpointed:
-    def __init__(
-        self,
-        name: str,
-        forward: Callable[..., Any],
-        entered: Callable[[str], AbstractContextManager[None]],
-        *,
-        reentrant: bool,
-    ) -> None:
-        self._name, self._forward, self._entered, self._reentrant = name, forward, entered, reentrant
+def _checkpointed(
+    name: str,
+    forward: Callable[..., Any],
+    entered: Callable[[str], AbstractContextManager[None]],
+    *,
+    reentrant: bool,
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with entered(name):
+            return forward(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self._run, *args, use_reentrant=self._reentrant, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with self._entered(self._name):
-            return self._forward(*args, **kwargs)
+    return functools.partial(checkpoint, run, use_reentrant=reentrant)
 
 
 def _structure(block: nn.Module) -> Hashable:

@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backlight.capture.modules import walk
+from backlight.capture.modules import table_of, walk
 from backlight.diagnose.memory.storage_log import Kind, Storage, StorageLog
 from backlight.records import Phase
 
@@ -122,8 +123,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
                 self._register_module(name, module)
                 if id(module) not in hooked:  # one that is used under two names has one forward
                     hooked.add(id(module))
-                    self._handles.append(module.register_forward_pre_hook(_EnterHook(self, name)))
-                    self._handles.append(module.register_forward_hook(_LeaveHook(self), always_call=True))
+                    self._handles.append(module.register_forward_pre_hook(partial(self._entered, name)))
+                    self._handles.append(module.register_forward_hook(self._returned, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -137,12 +138,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self._indices.clear()
 
     def _register_module(self, name: str, module: nn.Module) -> None:
-        for parameter in (vars(module).get("_parameters") or {}).values():
+        for parameter in table_of(module, "_parameters").values():
             if parameter is not None:
                 self._register(parameter, Kind.PARAMETERS, name)
                 if parameter.grad is not None:
                     self._register(parameter.grad, Kind.GRADIENTS, name)
-        for buffer in (vars(module).get("_buffers") or {}).values():
+        for buffer in table_of(module, "_buffers").values():
             if buffer is not None:
                 self._register(buffer, Kind.BUFFERS, name)
 
@@ -241,17 +242,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     @contextlib.contextmanager
     def module(self, name: str) -> Iterator[None]:
         """Attribute what is allocated inside to a module whose forward runs without its hooks."""
-        self.enter_module(name)
+        self._modules.enter(name)
         try:
             yield
         finally:
-            self.leave_module()
+            self._returned()
 
-    def enter_module(self, name: str) -> None:
-        """Begin a module's forward."""
+    def _entered(self, name: str, _module: nn.Module, _args: Any) -> None:
         self._modules.enter(name)
 
-    def leave_module(self) -> None:
+    def _returned(self, *_: Any) -> None:
         """End the innermost module's forward; what a recomputed one left is activations."""
         self._modules.leave()
         if self._recomputed and not self._modules.inside:
@@ -292,22 +292,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
 
         self._references[key] = weakref.ref(storage, freed)
         return index
-
-
-class _EnterHook:
-    def __init__(self, recorder: Recorder, name: str) -> None:
-        self._recorder, self._name = recorder, name
-
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
-        self._recorder.enter_module(self._name)
-
-
-class _LeaveHook:
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __call__(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self._recorder.leave_module()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
