@@ -212,11 +212,11 @@ def test_samples_of_a_thread_that_waits_for_a_core_show_nothing(
 ) -> None:
     state = snapshot(position_hooks=50, node_since=0 if frames[0] is ENGINE else 960 * S)
     same = {"samples": samples(*frames, runs_bytecode=True, source=source), "scheduled": 0.95}
-    for ran in (0.01, 0.2, 0.45):
+    for ran in (0.01, 0.1, 0.18):
         starved = diagnose(observation(state, thread_cpu=ran, cpu=ran, **same), LIMITS)
         assert (starved.kind, starved.line) == (DiagnosisKind.UNKNOWN, None)
         assert "it waits for a core most of the time" in starved.claim
-    ran_on = diagnose(observation(state, thread_cpu=0.55, cpu=0.55, **same), LIMITS)
+    ran_on = diagnose(observation(state, thread_cpu=0.25, cpu=0.25, **same), LIMITS)
     assert ran_on.kind is (DiagnosisKind.LONG_OP if frames[0] is ENGINE else DiagnosisKind.SPIN)
 
 
@@ -224,7 +224,7 @@ def test_starved_phase_names_no_line_in_every_sample() -> None:
     state = snapshot(phase=Phase.FORWARD, heartbeat=500 * S, phase_since=500 * S, node_since=0)
     for scheduled, when in ((0.9, "now at train.py:5"), (0.3, "in every sample at train.py:5")):
         found = diagnose(
-            observation(state, samples=samples(TOP), thread_cpu=0.25, cpu=0.25, scheduled=scheduled), LIMITS
+            observation(state, samples=samples(TOP), thread_cpu=0.15, cpu=0.15, scheduled=scheduled), LIMITS
         )
         assert when in found.claim
 

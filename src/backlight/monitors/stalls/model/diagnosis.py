@@ -32,7 +32,7 @@ MIN_PAUSE_S = 0.3
 MAX_IDLE_SCHEDULED = 0.2
 """Share of the time on a core or in its queue above which a thread does not just wait."""
 
-MIN_CORE_SHARE = 0.5
+MIN_CORE_SHARE = 0.2
 """Share of its runnable time for which a thread had a core, below which its samples show where it waits."""
 
 STARVED = "it is slow: it waits for a core most of the time, so its stacks do not show what it does"
@@ -396,7 +396,7 @@ def _is_idle(obs: Observation, limits: StallLimits) -> bool:
 
 
 def is_starved(ran: float | None, scheduled: float | None) -> bool:
-    """Return whether a thread, by its shares of the time, waited longer for a core than it had one."""
+    """Return whether a thread, by its shares of the time, hardly got the core that it wanted."""
     if ran is None or scheduled is None:
         return False
     return scheduled > MAX_IDLE_SCHEDULED and ran < MIN_CORE_SHARE * scheduled
