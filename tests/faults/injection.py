@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backlight.diagnose.script_observer import ScriptObserver
 
 Train = Callable[[bool], None]
 
@@ -41,6 +47,23 @@ def registrar(table: dict[str, Fault]) -> Callable[..., Callable[[Train], Train]
         return decorate
 
     return fault
+
+
+class Ended(BaseException):
+    """Ends a script that has been observed for long enough."""
+
+
+def end() -> None:
+    """End the script from within."""
+    raise Ended
+
+
+def run_under(observer: ScriptObserver, train: Train, injected: bool) -> None:
+    """Run a training function under an observer until it ends, or backward fails."""
+    with observer, contextlib.suppress(Ended, RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(injected)
+    assert not observer.notes
 
 
 def wait_for_watchdog(timeout_s: float = 60.0) -> None:

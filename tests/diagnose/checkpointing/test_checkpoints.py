@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,25 +15,15 @@ from backlight.diagnose.checkpointing.regions import Region
 from cases import CASES, assert_equal
 from diagnose.conftest import Command
 from faults.checkpoints import FAULTS
-from faults.injection import Fault, Train
-
-
-class _Stop(BaseException):
-    """Ends a script that has been observed for long enough."""
+from faults.injection import Fault, Train, end, run_under
 
 
 def inspect(train: Train, injected: bool) -> Region:
-    def end() -> None:
-        raise _Stop
-
     before = torch.utils.checkpoint.checkpoint
     observer = CheckpointObserver(2, end)
-    with observer, contextlib.suppress(_Stop, RuntimeError), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        train(injected)
+    run_under(observer, train, injected)
     assert torch.utils.checkpoint.checkpoint is before
     assert not HUB.active
-    assert observer.notes == []
     return observer.regions[0]
 
 

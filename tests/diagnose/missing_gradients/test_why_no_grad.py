@@ -19,28 +19,16 @@ from backlight.capture.hub import HUB
 from backlight.diagnose.missing_gradients.observer import MissingGradientObserver, MissingGradients, Row
 from cases import CASES, assert_equal
 from diagnose.conftest import Command
-from faults.injection import Fault, Train
+from faults.injection import Ended, Fault, Train, end, run_under
 from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
 from thinning import thinned
 
 
-class _Stop(BaseException):
-    """Ends a script that has been observed for long enough."""
-
-
 def observe(train: Train, injected: bool, steps: int = 2) -> tuple[MissingGradients, list[Row]]:
     early: list[Row] = []
-
-    def end() -> None:
-        raise _Stop
-
     observer = MissingGradientObserver(steps, end, lambda rows, _line: early.extend(rows))
-    with observer, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with contextlib.suppress(_Stop, RuntimeError):
-            train(injected)
+    run_under(observer, train, injected)
     assert not HUB.active
-    assert not observer.answer.notes
     return observer.answer, early
 
 
@@ -82,21 +70,17 @@ def test_saved_tensor_changed_in_place() -> None:
 
 
 def test_read_of_the_grad_of_a_computed_tensor() -> None:
-    def end() -> None:
-        raise _Stop
-
-    rows = {}
-    for injected in (True, False):
-        observer = MissingGradientObserver(3, end)
-        with observer, contextlib.suppress(_Stop), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            NON_LEAF.train(injected)
-        assert observer.answer.steps == 3
-        rows[injected] = observer.answer.rows
-    assert [row.reason.cause for row in rows[True]] == ["not a leaf"]
-    assert rows[True][0].reason.line.number == NON_LEAF.line
-    assert "so backward leaves nothing in its .grad, read at" in rows[True][0].reason.text
-    assert rows[False] == []
+    observer = MissingGradientObserver(3, end)
+    with observer, contextlib.suppress(Ended), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        NON_LEAF.train(True)
+    (row,) = observer.answer.rows
+    assert (row.reason.cause, row.reason.line.number) == ("not a leaf", NON_LEAF.line)
+    assert "so backward leaves nothing in its .grad, read at" in row.reason.text
+    observer = MissingGradientObserver(3, end)
+    with observer, contextlib.suppress(Ended):
+        NON_LEAF.train(False)
+    assert (observer.answer.rows, observer.answer.steps) == ([], 3)
 
 
 def test_gradient_in_a_later_backward_removes_the_reason() -> None:

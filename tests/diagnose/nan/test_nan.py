@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -13,25 +12,16 @@ from backlight.capture.hub import HUB
 from backlight.diagnose.nan.tracer import NanTracer
 from cases import CASES, assert_equal
 from diagnose.conftest import Command
-from faults.injection import Fault, Train
+from faults.injection import Fault, Train, end, run_under
 from faults.non_finite import FAULTS, scaler_searches
 from ranks.launching import run_ranks
 from thinning import thinned
 
 
-class _Stop(BaseException):
-    """Ends a script that has been observed for long enough."""
-
-
 def tracer(train: Train, injected: bool) -> NanTracer:
-    def end() -> None:
-        raise _Stop
-
     observer = NanTracer(end)
-    with observer, contextlib.suppress(_Stop):
-        train(injected)
+    run_under(observer, train, injected)
     assert not HUB.active
-    assert observer.notes == []
     return observer
 
 
