@@ -1,18 +1,18 @@
 """Top-10 eigenvalues of the second moment of per-sample gradients, against what users would pick.
 
 Models are an MLP 784-256-256-10 with 128 and 512 samples, a GPT of four layers with 8 to 256 positions, and
-a small CNN. Every way computes the 10 largest eigenvalues of A^T A / N, A holding the gradients of N
+a small CNN. Every method computes the 10 largest eigenvalues of A^T A / N, A holding the gradients of N
 samples: `torch.func.vmap`, BackPACK, ViViT's Gram of BackPACK's gradients, Opacus, and Lanczos with
-curvlinops' empirical Fisher (extra `peers`). All ways take turns in one process on one thread, and every
-figure is the median of their processor time, which a busy machine stretches least; ratios are to backlight,
-so that 20 means twenty times slower. Memory is how far the peak of the process rose above what it held
-before the call; the last row of a model is a plain forward and backward pass, which every way that takes all
-samples at once needs at least, and the column after `of vmap` is what a way takes above that row over what
-`vmap` takes above it. Models are float32; the eigenvalues of backlight are compared with those of `vmap` in
-float64. Peers form and multiply gradients in float32. So does backlight where it forms them, in runs of 64
-whose sums go on in float64; it multiplies everything in float64 in the row named so; `4 at once` are samples
-in a pass. The check that runs two samples alone comes at measurements 1, 2, 4, 8, ... of a model and is in
-the median only as often as that. Below stand the bytes of one snapshot.
+curvlinops' empirical Fisher (extra `peers`). All methods are interleaved in one process on one thread, and
+every figure is the median of their processor time, which a busy machine stretches least; ratios are to
+backlight, so that 20 means twenty times slower. Memory is how far the peak of the process rose above what
+it held before the call; the last row of a model is a plain forward and backward pass, which every method
+that takes all samples at once needs at least, and the column after `of vmap` is what a method takes above
+that row over what `vmap` takes above it. Models are float32; the eigenvalues of backlight are compared with
+those of `vmap` in float64. Peers form and multiply gradients in float32. So does backlight where it forms
+them, in runs of 64 whose sums go on in float64; it multiplies everything in float64 in the row named so; `4
+at once` are samples in a pass. The check that runs two samples alone comes at measurements 1, 2, 4, 8, ...
+of a model and is in the median only as often as that. Below stand the bytes of one snapshot.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/gram.py
 """
@@ -42,7 +42,7 @@ import backlight
 
 TOP = 10
 Batch = tuple[Tensor, Tensor]
-Way = Callable[[nn.Module, Batch], Tensor]
+Method = Callable[[nn.Module, Batch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def leading(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.eigvalsh(K / n).flip(0)[:TOP]
 
 
-def ours(
+def backlight_eigenvalues(
     model: nn.Module, batch: Batch, products: torch.dtype | None = None, at_once: int | None = None
 ) -> Tensor:
     found = backlight.gram(model, summed, batch, detail="model", products=products, at_once=at_once)
@@ -143,8 +143,8 @@ def with_vmap(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def peers(setting: Setting) -> dict[str, Callable[[], Tensor]]:
-    """Return the ways of the peers that are installed and know every layer of the model."""
-    ways: dict[str, Callable[[], Tensor]] = {}
+    """Return the methods of the peers that are installed and know every layer of the model."""
+    methods: dict[str, Callable[[], Tensor]] = {}
     makers = {
         "BackPACK": with_backpack,
         "ViViT": with_vivit,
@@ -153,15 +153,15 @@ def peers(setting: Setting) -> dict[str, Callable[[], Tensor]]:
     }
     for name, make in makers.items():
         try:
-            way = make(copy.deepcopy(setting.model), setting.batch)
-            way()
+            method = make(copy.deepcopy(setting.model), setting.batch)
+            method()
         except ImportError as error:
             NOTES.setdefault(f"{name}: not installed ({error})", []).append(setting.name)
         except (NotImplementedError, RuntimeError, AttributeError, KeyError, ValueError, TypeError) as error:
             NOTES.setdefault(f"{name}: {type(error).__name__}: {str(error)[:90]}", []).append(setting.name)
         else:
-            ways[name] = way
-    return ways
+            methods[name] = method
+    return methods
 
 
 NOTES: dict[str, list[str]] = {}
@@ -172,7 +172,7 @@ def with_backpack(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
     model = backpack.extend(model)
     loss = backpack.extend(nn.CrossEntropyLoss(reduction="sum"))
 
-    def way() -> Tensor:
+    def method() -> Tensor:
         with backpack.backpack(extensions.BatchGrad()):
             loss(model(batch[0]), batch[1]).backward()
         found = leading([p.grad_batch for p in model.parameters()])
@@ -181,7 +181,7 @@ def with_backpack(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
             p.grad = None
         return found
 
-    return way
+    return method
 
 
 def with_vivit(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
@@ -190,7 +190,7 @@ def with_vivit(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
     model = backpack.extend(model)
     loss = backpack.extend(nn.CrossEntropyLoss(reduction="sum"))
 
-    def way() -> Tensor:
+    def method() -> Tensor:
         hook = vivit.GramBatchGrad(free_grad_batch=True)
         with backpack.backpack(extensions.BatchGrad(), extension_hook=hook):
             loss(model(batch[0]), batch[1]).backward()
@@ -198,21 +198,21 @@ def with_vivit(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
             p.grad = None
         return torch.linalg.eigvalsh(hook.get_result() / len(batch[0])).flip(0)[:TOP]
 
-    return way
+    return method
 
 
 def with_opacus(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
     opacus = importlib.import_module("opacus.grad_sample")
     wrapped = opacus.GradSampleModule(model, loss_reduction="sum")
 
-    def way() -> Tensor:
+    def method() -> Tensor:
         F.cross_entropy(wrapped(batch[0]), batch[1], reduction="sum").backward()
         found = leading([p.grad_sample for p in wrapped.parameters()])
         for p in wrapped.parameters():
             p.grad_sample = p.grad = None
         return found
 
-    return way
+    return method
 
 
 def with_curvlinops(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
@@ -224,30 +224,30 @@ def with_curvlinops(model: nn.Module, batch: Batch) -> Callable[[], Tensor]:
     parameters = list(model.parameters())
     loss = nn.CrossEntropyLoss(reduction="sum")
 
-    def way() -> Tensor:
+    def method() -> Tensor:
         fisher = curvlinops.EFLinearOperator(model, loss, parameters, [batch], check_deterministic=False)
         values = eigsh(fisher.to_scipy(), k=TOP, return_eigenvectors=False)
         return torch.from_numpy(values.copy()).flip(0) / len(batch[0])
 
-    return way
+    return method
 
 
 def plain(setting: Setting) -> Tensor:
-    """Run what every way needs at least."""
+    """Run what every method needs at least."""
     parameters = list(setting.model.parameters())
     torch.autograd.grad(summed(setting.model, setting.batch), parameters)
     return torch.zeros(TOP)
 
 
-def peak(way: Callable[[], Tensor]) -> float:
-    """Return by how many MB the resident memory rose while ``way`` ran; nan where nothing counts it."""
+def peak(method: Callable[[], Tensor]) -> float:
+    """Return by how many MB the resident memory rose while ``method`` ran; nan where nothing counts it."""
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)
         clear.write_text("5")
         before = _status(status, "VmRSS")
-        way()
+        method()
         return max(0.0, (_status(status, "VmHWM") - before) / 1024)
     except (OSError, KeyError, AttributeError):
         return float("nan")
@@ -258,15 +258,15 @@ def _status(path: Path, field: str) -> int:
     return int(lines[field].split()[0])
 
 
-def timed(ways: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
-    """Return the median milliseconds of processor time of each way; they take turns."""
-    took: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()
+def timed(methods: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of processor time of each method; interleaved."""
+    took: dict[str, list[float]] = {name: [] for name in methods}
+    for method in methods.values():
+        method()
     for _ in range(repeats):
-        for name, way in ways.items():
+        for name, method in methods.items():
             begin = time.process_time()
-            way()
+            method()
             took[name].append(1e3 * (time.process_time() - begin))
     return {name: statistics.median(times) for name, times in took.items()}
 
@@ -276,7 +276,7 @@ def agreement(setting: Setting) -> float:
     model = copy.deepcopy(setting.model).double()
     batch = tuple(part.double() if part.is_floating_point() else part for part in setting.batch)
     expected = with_vmap(model, batch)
-    return float(((ours(model, batch) - expected).abs() / expected).max())
+    return float(((backlight_eigenvalues(model, batch) - expected).abs() / expected).max())
 
 
 def snapshots(settings: list[Setting]) -> Table:
@@ -299,29 +299,29 @@ def main() -> None:
     settings = [mlp(128), mlp(512), cnn(64), gpt(8, 32), gpt(16, 32), gpt(64, 32), gpt(256, 16)]
     settings = [s for s in settings if arguments.only in s.name]
     table = Table(
-        "setting", "way", "ms", "of backlight", "extra MB", "of vmap", "above plain", "agreement, fp64",
+        "setting", "method", "ms", "of backlight", "extra MB", "of vmap", "above plain", "agreement, fp64",
         title=f"top-{TOP} eigenvalues of the second moment, one thread, processor time",
     )  # fmt: skip
     for setting in settings:
-        ways: dict[str, Callable[[], Tensor]] = {
-            "backlight": lambda s=setting: ours(s.model, s.batch),
-            "backlight, float64": lambda s=setting: ours(s.model, s.batch, torch.float64),
+        methods: dict[str, Callable[[], Tensor]] = {
+            "backlight": lambda s=setting: backlight_eigenvalues(s.model, s.batch),
+            "backlight, float64": lambda s=setting: backlight_eigenvalues(s.model, s.batch, torch.float64),
             **(
-                {"backlight, 4 at once": lambda s=setting: ours(s.model, s.batch, at_once=4)}
+                {"backlight, 4 at once": lambda s=setting: backlight_eigenvalues(s.model, s.batch, at_once=4)}
                 if setting.long
                 else {}
             ),
             "torch.func.vmap": lambda s=setting: with_vmap(s.model, s.batch),
             **peers(setting),
         }
-        took = timed(ways, arguments.repeats)
-        ways["(forward and backward)"] = lambda s=setting: plain(s)
-        took |= timed({"(forward and backward)": ways["(forward and backward)"]}, arguments.repeats)
-        memory = {name: peak(way) for name, way in ways.items()}
+        took = timed(methods, arguments.repeats)
+        methods["(forward and backward)"] = lambda s=setting: plain(s)
+        took |= timed({"(forward and backward)": methods["(forward and backward)"]}, arguments.repeats)
+        memory = {name: peak(method) for name, method in methods.items()}
         floor = memory["(forward and backward)"]
-        reference = ways["torch.func.vmap"]()
-        for name, way in ways.items():
-            found = way().to(reference)
+        reference = methods["torch.func.vmap"]()
+        for name, method in methods.items():
+            found = method().to(reference)
             off = float(((found - reference).abs() / reference).max()) if name[0] != "(" else float("nan")
             table.add_row(
                 setting.name if name == "backlight" else "",

@@ -32,7 +32,7 @@ Change = dict[str, Any]
 
 @dataclasses.dataclass
 class Outcome:
-    """One training: its logs, its verdict by the accuracies, its seconds of processor time."""
+    """A training run: its logs, its verdict by the accuracies, its processor seconds."""
 
     logs: list[Log]
     verdict: Detection
@@ -57,7 +57,7 @@ def changed(settings: Any, change: Change) -> Any:
 
 
 def verdict_of(task: Task, logs: list[Log], test: str = "test_accuracy") -> Detection:
-    """Judge training accuracy against ``test``."""
+    """Compare training accuracy with ``test``."""
     logged = [(step, values) for step, values in logs if test in values]
     steps = [step for step, _ in logged]
     return detect(

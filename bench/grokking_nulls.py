@@ -60,7 +60,7 @@ def trained(
 
 
 def linear(seed: int, *, ratio: float, steps: int = 4000, inputs: int = 100) -> Detection:
-    """Judge a linear student at lambda = inputs / samples under gradient descent (Levi et al. 2310.16441).
+    """Evaluate a linear student at lambda = inputs / samples under gradient descent (Levi et al. 2310.16441).
 
     The accuracy is the share of samples whose squared error is below 1e-2 of the teacher's variance.
     """
@@ -94,7 +94,7 @@ def _judged(train: np.ndarray, test: np.ndarray, steps: np.ndarray = STEPS) -> D
 
 
 def delayed(seed: int) -> Detection:
-    """Judge a curve that does grok."""
+    """Evaluate a curve that does grok."""
     draw = np.random.default_rng(seed)
     return _judged(_fitted(25), _rise(draw.uniform(600, 2500), draw.uniform(10, 80), CHANCE, 1.0, draw))
 

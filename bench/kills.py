@@ -54,7 +54,7 @@ SHARED = struct.Struct("<qqqq")
 
 
 def floats_at(step: int) -> np.ndarray:
-    """Return the numbers that step ``step`` must hold, computable by victim and judge alike."""
+    """Return the numbers that step ``step`` must hold, computable by victim and check."""
     return (np.arange(P * 3, dtype=np.float64).reshape(P, 3) + 1.0) * np.sqrt(step + 2.0)
 
 
@@ -103,7 +103,7 @@ def digest(path: Path) -> dict[str, str]:
     }
 
 
-def judge(path: Path, attempt: int, done: int, appended: int) -> tuple[list[str], int, int]:
+def check(path: Path, attempt: int, done: int, appended: int) -> tuple[list[str], int, int]:
     """Return what is wrong with a run after a kill, the steps lost, and the steps after the last flush."""
     wrong: list[str] = []
     before = digest(path)
@@ -167,7 +167,7 @@ def orphan(path: Path, base: Path) -> list[str]:
 
 
 def kill_once(base: Path, seed: int, longest: float) -> tuple[str, list[str], int, int]:
-    """Start a victim, kill it after a random time, judge; return where it fell and what was found."""
+    """Start a victim, kill it after a random time, check; return where it fell and what was found."""
     source = random.Random(seed)
     path = base / f"run-{seed}"
     shared = mmap.mmap(-1, mmap.PAGESIZE)
@@ -190,7 +190,7 @@ def kill_once(base: Path, seed: int, longest: float) -> tuple[str, list[str], in
         if not path.exists():
             return "before the folder", [], 0, 0
         try:
-            wrong, lost, late = judge(path, attempt, done, appended)
+            wrong, lost, late = check(path, attempt, done, appended)
         except RunFormatError as error:
             empty = not any(p.is_file() and not p.name.startswith(".") for p in path.rglob("*"))
             return "before the manifest", [] if empty else [str(error)], 0, 0
@@ -199,11 +199,11 @@ def kill_once(base: Path, seed: int, longest: float) -> tuple[str, list[str], in
             wrong += orphan(path, base)
         if source.random() < 0.3:
             compact(path)
-            wrong += [f"after compaction: {text}" for text in judge(path, attempt, done, appended)[0]]
+            wrong += [f"after compaction: {text}" for text in check(path, attempt, done, appended)[0]]
         if source.random() < 0.3:
             writer = RunWriter.create(path)
             writer.close()
-            wrong += [f"after a restart: {text}" for text in judge(path, -1, -1, -1)[0]]
+            wrong += [f"after a restart: {text}" for text in check(path, -1, -1, -1)[0]]
         return ("between attempts" if finished else "while recording"), wrong, lost, late
     finally:
         shutil.rmtree(path, ignore_errors=True)

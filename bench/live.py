@@ -1,11 +1,11 @@
-"""What a live page of a long run costs to look at, beside the written report of the same run.
+"""Cost of a live page of a long run, next to the written report of the same run.
 
 A run of many steps and parameters is written; its static page is opened in headless Chromium and scrolled
-from top to bottom, frame by frame. Then the same is done with the live page, while further steps are written
-and the page follows them. Frame times are those that ``requestAnimationFrame`` sees while the page is
-scrolled; a long task is one that holds the page for more than 50 ms. Last a NaN is written, and the time
-until the page shows the finding is taken. Judging alone is timed in the processor's seconds, also of a run of
-several ranks that hold parts of every parameter, beside what it takes to read that run as a whole.
+from top to bottom, frame by frame. Then the same is done with the live page, while further steps are
+written and the page follows them. Frame times are those that ``requestAnimationFrame`` sees while the page
+is scrolled; a long task is one that holds the page for more than 50 ms. Last a NaN is written, and the time
+until the page shows the finding is taken. Evaluation alone is timed in the processor's seconds, also of a
+run of several ranks that hold parts of every parameter, next to what it takes to read that run as a whole.
 
     python bench/live.py --blocks 42 --steps 10000
 """
@@ -121,8 +121,8 @@ def late(seen: dict[str, Any]) -> float:
     return float(ordered[int(0.99 * (len(ordered) - 1))])
 
 
-def judged(runs: Sequence[Growing], reopen: Callable[[Path], Run]) -> list[float]:
-    """Return the processor's seconds that judging took at the first look, and at later ones."""
+def evaluation_times(runs: Sequence[Growing], reopen: Callable[[Path], Run]) -> list[float]:
+    """Return the processor's seconds that evaluation took at the first look, and at later ones."""
     seconds = []
     for _ in range(5):
         begun = time.process_time()
@@ -139,7 +139,7 @@ def judged_ranks(folder: Path, ranks: int, steps: int, blocks: int) -> list[floa
     made = [Growing(folder, plan, rank=rank, world_size=ranks, sharded=True) for rank in range(ranks)]
     for run in made:
         run.steps(steps)
-    seconds = [*judged(made, open_growing()), judged(made, open_run)[1]]
+    seconds = [*evaluation_times(made, open_growing()), evaluation_times(made, open_run)[1]]
     for run in made:
         run.close()
     return seconds
@@ -160,7 +160,7 @@ def main() -> None:
         run = Growing(Path(folder) / "run", Plan(steps=options.steps + 4000, blocks=options.blocks))
         run.steps(options.steps)
         report = write_html(run.path, Path(folder) / "report.html")
-        first, later = judged([run], open_growing())
+        first, later = evaluation_times([run], open_growing())
         parts = judged_ranks(Path(folder) / "ranks", options.ranks, options.rank_steps, options.blocks)
         live = Live(followed([run.path]))
         served = threading.Thread(target=live.run)
@@ -214,7 +214,7 @@ def main() -> None:
         row("elements of the page", static["nodes"], followed_page["nodes"], "")
         Console().print(table)
         print(
-            f"judging it took {first:.2f} s of the processor at the first look, {later:.2f} s at later ones"
+            f"evaluation took {first:.2f} s of the processor at the first look, {later:.2f} s at later ones"
         )
         print(
             f"of {options.ranks} ranks and {options.rank_steps:,} steps {parts[0]:.2f} s, "

@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--parameters", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-rules", action="store_true", help="do not time the judgement")
+    parser.add_argument("--no-rules", action="store_true", help="do not time the evaluation")
     options = parser.parse_args()
     title = f"{options.steps} steps, {options.parameters} parameters (median of {options.repeats})"
     table = Table(title=title)

@@ -1,9 +1,9 @@
 """All statistics of a step's gradients, against one norm and against what people write.
 
 The shapes are those of GPT-2 small, 148 tensors with 124 million scalars, and a model of a million in
-50 tensors. All ways take turns in one process, and every figure is the median of its turns; ratios are
+50 tensors. All methods are interleaved in one process, and every figure is a median; ratios are
 to one ``torch._foreach_norm`` over the same tensors. Memory is how far the peak of the process rose
-above what it held before the call, as the kernel counts it. Beside it stand exponent histograms, what
+above what it held before the call, as the kernel counts it. It also measures exponent histograms, what
 ``wandb.watch`` does for its histograms, and the cost of the update ratio, which has a pass of its own.
 
     OMP_WAIT_POLICY=PASSIVE python bench/measure.py --threads 1 4
@@ -28,7 +28,7 @@ from backlight.measure.stats.kernels import SCRATCH
 from backlight.measure.stats.statistics import statistics, why_not_compiled
 from backlight.measure.stats.update import PER_TENSOR, WeightSample
 
-Way = Callable[[], object]
+Method = Callable[[], object]
 
 FOREACH = "torch._foreach_norm"
 
@@ -78,7 +78,7 @@ def like_wandb(gradients: list[Tensor]) -> list[tuple[float, float, Tensor]]:
     return found
 
 
-def updates(parameters: list[Tensor], per_tensor: int | None) -> Way:
+def updates(parameters: list[Tensor], per_tensor: int | None) -> Method:
     """Return a pass that keeps a sample of the weights and compares it, as around a step."""
     sample = WeightSample(parameters, per_tensor=per_tensor)
 
@@ -89,8 +89,8 @@ def updates(parameters: list[Tensor], per_tensor: int | None) -> Way:
     return run
 
 
-def peak(way: Way) -> float | None:
-    """Return by how many MB the resident memory rose while ``way`` ran; None where nothing counts it.
+def peak(method: Method) -> float | None:
+    """Return by how many MB the resident memory rose while ``method`` ran; None where nothing counts it.
 
     What earlier calls left in torch's or in our own buffers is given back first.
     """
@@ -100,7 +100,7 @@ def peak(way: Way) -> float | None:
         ctypes.CDLL(None).malloc_trim(0)
         clear.write_text("5")
         before = _status(status, "VmRSS")
-        kept = way()
+        kept = method()
         top = _status(status, "VmHWM")
         del kept
     except (OSError, KeyError, AttributeError):
@@ -113,15 +113,15 @@ def _status(path: Path, field: str) -> int:
     return int(lines[field].split()[0])
 
 
-def timed(ways: dict[str, Way], repeats: int) -> dict[str, float]:
-    """Return the median milliseconds of each way; they take turns."""
-    took: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way()
+def timed(methods: dict[str, Method], repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of each method; interleaved."""
+    took: dict[str, list[float]] = {name: [] for name in methods}
+    for method in methods.values():
+        method()
     for _ in range(repeats):
-        for name, way in ways.items():
+        for name, method in methods.items():
             begin = time.perf_counter()
-            way()
+            method()
             took[name].append(time.perf_counter() - begin)
     return {name: 1e3 * stdlib_statistics.median(values) for name, values in took.items()}
 
@@ -140,7 +140,7 @@ def table_for(
         "update ratio, 1024 of a tensor": 1024,
         "update ratio, exact": None,
     }
-    often: dict[str, Way] = {
+    often: dict[str, Method] = {
         FOREACH: lambda: torch._foreach_norm(tensors),
         "all statistics, compiled": lambda: statistics(tensors, tier="compiled"),
         "all statistics, compiled, and read": lambda: statistics(tensors, tier="compiled").arrays(),
@@ -148,23 +148,23 @@ def table_for(
         **{name: updates(tensors, wanted) for name, wanted in samples.items() if wanted},
         "the loop of .item()": lambda: by_item(tensors),
     }
-    seldom: dict[str, Way] = {
+    seldom: dict[str, Method] = {
         FOREACH: often[FOREACH],
         "update ratio, exact": updates(tensors, None),
         "exponent histograms": lambda: histogram(tensors),
         "histograms as wandb.watch does": lambda: like_wandb(tensors),
     }
     table = Table(title=title)
-    table.add_column("way", no_wrap=True)
+    table.add_column("method", no_wrap=True)
     for name in ("ms", "x", "extra MB"):
         table.add_column(name, justify="right", no_wrap=True)
-    for ways, count in ((often, repeats), (seldom, rare)):
-        found = timed(ways, count)
+    for methods, count in ((often, repeats), (seldom, rare)):
+        found = timed(methods, count)
         for name, value in found.items():
-            if ways is seldom and name == FOREACH:
+            if methods is seldom and name == FOREACH:
                 continue
             # A sample keeps its buffers, so that a new one is needed to see what they take.
-            extra = peak(updates(tensors, samples[name]) if name in samples else ways[name])
+            extra = peak(updates(tensors, samples[name]) if name in samples else methods[name])
             memory = "?" if extra is None else f"{extra:.1f}"
             table.add_row(name, f"{value:.2f}", f"{value / found[FOREACH]:.2f}", memory)
     reason = why_not_compiled()
@@ -180,8 +180,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
-    parser.add_argument("--repeats", type=int, default=15, help="turns of the fast ways")
-    parser.add_argument("--rare", type=int, default=3, help="turns of the slow ways")
+    parser.add_argument("--repeats", type=int, default=15, help="turns of the fast methods")
+    parser.add_argument("--rare", type=int, default=3, help="turns of the slow methods")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--small", action="store_true", help="the model of a million only")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """What watching adds to a training step of the demo model.
 
 Watched and unwatched steps alternate in one process, so that a machine whose speed drifts slows both
-alike; the figures are medians over pairs of neighbouring steps of the ratio of their times.
+equally; the figures are medians over pairs of neighbouring steps of the ratio of their times.
 
     OMP_WAIT_POLICY=PASSIVE python bench/overhead.py
 """
@@ -68,7 +68,7 @@ def compare(training: Training, pairs: int, settings: dict[str, object] | None) 
 
     One watch is kept open over all pairs and attached for every other step only, so that its start
     and its end are outside: they are no part of a step. What its thread still writes in the unwatched
-    step of a pair is counted against it by nobody, so that the processor's figure is the stricter one
+    step of a pair is not counted, so that the processor's figure is the stricter one
     where a flush falls into the watched step.
     """
     from backlight.capture.hub import HUB

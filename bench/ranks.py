@@ -1,6 +1,6 @@
 """What watching adds to a step on 1, 2 and 4 ranks, and what whole tensors would cost instead.
 
-Watched and unwatched steps alternate in one training, on all ranks alike; the figures are medians over pairs
+Watched and unwatched steps alternate in one run, on all ranks; the figures are medians over pairs
 of neighbouring steps of the ratio of their times on rank 0. Then the statistics of all local shards are
 compared with those of ``full_tensor()`` of each gradient, in the same process.
 
@@ -39,10 +39,10 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(32, WIDTH), nn.TransformerEncoder(layer, LAYERS), nn.Linear(WIDTH, 32))
 
 
-def wrapped(way: str) -> Any:
+def wrapped(method: str) -> Any:
     """Return the model under DDP or FSDP2."""
     model = build()
-    if way == "DDP":
+    if method == "DDP":
         return DistributedDataParallel(model)
     for layer in model[1].layers:  # type: ignore[union-attr]  # of an encoder
         fully_shard(layer)
@@ -58,16 +58,16 @@ def step(model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float
     return time.perf_counter() - begin
 
 
-def overhead(way: str, pairs: int) -> list[float]:
+def overhead(method: str, pairs: int) -> list[float]:
     """Return watched over unwatched seconds of pairs of steps."""
     import backlight
     from backlight.capture.hub import HUB
 
-    model = wrapped(way)
+    model = wrapped(method)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     x = torch.randn(BATCH, 64, 32)
     ratios = []
-    folder = Path(os.environ["BENCH_FOLDER"]) / way
+    folder = Path(os.environ["BENCH_FOLDER"]) / method
     with backlight.watch(model, optimizer, run=folder, every=1):
         listeners = HUB.listeners
         for number in range(pairs + 4):
@@ -93,13 +93,13 @@ def whole_tensors(repeats: int) -> tuple[float, float]:
     model(torch.randn(BATCH, 64, 32)).square().mean().backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
 
-    def ours() -> None:
+    def with_backlight() -> None:
         measured([local(g) for g in grads]).arrays()
 
     def gathered() -> None:
         measured([g.full_tensor() for g in grads]).arrays()  # type: ignore[attr-defined]  # of a DTensor
 
-    return _median(ours, repeats), _median(gathered, repeats)
+    return _median(with_backlight, repeats), _median(gathered, repeats)
 
 
 def _median(work: Callable[[], None], repeats: int) -> float:
@@ -117,7 +117,7 @@ def worker(pairs: int) -> None:
     """Measure on one rank; rank 0 writes what it saw."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    result = {way: overhead(way, pairs) for way in ("DDP", "FSDP2")}
+    result = {method: overhead(method, pairs) for method in ("DDP", "FSDP2")}
     shards, whole = whole_tensors(max(5, pairs // 4))
     if dist.get_rank() == 0:
         path = Path(os.environ["BENCH_FOLDER"]) / "result.json"
@@ -161,15 +161,15 @@ def main() -> None:
     title = f"{LAYERS} layers of width {WIDTH}, gloo, {os.cpu_count()} cores, {options.pairs} pairs"
     added = Table(title=f"added to a step, every step recorded: {title}")
     whole = Table(title="statistics of all shards against those of full_tensor() of each")
-    for name in ("ranks", "way", "median", "quartiles"):
+    for name in ("ranks", "method", "median", "quartiles"):
         added.add_column(name, justify="right")
     for name in ("ranks", "shards", "full_tensor()", "ratio"):
         whole.add_column(name, justify="right")
     for ranks in options.ranks:
         found = launched(ranks, options.pairs)
-        for way, ratios in found["overhead"].items():
+        for method, ratios in found["overhead"].items():
             low, middle, high = ((value - 1) * 100 for value in statistics.quantiles(ratios, n=4))
-            added.add_row(str(ranks), way, f"{middle:+.1f} %", f"{low:+.1f} … {high:+.1f} %")
+            added.add_row(str(ranks), method, f"{middle:+.1f} %", f"{low:+.1f} … {high:+.1f} %")
         here, there = found["shards"], found["whole"]
         whole.add_row(str(ranks), f"{here * 1e3:.2f} ms", f"{there * 1e3:.1f} ms", f"{there / here:.0f} x")
     Console().print(added)

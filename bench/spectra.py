@@ -4,7 +4,7 @@ Per shape, in one process of its own and in CPU time: R full singular value deco
 five, times R), and the whole measurement of the echo: checks, noise, directions, references of the others,
 alignment, intervals, null. The echo of every identifiable direction is compared with that of full
 decompositions of all replicates and all references (of ``--full`` replicates, if fewer), aligned among all
-directions. The peak of memory is how far the process rose above what it held, replicates included, beside
+directions. The peak of memory is how far the process rose above what it held, replicates included, next to
 what all factors of all replicates take. Last, the Hungarian alignment of 1024 directions.
 
     OMP_WAIT_POLICY=PASSIVE python bench/spectra.py [--replicates 64] [--full 16] [--quick]
@@ -89,7 +89,7 @@ def shape(p: int, q: int, count: int, full: int) -> Row:
     factors = count * (p + q) * min(p, q) * 4
     row: Row = {
         "directions found": str(found.identifiable),
-        "way": found.method,
+        "method": found.method,
         "R full SVDs, CPU s": f"{svd * count:.1f}",
         "echo, CPU s": f"{seconds:.1f}",
         "times less": f"{svd * count / seconds:.1f}",

@@ -1,9 +1,9 @@
-"""What a measured step of the monitor spectra costs a training: on its path, and beside it.
+"""What a measured step of the monitor spectra costs a training run: on its path, and on the worker thread.
 
 Measured and other steps of one watched run alternate, so that a machine whose speed drifts slows both
-alike. On the path: processor seconds of the training's thread in a measured step over those in the step
-after it, median and quartiles over pairs. Beside it: processor seconds of the thread that decomposes, over
-those of a step that is not measured.
+equally. On the path: processor seconds of the training thread in a measured step over those in the step
+after it, median and quartiles over pairs. On the worker thread: processor seconds of the thread that
+decomposes, over those of a step that is not measured.
 
     OMP_NUM_THREADS=1 python bench/spectra_training.py
 """
@@ -32,7 +32,7 @@ import gpt_recipe as recipe
 
 
 def measured(pairs: int, micro: int, batch: int) -> tuple[list[float], float, int]:
-    """Return ratios of neighbouring steps, the share of the thread beside, and the matrices measured."""
+    """Return ratios of neighbouring steps, the share of the worker thread, and the matrices measured."""
     model = recipe.build_model()
     optimizer = recipe.build_optimizer(model)
     data = recipe.batches(rank=0, world_size=1, batch=batch)
@@ -49,13 +49,13 @@ def measured(pairs: int, micro: int, batch: int) -> tuple[list[float], float, in
                     (recipe.loss(model, next(data)) / micro).backward()
                 optimizer.step()
                 seconds.append(time.thread_time() - begin)
-                # A step that is passed over would be no pair: the thread beside has its turn here.
+                # A step that is passed over would be no pair: the worker thread runs here.
                 while any(one.name == "spectra" and one._worker.busy(2**60) for one in watch.monitors):
                     time.sleep(0.01)
         costs = [event.payload for event in backlight.open_run(run).events("spectra_cost")]
     steps = np.asarray(seconds[2:]).reshape(-1, 2)
-    beside = statistics.median(cost["processor_seconds"] for cost in costs[1:])
-    return list(steps[:, 0] / steps[:, 1]), beside / float(np.median(steps[:, 1])), costs[-1]["layers"]
+    worker = statistics.median(cost["processor_seconds"] for cost in costs[1:])
+    return list(steps[:, 0] / steps[:, 1]), worker / float(np.median(steps[:, 1])), costs[-1]["layers"]
 
 
 def main() -> None:
@@ -66,17 +66,17 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     table = Table(title="a measured step over one that is not")
-    for column in ("microbatches", "matrices", "on the path", "quartiles", "beside"):
+    for column in ("microbatches", "matrices", "on the path", "quartiles", "worker"):
         table.add_column(column, justify="right")
     for micro in (4, 16):
-        ratios, beside, layers = measured(asked.pairs, micro, asked.batch)
+        ratios, worker, layers = measured(asked.pairs, micro, asked.batch)
         low, high = np.quantile(ratios, [0.25, 0.75])
         table.add_row(
             str(micro),
             str(layers),
             f"{statistics.median(ratios):.3f}",
             f"{low:.3f} to {high:.3f}",
-            f"{beside:.2f}",
+            f"{worker:.2f}",
         )
     Console().print(table)
 

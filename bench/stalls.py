@@ -29,9 +29,9 @@ from backlight.store.read.run import open_run
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 
-from overhead import Training  # noqa: E402 - beside us
+from overhead import Training  # noqa: E402 - in this directory
 
-from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score  # noqa: E402 - beside us
+from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score  # noqa: E402 - in this directory
 
 
 def heartbeat_cost(count: int = 200_000) -> float:
@@ -106,7 +106,7 @@ def launched(faults: list[Fault]) -> tuple[list[tuple[Fault, str, str, float | N
     Returns fault, score, claim and lateness of each; findings on the controls; and the number of
     controls.
     """
-    script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
+    script = HERE / ("one_process.py" if faults[0].world == 1 else "ranks.py")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=12)
     parser.add_argument("--no-suite", action="store_true")
     parser.add_argument("--no-cost", action="store_true")
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time: more make a busy machine")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time: more make a busy machine")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console()

@@ -1,4 +1,4 @@
-"""What the run directory costs: seconds to write, megabytes, seconds to read one series, beside two others.
+"""What the run directory costs: seconds to write, megabytes, seconds to read one series, next to two others.
 
 The same 10,000 steps of 150 parameters with 8 numbers each go into a run directory, into an SQLite table
 with one row per parameter and step, and into resizable HDF5 datasets. ``gradients`` are numbers as a
@@ -143,9 +143,9 @@ WAYS = {
 }
 
 
-def survived(way: str, data: Numbers, kills: int, seconds: float, base: Path) -> int:
+def survived(method: str, data: Numbers, kills: int, seconds: float, base: Path) -> int:
     """Return after how many of so many kills, at random moments, every flushed step is read as it was."""
-    write, read = WAYS[way]
+    write, read = WAYS[method]
     source, path, good, done = np.random.default_rng(1), base / "killed", 0, 0
     flushed = mmap.mmap(-1, mmap.PAGESIZE)
     while done < kills:
@@ -173,15 +173,15 @@ def survived(way: str, data: Numbers, kills: int, seconds: float, base: Path) ->
     return good
 
 
-def measure(way: str, data: Numbers, repeats: int, base: Path) -> tuple[float, float, float]:
+def measure(method: str, data: Numbers, repeats: int, base: Path) -> tuple[float, float, float]:
     """Return the median seconds to write, the megabytes, and the median seconds to read one series.
 
     Raises
     ------
     SystemExit
-        If a way does not give back what was written.
+        If a method does not give back what was written.
     """
-    write, read = WAYS[way]
+    write, read = WAYS[method]
     path, wrote, took, size = base / "store", [], [], 0
     for _ in range(repeats):
         shutil.rmtree(path, ignore_errors=True)
@@ -194,7 +194,7 @@ def measure(way: str, data: Numbers, repeats: int, base: Path) -> tuple[float, f
             values = read(path)
             took.append(time.perf_counter() - began)
         if not np.array_equal(values, data[0][:, :, 0]):
-            raise SystemExit(f"{way}: what was read is not what was written")
+            raise SystemExit(f"{method}: what was read is not what was written")
     shutil.rmtree(path)
     return statistics.median(wrote), size / 1e6, statistics.median(took)
 
@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--parameters", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=10, help="kills of a writer, per way")
+    parser.add_argument("--kills", type=int, default=10, help="kills of a writer, per method")
     options = parser.parse_args()
     raw = options.steps * options.parameters * 8 * 8 / 1e6
     title = f"{options.steps:,} steps, {options.parameters} parameters, 8 numbers: {raw:.0f} MB"
@@ -218,15 +218,15 @@ def main() -> int:
         for kind in ("gradients", "noise"):
             data = numbers(kind, options.steps, options.parameters)
             first: tuple[float, float, float] | None = None
-            for way in WAYS:
-                found = measure(way, data, options.repeats, Path(base))
-                alive = survived(way, data, options.kills, found[0], Path(base))
+            for method in WAYS:
+                found = measure(method, data, options.repeats, Path(base))
+                alive = survived(method, data, options.kills, found[0], Path(base))
                 first = first or found
                 cells = [
                     cell for a, b in zip(found, first, strict=True) for cell in (f"{a:.3f}", f"{a / b:.1f}")
                 ]
                 cells[2] = f"{found[1]:.1f}"
-                table.add_row(kind, way, *cells, f"{alive}/{options.kills}")
+                table.add_row(kind, method, *cells, f"{alive}/{options.kills}")
     Console().print(table)
     Console().print(
         "read: one series. kills: how often every flushed row is read after SIGKILL.\n"

@@ -1,9 +1,9 @@
 """Reading and analysing a large trace, against HolisticTraceAnalysis and plain ``json``.
 
 A real trace is repeated to the wished size: each repetition is moved in time and gets ids of its own,
-so that it reads as one long recording. Every candidate runs in a process of its own, in turns; given
+so that it reads as one long recording. Every candidate runs in a process of its own, interleaved; given
 are medians of seconds and of peak resident memory (of several processes: the sum of their peaks), and
-their ratios to ours. HolisticTraceAnalysis
+their ratios to backlight. HolisticTraceAnalysis
 0.5.0 is asked for what it has of our tables: parsing, time by kernel type, overlap of communication,
 idle time. Where it is not installed, ``--hta PYTHON`` names an interpreter that has it; otherwise its
 rows are left out.
@@ -181,12 +181,12 @@ def _print(results: dict[str, list[tuple[float, float, int]]], title: str) -> No
     table.add_column("candidate")
     for column in ("seconds", "x", "peak MB", "x", "events"):
         table.add_column(column, justify="right")
-    ours = {}
+    reference = {}
     for name, runs in results.items():
         seconds = statistics.median(run[0] for run in runs)
         memory = statistics.median(run[1] for run in runs)
-        ours[name] = (seconds, memory)
-        base = ours[
+        reference[name] = (seconds, memory)
+        base = reference[
             "backlight, read and all tables, one core" if "tables" in name else "backlight, read, one core"
         ]
         table.add_row(

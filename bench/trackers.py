@@ -1,8 +1,8 @@
-"""What a tracker costs a training: steps of one small model, with each tracker and without, in turns.
+"""What a tracker adds to a step: steps of one small model, with each tracker and without, interleaved.
 
-Run ``python bench/trackers.py``. A figure is the median step of a watched training with a tracker over that
-of the watched training without one beside it; both record every step. ``none`` is the spread of two alike.
-The first steps, beside which a tracker's package is imported, are told apart.
+Run ``python bench/trackers.py``. A figure is the median step of a watched run with a tracker over that
+of the watched run without one; both record every step. ``none`` is the spread of two equal runs.
+The first steps, during which a tracker's package is imported, are listed separately.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What tracking the geometry of gradients adds to a run, and what a snapshot takes on disk.
 
 Blocks of steps of one experiment alternate between a run that is tracked into a run directory and its
-control that is not, so that a machine whose speed drifts slows both alike; a block holds one of everything
+control that is not, so that a machine whose speed drifts slows both equally; a block holds one of everything
 that is measured regularly (eigenvectors, which are rare, are charged at their cadence). Both evaluate what
 the experiment logs. Times are processor seconds of all threads, writing included; the share is that of
 all blocks, with quartiles over pairs of neighbouring ones. Disk: the arrays of such a

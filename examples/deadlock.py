@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def report(taken: threading.Event) -> None:
-    """Report statistics: the fault is that it keeps the lock while it waits for somebody to read them."""
+    """Report statistics: the fault is that it keeps the lock while it waits until they are read."""
     STATISTICS.acquire()
     taken.set()
     threading.Event().wait()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Signals(Dataset[Tensor]):
-    """Noise that somebody decodes anew for every sample."""
+    """Noise that is decoded anew for every sample."""
 
     def __init__(self, length: int, width: int, seconds: float) -> None:
         self.length, self.width, self.seconds = length, width, seconds

@@ -94,6 +94,9 @@ def found() -> dict[str, list[str]]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
                     hits.setdefault(name, []).extend(f"{node.lineno}: {m[0]}" for m in PATTERN.finditer(doc))
+    for path in [*(ROOT / "bench").glob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        hits[str(path.relative_to(ROOT))] = [m[0] for m in PATTERN.finditer(text)]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for path in pages:
         text = re.sub(r"```.*?```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)

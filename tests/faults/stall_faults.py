@@ -143,7 +143,7 @@ def run_faults(
     that do not end.
     """
     world = faults[0].world
-    script = HERE / ("trainings.py" if world == 1 else "ranks.py")
+    script = HERE / ("one_process.py" if world == 1 else "ranks.py")
     options = ["--monitors", "stalls", "--out", str(out), *([] if stall is None else ["--stall", str(stall)])]
     command = [sys.executable, "-m", "backlight", "run", *options, str(script)]
     if world > 1:

@@ -29,7 +29,7 @@ ENDING = [f for f in RANKS if not f.lasting and not f.slow]
 
 
 def check(faults: list[Fault], out: Path, **options: float) -> str:
-    script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
+    script = HERE / ("one_process.py" if faults[0].world == 1 else "ranks.py")
     findings, log, _ = run_faults(faults, out, **options)
     wrong = []
     for index, fault in enumerate(faults):
@@ -135,7 +135,7 @@ def test_other_controls_have_no_finding(faults: list[Fault], options: dict[str, 
 )
 def test_overloaded_machine_makes_no_diagnosis_wrong(names: tuple[str, ...], tmp_path: Path) -> None:
     faults = [f for f in (ONE if "lock" in names else RANKS) if f.name in names]
-    script = HERE / ("trainings.py" if faults[0].world == 1 else "ranks.py")
+    script = HERE / ("one_process.py" if faults[0].world == 1 else "ranks.py")
     load = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * (os.cpu_count() or 1))
     ]
@@ -152,14 +152,14 @@ def test_overloaded_machine_makes_no_diagnosis_wrong(names: tuple[str, ...], tmp
 
 def test_finding_is_stored_while_the_process_hangs(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    script = [HERE / "trainings.py", 600, "lock"]
+    script = [HERE / "one_process.py", 600, "lock"]
     process = subprocess.Popen(
         watching("--monitors", "stalls", "--stall", 1, "--out", out, *script),
         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
         line = process.stderr.readline().decode()
-        assert line.startswith("backlight: BLOCKED: the main thread waits for a lock in locks, trainings.py:")
+        assert "BLOCKED: the main thread waits for a lock in locks, one_process.py:" in line
         assert process.poll() is None
         read = [sys.executable, "-m", "backlight", "findings", str(out), "--json", "--fail-on", "stall"]
         deadline = time.monotonic() + 60

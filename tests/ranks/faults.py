@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import backlight
 from backlight.session import rank_norm_monitor
 from ranks.network import batch, build, loss_of
-from ranks.trainings import FOLDER, Training, report, sharded
+from ranks.training_run import FOLDER, Training, report, sharded
 
 FAULTS: dict[str, Callable[[], Training]] = {}
 BAD = 2

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import backlight
 from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
 from ranks.network import Net, adam, batch, build, loss_of
-from ranks.trainings import FOLDER, collectives, sharded, tensor_parallel, told
+from ranks.training_run import FOLDER, collectives, sharded, tensor_parallel, told
 
 MICRO = 2
 SEEN: dict[str, list[Tensor]] = {}

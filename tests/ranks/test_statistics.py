@@ -41,7 +41,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     def folder(way: str, ranks: int) -> Path:
         if ranks not in made:
             made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            torchrun(ranks, HERE / "trainings.py", made[ranks], ",".join(asked[ranks]))
+            torchrun(ranks, HERE / "training_run.py", made[ranks], ",".join(asked[ranks]))
         return made[ranks] / way
 
     return folder

@@ -26,9 +26,20 @@ from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
 from backlight.store.read import spectra as stored
 from backlight.store.read.run import Run
 from faults.injection import wait_for_watchdog
-from setups import trainings
+from setups import training_setups
 from setups.ranks import gathered, rank, together, wait
-from setups.trainings import CLASSES, FEATURES, MATRICES, NAMES, OTHERS, SETUPS, STEPS, Batch, Pauses, Setup
+from setups.training_setups import (
+    CLASSES,
+    FEATURES,
+    MATRICES,
+    NAMES,
+    OTHERS,
+    SETUPS,
+    STEPS,
+    Batch,
+    Pauses,
+    Setup,
+)
 
 TESTED, IN_PART, REFUSED = "tested", "in part", "refused"
 
@@ -79,11 +90,11 @@ def silent(run: Run, said: list[str]) -> None:
 def truth_of_health(setup: Setup, overflow_at: int) -> list[dict[str, Any]]:
     """Return what is true of each step: of this setup, or of one process on the whole batch."""
     alone = setup if setup.ranks == 1 else Setup("one process", clip=setup.clip)
-    model, optimizer = trainings.build(alone)
+    model, optimizer = training_setups.build(alone)
     out: list[dict[str, Any]] = []
 
     def weights() -> dict[str, Tensor]:
-        return {n: p.detach().double().clone() for n, p in trainings.named(model)}
+        return {n: p.detach().double().clone() for n, p in training_setups.named(model)}
 
     before = weights()
 
@@ -91,14 +102,14 @@ def truth_of_health(setup: Setup, overflow_at: int) -> list[dict[str, Any]]:
         nonlocal before
         if moment == "gradients":
             assert loss is not None
-            grads = {n: p.grad.double().clone() for n, p in trainings.named(model)}  # type: ignore[union-attr]
+            grads = {n: p.grad.double().clone() for n, p in training_setups.named(model)}  # type: ignore[union-attr]
             out.append({"loss": loss.item(), "gradient": grads, "before": before})
         else:
             after = weights()
             out[-1]["update"] = {n: after[n] - before[n] for n in NAMES}
             before = after
 
-    trainings.train(alone, model, optimizer, overflow_at=overflow_at, seen=seen)
+    training_setups.train(alone, model, optimizer, overflow_at=overflow_at, seen=seen)
     return out
 
 
@@ -117,7 +128,7 @@ def health(setup: Setup, folder: Path) -> Outcome:
     """Joined statistics of gradients and updates equal those of one process; losses and clips as well."""
     overflow_at = 1 if setup.scaled else -1
     truth = truth_of_health(setup, overflow_at)
-    model, optimizer = trainings.build(setup)
+    model, optimizer = training_setups.build(setup)
     here: list[float] = []
 
     def seen(_moment: str, _step: int, loss: Tensor | None) -> None:
@@ -125,7 +136,7 @@ def health(setup: Setup, folder: Path) -> Outcome:
             here.append(loss.item())
 
     with watched(model, optimizer, folder / "run", "health", every=1, exact_updates=1) as said:
-        trainings.train(setup, model, optimizer, overflow_at=overflow_at, seen=seen)
+        training_setups.train(setup, model, optimizer, overflow_at=overflow_at, seen=seen)
     close = {"rel": 1e-6, "abs": 1e-9} if setup.ranks == 1 else {"rel": 1e-4, "abs": 1e-6}
     run = backlight.open_run(folder / "run")
     silent(run, said)
@@ -159,20 +170,20 @@ def health(setup: Setup, folder: Path) -> Outcome:
 
 def stalls(setup: Setup, folder: Path) -> Outcome:
     """A backward that sleeps on the last rank is reported with its line, its rank and that it waits."""
-    model, optimizer = trainings.build(setup)
+    model, optimizer = training_setups.build(setup)
     asleep = rank() == setup.ranks - 1
     pauses = Pauses(backward=SLEEP if asleep else 0.0, step=2)
     with watched(model, optimizer, folder / "run", "stalls", stall=STALL) as said:
         wait_for_watchdog()
-        trainings.train(setup, model, optimizer, pauses=pauses)
+        training_setups.train(setup, model, optimizer, pauses=pauses)
     run = backlight.open_run(folder / "run")
     silent(run, said)
     found = [f for f in run.stored_findings() if f.rule == "stall"]
     assert len(found) == 1, [f.detail for f in found]
     about = found[0].subject
-    lines = Path(trainings.__file__).read_text(encoding="utf-8").splitlines()
+    lines = Path(runs.__file__).read_text(encoding="utf-8").splitlines()
     line = next(n for n, text in enumerate(lines, 1) if text.endswith("# at: backward"))
-    assert about.line == f"{trainings.__file__}:{line}", found[0].detail
+    assert about.line == f"{runs.__file__}:{line}", found[0].detail
     assert (about.verdict, about.phase, about.rank, about.step) == ("BLOCKED", "backward", setup.ranks - 1, 2)
     return Outcome(TESTED)
 
@@ -198,7 +209,7 @@ def probe() -> Batch:
 
 def gram_by_hand(setup: Setup, state: dict[str, Tensor]) -> Tensor:
     """Return the Gram of per-sample gradients of a plain net, sample by sample."""
-    net = trainings.net()
+    net = runs.net()
     net.load_state_dict(state)
     loss = sample_loss(setup)
     x, y = probe()
@@ -241,11 +252,11 @@ def grokking(setup: Setup, folder: Path) -> Outcome:
 
 
 def _geometry(setup: Setup, path: Path, **more: Any) -> tuple[Run, list[str]]:
-    model, optimizer = trainings.build(setup)
+    model, optimizer = training_setups.build(setup)
     measures = {"every": 2, "gram": 1, "mean_gradient": 1, "window": 1, "vectors": 0, "agop": 1, **more}
     samples = (sample_loss(setup), probe())
     with watched(model, optimizer, path, "grokking", measures=measures, samples=samples) as said:
-        trainings.train(setup, model, optimizer)
+        training_setups.train(setup, model, optimizer)
     return backlight.open_run(path), said
 
 
@@ -263,20 +274,20 @@ def spectra(setup: Setup, folder: Path) -> Outcome:
     """Singular values, noise and echo of each layer are those of gradients taken one microbatch at a time."""
     lone = setup.name == "plain"
     micro = 4
-    setup = trainings.replace(setup, micro=micro)
+    setup = runs.replace(setup, micro=micro)
     # The same net with the same arithmetic, on this rank's data alone.
-    model = setup.wrap(trainings.net(setup)) if not together() else trainings.net()
-    truth = trainings.replicates(setup, model, 0)
+    model = setup.wrap(runs.net(setup)) if not together() else runs.net()
+    truth = runs.replicates(setup, model, 0)
     if lone:
-        setup = trainings.replace(setup, micro=1)
-    model, optimizer = trainings.build(setup)
+        setup = runs.replace(setup, micro=1)
+    model, optimizer = training_setups.build(setup)
     settings: dict[str, Any] = {"spectra": {"timeout": 60.0}}
     if lone:
         settings["spectra"]["split"] = micro
-        settings["samples"] = (_mean_loss, trainings.whole_batch(0))
+        settings["samples"] = (_mean_loss, runs.whole_batch(0))
         truth = [{n: g * micro for n, g in part.items()} for part in truth]
     with watched(model, optimizer, folder / "run", "spectra", every=2, **settings) as said:
-        trainings.train(setup, model, optimizer)
+        training_setups.train(setup, model, optimizer)
     everyone = gathered(truth)
     run = backlight.open_run(folder / "run")
     found = {(m.step, m.parameter) for m in stored.measurements(run)}
@@ -323,7 +334,7 @@ PAUSES = Pauses(data=0.02, loss=0.03, backward=0.04)
 
 def steptime(setup: Setup, folder: Path) -> Outcome:
     """Phases hold the sleeps that were put into them, and add up to the time of the loop."""
-    model, optimizer = trainings.build(setup)
+    model, optimizer = training_setups.build(setup)
     ended = []
 
     def seen(moment: str, _step: int, _loss: Tensor | None) -> None:
@@ -331,7 +342,7 @@ def steptime(setup: Setup, folder: Path) -> Outcome:
             ended.append(time.perf_counter())
 
     with watched(model, optimizer, folder / "run", "steptime", every=1) as said:
-        trainings.train(setup, model, optimizer, pauses=PAUSES, seen=seen)
+        training_setups.train(setup, model, optimizer, pauses=PAUSES, seen=seen)
     wall = gathered(ended[-1] - ended[1])[0]
     run = backlight.open_run(folder / "run")
     silent(run, said)
@@ -357,7 +368,7 @@ def identical(setup: Setup, folder: Path) -> Outcome:
     """Weights after a training, to the bit, with all monitors on and without any."""
     ends = []
     for path in (None, folder / "run"):
-        model, optimizer = trainings.build(setup, drop=0.1)
+        model, optimizer = training_setups.build(setup, drop=0.1)
         run = contextlib.nullcontext([])
         if path is not None:
             monitors = "health,stalls,grokking,spectra,steptime"
@@ -374,8 +385,8 @@ def identical(setup: Setup, folder: Path) -> Outcome:
                 spectra={"states": ("update", "momentum"), "split": 4},
             )
         with run:
-            trainings.train(setup, model, optimizer, steps=6, overflow_at=1 if setup.scaled else -1)
-        ends.append((trainings.weights(model), torch.get_rng_state()))
+            training_setups.train(setup, model, optimizer, steps=6, overflow_at=1 if setup.scaled else -1)
+        ends.append((runs.weights(model), torch.get_rng_state()))
     (alone, drawn), (seen, drawn_too) = ends
     same = all(torch.equal(one, other) for one, other in zip(alone, seen, strict=True))
     assert gathered(same) == [True] * setup.ranks, "watching has changed the weights"

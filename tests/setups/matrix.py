@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from setups.cells import CHECKS, IN_PART, TESTED, Outcome, measure
-from setups.trainings import OTHERS, SETUPS
+from setups.training_setups import OTHERS, SETUPS
 
 Cell = tuple[str, str]
 """A monitor (or ``identical``) and a setup."""

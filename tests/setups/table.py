@@ -21,7 +21,7 @@ sys.path.insert(0, str(TESTS))
 
 from setups.cells import CHECKS, IN_PART, MONITORS, REFUSED, TESTED, Outcome, measure  # noqa: E402 - found by now
 from setups.matrix import ALL, Cell, expected, launch  # noqa: E402 - found by now
-from setups.trainings import SETUPS  # noqa: E402 - found by now
+from setups.training_setups import SETUPS  # noqa: E402 - found by now
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGES = (TESTS.parent / "README.md", TESTS.parent / "docs" / "setups.md")

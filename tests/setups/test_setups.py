@@ -10,7 +10,7 @@ import pytest
 
 from setups.cells import TESTED, Outcome, measure
 from setups.matrix import ALL, Cell, expected, launch
-from setups.trainings import OTHERS, SETUPS
+from setups.training_setups import OTHERS, SETUPS
 
 ALONE = {cell for cell in ALL if SETUPS[cell[1]].ranks == 1}
 DIAGONAL: tuple[Cell, ...] = (

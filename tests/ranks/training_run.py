@@ -1,6 +1,6 @@
 """Trainings on several ranks over gloo, each run unwatched and watched; started by torchrun.
 
-    torchrun --nproc-per-node K trainings.py FOLDER WAY[,WAY...]
+    torchrun --nproc-per-node K training_run.py FOLDER WAY[,WAY...]
 
 Each way writes what its rank saw as JSON into FOLDER, and its run into FOLDER/WAY.
 """

@@ -1,6 +1,6 @@
 """A small training with faults injected at given steps; run by the fault suite, never imported by it.
 
-    python trainings.py SECONDS FAULT [FAULT ...]
+    python one_process.py SECONDS FAULT [FAULT ...]
 
 Each fault lasts SECONDS and then lets go, so that one process shows several; with SECONDS=0.01 it is the
 control. Two clean steps lie before each. The line that is at fault carries a mark ``# at: FAULT``.
