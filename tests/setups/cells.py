@@ -181,9 +181,9 @@ def stalls(setup: Setup, folder: Path) -> Outcome:
     found = [f for f in run.stored_findings() if f.rule == "stall"]
     assert len(found) == 1, [f.detail for f in found]
     about = found[0].subject
-    lines = Path(runs.__file__).read_text(encoding="utf-8").splitlines()
+    lines = Path(training_setups.__file__).read_text(encoding="utf-8").splitlines()
     line = next(n for n, text in enumerate(lines, 1) if text.endswith("# at: backward"))
-    assert about.line == f"{runs.__file__}:{line}", found[0].detail
+    assert about.line == f"{training_setups.__file__}:{line}", found[0].detail
     assert (about.verdict, about.phase, about.rank, about.step) == ("BLOCKED", "backward", setup.ranks - 1, 2)
     return Outcome(TESTED)
 
@@ -209,7 +209,7 @@ def probe() -> Batch:
 
 def gram_by_hand(setup: Setup, state: dict[str, Tensor]) -> Tensor:
     """Return the Gram of per-sample gradients of a plain net, sample by sample."""
-    net = runs.net()
+    net = training_setups.net()
     net.load_state_dict(state)
     loss = sample_loss(setup)
     x, y = probe()
@@ -274,17 +274,17 @@ def spectra(setup: Setup, folder: Path) -> Outcome:
     """Singular values, noise and echo of each layer are those of gradients taken one microbatch at a time."""
     lone = setup.name == "plain"
     micro = 4
-    setup = runs.replace(setup, micro=micro)
+    setup = training_setups.replace(setup, micro=micro)
     # The same net with the same arithmetic, on this rank's data alone.
-    model = setup.wrap(runs.net(setup)) if not together() else runs.net()
-    truth = runs.replicates(setup, model, 0)
+    model = setup.wrap(training_setups.net(setup)) if not together() else training_setups.net()
+    truth = training_setups.replicates(setup, model, 0)
     if lone:
-        setup = runs.replace(setup, micro=1)
+        setup = training_setups.replace(setup, micro=1)
     model, optimizer = training_setups.build(setup)
     settings: dict[str, Any] = {"spectra": {"timeout": 60.0}}
     if lone:
         settings["spectra"]["split"] = micro
-        settings["samples"] = (_mean_loss, runs.whole_batch(0))
+        settings["samples"] = (_mean_loss, training_setups.whole_batch(0))
         truth = [{n: g * micro for n, g in part.items()} for part in truth]
     with watched(model, optimizer, folder / "run", "spectra", every=2, **settings) as said:
         training_setups.train(setup, model, optimizer)
@@ -386,7 +386,7 @@ def identical(setup: Setup, folder: Path) -> Outcome:
             )
         with run:
             training_setups.train(setup, model, optimizer, steps=6, overflow_at=1 if setup.scaled else -1)
-        ends.append((runs.weights(model), torch.get_rng_state()))
+        ends.append((training_setups.weights(model), torch.get_rng_state()))
     (alone, drawn), (seen, drawn_too) = ends
     same = all(torch.equal(one, other) for one, other in zip(alone, seen, strict=True))
     assert gathered(same) == [True] * setup.ranks, "watching has changed the weights"
