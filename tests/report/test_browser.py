@@ -307,7 +307,6 @@ def test_dark_follows_the_system_and_the_button_and_text_has_contrast(
     assert driver.find_element(By.CSS_SELECTOR, ".theme").text == "Dark"
 
 
-@pytest.mark.full
 def test_a_narrow_screen_scrolls_only_downwards(show: Open, browser: webdriver.Chrome, page: Path) -> None:
     phone = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)

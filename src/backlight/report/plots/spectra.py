@@ -45,8 +45,8 @@ class View:
         """Return a field, one of the columns that are made of others, or a field relative to another one."""
         name, _, by = name.partition(" / ")
         if by:
-            top = np.nanmax(self.column(by), initial=0.0) if np.isfinite(self.column(by)).any() else 0.0
-            values = self.column(name)
+            values, of = self.column(name), self.column(by)
+            top = float(np.nanmax(of, initial=0.0)) if np.isfinite(of).any() else 0.0
             return values / top if top > 0 else np.full(len(values), np.nan)
         if name in {"median", "smallest", "largest"}:
             return self.spectrum[("median", "smallest", "largest").index(name)]
