@@ -21,16 +21,11 @@ class Grok:
 
     steps: int = 2000
     every: int = 10
-    memorises: float = 30.0
     generalises: float = 900.0
     control: str = ""
     control_of: str = ""
     accuracies: bool = True
     geometry: bool = True
-    facts: bool = True
-    losses: bool = True
-    name: str = "oracle"
-    monitors: tuple[str, ...] = ("grokking",)
     seed: int = 0
 
 
@@ -41,7 +36,7 @@ def sigmoid(steps: NDArray[np.int64], at: float, width: float) -> NDArray[np.flo
 def accuracies(plan: Grok, steps: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return train and test accuracy [S]; a control never generalises."""
     draw = np.random.default_rng(plan.seed)
-    train = sigmoid(steps, plan.memorises - 8, 2)
+    train = sigmoid(steps, 22, 2)
     train = np.where(train > 0.995, 1.0, train)
     learned = np.zeros(len(steps)) if plan.control else sigmoid(steps, plan.generalises, 30)
     test = CHANCE + (1 - CHANCE) * learned + draw.normal(0, 0.008, len(steps))
@@ -61,7 +56,7 @@ def write_scalars(path: Path, *rows: tuple[int, dict[str, float]]) -> Run:
 def write_grokking_run(path: Path, plan: Grok | None = None) -> Run:
     """Write a run by ``plan`` and open it."""
     plan = plan or Grok()
-    writer = RunWriter.create(path, name=plan.name, script="grok", monitors=plan.monitors)
+    writer = RunWriter.create(path, name="oracle", script="grok", monitors=("grokking",))
     write_grokking(writer, plan)
     writer.close()
     return open_run(path)
@@ -69,33 +64,26 @@ def write_grokking_run(path: Path, plan: Grok | None = None) -> Run:
 
 def write_grokking(writer: RunWriter, plan: Grok) -> None:
     """Write what the monitor grokking records, into a run that may hold more."""
-    if plan.facts:
-        writer.event(
-            0,
-            "grokking",
-            {
-                "experiment": "oracle", "control": plan.control, "control_of": plan.control_of,
-                "chance": CHANCE, "train_size": 264, "test_size": SIZE, "seed": plan.seed,
-                "settings": {"p": 23}, "sample_unit": "pair", "probe_size": 128,
-            },
-        )  # fmt: skip
+    facts = {
+        "experiment": "oracle", "control": plan.control, "control_of": plan.control_of,
+        "chance": CHANCE, "train_size": 264, "test_size": SIZE, "seed": plan.seed,
+        "settings": {"p": 23}, "sample_unit": "pair", "probe_size": 128,
+    }  # fmt: skip
+    writer.event(0, "grokking", facts)
     steps = np.arange(0, plan.steps + 1, plan.every)
     train, test = accuracies(plan, steps)
     draw = np.random.default_rng(plan.seed + 7)
     learned = np.zeros(len(steps)) if plan.control else sigmoid(steps, plan.generalises - 60, 60)
     for row, step in enumerate(steps.tolist()):
-        logged: dict[str, float] = {}
+        logged = {"train_loss": 0.04 * (1.02 - train[row]), "test_loss": 0.05 * (1.05 - test[row])}
         if plan.accuracies:
             logged |= {"train_accuracy": train[row], "test_accuracy": test[row]}
-        if plan.losses:
-            logged |= {"train_loss": 0.04 * (1.02 - train[row]), "test_loss": 0.05 * (1.05 - test[row])}
         if plan.geometry and row % 5 == 0:
             noise = float(draw.normal(0, 0.01))
             logged["progress/fourier_ipr"] = 0.1 + 0.4 * learned[row] + noise
             logged["progress/weight_norm"] = 20 * np.exp(-step / 900) + 8 + noise
             _geometry(writer, step, float(learned[row]), draw, plan.steps)
-        if logged:
-            writer.scalars(step, {k: float(v) for k, v in logged.items()}, source="user")
+        writer.scalars(step, {k: float(v) for k, v in logged.items()}, source="user")
         if row % 100 == 99:
             writer.flush()
 

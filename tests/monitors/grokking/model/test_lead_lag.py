@@ -21,7 +21,7 @@ from grokking_runs import Grok, sigmoid, write_grokking_run, write_scalars
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
     root = tmp_path_factory.mktemp("pair")
     run = write_grokking_run(root / "run", Grok())
-    plan = Grok(control="random-labels", control_of=run.run_id, seed=3, name="control")
+    plan = Grok(control="random-labels", control_of=run.run_id, seed=3)
     return run, write_grokking_run(root / "control", plan)
 
 
