@@ -49,7 +49,8 @@ class View:
             top = float(np.nanmax(of, initial=0.0)) if np.isfinite(of).any() else 0.0
             return values / top if top > 0 else np.full(len(values), np.nan)
         if name in {"median", "smallest", "largest"}:
-            return self.spectrum[("median", "smallest", "largest").index(name)]
+            row: Floats = self.spectrum[("median", "smallest", "largest").index(name)]
+            return row
         if name in {"ranks", "directions"}:
             return np.asarray(self.layer[name], np.float64) + 1
         if name == "edge":
