@@ -335,15 +335,16 @@ PAUSES = Pauses(data=0.02, loss=0.03, backward=0.04)
 def steptime(setup: Setup, folder: Path) -> Outcome:
     """Phases hold the sleeps that were put into them, and add up to the time of the loop."""
     model, optimizer = training_setups.build(setup)
-    ended = []
+    at: dict[str, list[float]] = {"gradients": [], "update": []}
 
     def seen(moment: str, _step: int, _loss: Tensor | None) -> None:
-        if moment == "update":
-            ended.append(time.perf_counter())
+        at[moment].append(time.perf_counter())
 
     with watched(model, optimizer, folder / "run", "steptime", every=1) as said:
         training_setups.train(setup, model, optimizer, pauses=PAUSES, seen=seen)
-    wall = gathered(ended[-1] - ended[1])[0]
+    # A step ends between the moments before and after its update, however busy the machine is.
+    least = gathered(at["gradients"][-1] - at["update"][1])[0]
+    most = gathered(at["update"][-1] - at["gradients"][1])[0]
     run = backlight.open_run(folder / "run")
     silent(run, said)
     phases = {n: run.scalar(n).values for n in run.scalar_names() if n.startswith("phase/")}
@@ -355,9 +356,9 @@ def steptime(setup: Setup, folder: Path) -> Outcome:
         assert len(phases[f"phase/{phase}"]) == STEPS
         assert (phases[f"phase/{phase}"] > 0).all()
     assert "phase/between" not in phases
-    # From the end of one update to that of the next is a step; the first two also hold what is set up once.
+    # The first two steps also hold what is set up once.
     steps = np.sum([values[2:] for values in phases.values() if len(values) == STEPS], axis=0)
-    assert steps.sum() == pytest.approx(wall, rel=0.02, abs=0.003), phases
+    assert least <= steps.sum() <= most, phases
     return Outcome(TESTED)
 
 
