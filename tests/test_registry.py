@@ -284,11 +284,11 @@ def test_a_panel_of_a_plug_in_that_fails_leaves_the_page(
 
     write(tmp_path / "run")
     foreign(PANELS, Panel("zebra", "Stripes", 1, (), render, monitor="health"))
-    said = r"Panel 'zebra' could not be drawn: 'strange' of strangers 1\.2: "
+    said = r"Panel 'zebra' could not be drawn: the plug-in 'strange' of strangers 1\.2 failed"
     with pytest.warns(PanelWarning, match=said) as told:
         panels = {panel.name: result for panel, result in rendered(Source(open_run(tmp_path / "run")))}
     assert "\x1b" not in str(told[0].message)  # a terminal prints it
     gap = panels.pop("zebra")
     assert isinstance(gap, Failed)
-    assert "'strange' of strangers 1.2: " in gap.reason
+    assert "the plug-in 'strange' of strangers 1.2 failed: " in gap.reason
     assert any(isinstance(result, Drawn) for result in panels.values())
