@@ -44,7 +44,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return order
 
 
-def test_interleaved_pairs_find_a_difference_on_a_noisy_machine(recorded: list[str]) -> None:
+def test_interleaved_pairs_find_difference_on_noisy_machine(recorded: list[str]) -> None:
     seen: list[tuple[int, int]] = []
     result = run_ab_test(
         ("train.py", "python train.py --slow"), rounds=6, steps=40, limit=9,
@@ -68,7 +68,7 @@ def test_interleaved_pairs_find_a_difference_on_a_noisy_machine(recorded: list[s
         (("train.py", ""), "'': not a Python script"),
     ],
 )
-def test_a_command_that_is_no_script_is_refused_by_name(commands: tuple[str, str], message: str) -> None:
+def test_command_that_is_no_script_is_refused(commands: tuple[str, str], message: str) -> None:
     with pytest.raises(ABTestError, match=message):
         run_ab_test(commands, rounds=3, steps=12, limit=9)
 
@@ -86,7 +86,7 @@ def test_two_rounds_are_refused() -> None:
         ("KEY=1 python3.11 -X dev train.py", ["train.py"]),
     ],
 )
-def test_a_command_runs_under_backlight_run(command: str, expected: list[str]) -> None:
+def test_command_runs_under_backlight_run(command: str, expected: list[str]) -> None:
     line = ab_test._watched_command(command)(Path("out"), 30)
     watched = line.index("backlight")
     assert line[watched - 1 : watched + 2] == ["-m", "backlight", "run"]
@@ -102,14 +102,14 @@ def test_a_command_runs_under_backlight_run(command: str, expected: list[str]) -
         ("import time; time.sleep(60)", 0.5, r"'train.py': did not finish 12 steps in 0.5 s"),
     ],
 )
-def test_a_command_that_fails_or_hangs_is_named(
+def test_error_names_command_that_fails_or_hangs(
     program: str, limit: float, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ABTestError, match=message):
         ab_test._run("train.py", lambda *_: [sys.executable, "-c", program], tmp_path, 12, limit)
 
 
-def test_the_last_lines_are_the_exception() -> None:
+def test_failure_summary_ends_at_exception() -> None:
     message = "step 1\nTraceback:\n  File x\nValueError: no\nbacklight: run written\n"
     assert ab_test._last_lines(message) == "ValueError: no"
     assert ab_test._last_lines("one\ntwo\n\n") == "one | two"
@@ -117,7 +117,7 @@ def test_the_last_lines_are_the_exception() -> None:
 
 
 @pytest.mark.full
-def test_the_command_line_compares_real_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cli_compares_two_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     monkeypatch.chdir(tmp_path)
     line = [sys.executable, "-m", "backlight", "compare", "--ab", "train.py", "python train.py --unused"]

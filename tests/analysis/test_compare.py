@@ -64,7 +64,7 @@ def changed(**fields: Any) -> Fingerprint:
     return dataclasses.replace(PRINT, **fields)
 
 
-def test_like_runs_are_laid_side_by_side(tmp_path: Path) -> None:
+def test_comparable_runs_have_tracks_and_parameter_ratios(tmp_path: Path) -> None:
     found = compare(write(tmp_path / "a"), write(tmp_path / "b", factor=3.0, seed=1, steps=range(10, 80)))
     assert found.comparable
     assert found.verdict == "comparable: no differences"
@@ -82,7 +82,7 @@ def test_like_runs_are_laid_side_by_side(tmp_path: Path) -> None:
     assert json.loads(json.dumps(to_json(found), allow_nan=False))["comparable"] is True
 
 
-def test_unlike_runs_show_reasons_and_no_numbers(tmp_path: Path) -> None:
+def test_incomparable_runs_have_reasons_and_no_tracks(tmp_path: Path) -> None:
     other = changed(
         arguments=("--lr", "0.1", "--layers", "32"),
         module_hash="def",
@@ -119,13 +119,15 @@ def test_unlike_runs_show_reasons_and_no_numbers(tmp_path: Path) -> None:
         ({"arguments": ("big", *PRINT.arguments)}, "^not comparable: argument 1 not given against big"),
     ],
 )
-def test_each_field_is_an_obstacle(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
+def test_difference_in_any_field_prevents_comparison(
+    tmp_path: Path, fields: dict[str, Any], text: str
+) -> None:
     found = compare(write(tmp_path / "a"), write(tmp_path / "b", changed(**fields)))
     assert not found.comparable
     assert re.search(text, found.verdict)
 
 
-def test_a_recorded_learning_rate_that_no_argument_shows_is_an_obstacle(tmp_path: Path) -> None:
+def test_recorded_learning_rate_prevents_comparison(tmp_path: Path) -> None:
     found = compare(write(tmp_path / "a"), write(tmp_path / "b", rate=0.2))
     assert found.verdict == "not comparable: learning rate lr/0/0 0.1 against 0.2 at step 0"
     assert compare(write(tmp_path / "c"), write(tmp_path / "d", rate=0.2), factor="lr").comparable
@@ -133,7 +135,7 @@ def test_a_recorded_learning_rate_that_no_argument_shows_is_an_obstacle(tmp_path
     assert "the factor '--lr' is the same in both runs" in same.notes[0]
 
 
-def test_the_factor_may_differ_and_its_consequences_are_named(tmp_path: Path) -> None:
+def test_factor_may_differ_with_its_consequences(tmp_path: Path) -> None:
     deeper = changed(arguments=("--layers", "32", "--lr", "0.1"), module_hash="def", parameter_count=48)
     a, b = write(tmp_path / "a"), write(tmp_path / "b", deeper, factor=2.0)
     found = compare(a, b, factor="--layers")
@@ -145,7 +147,7 @@ def test_the_factor_may_differ_and_its_consequences_are_named(tmp_path: Path) ->
     assert not compare(a, b).comparable
 
 
-def test_a_second_argument_is_not_excused(tmp_path: Path) -> None:
+def test_second_differing_argument_prevents_comparison(tmp_path: Path) -> None:
     both = changed(arguments=("--layers", "32", "--lr", "0.2"), module_hash="def")
     found = compare(write(tmp_path / "a"), write(tmp_path / "b", both), factor="layers")
     assert not found.comparable
@@ -153,7 +155,7 @@ def test_a_second_argument_is_not_excused(tmp_path: Path) -> None:
     assert "modules" in found.verdict  # with two causes, nothing is taken for a consequence
 
 
-def test_a_factor_without_effect_is_said_to_have_none(tmp_path: Path) -> None:
+def test_factor_without_effect_is_reported(tmp_path: Path) -> None:
     option = changed(arguments=(*PRINT.arguments, "--option", "3"))
     found = compare(write(tmp_path / "a"), write(tmp_path / "b", option), factor="--option")
     assert found.notes == (
@@ -161,7 +163,7 @@ def test_a_factor_without_effect_is_said_to_have_none(tmp_path: Path) -> None:
     )
 
 
-def test_places_hosts_and_the_version_of_backlight_are_notes(tmp_path: Path) -> None:
+def test_paths_host_and_backlight_version_are_notes(tmp_path: Path) -> None:
     moved = changed(
         host="two",
         arguments=(*PRINT.arguments, "--out-dir", "elsewhere"),
@@ -173,7 +175,7 @@ def test_places_hosts_and_the_version_of_backlight_are_notes(tmp_path: Path) -> 
     assert {d.role for d in found.differences} == {Role.NOTE}
 
 
-def test_what_is_not_known_is_reported(tmp_path: Path) -> None:
+def test_missing_fingerprint_and_steps_are_reported(tmp_path: Path) -> None:
     one = write(tmp_path / "a")
     bare = compare(one, write(tmp_path / "b", None))
     assert not bare.comparable
@@ -184,7 +186,7 @@ def test_what_is_not_known_is_reported(tmp_path: Path) -> None:
     assert apart.tracks[0].common == 0
 
 
-def test_arguments_are_read_in_the_usual_spellings() -> None:
+def test_arguments_are_parsed_in_common_forms() -> None:
     given = "data.txt --lr 1e-3 --width=64 model.depth=4 -b 32 --amp --shift -0.5 --dims 1 2"
     expected = {
         "argument 1": "data.txt",

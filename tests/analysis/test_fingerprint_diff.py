@@ -28,7 +28,7 @@ def words(a: Fingerprint, b: Fingerprint) -> str:
     return ", ".join(difference.text for difference in differences(a, b))
 
 
-def test_layers_are_the_repeated_children_of_the_outermost_container() -> None:
+def test_layers_are_repeated_children_of_outermost_container() -> None:
     assert layers(tree(24)) == ("blocks", 24)
     assert layers(tree(2, inner=8)) == ("blocks", 2)
     assert layers({"": "Net", "0": "Linear", "1": "ReLU", "2": "Linear"}) == ("", 2)
@@ -36,18 +36,18 @@ def test_layers_are_the_repeated_children_of_the_outermost_container() -> None:
     assert layers({"": "Net", "first": "Linear", "last": "Linear"}) is None
 
 
-def test_trees_that_differ_in_depth_say_so() -> None:
+def test_trees_that_differ_in_depth_are_described() -> None:
     assert describe_trees(tree(24), tree(32)) == "layers 24 against 32 (blocks)"
     assert describe_trees(tree(2), {**tree(2), "more": "Linear"}) == "modules: 1 only in the second (more)"
 
 
-def test_parameters_are_short_where_that_tells_them_apart() -> None:
+def test_parameter_counts_are_abbreviated_unless_ambiguous() -> None:
     assert describe_counts(61_900_000, 85_100_000) == "61.9 M against 85.1 M parameters"
     assert describe_counts(1_000_001, 1_000_002) == "1,000,001 against 1,000,002 parameters"
     assert describe_counts(32, 48) == "32 against 48 parameters"
 
 
-def test_an_argument_that_was_ignored_is_named() -> None:
+def test_ignored_argument_is_reported() -> None:
     # Both asked for 24 layers, and one got 32.
     one = printed(24, 61_900_000, "--n_blocks", "24")
     other = printed(32, 85_100_000, "--n_blocks", "24")
@@ -59,7 +59,7 @@ def test_an_argument_that_was_ignored_is_named() -> None:
     assert words(*neither).endswith("(the argument `model.n_blocks` was ignored)")
 
 
-def test_an_argument_that_shapes_a_model_and_changed_nothing_is_named() -> None:
+def test_model_argument_without_effect_is_reported() -> None:
     one, other = printed(24, 1000, "--layers", "24"), printed(24, 1000, "--layers", "32")
     assert words(one, other) == (
         "argument --layers 24 against 32 "
@@ -67,7 +67,7 @@ def test_an_argument_that_shapes_a_model_and_changed_nothing_is_named() -> None:
     )
 
 
-def test_an_argument_that_did_what_it_says_is_not_called_ignored() -> None:
+def test_effective_argument_is_not_reported_as_ignored() -> None:
     assert "ignored" not in words(printed(24, 10, "--layers", "24"), printed(32, 20, "--layers", "32"))
     assert "ignored" not in words(printed(24, 10, "--lr", "1"), printed(24, 10, "--lr", "2"))
     # The number of layers is right in both: something else made the parameters differ.

@@ -26,7 +26,7 @@ def profiled(path: Path, steps: int, trace: bytes | None = None, **milliseconds:
     return open_run(path)
 
 
-def test_few_steps_give_averages_without_an_interval(tmp_path: Path) -> None:
+def test_few_steps_give_averages_without_interval(tmp_path: Path) -> None:
     found = compare_kinds(
         profiled(tmp_path / "a", 3, matmul=4.0), profiled(tmp_path / "b", 3, matmul=8.0, copy=1.0)
     )
@@ -37,7 +37,7 @@ def test_few_steps_give_averages_without_an_interval(tmp_path: Path) -> None:
     assert found.trouble[0].startswith("no intervals: 3 traced steps")
 
 
-def test_without_a_profile_or_a_trace_it_says_so(tmp_path: Path) -> None:
+def test_missing_profile_or_trace_is_reported(tmp_path: Path) -> None:
     one = profiled(tmp_path / "a", 6, matmul=4.0)
     bare = RunWriter.create(tmp_path / "b", monitors=("steptime",))
     bare.close()
@@ -47,7 +47,7 @@ def test_without_a_profile_or_a_trace_it_says_so(tmp_path: Path) -> None:
     assert "a trace is not there" in found.trouble[0]
 
 
-def test_a_slower_kind_is_found_and_a_rare_one_not_tested(
+def test_slower_kind_is_found_and_rare_kind_is_not_tested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     random = np.random.default_rng(0)
@@ -72,7 +72,7 @@ def test_a_slower_kind_is_found_and_a_rare_one_not_tested(
     assert rows["other"].ratio is None
 
 
-def test_kinds_of_each_step_are_read_from_the_stored_trace(tmp_path: Path) -> None:
+def test_kinds_of_each_step_are_read_from_stored_trace(tmp_path: Path) -> None:
     events = [
         {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": 100 * step + at, "dur": length}
         for step in range(5)

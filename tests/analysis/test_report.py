@@ -50,7 +50,7 @@ def stalled(tmp_path: Path) -> Path:
     return path
 
 
-def test_markdown_holds_evidence_environment_and_what_is_lacking(stalled: Path, tmp_path: Path) -> None:
+def test_markdown_has_evidence_environment_and_missing_evidence(stalled: Path, tmp_path: Path) -> None:
     text = write_markdown(stalled, tmp_path / "report.md").read_text()
     assert text.startswith("# stalled: 1 error\n")
     lacking = text.index("## Evidence that could not be collected")
@@ -60,7 +60,7 @@ def test_markdown_holds_evidence_environment_and_what_is_lacking(stalled: Path, 
     assert "- script: `train.py --lr 3`" in text
 
 
-def test_the_page_shows_the_dump_and_leads_to_it(stalled: Path, tmp_path: Path) -> None:
+def test_page_shows_and_links_stack_dump(stalled: Path, tmp_path: Path) -> None:
     page = write_html(stalled, tmp_path / "report.html").read_text()
     assert "Evidence of stalls" in page
     assert "at ops.py:22 in" in page
@@ -68,14 +68,14 @@ def test_the_page_shows_the_dump_and_leads_to_it(stalled: Path, tmp_path: Path) 
     assert '"panel":"evidence"' in page.replace(" ", "")
 
 
-def test_a_run_that_stood_still_never_has_no_such_chapter(tmp_path: Path) -> None:
+def test_run_without_stall_has_no_missing_evidence_section(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", monitors=("stalls",))
     writer.scalar(0, "loss", 1.0)
     writer.close(RunStatus.FINISHED)
     assert "could not be collected" not in write_markdown(tmp_path / "run", tmp_path / "a.md").read_text()
 
 
-def test_the_archive_holds_what_another_reader_needs(stalled: Path, tmp_path: Path) -> None:
+def test_archive_has_reports_findings_environment_and_evidence(stalled: Path, tmp_path: Path) -> None:
     with tarfile.open(write_bundle(stalled, tmp_path / "ticket.tar.gz")) as tar:
         read = {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
     assert set(read) == {
@@ -101,7 +101,7 @@ def test_the_archive_holds_what_another_reader_needs(stalled: Path, tmp_path: Pa
         (["--bundle", "x.zip", "--out", "y"], "--out y and --bundle x.zip exclude each other"),
     ],
 )
-def test_bad_archives_are_one_line(
+def test_invalid_archive_path_is_one_line_error(
     options: list[str],
     message: str,
     stalled: Path,
@@ -119,7 +119,7 @@ def test_bad_archives_are_one_line(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_is_no_run_leaves_no_archive(tmp_path: Path) -> None:
+def test_directory_without_run_leaves_no_archive(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="is not a backlight run"):
         write_bundle(tmp_path, tmp_path / "x.zip")
     assert not (tmp_path / "x.zip").exists()

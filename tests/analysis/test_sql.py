@@ -43,7 +43,7 @@ def asked(run: Run, statement: str) -> list[tuple[Any, ...]]:
         return list(answer.rows())
 
 
-def test_answers_are_those_of_the_reader(run: Run) -> None:
+def test_query_results_equal_reader(run: Run) -> None:
     frame = run.frame("gradient", "norm")
     largest = asked(run, "select parameter, max(norm) m from gradient group by parameter order by m desc")
     assert dict(largest) == pytest.approx(dict(zip(frame.names, frame.values.max(axis=0), strict=True)))
@@ -66,19 +66,19 @@ def test_answers_are_those_of_the_reader(run: Run) -> None:
     ]
 
 
-def test_every_table_can_be_asked(run: Run) -> None:
+def test_every_table_can_be_queried(run: Run) -> None:
     for name, table in tables(run).items():
         with query(run, f"select * from {name}") as answer:
             assert answer.names == table.names
             list(answer.rows())
 
 
-def test_findings_are_those_of_now(run: Run) -> None:
+def test_findings_table_equals_current_findings(run: Run) -> None:
     message = asked(run, "select rule, severity from findings")
     assert message == [(f.rule, f.severity.value) for f in backlight.findings_of(run)]
 
 
-def test_only_what_is_asked_for_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_queried_columns_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, str]] = []
     frame = Run.frame
     monkeypatch.setattr(Run, "frame", lambda self, s, c, **k: read.append((s, c)) or frame(self, s, c, **k))
@@ -111,7 +111,9 @@ def test_only_what_is_asked_for_is_read(run: Run, monkeypatch: pytest.MonkeyPatc
         ("from run", "does not exist"),
     ],
 )
-def test_what_is_refused(run: Run, tmp_path: Path, statement: str, message: str) -> None:
+def test_unsafe_or_invalid_statement_is_refused(
+    run: Run, tmp_path: Path, statement: str, message: str
+) -> None:
     (tmp_path / "inside.csv").write_text("secret\n")
     filled = statement.format(outside=tmp_path / "outside", inside=tmp_path / "inside.csv")
     with pytest.raises(QueryError, match=message) as refused:
@@ -120,12 +122,12 @@ def test_what_is_refused(run: Run, tmp_path: Path, statement: str, message: str)
     assert [p.name for p in tmp_path.iterdir()] == ["inside.csv"]
 
 
-def test_a_failure_while_rows_are_read_is_one_of_value(run: Run) -> None:
+def test_failure_while_rows_are_read_is_value_error(run: Run) -> None:
     with pytest.raises(ValueError, match="Could not convert string"):
         asked(run, "select cast(parameter as integer) from gradient")
 
 
-def test_nothing_is_kept_in_the_folder_of_the_run(run: Run) -> None:
+def test_query_leaves_run_directory_unchanged(run: Run) -> None:
     before = sorted(p.name for p in run.path.rglob("*"))
     asked(run, "select parameter, step, norm from gradient order by norm, parameter")
     assert sorted(p.name for p in run.path.rglob("*")) == before
@@ -142,7 +144,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return call
 
 
-def test_the_command(command: Command, path: Path, tmp_path: Path) -> None:
+def test_query_command(command: Command, path: Path, tmp_path: Path) -> None:
     statement = 'select step, loss, "user/accuracy" from steps order by step'
     code, out, _ = command("query", path, statement, "--json")
     rows = json.loads(out)
@@ -179,7 +181,7 @@ def test_the_command(command: Command, path: Path, tmp_path: Path) -> None:
         "select * from gradient where norm > 0",
     ],
 )
-def test_the_process_ends_where_not_all_rows_were_read(path: Path, statement: str) -> None:
+def test_process_ends_without_reading_all_rows(path: Path, statement: str) -> None:
     asking = [sys.executable, "-m", "backlight", "query", str(path), statement, "--rows", "1"]
     asked = subprocess.run(asking, capture_output=True, text=True, timeout=60, check=False)
     assert (asked.returncode, asked.stderr) == (0, "")

@@ -40,18 +40,18 @@ def test_every_kind_of_value_is_restored(tmp_path: Path) -> None:
         save(tmp_path, 8, {"x": object()})
 
 
-def test_a_view_is_saved_without_its_storage(tmp_path: Path) -> None:
+def test_view_is_saved_without_its_storage(tmp_path: Path) -> None:
     path = save(tmp_path, 1, {"row": torch.zeros(1000, 1000)[0]})
     assert path.stat().st_size < 100_000
 
 
-def test_a_file_with_code_is_not_executed(tmp_path: Path) -> None:
+def test_file_with_code_is_not_executed(tmp_path: Path) -> None:
     torch.save({"x": Path("/")}, tmp_path / "step-000000001.pt")
     with pytest.raises(CheckpointError, match="no checkpoint can be read"):
         newest(tmp_path)
 
 
-def test_the_newest_readable_checkpoint_is_used_and_old_ones_are_removed(tmp_path: Path) -> None:
+def test_newest_readable_checkpoint_is_used_and_old_ones_are_removed(tmp_path: Path) -> None:
     assert newest(tmp_path / "none") is None
     for step in (10, 20, 30):
         path = save(tmp_path, step, {"at": step}, keep=2)

@@ -12,14 +12,14 @@ from backlight.experiments.experiment import EXPERIMENTS
 
 @pytest.mark.parametrize("name", [*EXPERIMENTS, "oracle"])
 @pytest.mark.parametrize("chosen", ["ci", "paper"])
-def test_a_printed_configuration_is_read_back_unchanged(name: str, chosen: str, tmp_path: Path) -> None:
+def test_printed_configuration_is_read_back_unchanged(name: str, chosen: str, tmp_path: Path) -> None:
     before = preset(name, chosen)
     file = tmp_path / "file.yaml"
     file.write_text(before.as_yaml())
     assert configure(None, None, (str(file), read(file))) == before
 
 
-def test_the_last_layer_wins_and_types_are_kept() -> None:
+def test_last_layer_wins_and_types_are_kept() -> None:
     file = ("file.yaml", {"experiment": "oracle", "training": {"lr": "1e-2", "steps": 7}, "seed": 4})
     found = configure(None, None, file, ("--set", assigned(["training.lr=2e-3", "measures.gram=3"])))
     assert (found.settings.training.lr, found.settings.training.steps, found.seed) == (0.002, 7, 4)
@@ -44,7 +44,7 @@ def test_the_last_layer_wins_and_types_are_kept() -> None:
         (["seed=1.5"], "seed: .*valid integer"),
     ],
 )
-def test_invalid_values_are_named(items: list[str], message: str) -> None:
+def test_error_names_invalid_value(items: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         configure("oracle", None, ("--set", assigned(items)))
 
@@ -62,7 +62,7 @@ def test_malformed_assignments_are_refused(item: str, message: str) -> None:
         assigned([item])
 
 
-def test_files_without_a_configuration_are_refused(tmp_path: Path) -> None:
+def test_files_without_configuration_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read(file)

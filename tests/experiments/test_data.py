@@ -54,7 +54,7 @@ def test_impossible_tables_are_refused():
         modular_table(9, "divide")
 
 
-def test_permutations_of_five_are_a_group():
+def test_permutations_of_five_are_group():
     pairs, results = permutation_table(5)
     assert len(pairs) == 14_400
     table = results.view(120, 120)
@@ -71,7 +71,7 @@ def test_permutations_of_five_are_a_group():
     assert not torch.equal(table, table.T)
 
 
-def test_a_split_is_disjoint_complete_and_seeded():
+def test_split_is_disjoint_complete_and_seeded():
     pairs, results = modular_table(11, "add")
     split = draw_split(pairs, results, 40, seed=3)
     train, test = (set(map(tuple, x.tolist())) for x in (split.train_inputs, split.test_inputs))
@@ -85,7 +85,7 @@ def test_a_split_is_disjoint_complete_and_seeded():
         draw_split(pairs, results, 121, seed=3)
 
 
-def test_the_control_shuffles_labels_only():
+def test_control_shuffles_labels_only():
     pairs, results = modular_table(11, "add")
     split = draw_split(pairs, results, 60, seed=0)
     control = apply_control(split, "random-labels", 0)
@@ -136,7 +136,7 @@ def test_polynomials_equal_integer_arithmetic():
         polynomial_table(Polynomial(coefficients=(1, 1), exponents=(1,)))
 
 
-def test_a_knowledge_graph_is_consistent_without_leaks():
+def test_knowledge_graph_is_consistent_without_leaks():
     graph = knowledge_graph(30, 6, 5, 0.1, 2.0, seed=0)
     atomic = graph.split.train_inputs[: graph.atomic]
     assert graph.atomic == 150
@@ -169,7 +169,7 @@ def test_a_knowledge_graph_is_consistent_without_leaks():
         knowledge_graph(30, 6, 7, 0.1, 2, seed=0)
 
 
-def test_targets_are_those_of_the_teacher():
+def test_targets_are_those_of_teacher():
     split, teacher = linear_teacher(20, 3, 15, 8, seed=0)
     assert torch.allclose(split.train_inputs @ teacher.T, split.train_labels)
     assert torch.allclose(split.test_inputs @ teacher.T, split.test_labels)
@@ -188,7 +188,7 @@ def test_digits_replace_images_and_are_disjoint():
         image_split("", 1797, 0, seed=0)
 
 
-def test_a_file_of_images_is_read_or_refused(tmp_path):
+def test_file_of_images_is_read_or_refused(tmp_path):
     draw = np.random.default_rng(0)
     held = {
         "x_train": draw.integers(0, 256, (12, 4, 4), dtype=np.uint8),

@@ -33,14 +33,14 @@ def losses(outputs, labels):
     return nn.functional.cross_entropy(outputs, labels, reduction="none")
 
 
-def test_weight_norm_equals_that_of_the_concatenation():
+def test_weight_norm_equals_that_of_concatenation():
     net = Mlp((4, 7, 3))
     whole = nn.utils.parameters_to_vector(net.parameters()).detach().double()
     assert weight_norm(net.parameters()) == pytest.approx(float(whole.norm()), rel=1e-12)
 
 
 @pytest.mark.parametrize("p", [11, 12])
-def test_the_power_spectrum_satisfies_parseval(p):
+def test_power_spectrum_satisfies_parseval(p):
     rows = torch.randn(5, p, generator=draw(), dtype=torch.float64)
     power = fourier.power_spectrum(rows)
     assert torch.allclose(power.sum(1), rows.square().sum(1))
@@ -75,7 +75,7 @@ def test_sum_waves_are_orthonormal(p):
     assert len(waves) == p - 1
 
 
-def test_key_part_keeps_functions_of_the_sum_and_drops_the_rest():
+def test_key_part_keeps_functions_of_sum_and_drops_rest():
     p = 7
     a, b = torch.cartesian_prod(torch.arange(p), torch.arange(p)).T
     general = torch.stack([torch.cos(2 * math.pi * 2 / p * (a + b - c)) for c in range(p)], 1).double()
@@ -125,7 +125,7 @@ def test_parallelograms_by_brute_force():
     assert len(parallelograms(10)) == len(found | set(map(tuple, parallelograms(10).tolist())))
 
 
-def test_representation_quality_of_a_line_and_of_noise():
+def test_representation_quality_of_line_and_of_noise():
     line = torch.arange(10.0)[:, None] * -3 + 5
     assert representation_quality(line) == 1.0
     assert representation_quality(torch.cat([line, 2 * line], 1)) == 1.0
@@ -133,7 +133,7 @@ def test_representation_quality_of_a_line_and_of_noise():
     assert math.isnan(representation_quality(torch.ones(10, 1)))
 
 
-def test_an_attack_on_a_linear_net_is_optimal():
+def test_attack_on_linear_net_is_optimal():
     net = nn.Linear(6, 2).requires_grad_(False)
     inputs = torch.rand(40, 6, generator=draw()) * 0.5 + 0.25
     labels = (net(inputs).argmax(1)).clone()
@@ -150,13 +150,13 @@ def test_an_attack_on_a_linear_net_is_optimal():
     assert attacked(net, inputs, labels, radius=2.0, steps=8).min() >= 0
 
 
-def test_an_attack_writes_no_gradient():
+def test_attack_writes_no_gradient():
     net = Mlp((6, 5, 2))
     attacked(net, torch.rand(4, 6), torch.zeros(4, dtype=torch.int64), radius=0.1, steps=2)
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_local_complexity_counts_hyperplanes_through_the_ball():
+def test_local_complexity_counts_hyperplanes_through_ball():
     frame = torch.eye(2, dtype=torch.float64)
     lines = nn.Linear(2, 3)
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_circulant_deviation():
     assert math.isnan(circulant_deviation(torch.zeros(4, 4), 2))
 
 
-def test_softmax_collapse_is_a_loss_of_exactly_zero():
+def test_softmax_collapse_is_loss_of_exactly_zero():
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, 50.0, 0.0], [200.0, 0.0, 0.0]])
     labels = torch.tensor([2, 1, 0])
     assert softmax_collapse(logits) == pytest.approx(2 / 3)

@@ -69,7 +69,7 @@ def assert_same(path: Path, other: Path) -> None:
         assert all(map(np.array_equal, x_values, y_values)), name
 
 
-def test_a_run_holds_status_facts_and_series(whole: Path, reports: list[Progress]) -> None:
+def test_run_holds_status_facts_and_series(whole: Path, reports: list[Progress]) -> None:
     run = backlight.open_run(whole)
     assert run.status is RunStatus.FINISHED
     assert run.losses == ()
@@ -109,7 +109,7 @@ def run_array(path: Path, name: str) -> dict[int, np.ndarray]:
 @pytest.mark.parametrize(
     "signal_number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
 )
-def test_a_killed_run_resumes_to_the_same_numbers(whole: Path, tmp_path: Path, signal_number: int) -> None:
+def test_killed_run_resumes_to_same_numbers(whole: Path, tmp_path: Path, signal_number: int) -> None:
     path = tmp_path / "killed"
     slow = (
         "import sys, time\n"
@@ -138,7 +138,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(whole: Path, tmp_path: Path, s
     assert_same(path, whole)
 
 
-def test_a_run_without_measures_trains_the_same_and_can_be_extended(whole: Path, tmp_path: Path) -> None:
+def test_run_without_measures_trains_same_and_can_be_extended(whole: Path, tmp_path: Path) -> None:
     path = run_experiment(configuration("training.steps=75", *OFF), tmp_path / "run")
     run_experiment(configuration(*OFF), path, resume=True)
     a, b = backlight.open_run(path), backlight.open_run(whole)
@@ -163,7 +163,7 @@ def test_refusals_change_no_file(whole: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tier_is_recorded_and_resumed(tmp_path: Path) -> None:
+def test_tier_is_recorded_and_resumed(tmp_path: Path) -> None:
     path = run_experiment(
         configuration("training.steps=40"), tmp_path / "run", tier="Gram", reason="no space"
     )
@@ -180,9 +180,7 @@ def test_a_tier_is_recorded_and_resumed(tmp_path: Path) -> None:
     assert len(backlight.open_run(path).events("degradation")) == 1
 
 
-def test_a_full_disk_lowers_the_tier_and_the_run_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_lowers_tier_and_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_at_30(self: Any, step: int, measures: Measures) -> Measures:
         return at_tier(measures, "scalars") if step >= 30 else measures
 
@@ -194,7 +192,7 @@ def test_a_full_disk_lowers_the_tier_and_the_run_continues(
     assert run.scalar("gram/model/trace").steps.max() > 30
 
 
-def test_the_estimate_is_near_the_measured_cost(whole: Path) -> None:
+def test_estimate_is_near_measured_cost(whole: Path) -> None:
     found = estimate_of(configuration(), whole.parent / "next", budget=0.1)
     assert [cost.name for cost in found.measured] == MEASURED
     times = {cost.name: cost.times for cost in (*found.training, *found.measured)}
@@ -205,7 +203,7 @@ def test_the_estimate_is_near_the_measured_cost(whole: Path) -> None:
     assert found.fitting() == TIERS[0]
 
 
-def test_a_run_that_does_not_fit_is_refused_or_degraded() -> None:
+def test_run_that_does_not_fit_is_refused_or_degraded() -> None:
     measured = (Cost("gradients", 10, 0.1, 1000, 8), Cost("gram", 10, 0.1, 100, 8))
     found = Estimate((Cost("training", 10, 0.1, 0, 0),), measured, 0, 10_000, 5_000, 100, Measures())
     for part in ("11 kB of disk", "10 kB are free", "5 kB must stay free"):

@@ -40,7 +40,7 @@ def test_seeds_and_members(tmp_path: Path) -> None:
         members(tmp_path, [], ["training.lr"])
 
 
-def test_runs_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backlight.experiments.sweep.available_cores", lambda: 8)
     assert concurrent_runs(None, 20, 1) == 8
     assert concurrent_runs(None, 20, 3) == 2
@@ -65,7 +65,7 @@ def test_commands_run_with_their_threads_and_failures_are_counted(tmp_path: Path
 FOUND = Estimate((Cost("training", 100, 60.0, 0, 0),), (), 3 * 10**9, 10**12, 0, 10**12, Measures())
 
 
-def test_jobs_request_the_estimated_resources() -> None:
+def test_jobs_request_estimated_resources() -> None:
     configuration = configure("oracle", None, ("x", {"device": "cuda", "run": {"threads": 4}}))
     given = job_parameters(parameters(["partition=gpu", "mem_gb=9"]), configuration, FOUND, TIERS[0])
     assert given == {
@@ -84,7 +84,7 @@ def test_jobs_request_the_estimated_resources() -> None:
         parameters(["partition"])
 
 
-def test_submitit_runs_a_local_job(tmp_path: Path) -> None:
+def test_submitit_runs_local_job(tmp_path: Path) -> None:
     pytest.importorskip("submitit")
     out = tmp_path / "out"
     line = [sys.executable, "-c", f"open({str(out)!r}, 'w').write('done')"]

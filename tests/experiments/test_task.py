@@ -114,11 +114,11 @@ def test_settings_are_frozen_documented_sections(name):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_of_the_published_models(name):
+def test_parameters_of_published_models(name):
     assert count(built(name).model) == PARAMETERS[name]
 
 
-def test_models_of_the_presets():
+def test_models_of_presets():
     assert count(built("wang", EXPERIMENTS["wang"].ci).model) == 107_328
     assert count(oracle.build().model) == 8_832
     slingshot = built("thilak")
@@ -127,7 +127,7 @@ def test_models_of_the_presets():
     assert slingshot.optimizer.param_groups[0]["weight_decay"] == 0
 
 
-def test_wang_is_optimized_as_in_the_released_code():
+def test_wang_is_optimized_as_in_released_code():
     experiment = EXPERIMENTS["wang"]
     assert experiment.settings.training.clip == experiment.ci.training.clip == 1
     assert not experiment.settings.training.decay_vectors
@@ -173,7 +173,7 @@ def test_vectors_decay_unless_excluded(decay_vectors):
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(0.0, 5.0), (2.0, 2.0), (7.0, 5.0)])
-def test_gradients_are_clipped_to_the_norm(limit, expected):
+def test_gradients_are_clipped_to_norm(limit, expected):
     weights = [nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(2))]
     optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:]}], lr=1.0)
     clip_gradients(optimizer, weights, limit)
@@ -184,7 +184,7 @@ def test_gradients_are_clipped_to_the_norm(limit, expected):
     torch.testing.assert_close(taken / taken.norm(), torch.tensor([-0.6, 0.0, -0.8]), rtol=1e-5, atol=0)
 
 
-def test_batches_of_the_preset_of_power_have_one_size_and_make_an_epoch():
+def test_batches_of_preset_of_power_have_one_size_and_make_epoch():
     task = ci("power")
     inputs = task.split.train_inputs
     steps = -(-len(inputs) // task.batch_size)
@@ -196,7 +196,7 @@ def test_batches_of_the_preset_of_power_have_one_size_and_make_an_epoch():
     assert not torch.equal(task.batch(0)[0], task.batch(steps)[0])
 
 
-def test_power_reads_permutations_in_the_authors_vocabulary():
+def test_power_reads_permutations_in_authors_vocabulary():
     published = EXPERIMENTS["power"].settings
     task = built("power", changed(published, "data", operation="s5"))
     assert len(task.split.train_inputs) + len(task.split.test_inputs) == 14_400
@@ -208,7 +208,7 @@ def test_power_reads_permutations_in_the_authors_vocabulary():
         built("power", changed(published, "model", vocabulary=50))
 
 
-def test_a_last_block_at_the_answer_only_equals_the_whole_transformer():
+def test_last_block_at_answer_only_equals_whole_transformer():
     torch.manual_seed(0)
     decoder = Decoder(30, 5, layers=2, width=16, heads=4).double()
     tokens = torch.randint(30, (20, 5))
@@ -254,7 +254,7 @@ def test_evaluation_logs_all_measures_and_changes_no_state(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_losses_of_samples_add_up_to_that_of_the_batch(name):
+def test_losses_of_samples_add_up_to_that_of_batch(name):
     task = ci(name)
     inputs, labels = (part[:16] for part in task.probe)
     with torch.no_grad():
@@ -268,7 +268,7 @@ def test_losses_of_samples_add_up_to_that_of_the_batch(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_resumed_task_equals_an_uninterrupted_one(name):
+def test_resumed_task_equals_uninterrupted_one(name):
     whole, first = ci(name), ci(name)
     whole_losses = train(whole, 0, 6)
     losses = train(first, 0, 4)
@@ -284,7 +284,7 @@ def test_a_resumed_task_equals_an_uninterrupted_one(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_depends_on_seed_and_step_and_the_control_differs_in_labels_only(name):
+def test_batch_depends_on_seed_and_step_and_control_differs_in_labels_only(name):
     task, control, other = ci(name), ci(name, control="random-labels"), ci(name, seed=1)
     later, sooner = task.batch(50), task.batch(3)
     again = ci(name)
@@ -323,7 +323,7 @@ def test_levi_follows_its_closed_form():
     )
 
 
-def test_masks_take_the_smallest_weights_of_all():
+def test_masks_take_smallest_weights_of_all():
     weights = {"a": torch.tensor([[3.0, -0.1], [0.2, -5.0]]), "b": torch.tensor([[0.3, 1.0]])}
     masks = magnitude_masks(weights, 0.5)
     assert masks["a"].tolist() == [[True, False], [False, True]]
@@ -339,7 +339,7 @@ def test_masks_take_the_smallest_weights_of_all():
 
 
 @pytest.mark.parametrize("mask", ["ticket", "random", "none"])
-def test_a_ticket_is_pruned_rewound_and_stays_pruned(mask):
+def test_ticket_is_pruned_rewound_and_stays_pruned(mask):
     task = ci("minegishi", mask=mask, dense_steps=4)
     start = {name: p.detach().clone() for name, p in task.model.named_parameters()}
     train(task, 0, 4)

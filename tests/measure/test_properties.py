@@ -31,14 +31,14 @@ def numbers(tensors, **settings):
 
 @SETTINGS
 @given(lists=st.lists(st.lists(ANY, max_size=40), max_size=6))
-def test_any_values_against_the_oracle(lists, check):
+def test_any_values_against_oracle(lists, check):
     tensors = [torch.tensor(values, dtype=torch.float32) for values in lists]
     check(statistics(tensors, tier="eager"), tensors)
 
 
 @SETTINGS
 @given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=40))
-def test_any_doubles_against_the_oracle(values, check):
+def test_any_doubles_against_oracle(values, check):
     finite = [v for v in values if math.isfinite(v)]
     if finite and max(map(abs, finite)) > 1e304:
         values = [v / 1e6 for v in values]  # a norm above 1.8e308 is infinite in float64
@@ -48,7 +48,7 @@ def test_any_doubles_against_the_oracle(values, check):
 
 @SETTINGS
 @given(st.lists(EXTREME, min_size=1, max_size=30), st.integers(-60, 60))
-def test_scaling_by_a_power_of_two_scales_every_number_exactly(values, exponent):
+def test_scaling_by_power_of_two_scales_every_number_exactly(values, exponent):
     tensor = torch.tensor(values, dtype=torch.float32).double()
     before, after = numbers([tensor]), numbers([tensor * 2.0**exponent])
     np.testing.assert_array_equal(after[0], before[0] * 2.0**exponent)
@@ -57,14 +57,14 @@ def test_scaling_by_a_power_of_two_scales_every_number_exactly(values, exponent)
 
 @SETTINGS
 @given(st.lists(FINITE, min_size=1, max_size=30), st.sampled_from([2.0**k for k in (-8, 1, 10, 16)]))
-def test_a_loss_scale_is_divided_out(values, scale):
+def test_loss_scale_is_divided_out(values, scale):
     tensor = torch.tensor(values, dtype=torch.float32)
     np.testing.assert_array_equal(numbers([tensor * scale], scale=scale)[0], numbers([tensor])[0])
 
 
 @SETTINGS
 @given(st.lists(ANY, max_size=60), st.randoms(use_true_random=False))
-def test_the_order_of_values_does_not_matter(values, random):
+def test_order_of_values_does_not_matter(values, random):
     shuffled = values.copy()
     random.shuffle(shuffled)
     one, other = (numbers([torch.tensor(v, dtype=torch.float32)]) for v in (values, shuffled))
@@ -75,7 +75,7 @@ def test_the_order_of_values_does_not_matter(values, random):
 
 @SETTINGS
 @given(st.lists(ANY, max_size=60), st.integers(0, 60))
-def test_a_tensor_is_the_sum_of_its_parts(values, cut):
+def test_tensor_is_sum_of_its_parts(values, cut):
     whole = torch.tensor(values, dtype=torch.float32)
     (floats, counts), (parts, part_counts) = numbers([whole]), numbers([whole[:cut], whole[cut:]])
     np.testing.assert_array_equal(part_counts[:, 1:].sum(0), counts[0, 1:])
@@ -108,7 +108,7 @@ def test_huge_and_tiny_lists_of_mixed_types(path, check, request):
 
 @SETTINGS
 @given(st.lists(ANY, max_size=60))
-def test_a_histogram_holds_every_finite_value_but_zero(values):
+def test_histogram_holds_every_finite_value_but_zero(values):
     tensor = torch.tensor(values, dtype=torch.float32)
     counts = histogram([tensor]).arrays()[1]
     expected = np.zeros(BINS, dtype=np.int64)

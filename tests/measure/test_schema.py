@@ -4,7 +4,7 @@ from backlight.measure.stats import histogram, statistics, update
 from backlight.store.format.schema import GRADIENT, HISTOGRAM, HISTOGRAM_BINS, HISTOGRAM_LOWEST, UPDATE
 
 
-def test_columns():
+def test_measured_columns_equal_store_schema():
     assert GRADIENT.floats == statistics.FLOATS
     assert GRADIENT.integers == statistics.INTEGERS
     assert UPDATE.floats == update.FLOATS

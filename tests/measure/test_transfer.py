@@ -43,13 +43,13 @@ def test_one_copy_for_floats_and_integers(copies):
         assert str(slot.read().dtype) == str(table.dtype).removeprefix("torch.")
 
 
-def test_reading_starts_a_copy_that_was_not_started(copies):
+def test_reading_starts_copy_that_was_not_started(copies):
     slot = TransferBatch().add(torch.ones(2, dtype=torch.float64))
     assert slot.read().tolist() == [1.0, 1.0]
     assert copies == [2]
 
 
-def test_a_late_table_is_copied_on_its_own(copies):
+def test_late_table_is_copied_on_its_own(copies):
     batch = TransferBatch()
     early = batch.add(torch.ones(2, dtype=torch.float64))
     batch.start()
@@ -98,7 +98,7 @@ def test_pending_waits_only_when_read():
     assert event.waits == 1
 
 
-def test_reading_frees_the_memory_of_the_device():
+def test_reading_frees_memory_of_device():
     source, gone = torch.ones(3), []
     weakref.finalize(source, gone.append, True)
     numbers = (np.zeros((0, 3)), np.zeros((0, 5), dtype=np.int64))
@@ -125,7 +125,7 @@ def test_several_threads_finish_once():
     assert len(calls) == 1
 
 
-def test_a_host_table_is_available_at_once():
+def test_host_table_is_available_at_once():
     copy = start_copy(torch.arange(3.0))
     assert copy.done()
     assert copy.read().tolist() == [0.0, 1.0, 2.0]

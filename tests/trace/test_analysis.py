@@ -167,7 +167,7 @@ def test_critical_path(analysed: Callable[[Maker], RankAnalysis]) -> None:
     assert path.total == 1000 * US
 
 
-def test_a_launch_into_a_full_queue_waits_for_the_device(analysed: Callable[[Maker], RankAnalysis]) -> None:
+def test_launch_into_full_queue_waits_for_device(analysed: Callable[[Maker], RankAnalysis]) -> None:
     def injected(*, full: bool) -> dict[str, int]:
         maker = Maker()
         maker.step(1, 0, 1000)
@@ -181,7 +181,7 @@ def test_a_launch_into_a_full_queue_waits_for_the_device(analysed: Callable[[Mak
     assert injected(full=False) == {}
 
 
-def test_without_a_device_or_steps(analysed: Callable[[Maker], RankAnalysis]) -> None:
+def test_without_device_or_steps(analysed: Callable[[Maker], RankAnalysis]) -> None:
     maker = Maker()
     maker.operator("aten::mm", 0, 80)
     maker.operator("aten::add", 80, 20)
@@ -195,7 +195,7 @@ def test_without_a_device_or_steps(analysed: Callable[[Maker], RankAnalysis]) ->
     assert analysis.exposed_communication(found) is None
 
 
-def test_events_without_a_launch_are_not_forgotten(analysed: Callable[[Maker], RankAnalysis]) -> None:
+def test_kernels_without_launch_are_counted(analysed: Callable[[Maker], RankAnalysis]) -> None:
     maker = Maker()
     maker.step(1, 0, 100)
     maker.operator("aten::mm", 0, 10)
@@ -224,7 +224,7 @@ def test_one_step_of_several(tmp_path: Path) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20), st.integers(1, 2)), min_size=1, max_size=25)
 )
-def test_nesting_against_a_plain_search(
+def test_nesting_against_plain_search(
     tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, int, int]]
 ) -> None:
     maker = Maker()
@@ -331,7 +331,7 @@ def test_short_names() -> None:
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
 @pytest.mark.parametrize("name", ["alexnet", "amd_mi250", "cpu_only", "training_one_gpu", "two_ranks_rank-0"])
-def test_laws_on_real_traces(name: str) -> None:
+def test_invariants_of_real_traces(name: str) -> None:
     trace = read_trace(REAL / f"{name}.json.gz")
     found = analyse([trace]).traces[0]
     for row in found.steps:
@@ -349,7 +349,7 @@ def test_laws_on_real_traces(name: str) -> None:
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
-def test_device_time_against_a_plain_sweep() -> None:
+def test_device_time_against_plain_sweep() -> None:
     path = REAL / "training_one_gpu.json.gz"
     plain = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal)["traceEvents"]
     work = [e for e in plain if e.get("cat") in {"kernel", "gpu_memcpy", "gpu_memset"}]
@@ -361,7 +361,7 @@ def test_device_time_against_a_plain_sweep() -> None:
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
-def test_pairs_against_the_profilers_own_links() -> None:
+def test_pairs_against_profilers_own_links() -> None:
     timeline = Timeline(read_trace(REAL / "training_one_gpu.json.gz"))
     events = timeline.events
     flows = events.where("category", lambda word: word == "fwdbwd")
@@ -381,7 +381,7 @@ def test_pairs_against_the_profilers_own_links() -> None:
     assert checked > 800
 
 
-def test_amd_names_are_known(tmp_path: Path) -> None:
+def test_amd_names_are_classified(tmp_path: Path) -> None:
     maker = Maker()
     maker.step(1, 0, 100)
     maker.kernel("Cijk_Ailk_Bljk", 10, 30, 20, call="hipLaunchKernel", kind="Dispatch Kernel")

@@ -27,7 +27,7 @@ def same(one: Trace, other: Trace) -> bool:
     ) == (other.metadata, other.rank, other.world_size, other.base, other.notes)  # fmt: skip
 
 
-def test_reopened_without_parsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_trace_is_reopened_without_parsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made(tmp_path / "made.json.gz")
     first = open_trace(path, cache=True)
     assert cache_path(path).is_file()
@@ -40,14 +40,14 @@ def test_reopened_without_parsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert same(open_trace(path), first)
 
 
-def test_nothing_is_written_unless_asked(tmp_path: Path) -> None:
+def test_no_cache_is_written_by_default(tmp_path: Path) -> None:
     path = made(tmp_path / "made.json")
     open_trace(path)
     assert [file.name for file in tmp_path.iterdir()] == ["made.json"]
 
 
 @pytest.mark.parametrize("change", ["content", "time", "version", "damage", "foreign"])
-def test_a_stale_or_damaged_file_is_not_used(
+def test_stale_or_damaged_file_is_not_used(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = made(tmp_path / "made.json")
@@ -77,7 +77,7 @@ def test_a_stale_or_damaged_file_is_not_used(
     assert read == [path]  # it was written anew
 
 
-def test_a_vanished_trace_is_an_error_all_the_same(tmp_path: Path) -> None:
+def test_missing_trace_with_cache_is_error(tmp_path: Path) -> None:
     path = made(tmp_path / "made.json")
     open_trace(path, cache=True)
     path.unlink()

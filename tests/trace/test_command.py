@@ -36,7 +36,7 @@ def made(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_tables(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_tables(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, *made)
     assert code == 0
     for words in (
@@ -53,7 +53,7 @@ def test_tables(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert "... 1 more" in out
 
 
-def test_json(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_json(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, *made, "--json")
     assert code == 0
     answer = json.loads(out)
@@ -63,7 +63,7 @@ def test_json(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert answer["ranks"]["steps"][0]["waited"] == {"0": 50_000, "1": 0}
 
 
-def test_page(made: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_page(made: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for suffix in (".html", ".md"):
         code, _, errors = call(capsys, made[0], "--out", tmp_path / f"page{suffix}")
         assert code == 0
@@ -84,7 +84,7 @@ def test_cache_option(made: list[Path], capsys: pytest.CaptureFixture[str]) -> N
     assert first == again
 
 
-def test_refusals_are_one_line(tmp_path: Path, made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusal_is_one_line(tmp_path: Path, made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     cut = tmp_path / "cut.json.gz"
     cut.write_bytes(made[0].read_bytes()[:-50])
     for arguments, words in (
@@ -100,7 +100,7 @@ def test_refusals_are_one_line(tmp_path: Path, made: list[Path], capsys: pytest.
         assert errors.count("\n") == 1
 
 
-def test_the_engine_needs_no_torch(made: list[Path]) -> None:
+def test_engine_needs_no_torch(made: list[Path]) -> None:
     code = (
         "import sys\nsys.modules['torch'] = None\n"
         "from backlight.cli.app import main\n"
@@ -142,7 +142,7 @@ run()
 """
 
 
-def test_a_trace_of_the_installed_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_of_installed_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, program = tmp_path / "own.json", tmp_path / "program.py"
     program.write_text(PROGRAM)
     # In a process of its own: Python stacks of the profiler can crash under a test runner's deep ones.

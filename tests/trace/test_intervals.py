@@ -25,7 +25,7 @@ def points(pairs: list[tuple[int, int]]) -> set[int]:
 
 
 @given(INTERVALS, INTERVALS, st.integers(0, 50), st.integers(0, 50))
-def test_against_sets(
+def test_intervals_equal_sets(
     some: list[tuple[int, int]], others: list[tuple[int, int]], one: int, other: int
 ) -> None:
     start, end = min(one, other), max(one, other)

@@ -33,7 +33,7 @@ def rank(
     return read_trace(maker.write(folder / f"made{number}.json", distributedInfo=about))
 
 
-def test_the_late_rank_is_found_without_a_common_clock(tmp_path: Path) -> None:
+def test_late_rank_is_found_without_common_clock(tmp_path: Path) -> None:
     traces = [rank(tmp_path, 0), rank(tmp_path, 2, 90, shift=5_000_000), rank(tmp_path, 1, 10)]
     found = analyse(traces)
     assert [one.rank for one in found.traces] == [0, 1, 2]
@@ -51,7 +51,7 @@ def test_the_late_rank_is_found_without_a_common_clock(tmp_path: Path) -> None:
     assert any("clocks disagree: that of rank 2 is +5000.000 ms" in note for note in together.notes)
 
 
-def test_clocks_that_agree_and_a_missing_rank(tmp_path: Path) -> None:
+def test_clocks_that_agree_and_missing_rank(tmp_path: Path) -> None:
     together = analyse([rank(tmp_path, 0), rank(tmp_path, 2, shift=3.0)]).ranks
     assert together is not None
     assert together.clocks == "agree"
@@ -60,7 +60,7 @@ def test_clocks_that_agree_and_a_missing_rank(tmp_path: Path) -> None:
     assert any("2 of 3 ranks given; 1 is missing" in note for note in together.notes)
 
 
-def test_a_base_time_of_the_file_counts(tmp_path: Path) -> None:
+def test_base_time_of_file_counts(tmp_path: Path) -> None:
     one = rank(tmp_path, 0)
     maker_shift = rank(tmp_path, 1, shift=-2_000_000)
     other = Trace(maker_shift.path, maker_shift.events, maker_shift.metadata, 1, 3, base=2_000_000 * US)

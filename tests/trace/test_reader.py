@@ -74,7 +74,7 @@ ANCHOR: dict[str, Any] = {"ph": "X", "cat": "cpu_op", "name": "aten::anchor", "t
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(events=st.lists(EVENT, max_size=30), layout=st.sampled_from(LAYOUTS), size=st.integers(30, 900))
-def test_as_the_slow_reference_reads_it(
+def test_reader_equals_slow_reference(
     events: list[dict[str, Any]], layout: str, size: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("made") / "made.json"
@@ -88,7 +88,7 @@ def test_as_the_slow_reference_reads_it(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_chunks_are_really_cut(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_read_in_small_chunks(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [
         {**ANCHOR, "name": f"op {n} }}, {{", "ts": n, "args": {"x": [{"ph": 1}, {"ph": 2}]}}
         for n in range(300)
@@ -110,7 +110,7 @@ def test_chunks_are_really_cut(layout: str, tmp_path: Path, monkeypatch: pytest.
     assert trace.notes == ()
 
 
-def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_read_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [
         {
             **ANCHOR,
@@ -128,7 +128,7 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     assert beside.metadata == alone.metadata
 
 
-def test_one_process_goes_on_where_several_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_reading_falls_back_to_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = [{**ANCHOR, "ts": n, "args": {"bytes": None, "text": "x" * 50}} for n in range(500)]
     path = write(tmp_path / "made.json", events)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 5000)
@@ -139,7 +139,7 @@ def test_one_process_goes_on_where_several_cannot(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
 @pytest.mark.parametrize("name", ["alexnet", "amd_mi250", "cpu_only", "no_rank"])
-def test_real_traces_as_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_trace_equals_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = REAL / f"{name}.json.gz"
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 50_000)
     trace = read_trace(path)
@@ -151,7 +151,7 @@ def test_real_traces_as_the_reference(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.full
 @pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
-def test_the_large_real_trace_keeps_every_event_and_nanosecond() -> None:
+def test_large_real_trace_keeps_every_event_and_nanosecond() -> None:
     path = REAL / "training_one_gpu.json.gz"
     plain = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal)["traceEvents"]
     trace = read_trace(path)
@@ -175,7 +175,7 @@ def test_nanoseconds(text: bytes, expected: int) -> None:
     assert nanoseconds([text, b"1.001"], -1).tolist() == [expected if expected < 2**63 else -1, 1001]
 
 
-def test_inf_and_nan_are_repaired_with_a_note(tmp_path: Path) -> None:
+def test_inf_and_nan_are_repaired_with_note(tmp_path: Path) -> None:
     path = tmp_path / "made.json"
     event = '{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "args": {"blocks per SM": inf, "bytes": nan}}'
     path.write_text(f'{{"traceEvents": [{event}, {event},\n]}}')
@@ -185,7 +185,7 @@ def test_inf_and_nan_are_repaired_with_a_note(tmp_path: Path) -> None:
     assert any("repaired" in note or "inf" in note for note in trace.notes)
 
 
-def test_broken_utf8_is_read_and_said(tmp_path: Path) -> None:
+def test_invalid_utf8_is_read_with_note(tmp_path: Path) -> None:
     path = tmp_path / "made.json"
     path.write_bytes(b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "a\xff", "ts": 1, "dur": 2}]}')
     trace = read_trace(path)
@@ -193,7 +193,7 @@ def test_broken_utf8_is_read_and_said(tmp_path: Path) -> None:
     assert trace.notes
 
 
-def test_events_key_in_a_string_is_not_the_events(tmp_path: Path) -> None:
+def test_events_key_in_string_is_not_events(tmp_path: Path) -> None:
     path = tmp_path / "made.json"
     path.write_text(
         json.dumps({"note": '"traceEvents": [', "deep": {"traceEvents": [1]}, "traceEvents": [ANCHOR]})

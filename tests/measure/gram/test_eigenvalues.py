@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.gram.eigenvalues import (
-    eigenpairs,
-    product_spectrum,
-    spectrum,
-)
+from backlight.measure.gram.eigenvalues import eigenpairs, product_spectrum, spectrum
 
 N, M = 7, 12
 
@@ -95,7 +91,7 @@ def test_small_negative_eigenvalues_are_clamped_and_counted() -> None:
     assert spectrum(torch.eye(N, dtype=torch.float64)).clamped == 0
 
 
-def test_the_tolerance_follows_the_type_of_the_gradients() -> None:
+def test_tolerance_follows_type_of_gradients() -> None:
     K = torch.diag(torch.tensor([1.0, 1e-13, 1e-17], dtype=torch.float64))
     assert spectrum(K).numerical_rank == 2
     assert spectrum(K, input_eps=torch.finfo(torch.float32).eps).numerical_rank == 2
@@ -103,7 +99,7 @@ def test_the_tolerance_follows_the_type_of_the_gradients() -> None:
 
 
 @pytest.mark.parametrize("n", [10, 100])
-def test_the_largest_eigenvalues(n: int) -> None:
+def test_largest_eigenvalues(n: int) -> None:
     A = torch.randn(n, 30, dtype=torch.float64)
     whole, top = spectrum(A @ A.T), spectrum(A @ A.T, top=5)
     np.testing.assert_allclose(top.eigenvalues, whole.eigenvalues[:5], rtol=1e-12)
@@ -149,7 +145,7 @@ def test_matrices_that_are_no_gram_are_refused() -> None:
 
 
 @pytest.mark.parametrize("samples", [191, 192])
-def test_the_largest_of_many_are_those_of_all(samples: int) -> None:
+def test_largest_of_many_are_those_of_all(samples: int) -> None:
     A = torch.randn(samples, 300, dtype=torch.float64)
     whole, top = spectrum(A @ A.T), spectrum(A @ A.T, top=5)
     assert len(top.eigenvalues) == 5
@@ -157,7 +153,7 @@ def test_the_largest_of_many_are_those_of_all(samples: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 9), (9, 4), (4, 3, 2)])
-def test_products_of_a_matrix_gradient(shape: tuple[int, ...]) -> None:
+def test_products_of_matrix_gradient(shape: tuple[int, ...]) -> None:
     G = torch.randn(*shape)
     matrix = G.double().flatten(1)
     singular = np.linalg.svd(matrix.numpy(), compute_uv=False)

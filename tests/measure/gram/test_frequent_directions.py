@@ -20,7 +20,7 @@ def certified(sketch: FrequentDirections, A: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_the_error_bound_of_a_sketch_holds(decay: float) -> None:
+def test_error_bound_of_sketch_holds(decay: float) -> None:
     A = torch.randn(60, 20, dtype=torch.float64) * torch.exp(-decay * torch.arange(20, dtype=torch.float64))
     sketch = FrequentDirections(6, 20)
     for start in (0, 1, 8, 30):
@@ -32,7 +32,7 @@ def test_the_error_bound_of_a_sketch_holds(decay: float) -> None:
     assert 0 < sketch.shrinkage <= float(tail[3:].sum()) / (6 - 3) + 1e-9
 
 
-def test_a_sketch_of_few_rows_is_exact() -> None:
+def test_sketch_of_few_rows_is_exact() -> None:
     A = torch.randn(6, 20, dtype=torch.float64)
     sketch = FrequentDirections(6, 20)
     for row in A:
@@ -55,7 +55,7 @@ def test_sketches_merge() -> None:
 
 
 @pytest.mark.parametrize("taken", [3, 9, 14])
-def test_a_sketch_resumes_from_its_state(taken: int) -> None:
+def test_sketch_resumes_from_its_state(taken: int) -> None:
     rows = torch.randn(40, 15, dtype=torch.float64)
     whole = FrequentDirections(5, 15)
     whole.add(rows[:taken])
@@ -68,7 +68,7 @@ def test_a_sketch_resumes_from_its_state(taken: int) -> None:
     assert len(state["rows"]) == (taken if taken < 11 else 9)  # what was taken is a copy
 
 
-def test_an_incomplete_state_is_refused() -> None:
+def test_incomplete_state_is_refused() -> None:
     state = FrequentDirections(2, 3).state()
     with pytest.raises(ValueError, match="the state lacks seen, shrinkage"):
         FrequentDirections.from_state({"size": 2, "rows": state["rows"]})
@@ -76,7 +76,7 @@ def test_an_incomplete_state_is_refused() -> None:
         FrequentDirections.from_state({**state, "rows": torch.zeros(5, 3)})
 
 
-def test_a_sketch_refuses() -> None:
+def test_sketch_refuses() -> None:
     sketch = FrequentDirections(2, 3)
     with pytest.raises(ValueError, match=r"expected rows of 3 numbers, got \[4\]"):
         sketch.add(torch.ones(4))

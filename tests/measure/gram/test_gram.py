@@ -34,7 +34,7 @@ def lookup(t: int, rows: int, d: int) -> tuple[LookupFactors, Tensor]:
 @pytest.mark.parametrize("kernel", ["ghost", "chunked"])
 @pytest.mark.parametrize("scratch", [1, 700, kernels.SCRATCH_BYTES])
 @pytest.mark.parametrize(("t", "g", "i", "o"), [(1, 1, 3, 40), (4, 1, 3, 40), (3, 4, 2, 5), (2, 8, 1, 1)])
-def test_factors(kernel: str, scratch: int, t: int, g: int, i: int, o: int) -> None:
+def test_gram_of_matrix_factors(kernel: str, scratch: int, t: int, g: int, i: int, o: int) -> None:
     use, A = factors(t, g, i, o)
     second, B = factors(2, g, i, o)
     K, used = kernels.gram([use], kernel=kernel, scratch=scratch)
@@ -46,7 +46,7 @@ def test_factors(kernel: str, scratch: int, t: int, g: int, i: int, o: int) -> N
 
 @pytest.mark.parametrize("kernel", ["ghost", "chunked"])
 @pytest.mark.parametrize("scratch", [1, 300, kernels.SCRATCH_BYTES])
-def test_lookups_and_their_sum_with_a_product(kernel: str, scratch: int) -> None:
+def test_lookups_and_their_sum_with_product(kernel: str, scratch: int) -> None:
     use, A = lookup(6, 9, 4)
     other, B = lookup(3, 9, 4)
     K, _ = kernels.gram([use, other], kernel=kernel, scratch=scratch)
@@ -60,7 +60,7 @@ def test_lookups_and_their_sum_with_a_product(kernel: str, scratch: int) -> None
 @pytest.mark.parametrize("samples", [31, 32, 33, 70])
 @pytest.mark.parametrize("kernel", ["ghost", "chunked"])
 @pytest.mark.parametrize("t", [1, 2])
-def test_many_samples_use_the_symmetry(samples: int, kernel: str, t: int) -> None:
+def test_many_samples_use_symmetry(samples: int, kernel: str, t: int) -> None:
     x, d = torch.randn(samples, t, 1, 6), torch.randn(samples, t, 1, 7)
     A = torch.einsum("ntgo,ntgi->noi", d.double(), x.double()).flatten(1)
     use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 6)
@@ -84,7 +84,7 @@ def test_small_eigenvalues_need_products_in_float64() -> None:
     assert float(off.max()) > 0.01
 
 
-def test_what_is_multiplied_in_float32_by_default() -> None:
+def test_default_product_dtype() -> None:
     x, d = torch.randn(8, 5, 1, 40), torch.randn(8, 5, 1, 30)
     use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)
     for kernel, same, other in (
@@ -101,7 +101,7 @@ def test_what_is_multiplied_in_float32_by_default() -> None:
     assert kernels.product_dtype([MatrixFactors(meta, lambda a, b: meta, lambda: meta, 40)]) is torch.float64
 
 
-def test_buffers_of_one_measurement_do_not_reach_the_next() -> None:
+def test_buffers_of_one_measurement_do_not_reach_next() -> None:
     uses = [factors(3, 1, 30, 40), factors(2, 1, 50, 20), factors(3, 1, 30, 40)]
     found = [kernels.gram([use], kernel=kernel)[0] for use, _ in uses for kernel in ("ghost", "chunked")]
     for K, (_, A) in zip(found, [pair for pair in uses for _ in range(2)], strict=True):
@@ -121,7 +121,7 @@ def test_factors_of_different_shapes_are_refused() -> None:
         kernels.gram([factors(2, 1, 4, 9)[0], factors(2, 1, 9, 4)[0]])
 
 
-def test_the_cost_rule_takes_the_cheaper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_rule_takes_cheaper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "ghost_cost_ratio", lambda device, dtype, products: 1.0)
 
     def counts(t: int, i: int, o: int) -> tuple[int, int]:
@@ -135,7 +135,7 @@ def test_the_cost_rule_takes_the_cheaper_kernel(monkeypatch: pytest.MonkeyPatch)
     assert kernels.choose([factors(1, 1, 30, 30)[0]]) == "chunked"
 
 
-def test_the_cost_ratio_is_measured_once() -> None:
+def test_cost_ratio_is_measured_once() -> None:
     kernels.ghost_cost_ratio.cache_clear()
     device = torch.device("cpu")
     before = torch.get_rng_state()
@@ -165,7 +165,7 @@ def test_memory_stays_within_scratch() -> None:
         nn.Conv3d(4, 2, (1, 2, 3), stride=(1, 2, 1), padding=(0, 1, 1)),
     ],
 )
-def test_unfolding_is_the_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
+def test_unfolding_is_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
     module = module.double()
     x = torch.randn(N, 4, *(7,) * (module.weight.dim() - 2), dtype=torch.float64)
     seen = unfold(module, x).unflatten(1, (module.groups, -1)).flatten(2, 3)
@@ -184,7 +184,7 @@ def test_unfolding_is_the_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d)
         (nn.GroupNorm(2, 4), (N, 4, 6), "vectors"),
     ],
 )
-def test_the_size_of_summands_is_their_root_sum_square(
+def test_size_of_summands_is_their_root_sum_square(
     module: nn.Module, shape: tuple[int, ...], kind: str
 ) -> None:
     module = module.double()
@@ -205,7 +205,7 @@ def test_the_size_of_summands_is_their_root_sum_square(
         assert use.size() == pytest.approx(float(summands.sum().sqrt()), rel=1e-9)
 
 
-def test_a_subclass_with_its_own_forward_has_no_kernel() -> None:
+def test_subclass_with_its_own_forward_has_no_kernel() -> None:
     class Same(nn.Linear):
         pass
 
@@ -263,7 +263,7 @@ def test_long_runs_of_float32_products_are_summed_in_float64(
         nn.Conv3d(2, 4, 2, padding=(0, 1, 1)),
     ],
 )
-def test_direct_gradients_of_a_convolution_are_those_of_unfolding(module: nn.Module) -> None:
+def test_direct_gradients_of_convolution_are_those_of_unfolding(module: nn.Module) -> None:
     x = torch.randn(N, module.in_channels, *(7,) * (module.weight.dim() - 2))
     delta = torch.randn_like(module(x))
     use = convolution(module, x, delta, N)["weight"]

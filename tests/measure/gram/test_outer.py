@@ -11,7 +11,7 @@ from backlight.measure.gram import outer
 from backlight.measure.gram.outer import OuterProductError
 
 
-def test_outer_product_equals_the_dense_matrix() -> None:
+def test_outer_product_equals_dense_matrix() -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False)).double()
     net(torch.randn(4, 3, dtype=torch.float64)).square().sum().backward()
     product = backlight.outer_product(net)
@@ -59,7 +59,7 @@ def test_outer_product_refuses() -> None:
         product @ torch.ones(3)
 
 
-def test_a_dense_matrix_needs_space(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_matrix_needs_space(monkeypatch: pytest.MonkeyPatch) -> None:
     product = backlight.outer_product(torch.ones(1_000_000))
     with pytest.raises(
         OuterProductError, match=r"1000000 x 1000000 entries takes 4 TB.*ask for entries, rows"

@@ -32,7 +32,7 @@ def overlaps(found, A):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("p", "q"), [(120, 120), (100, 300)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_strongest_directions(method, p, q, dtype):
+def test_strongest_directions_equal_full_svd(method, p, q, dtype):
     A = spiked(p, q, [9, 5, 3, 2, 1.5], 3, dtype)
     edge = upper_edge(1.0, p, q)
     found = decompose(A, 5, method=method, edge=edge)
@@ -67,7 +67,7 @@ def test_all_directions_of_any_matrix(p, more, seed, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_matrix_of_low_rank_still_has_unit_directions(method):
+def test_low_rank_matrix_has_unit_directions(method):
     A = torch.randn(1, 12, 2) @ torch.randn(1, 2, 20)
     found = decompose(A, 5, method=method)
     norms = torch.linalg.vector_norm(found.right, dim=1)
@@ -75,7 +75,7 @@ def test_a_matrix_of_low_rank_still_has_unit_directions(method):
     assert float(found.values[0, 2]) < 1e-4 * float(found.values[0, 0])
 
 
-def test_weak_directions_next_to_a_huge_one_are_accurate():
+def test_weak_directions_next_to_huge_one_are_accurate():
     """Below sqrt(eps) of the largest, where a Gram matrix in float32 would have lost them."""
     s = torch.tensor([1.0, 2e-4, 1e-4], dtype=torch.float64)
     U = torch.linalg.qr(torch.randn(100, 3, dtype=torch.float64))[0]
@@ -90,13 +90,13 @@ def test_weak_directions_next_to_a_huge_one_are_accurate():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_equal_singular_values_do_not_stop_it(method):
+def test_equal_singular_values_converge(method):
     A = torch.diag(torch.tensor([3.0, 3.0, 3.0, 1.0, 1.0, 0.5] + [0.1] * 40))[None]
     found = decompose(A, 4, method=method)
     torch.testing.assert_close(found.values[0].float(), torch.tensor([3.0, 3.0, 3.0, 1.0]))
 
 
-def test_results_do_not_depend_on_the_batch():
+def test_results_do_not_depend_on_batch():
     A = spiked(90, 200, [8, 4, 2], 4)
     edge = upper_edge(1.0, 90, 200)
     together = decompose(A, 3, method="randomized", edge=edge)
@@ -106,7 +106,7 @@ def test_results_do_not_depend_on_the_batch():
         assert float(same.min()) > 1 - 1e-3
 
 
-def test_counting():
+def test_count_of_directions_above_edge():
     A = spiked(150, 300, [12, 8, 5, 3, 2, 1.6] + [0.5] * 4)[0]
     count, found = count_above(A, upper_edge(1.0, 150, 300), limit=150)
     assert count == 6
@@ -144,7 +144,7 @@ def test_matrices_that_never_converge_are_reported(monkeypatch):
         decompose(spiked(20, 24, [5.0]), method="svd", layer="w", names=[7])
 
 
-def test_an_unresolved_search_falls_back_to_all_directions(monkeypatch):
+def test_unresolved_search_falls_back_to_all_directions(monkeypatch):
     """With no room for a second block nothing converges; the answer is right nevertheless."""
     A = spiked(200, 200, [2.0, 1.9, 1.8])
     real = decomposition.strongest
@@ -154,12 +154,12 @@ def test_an_unresolved_search_falls_back_to_all_directions(monkeypatch):
     assert float(overlaps(found, A).min()) > 0.999
 
 
-def test_an_unknown_method():
+def test_unknown_method_is_refused():
     with pytest.raises(ValueError, match="'svd', 'gram' or 'randomized'"):
         decompose(torch.ones(1, 2, 2), method="qr")
 
 
-def test_filling_up_directions_does_not_draw_from_the_generator_of_the_process() -> None:
+def test_completing_directions_keeps_global_random_state() -> None:
     draw = torch.Generator().manual_seed(0)
     low = torch.randn(1, 12, 3, generator=draw) @ torch.randn(1, 3, 20, generator=draw)
     before = torch.get_rng_state()

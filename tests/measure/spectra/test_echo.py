@@ -27,14 +27,14 @@ def noisy(R=6, size=None, seed=0):
 
 @SETTINGS
 @given(ZETAS)
-def test_oracle_a_returns_the_echo_of_every_replicate(zeta):
+def test_oracle_a_recovers_the_echo_of_every_replicate(zeta):
     np.testing.assert_allclose(echo.triple(outer(zeta)), zeta, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(echo.triple_mean(outer(zeta)), np.mean(zeta), rtol=1e-12)
 
 
 @SETTINGS
 @given(ZETAS, st.floats(-5, 5))
-def test_the_diagonal_does_not_matter(zeta, diagonal):
+def test_diagonal_does_not_matter(zeta, diagonal):
     Z = outer(zeta)
     np.fill_diagonal(Z, diagonal)
     np.testing.assert_allclose(echo.triple(Z), zeta, rtol=1e-12, atol=1e-12)
@@ -43,7 +43,7 @@ def test_the_diagonal_does_not_matter(zeta, diagonal):
 
 @SETTINGS
 @given(st.floats(0.05, 1.0), st.integers(3, 20))
-def test_the_form_without_the_subtraction_is_low(zeta, R):
+def test_estimate_without_subtraction_is_biased_low(zeta, R):
     """The common form and its known bias: what is subtracted here is needed."""
     Z = outer(np.full(R, zeta))
     np.fill_diagonal(Z, 0)
@@ -93,7 +93,7 @@ def test_pure_noise_has_no_sign():
     assert abs((found > 0).mean() - 0.5) < 0.1
 
 
-def test_the_residual_shows_whether_the_model_holds():
+def test_residual_shows_whether_model_holds():
     zeta = np.array([0.9, 0.7, 0.8, 0.6])
     assert echo.residual(outer(zeta), zeta) < 1e-12
     swapped = outer(zeta)
@@ -131,7 +131,7 @@ def test_signs_cancel():
     np.testing.assert_allclose(echo.reverb(U * signs, V * signs), echo.reverb(U, V), atol=1e-14)
 
 
-def test_a_block_of_one_is_a_direction_and_rotations_inside_a_block_do_not_matter():
+def test_block_reverb_ignores_rotations_inside_block():
     U, V = columns(4, 9, 5), columns(4, 7, 5)
     blocks = [(0, 1), (1, 4), (4, 5)]
     Z, singles = echo.block_reverb(U, V, blocks), echo.reverb(U, V)
@@ -145,7 +145,7 @@ def test_a_block_of_one_is_a_direction_and_rotations_inside_a_block_do_not_matte
     assert Z[1, 0, 2] == pytest.approx(float((polar[0] * polar[2]).sum()) / 3, abs=1e-14)
 
 
-def test_the_unbiased_diagonal_is_unbiased_for_any_directions():
+def test_unbiased_diagonal_is_unbiased_for_any_directions():
     """Directions of pure noise: their own singular value is far from 0, this mean is not."""
     R, p, q, draws = 6, 12, 20, 300
     torch.manual_seed(3)
@@ -173,7 +173,7 @@ def test_intervals_cover_what_they_should():
     assert all(178 <= found <= 198 for found in hits.values()), hits
 
 
-def test_intervals_are_the_same_every_time_and_narrow_with_replicates():
+def test_intervals_are_same_every_time_and_narrow_with_replicates():
     few, many = (outer(np.random.default_rng(1).normal(0.7, 0.1, R))[None] for R in (4, 64))
     one, other = echo.interval_of_echo(few, seed=5), echo.interval_of_echo(few, seed=5)
     np.testing.assert_array_equal(one, other)
@@ -189,7 +189,7 @@ SCORES = st.tuples(st.integers(0, 6), st.integers(0, 3)).flatmap(
 
 @SETTINGS
 @given(SCORES)
-def test_the_alignment_is_the_best_there_is_and_uses_no_candidate_twice(score):
+def test_alignment_is_optimal_and_permutation(score):
     J, K = score.shape
     found = echo.align(score)
     assert len(set(found.permutation.tolist())) == K
@@ -203,7 +203,7 @@ def test_the_alignment_is_the_best_there_is_and_uses_no_candidate_twice(score):
 
 @SETTINGS
 @given(st.integers(0, 10_000), st.integers(2, 30))
-def test_a_permutation_is_found_again(seed, K):
+def test_permutation_is_found_again(seed, K):
     order = np.random.default_rng(seed).permutation(K)
     score = np.full((K, K), 0.01)
     score[order, np.arange(K)] = 0.9
@@ -212,7 +212,7 @@ def test_a_permutation_is_found_again(seed, K):
     np.testing.assert_allclose(found.ambiguity, 0.89)
 
 
-def test_ambiguity_is_the_lead_over_the_next_candidate():
+def test_ambiguity_is_lead_over_next_candidate():
     score = np.array([[0.9, 0.8], [0.7, 0.1], [0.2, 0.75]])
     found = echo.align(score)
     np.testing.assert_array_equal(found.permutation, [0, 2])

@@ -64,7 +64,7 @@ def test_oracle_b(method, ratio, tolerance):
     assert found.echo[0] > 3 * found.null[0]
 
 
-def test_every_direction_of_a_decaying_spectrum():
+def test_every_direction_of_decaying_spectrum():
     G, U, _, V = injected(96, 160, 12, [12, 8, 5, 3.5, 2.5, 1.8, 0.5, 0.3], vectors=True)
     found = spectral_echo(G)
     assert found.identifiable == 6
@@ -95,7 +95,7 @@ def test_pure_noise_has_no_echo(p, q, R):
     assert abs(found.noise.signal_share) < 0.01
 
 
-def test_the_null_does_not_depend_on_the_signal():
+def test_null_does_not_depend_on_signal():
     signal = spectral_echo(injected(60, 80, 8, [10, 6, 4]))
     noise = spectral_echo(torch.randn(8, 60, 80))
     assert signal.null[0] == pytest.approx(noise.null[0], rel=0.3)
@@ -134,7 +134,7 @@ def test_scaling_changes_units_only(method, factor):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_order_of_the_replicates_does_not_matter(method):
+def test_order_of_replicates_does_not_matter(method):
     G = injected(60, 100, 7, [8, 5, 3])
     order = np.random.default_rng(0).permutation(7)
     one, other = spectral_echo(G, method=method), spectral_echo(G[order], method=method)
@@ -187,14 +187,14 @@ def test_methods_agree():
     np.testing.assert_allclose(found["randomized"].singular_values[kept], sorted_values[kept], rtol=1e-2)
 
 
-def test_many_directions_are_taken_by_the_gram_matrix():
+def test_many_directions_are_taken_by_gram_matrix():
     G = injected(360, 400, 5, list(np.linspace(30, 10, 60)))
     found = spectral_echo(G, null_draws=0)
     assert (found.method, found.identifiable) == ("gram", 60)
     assert (found.block_echo[:60] > 0.9).all()
 
 
-def test_a_large_layer_of_noise_is_measured_as_noise():
+def test_large_layer_of_noise_is_measured_as_noise():
     found = spectral_echo(torch.randn(4, 330, 340))
     assert (found.identifiable, found.measured, found.blocks) == (0, 0, ())
     assert np.isnan(found.echo).all()
@@ -202,7 +202,7 @@ def test_a_large_layer_of_noise_is_measured_as_noise():
     assert found.noise.sigma == pytest.approx(1, rel=0.01)
 
 
-def test_most_directions_can_be_bounded():
+def test_number_of_directions_is_limited():
     G = injected(60, 100, 6, [8, 5, 3])
     whole, two = spectral_echo(G), spectral_echo(G, max_directions=2)
     np.testing.assert_allclose(two.echo[:2], whole.echo[:2], atol=1e-3)
@@ -210,7 +210,7 @@ def test_most_directions_can_be_bounded():
     assert np.isnan(two.echo[2:]).all()
 
 
-def test_close_modes_lose_their_echo_and_their_block_does_not():
+def test_close_modes_lose_their_echo_but_not_their_block_echo():
     """Two equal strengths: single directions mix, the plane that they span comes back."""
     found = spectral_echo(injected(80, 120, 10, [6, 6, 2.5]))
     assert found.blocks == ((0, 2), (2, 3))
@@ -232,7 +232,7 @@ def test_half_precision_is_promoted_first():
         np.testing.assert_array_equal(found.echo, as_single.echo)
 
 
-def test_the_input_is_unchanged():
+def test_input_is_unchanged():
     G = injected(60, 100, 6, [8, 5, 3])
     before = G.clone()
     for method in METHODS:
@@ -291,7 +291,7 @@ def test_unknown_options_are_refused(options, message):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method", METHODS)
-def test_an_accelerator_gives_the_same(method):
+def test_accelerator_equals_host(method):
     """Replicates on the host travel in chunks; those on the device stay there."""
     G = injected(400, 700, 9, [12, 8, 5, 3])
     here = spectral_echo(G, method=method)
@@ -307,7 +307,7 @@ def test_an_accelerator_gives_the_same(method):
         np.testing.assert_allclose(there.noise.variance, here.noise.variance, rtol=1e-4)
 
 
-def test_the_mean_numbers_the_directions(monkeypatch):
+def test_directions_are_numbered_by_mean(monkeypatch):
     """The references of some replicates have two directions the other way round; nothing may change."""
     G = injected(60, 100, 6, [8, 5, 3])
     expected = spectral_echo(G, method="gram")

@@ -50,7 +50,7 @@ def test_noise_against_its_definition(R, p, q, seed, exponent, dtype):
     assert again.variance == pytest.approx(found.variance, rel=1e-12)
 
 
-def test_little_noise_next_to_much_signal_is_not_lost():
+def test_small_noise_with_large_signal_is_measured():
     """Where the difference of two sums of squares has no digits left."""
     G = 1e3 + 1e-6 * torch.randn(5, 30, 40, dtype=torch.float64)
     assert noise(G).variance == pytest.approx(by_definition(G)[0], rel=1e-6)
@@ -58,7 +58,7 @@ def test_little_noise_next_to_much_signal_is_not_lost():
     assert noise(torch.ones(3, 2, 2)).variance == 0
 
 
-def test_the_noise_scale_of_a_quadratic():
+def test_noise_scale_of_quadratic():
     """Per-sample gradients g + e: the noise scale is tr(cov)/|g|^2 by definition, whatever the batch."""
     p, q, R = 40, 60, 200
     g = torch.randn(p, q, dtype=torch.float64)
@@ -98,7 +98,7 @@ def test_bad_replicates_are_refused(G, message):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_the_replicate_with_a_bad_value_is_reported(bad):
+def test_non_finite_replicate_is_reported(bad):
     G = torch.randn(5, 40, 30)
     G[3, 17, 2] = bad
     with pytest.raises(ReplicateError, match="layer 'w': replicate 3 holds NaN or infinite values"):
@@ -106,7 +106,7 @@ def test_the_replicate_with_a_bad_value_is_reported(bad):
 
 
 @pytest.mark.parametrize("change", [0.0, 1e-7])
-def test_the_same_data_twice_is_detected(change):
+def test_same_data_twice_is_detected(change):
     G = 0.1 + torch.randn(6, 40, 30)
     G[4] = G[1] * (1 + change)
     replicates = Replicates.of(G, layer="w")
@@ -133,7 +133,7 @@ def test_chunks_hold_every_replicate_once_and_fit(size):
     "error", [torch.OutOfMemoryError("none left"), MemoryError(),
               RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")],
 )  # fmt: skip
-def test_out_of_memory_halves_the_chunk(error):
+def test_out_of_memory_halves_chunk(error):
     seen = []
 
     def work(indices, x):
@@ -146,7 +146,7 @@ def test_out_of_memory_halves_the_chunk(error):
     assert {len(indices) for indices in seen} == {1, 2}
 
 
-def test_out_of_memory_with_one_replicate_is_an_error():
+def test_out_of_memory_with_one_replicate_is_error():
     def work(indices, x):
         raise torch.OutOfMemoryError("none left")
 
@@ -156,7 +156,7 @@ def test_out_of_memory_with_one_replicate_is_an_error():
         Replicates.of(torch.randn(4, 3, 5), layer="w").chunks(work, bytes_each=1)
 
 
-def test_other_errors_do_not_halve_the_chunk():
+def test_other_errors_do_not_halve_chunk():
     def work(indices, x):
         raise RuntimeError("something else")
 
@@ -164,7 +164,7 @@ def test_other_errors_do_not_halve_the_chunk():
         Replicates.of(torch.randn(4, 3, 5)).chunks(work, bytes_each=1)
 
 
-def test_sums_of_squares_hold_what_single_precision_cannot():
+def test_sum_of_squares_exceeds_range_of_float32():
     for x in (torch.full((300, 400), 1e20), torch.full((300, 400), 1e-30), torch.randn(500, 300).T):
         expected = float((x.double() ** 2).sum())
         assert sum_squares(x) == pytest.approx(expected, rel=1e-12)

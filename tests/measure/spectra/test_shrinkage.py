@@ -52,7 +52,7 @@ def test_transposing_swaps_left_and_right(shape, ratio, sigma):
     np.testing.assert_allclose(one.value, other.value, rtol=1e-12)
 
 
-def test_below_the_threshold_nothing_is_left():
+def test_no_direction_below_threshold():
     p, q, sigma = 30, 50, 0.3
     spike = predict([0.0, 0.5 * threshold(sigma, p, q)], sigma, p, q)
     np.testing.assert_array_equal(spike.echo, 0)
@@ -62,18 +62,18 @@ def test_below_the_threshold_nothing_is_left():
     assert infer(0.0, sigma, p, q).echo == 0
 
 
-def test_echoes_of_the_formulas():
+def test_echo_equals_documented_values():
     s = np.array([5, 3, 2]) * threshold(0.01, 300, 1200)
     np.testing.assert_allclose(predict(s, 0.01, 300, 1200).echo, [0.9512, 0.8695, 0.7217], atol=5e-5)
 
 
-def test_without_noise_nothing_changes():
+def test_prediction_without_noise_is_input():
     spike = predict([1.0, 3.0], 0.0, 4, 9)
     np.testing.assert_allclose(spike.value, [1, 3])
     np.testing.assert_allclose(spike.echo, 1)
 
 
-def test_the_shrinker_loses_less_than_its_neighbours():
+def test_shrinker_loses_less_than_its_neighbours():
     """Frobenius loss of keeping the noisy direction with another value: the shrinker is the minimum."""
     p, q, sigma = 200, 500, 1.0
     generator = np.random.default_rng(0)
@@ -90,7 +90,7 @@ def test_the_shrinker_loses_less_than_its_neighbours():
 
 
 @pytest.mark.parametrize(("p", "q"), [(60, 60), (40, 160)])
-def test_one_noise_matrix_in_a_hundred_passes_the_upper_edge(p, q):
+def test_one_percent_of_noise_matrices_pass_upper_edge(p, q):
     generator = np.random.default_rng(1)
     noise = generator.normal(size=(1000, p, q))
     gram = noise @ noise.swapaxes(1, 2)
@@ -100,7 +100,7 @@ def test_one_noise_matrix_in_a_hundred_passes_the_upper_edge(p, q):
     assert (top > bulk_edge(1.0, p, q)).mean() > 0.05
 
 
-def test_the_curve_of_muon_equals_torch():
+def test_curve_of_muon_equals_torch():
     """Singular values before and after torch's own iteration; that one runs in bfloat16."""
     from torch.optim import _muon
 
@@ -118,7 +118,7 @@ def test_the_curve_of_muon_equals_torch():
 
 
 @pytest.mark.parametrize("frobenius", [0.0, -1.0, float("nan"), float("inf")])
-def test_muon_needs_a_norm(frobenius):
+def test_muon_needs_norm(frobenius):
     with pytest.raises(ValueError, match="Frobenius norm must be positive"):
         muon([1.0], frobenius)
 
@@ -131,7 +131,7 @@ def test_bad_noise_is_refused(sigma):
         infer(1.0, 1.0, 0, 3)
 
 
-def test_mixing_is_the_angle_that_noise_makes():
+def test_mixing_is_angle_caused_by_noise():
     """Two directions, perturbed many times: the rotation of the first into the second."""
     generator = np.random.default_rng(0)
     s, sigma, angles = np.array([10.0, 8.0]), 0.1, []

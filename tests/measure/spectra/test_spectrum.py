@@ -30,7 +30,7 @@ def test_stable_rank_of_known_matrices():
     assert stable_rank(torch.ones(4, 9)) == pytest.approx(1)
 
 
-def test_a_zero_matrix_has_no_rank():
+def test_zero_matrix_has_no_rank():
     assert stable_rank(torch.zeros(3, 4)) is None
     assert stable_rank_of_values([]) is None
 
@@ -43,7 +43,7 @@ def test_vectors_and_nan_are_refused(measure):
         measure(torch.full((2, 2), math.nan), layer="b")
 
 
-def test_the_overlap_of_subspaces_is_the_mean_squared_cosine_of_their_angles():
+def test_subspace_overlap_is_mean_squared_cosine():
     e = torch.eye(10)
     assert subspace_overlap(e[:, :3], e[:, :3]) == pytest.approx(1)
     assert subspace_overlap(e[:, :3], e[:, 3:6]) == 0
@@ -70,7 +70,7 @@ def test_columns_that_are_not_orthonormal_are_refused():
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
-def test_singular_values_by_the_gram_are_nan_where_lost(shape: tuple[int, int], size: float) -> None:
+def test_singular_values_by_gram_are_nan_where_lost(shape: tuple[int, int], size: float) -> None:
     draw = torch.Generator().manual_seed(0)
     left, _ = torch.linalg.qr(torch.randn(shape[0], 6, generator=draw, dtype=torch.float64))
     right, _ = torch.linalg.qr(torch.randn(shape[1], 6, generator=draw, dtype=torch.float64))

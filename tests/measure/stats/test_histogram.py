@@ -16,7 +16,7 @@ def bins(tensor, **options):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_powers_of_two_are_the_lower_ends(dtype):
+def test_powers_of_two_are_lower_bin_edges(dtype):
     one = torch.ones(1, dtype=dtype)
     below = torch.nextafter(one, torch.zeros_like(one)) if dtype is not torch.float16 else one - 2**-11
     assert bins(torch.cat((one, -one, below, 2 * one, 4 * one))) == {-1: 1, 0: 2, 1: 1, 2: 1}
@@ -27,7 +27,7 @@ def test_every_histogram_bin(exponent):
     assert bins(torch.tensor([2.0**exponent, 1.999 * 2.0**exponent])) == {exponent: 2}
 
 
-def test_the_outer_bins_take_values_beyond_them():
+def test_outer_bins_include_values_beyond_range():
     last = LOWEST + BINS - 1
     values = [2.0**-41, 1e-45, 1e-38, -(2.0**-149), 2.0**24, 3e38]
     assert bins(torch.tensor(values)) == {LOWEST: 4, last: 2}
@@ -40,7 +40,7 @@ def test_zeros_and_non_finite_values_are_in_no_bin():
     assert bins(torch.empty(0)) == {}
 
 
-def test_rows_without_a_tensor():
+def test_rows_without_tensor():
     floats, counts = histogram([None, torch.ones(2), torch.ones(3, device="meta")]).arrays()
     assert floats.shape == (3, 0)
     assert counts[:, 0].tolist() == [0, 1, 0]
@@ -63,7 +63,7 @@ def test_complex_values_count_by_magnitude():
 
 
 @pytest.mark.parametrize("scale", [2.0**16, torch.tensor(2.0**16)], ids=["float", "tensor"])
-def test_values_are_divided_by_the_scale(scale):
+def test_values_are_divided_by_scale(scale):
     small = torch.tensor([2.0**-130, 1.0, 2.0**16])
     assert bins(small, scale=scale) == {LOWEST: 1, -16: 1, 0: 1}
 

@@ -99,7 +99,7 @@ def assert_same(one, other):
 
 
 @needs_compiler
-def test_the_tiers_agree_and_nothing_is_compiled_twice(kernels, check):
+def test_tiers_agree_and_nothing_is_compiled_twice(kernels, check):
     import torch._dynamo
 
     torch._dynamo.utils.counters.clear()
@@ -144,7 +144,7 @@ def test_the_tiers_agree_and_nothing_is_compiled_twice(kernels, check):
 @needs_compiler
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_tiers_agree_on_small_types(dtype, check):
+def test_tiers_agree_on_small_types(dtype, check):
     tensors = matrix(dtype)
     flat = torch.randn(5 * LARGE).to(dtype)
     tensors += [flat[1:-1], flat[7 : LARGE + 8], flat[8 : LARGE + 9], flat[LARGE : 3 * LARGE]]
@@ -161,7 +161,7 @@ def test_rare_types_are_eager_in_any_tier(kernels, check):
     assert kernels._kernels == {}
 
 
-def test_a_failed_compiler_is_not_tried_again(kernels, monkeypatch, check):
+def test_failed_compiler_is_not_tried_again(kernels, monkeypatch, check):
     asked = []
 
     def compile_(self, device, dtype, rows):
@@ -176,7 +176,7 @@ def test_a_failed_compiler_is_not_tried_again(kernels, monkeypatch, check):
     assert why_not_compiled() == "RuntimeError: no compiler here"
 
 
-def test_a_kernel_that_fails_late_loses_no_tensor(kernels, monkeypatch, check):
+def test_late_kernel_failure_loses_no_tensor(kernels, monkeypatch, check):
     def kernel(x_RW):
         if x_RW.numel() > LARGE:
             raise RuntimeError("broken")
@@ -188,7 +188,7 @@ def test_a_kernel_that_fails_late_loses_no_tensor(kernels, monkeypatch, check):
     assert why_not_compiled() == "RuntimeError: broken"
 
 
-def test_settings_that_keep_changing_do_not_compile_without_end(kernels, monkeypatch, check):
+def test_number_of_compilations_is_limited(kernels, monkeypatch, check):
     made = []
 
     def compile_(self, device, dtype, rows):
@@ -205,7 +205,7 @@ def test_settings_that_keep_changing_do_not_compile_without_end(kernels, monkeyp
     assert kernels.reason == ""
 
 
-def test_auto_compiles_once_eager_work_has_cost_as_much(kernels, trigger, monkeypatch):
+def test_auto_tier_compiles_once_eager_cost_reaches_compile_cost(kernels, trigger, monkeypatch):
     asked = []
     monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype, rows: asked.append(dtype) or 1 / 0)
     monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
@@ -225,7 +225,7 @@ def test_auto_compiles_once_eager_work_has_cost_as_much(kernels, trigger, monkey
     assert why_not_compiled() == "ZeroDivisionError: division by zero"
 
 
-def test_nothing_is_measured_inside_a_compiled_function(monkeypatch):
+def test_nothing_is_measured_inside_compiled_function(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     floats, integers = statistics([torch.ones(3)]).arrays()
     assert not integers.any()
@@ -244,7 +244,7 @@ def run(body):
 
 @needs_compiler
 @pytest.mark.full
-def test_recompiling_may_be_an_error():
+def test_recompiling_may_be_error():
     run(
         """
         torch._dynamo.config.error_on_recompile = True
@@ -281,7 +281,7 @@ def test_compiling_may_be_disabled(off):
 
 @needs_compiler
 @pytest.mark.full
-def test_the_users_compiled_functions_are_unchanged():
+def test_users_compiled_functions_are_unchanged():
     run(
         """
         import torch._dynamo
@@ -341,7 +341,7 @@ def test_large_tensors_use_several_threads():
     )
 
 
-def test_along_an_axis():
+def test_root_sum_squares_along_axis():
     values = np.array([[3.0, 4.0], [5.0, 12.0]])
     assert root_sum_squares(values) == pytest.approx(math.sqrt(194))
     assert root_sum_squares(values, axis=1).tolist() == [5.0, 13.0]
@@ -349,7 +349,7 @@ def test_along_an_axis():
 
 
 @pytest.mark.parametrize("unit", [1e300, 1e-300, 5e-324, 1.0])
-def test_at_any_magnitude(unit):
+def test_root_sum_squares_at_any_magnitude(unit):
     assert float(root_sum_squares([3 * unit, 4 * unit])) == pytest.approx(5 * unit, rel=1e-15)
 
 
@@ -360,7 +360,7 @@ def test_roots_of_nothing_and_of_non_finite_values():
     assert root_sum_squares([1.0, -math.inf]) == math.inf
 
 
-def test_by_owner():
+def test_root_sum_squares_by_owner():
     owner = np.array([2, 0, 2, 0, 3, 3])
     values = np.array([3e200, 3e-200, 4e200, 4e-200, math.nan, 1.0])
     result = root_sum_squares_by(owner, values, 5)

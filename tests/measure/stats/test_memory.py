@@ -82,7 +82,7 @@ def test_many_small_tensors():
     assert 0 < peak.size <= BOUND
 
 
-def test_buffers_stay_and_stay_small():
+def test_scratch_buffers_are_reused_and_small():
     tensors = [torch.randn(500_000), torch.randn(300_000, dtype=torch.float64), torch.randn(9).bfloat16()]
     statistics(tensors, tier="eager")
     before = {key: held.data_ptr() for key, held in SCRATCH._held.items()}
@@ -92,7 +92,7 @@ def test_buffers_stay_and_stay_small():
     assert sum(held.untyped_storage().nbytes() for held in SCRATCH._held.values()) <= 16 * 2**20
 
 
-def test_a_result_keeps_no_gradient_alive():
+def test_result_keeps_no_gradient_alive():
     tensor = torch.ones(200_000)
     pending = statistics([tensor], tier="eager")
     finalizer = []

@@ -56,7 +56,7 @@ def sent(monkeypatch):
 
 
 @pytest.mark.usefixtures("as_device")
-def test_statistics_read_nothing_and_send_once(sent, kinds, check):
+def test_statistics_copy_once_without_synchronisation(sent, kinds, check):
     tensors, scale = kinds, torch.tensor(1.0)
     with Recorded() as recorded:
         pending = statistics(tensors, tier="eager", scale=scale)
@@ -66,7 +66,7 @@ def test_statistics_read_nothing_and_send_once(sent, kinds, check):
     check(pending, tensors)
 
 
-def test_on_the_host_only_what_is_not_finite_is_counted():
+def test_host_counts_only_non_finite_tensors():
     finite = [torch.randn(300), torch.randn(200_000)]
     with Recorded() as recorded:
         statistics(finite, tier="eager")
@@ -77,7 +77,7 @@ def test_on_the_host_only_what_is_not_finite_is_counted():
 
 
 @pytest.mark.usefixtures("as_device")
-def test_a_histogram_reads_nothing_and_sends_once(sent, kinds):
+def test_histogram_copies_once_without_synchronisation(sent, kinds):
     with Recorded() as recorded:
         pending = histogram(kinds, scale=torch.tensor(2.0))
     assert recorded.names
@@ -87,7 +87,7 @@ def test_a_histogram_reads_nothing_and_sends_once(sent, kinds):
 
 
 @pytest.mark.usefixtures("as_device")
-def test_an_update_reads_nothing_and_sends_once_for_each_type(sent):
+def test_update_copies_once_without_synchronisation(sent):
     weights = [torch.randn(300, 500), torch.randn(40, 30).t(), torch.randn(7)]
     sample = WeightSample(weights)
     with Recorded() as recorded:

@@ -45,7 +45,7 @@ def test_chunks_of_dense_memory_are_views():
 
 
 @pytest.mark.parametrize(("threads", "below"), [(1, 2**18 + 1), (4, 2**15)])
-def test_no_matrix_is_large_enough_to_wake_other_threads(threads, below, monkeypatch):
+def test_packed_matrices_stay_single_threaded(threads, below, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     values = [(i, torch.ones(size)) for i, size in enumerate([5, 0, 20_000, 30_000, 131_071, 600_001, 300])]
     found = list(matrices(values))

@@ -51,7 +51,7 @@ def test_dtypes_and_layouts(dtype, layout, check):
 
 @pytest.mark.usefixtures("as_device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_path_of_an_accelerator_gives_the_same(dtype, check):
+def test_accelerator_path_equals_oracle(dtype, check):
     tensors = [make(dtype) for make in LAYOUTS.values()]
     check(statistics(tensors, tier="eager"), tensors)
 
@@ -110,7 +110,7 @@ def test_complex_parts_that_are_not_finite(check):
     ],
 )
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_values_whose_squares_overflow_the_type(value, dtype, size, check):
+def test_values_whose_squares_overflow_type(value, dtype, size, check):
     tensor = torch.full((size,), value, dtype=dtype)
     tensor[1] = 0
     tensor[2] = -tensor[0]
@@ -129,7 +129,7 @@ def test_magnitudes_far_apart_in_one_tensor(check):
     check(statistics(tensors), tensors)
 
 
-def test_a_sum_that_fp32_cannot_hold():
+def test_sum_that_fp32_cannot_hold():
     tensor = torch.cat((torch.full((2**15,), 1e8), torch.tensor([1.0]), torch.full((2**15,), -1e8)))
     assert statistics([tensor]).arrays()[0][0, 2] == 1.0
 
@@ -163,7 +163,7 @@ def sparse_cases() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("case", sparse_cases())
-def test_sparse(case, check):
+def test_sparse_tensors(case, check):
     tensor = sparse_cases()[case]
     check(statistics([tensor, torch.ones(2)]), [tensor, torch.ones(2)])
 
@@ -205,7 +205,7 @@ def test_integers_are_refused():
 @pytest.mark.parametrize(
     "scale", [2.0**16, torch.tensor(2.0**16), torch.tensor([3.0])], ids=["float", "0-d", "1-d"]
 )
-def test_values_are_divided_by_the_scale(scale, path, request):
+def test_values_are_divided_by_scale(scale, path, request):
     if path == "device":
         request.getfixturevalue("as_device")
     tensor = torch.randn(1000)
@@ -215,21 +215,21 @@ def test_values_are_divided_by_the_scale(scale, path, request):
     assert (scaled[1] == plain[1]).all()
 
 
-def test_the_scale_is_that_of_the_call():
+def test_scale_is_read_at_call():
     scale = torch.tensor(4.0)
     pending = statistics([torch.ones(4)], scale=scale)
     scale.mul_(2)
     assert pending.arrays()[0][0].tolist() == [0.5, 0.25, 1.0]
 
 
-def test_values_are_those_of_the_call():
+def test_values_are_read_at_call():
     tensor = torch.ones(300_000)
     pending = statistics([tensor])
     tensor.zero_()
     assert pending.arrays()[0][0, 2] == 300_000
 
 
-def test_counts_past_two_to_the_24th():
+def test_counts_past_two_to_24th():
     size = 2**24 + 5
     ones = torch.ones(size, dtype=torch.float16)
     ones[7] = 0
@@ -253,7 +253,7 @@ def test_total_equals_torch_clipping():
     np.testing.assert_allclose(mine, float(torch.nn.utils.clip_grad_norm_(parameters, math.inf)), rtol=1e-6)
 
 
-def test_modes_of_the_caller_are_unchanged(check):
+def test_modes_of_caller_are_unchanged(check):
     tensors = [torch.randn(5), torch.randn(200_000)]
     state = torch.get_rng_state()
     assert torch.is_grad_enabled()
@@ -271,7 +271,7 @@ def test_modes_of_the_caller_are_unchanged(check):
         check(statistics(tensors), tensors)
 
 
-def test_the_same_numbers_every_time():
+def test_statistics_are_deterministic():
     tensors = [torch.randn(1_000_003), torch.randn(100, 7).t()[::2], torch.randn(9)]
     first, second = statistics(tensors).arrays(), statistics(tensors).arrays()
     assert (first[0] == second[0]).all()
@@ -279,7 +279,7 @@ def test_the_same_numbers_every_time():
 
 
 @pytest.mark.full
-def test_the_same_numbers_on_several_threads(check):
+def test_statistics_on_several_threads(check):
     tensors = [torch.randn(3_000_003), torch.randn(9)]
     torch.set_num_threads(3)
     try:

@@ -45,7 +45,7 @@ def test_exact_updates():
     assert integers.tolist() == [[1, n, n] for n in numel]
 
 
-def test_an_estimate_is_near_and_reports_its_sample():
+def test_sampled_update_is_near_exact_one():
     parameters = weights()
     sample = WeightSample(parameters)
     sample.before()
@@ -60,7 +60,7 @@ def test_an_estimate_is_near_and_reports_its_sample():
     np.testing.assert_allclose(floats[exact], np.array([change, before]).T[exact], rtol=1e-12)
 
 
-def test_no_step_is_no_update():
+def test_update_is_zero_without_step():
     parameters = weights()
     sample = WeightSample(parameters)
     sample.before()
@@ -73,7 +73,7 @@ SIZES = [(768 * 768, 4096), (6000, 4096), (2**20, 1000), (6, 4), (5, 5), (97, 1)
 
 
 @pytest.mark.parametrize(("numel", "wanted"), SIZES)
-def test_the_stride_has_no_factor_in_common(numel, wanted):
+def test_stride_has_no_factor_in_common(numel, wanted):
     step = stride(numel, wanted)
     assert step == 1 or math.gcd(step, numel) == 1
     assert -(-numel // step) <= 2 * wanted
@@ -81,7 +81,7 @@ def test_the_stride_has_no_factor_in_common(numel, wanted):
         assert step == 1
 
 
-def test_the_sample_covers_every_column():
+def test_sample_covers_every_column():
     parameter = torch.zeros(512, 512)
     sample = WeightSample([parameter], per_tensor=4096)
     for column in range(0, 512, 37):
@@ -90,7 +90,7 @@ def test_the_sample_covers_every_column():
         assert sample.after().arrays()[0][0, 0] > 0
 
 
-def test_memory_that_is_replaced_in_the_step():
+def test_replaced_memory_is_measured():
     parameter = torch.nn.Parameter(torch.ones(100, 90))
     sample = WeightSample([parameter], per_tensor=None)
     sample.before()
@@ -101,7 +101,7 @@ def test_memory_that_is_replaced_in_the_step():
     np.testing.assert_allclose(sample.after().arrays()[0], [[math.sqrt(9000), 3 * math.sqrt(9000)]])
 
 
-def test_the_same_memory_with_other_strides():
+def test_same_memory_with_other_strides():
     parameter = torch.nn.Parameter(torch.randn(30, 30))
     change = float((parameter.detach().t() - parameter.detach()).double().norm())
     sample = WeightSample([parameter], per_tensor=None)
@@ -110,7 +110,7 @@ def test_the_same_memory_with_other_strides():
     np.testing.assert_allclose(sample.after().arrays()[0][0, 0], change, rtol=1e-6)
 
 
-def test_a_type_that_changes_between_steps_and_within_one():
+def test_type_that_changes_between_steps_and_within_one():
     parameter = torch.nn.Parameter(torch.ones(100, 90))
     sample = WeightSample([parameter])
     sample.before()
@@ -134,14 +134,14 @@ def test_weights_of_another_shape_or_device_are_not_measured():
     assert floats.tolist() == [[0, 0], [0, 0], [0, 0], [0, 2], [0, 0]]
 
 
-def test_without_a_before_nothing_is_measured():
+def test_after_without_before_measures_nothing():
     floats, integers = WeightSample([torch.ones(3)]).after().arrays()
     assert integers.tolist() == [[0, 0, 0]]
     assert floats.tolist() == [[0.0, 0.0]]
     assert WeightSample([]).after().arrays()[0].shape == (0, 2)
 
 
-def test_the_local_part_is_read_each_time():
+def test_local_part_is_read_each_time():
     parts = {"now": torch.ones(4)}
     handle = torch.empty(100)
     sample = WeightSample([handle], local=lambda tensor: parts["now"])
@@ -159,7 +159,7 @@ def test_magnitudes_whose_squares_fp32_cannot_hold(value):
     np.testing.assert_allclose(sample.after().arrays()[0], [[value * math.sqrt(300)] * 2], rtol=1e-6)
 
 
-def test_an_update_that_is_not_finite():
+def test_update_that_is_not_finite():
     parameter = torch.ones(5)
     sample = WeightSample([parameter])
     sample.before()

@@ -90,7 +90,7 @@ def test_training_is_unchanged_and_gradients_are_exact(tmp_path: Path, clip: flo
     )
 
 
-def test_the_gram_is_taken_before_the_step(tmp_path: Path) -> None:
+def test_gram_is_taken_before_step(tmp_path: Path) -> None:
     model, optimizer = build()
     model.body[3].p = 0.0
     x, y = data()
@@ -146,7 +146,7 @@ def test_missing_samples_are_recorded_as_unmeasured(tmp_path: Path) -> None:
     assert run.scalar("train_accuracy", "user").values.tolist() == [0.5]
 
 
-def test_a_failed_check_is_a_warning_and_a_dropped_measurement(tmp_path: Path) -> None:
+def test_failed_check_is_warning_and_dropped_measurement(tmp_path: Path) -> None:
     def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])  # not the sum
 

@@ -24,7 +24,7 @@ def nulls() -> ModuleType:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_the_fast_oracle_groks_in_its_ranges(nulls: ModuleType, seed: int) -> None:
+def test_fast_oracle_groks_in_expected_range(nulls: ModuleType, seed: int) -> None:
     found = nulls.trained(seed=seed, steps=1600)
     assert found.verdict is GrokkingVerdict.GROKKING
     assert found.strong
@@ -40,7 +40,7 @@ def test_the_fast_oracle_groks_in_its_ranges(nulls: ModuleType, seed: int) -> No
         ({"train_share": 0.85}, 300, {"no-delay", "insufficient-data"}),
     ],
 )
-def test_a_null_of_the_oracle_is_not_grokking(
+def test_oracle_null_is_not_grokking(
     nulls: ModuleType, change: dict[str, object], steps: int, verdict: set[str]
 ) -> None:
     assert nulls.trained(seed=3, steps=steps, **change).verdict in verdict
@@ -55,7 +55,7 @@ def test_no_synthetic_null_is_called_grokking(nulls: ModuleType) -> None:
     assert len(verdicts) >= 4
 
 
-def test_the_synthetic_positive_is_found(nulls: ModuleType) -> None:
+def test_synthetic_positive_is_grokking(nulls: ModuleType) -> None:
     for seed in range(5):
         found = nulls.delayed(seed)
         assert found.verdict is GrokkingVerdict.GROKKING

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from backlight.monitors.spectra import panels as shared
-from backlight.monitors.spectra.panels import (
-    FIELDS,
-    explorer,
-    frobenius,
-    spectra_of,
-    steps_of,
-    thinned,
-)
+from backlight.monitors.spectra.panels import FIELDS, explorer, frobenius, spectra_of, steps_of, thinned
 from backlight.records import Evidence
 from backlight.report.evidence_links import place_of
 from backlight.report.page import model
@@ -57,7 +50,7 @@ def test_layers_are_sorted_by_their_share_of_signal(source: Source) -> None:
     assert rows[-1][2] == "300"
 
 
-def test_the_explorer_shows_what_was_stored(source: Source) -> None:
+def test_explorer_shows_stored_values(source: Source) -> None:
     data = drawn(source, "spectra").data
     layer = next(one for one in data["layers"] if one["name"] == UP)
     stored = table(source.run, 200, UP)
@@ -69,14 +62,14 @@ def test_the_explorer_shows_what_was_stored(source: Source) -> None:
     assert math.isnan(figures["stable_rank_momentum"])
 
 
-def test_the_frobenius_norm_is_that_of_the_replicates(source: Source) -> None:
+def test_frobenius_norm_is_that_of_replicates(source: Source) -> None:
     plan = Injected(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
     G = replicates(plan, UP, 1).double()
     truth = float(torch.linalg.matrix_norm(G).square().mean().sqrt())
     assert frobenius(table(source.run, 100, UP)) == pytest.approx(truth, rel=1e-5)
 
 
-def test_the_curve_of_muon_equals_its_iteration(source: Source) -> None:
+def test_curve_of_muon_equals_its_iteration(source: Source) -> None:
     layer = next(one for one in drawn(source, "spectra").data["layers"] if one["name"] == UP)
     stored = table(source.run, 0, UP)
     x = stored["singular_value"] / frobenius(stored)
@@ -85,7 +78,7 @@ def test_the_curve_of_muon_equals_its_iteration(source: Source) -> None:
     np.testing.assert_allclose(field(layer, "muon", 0), x, rtol=1e-4)
 
 
-def test_gaps_are_in_units_of_the_noise(source: Source) -> None:
+def test_gaps_are_in_units_of_noise(source: Source) -> None:
     layer = next(one for one in drawn(source, "spectra").data["layers"] if one["name"] == QKV)
     stored = table(source.run, 0, QKV)
     s, sigma = stored["singular_value"], stored.measurement["noise_sigma"]
@@ -94,7 +87,7 @@ def test_gaps_are_in_units_of_the_noise(source: Source) -> None:
     assert math.isnan(gaps[-1])
 
 
-def test_numbers_over_steps_have_a_line_per_layer(source: Source) -> None:
+def test_charts_have_line_per_layer(source: Source) -> None:
     signal = drawn(source, "spectra_signal").data["charts"]
     by_title = {chart["title"]: chart["lines"] for chart in signal}
     assert "Stable rank of the momentum" not in by_title
@@ -102,7 +95,7 @@ def test_numbers_over_steps_have_a_line_per_layer(source: Source) -> None:
     assert {line["label"] for line in signal[0]["lines"]} == set(STRENGTHS)
 
 
-def test_thinned_tables_have_a_remark(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinned_tables_have_remark(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     assert explorer(source)[1] == []
     monkeypatch.setattr(shared, "NUMBERS", 3 * 20 * 32 * 2)
     monkeypatch.setattr(shared, "DIRECTIONS", 16)
@@ -132,7 +125,7 @@ def test_thinned_indices_are_ascending_and_hold_both_ends(amount: int) -> None:
     assert (np.diff(places) > 0).all()
 
 
-def test_a_run_without_spectra_has_no_panel(tmp_path: Path) -> None:
+def test_run_without_spectra_has_no_panel(tmp_path: Path) -> None:
     from backlight.store.read.run import open_run
     from backlight.store.write.writer import RunWriter
 
@@ -144,7 +137,7 @@ def test_a_run_without_spectra_has_no_panel(tmp_path: Path) -> None:
         assert result.reason.endswith(".")
 
 
-def test_noise_alone_has_a_page(tmp_path: Path) -> None:
+def test_pure_noise_is_rendered(tmp_path: Path) -> None:
     plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     noise = Source(write_spectra_run(tmp_path / "run", plan))
     layer = drawn(noise, "spectra").data["layers"][0]
@@ -160,7 +153,7 @@ def test_attempts_are_joined(tmp_path: Path) -> None:
     assert steps_of(spectra_of(Source(run))).tolist() == [0, 10, 20]
 
 
-def test_evidence_leads_to_its_layer() -> None:
+def test_evidence_links_to_its_layer() -> None:
     drawn_panels = {panel.name for panel in in_order()}
 
     def layer_at(path: str) -> tuple[str, str | None, int | None]:
@@ -173,7 +166,7 @@ def test_evidence_leads_to_its_layer() -> None:
     assert layer_at("arrays/spectra/odd/name/directions/echo") == ("spectra", "odd/name", 5)
 
 
-def test_the_headline_is_about_spectra(source: Source) -> None:
+def test_headline_counts_layers_and_steps(source: Source) -> None:
     page = model(source)
     assert page["verdict"]["headline"] == "No findings"
     assert page["verdict"]["detail"].startswith(

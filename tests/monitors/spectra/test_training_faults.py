@@ -53,7 +53,7 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str, bool]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_one_warning_and_an_event(fault: str, tmp_path: Path) -> None:
+def test_fault_is_one_warning_and_event(fault: str, tmp_path: Path) -> None:
     prepare, reason, everything = FAULTS[fault]
     plain_model, model = build(), build()
     plain = one(plain_model, prepare(plain_model))
@@ -68,14 +68,14 @@ def test_faults_are_one_warning_and_an_event(fault: str, tmp_path: Path) -> None
     assert bool(names) is not everything
 
 
-def test_the_same_data_twice_are_reported(tmp_path: Path) -> None:
+def test_same_data_twice_are_reported(tmp_path: Path) -> None:
     model = build().eval()
     with pytest.warns(RuntimeWarning, match=r"replicates \d and \d are the same"):
         one(model, {"number": lambda step, micro: 100 * step + micro // 2}, tmp_path)
     assert not stored.measurements(backlight.open_run(tmp_path))
 
 
-def test_a_step_that_the_scaler_skips_is_not_measured(tmp_path: Path) -> None:
+def test_step_that_scaler_skips_is_not_measured(tmp_path: Path) -> None:
     states = []
     for path in (None, tmp_path):
         model = build()
@@ -127,7 +127,7 @@ def test_closures_and_autograd_grad_are_reported_as_unmeasured(tmp_path: Path) -
         sgd.step()
 
 
-def test_a_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
+def test_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -158,9 +158,7 @@ def test_a_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["copied", "StepMeasurement.measure", "ReplicateBuffer.end"])
-def test_an_internal_error_is_one_warning(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_internal_error_is_one_warning(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("injected trouble")
 
@@ -177,7 +175,7 @@ def test_an_internal_error_is_one_warning(
     assert any("injected trouble" in reason for reason in unmeasured(tmp_path))
 
 
-def test_an_error_of_this_monitor_disables_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_this_monitor_disables_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("injected trouble")
 

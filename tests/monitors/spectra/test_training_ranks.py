@@ -47,7 +47,7 @@ def test_training_is_unchanged_on_every_rank(folder: Path) -> None:
         assert [one["same"] for one in reports(folder, mode)] == [True, True], mode
 
 
-def test_under_ddp_each_layer_is_measured_by_one_rank_before_reduction(folder: Path) -> None:
+def test_ddp_layers_are_measured_by_one_rank_before_reduction(folder: Path) -> None:
     one, other = reports(folder, "ddp")
     assert not set(one["replicates"]) & set(other["replicates"])
     assert set(one["replicates"]) | set(other["replicates"]) == MATRICES
@@ -64,7 +64,7 @@ def test_static_graphs_and_bucket_views_are_supported(variants: Path) -> None:
     assert measured(variants, "ddp_static") == {(step, name) for step in (0, 2) for name in MATRICES}
 
 
-def test_an_exchange_brings_the_replicates_of_all_ranks_together(folder: Path) -> None:
+def test_exchange_combines_replicates_of_all_ranks(folder: Path) -> None:
     one, other = reports(folder, "exchange")
     assert {**one["replicates"], **other["replicates"]} == dict.fromkeys(MATRICES, 4)
     found = stored.measurements(open_run(folder / "exchange" / "run"), "head.weight")[0]
@@ -72,14 +72,14 @@ def test_an_exchange_brings_the_replicates_of_all_ranks_together(folder: Path) -
 
 
 @pytest.mark.full
-def test_the_same_data_on_two_ranks_are_reported(variants: Path) -> None:
+def test_same_data_on_two_ranks_are_reported(variants: Path) -> None:
     messages = [text for result in reports(variants, "controls") for text in result["warnings"]]
     assert messages
     assert all("are the same, as if both came from the same data" in text for text in messages)
     assert not measured(variants, "controls")
 
 
-def test_a_gradient_that_one_rank_lacks_is_dropped_by_all(folder: Path) -> None:
+def test_gradient_that_one_rank_lacks_is_dropped_by_all(folder: Path) -> None:
     one, other = (result["warnings"] for result in reports(folder, "missing"))
     assert len(one) == 1
     assert one == other
@@ -94,7 +94,7 @@ def test_no_rank_waits_for_one_that_has_ended(folder: Path) -> None:
     assert {step for step, _ in measured(folder, "fewer")} == {0, 2}
 
 
-def test_under_fsdp2_gradients_are_captured_before_they_are_scattered(folder: Path) -> None:
+def test_fsdp2_gradients_are_captured_before_scattering(folder: Path) -> None:
     one, other = reports(folder, "fsdp")
     assert set(one["replicates"]) | set(other["replicates"]) == MATRICES
     assert set(one["replicates"].values()) == {3}

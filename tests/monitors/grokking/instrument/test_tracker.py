@@ -74,7 +74,7 @@ def test_gradients_products_and_window_against_numpy() -> None:
     assert (1, "gradient/norm") not in recorder.scalar
 
 
-def test_a_resumed_tracker_equals_an_uninterrupted_one() -> None:
+def test_resumed_tracker_equals_uninterrupted_one() -> None:
     measures = Measures(every=1, window=1, window_steps=4, sketch=2, sketch_rows=3, products=0)
     whole, second = MemoryRecorder(), MemoryRecorder()
     follow(Tracker(measures, whole), range(15))
@@ -89,7 +89,7 @@ def test_a_resumed_tracker_equals_an_uninterrupted_one() -> None:
     assert all(whole.scalar[key] == value for key, value in second.scalar.items())
 
 
-def test_the_sketch_error_is_within_its_certificate() -> None:
+def test_sketch_error_is_within_its_certificate() -> None:
     recorder, sketch = MemoryRecorder(), GradientSketch(3)
     for step in range(12):
         sketch.add(gradients(step))
@@ -102,7 +102,7 @@ def test_the_sketch_error_is_within_its_certificate() -> None:
         sketch.add({"late": torch.ones(2)})
 
 
-def test_a_parameter_without_a_gradient_counts_as_zero_in_the_window() -> None:
+def test_parameter_without_gradient_counts_as_zero_in_window() -> None:
     window = GradientWindow(3)
     window.add(0, {"a": torch.tensor([1.0, 2.0])})
     window.add(1, {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([3.0])})
@@ -111,7 +111,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero_in_the_window() -> None:
     assert matrix.tolist() == [[5.0, 1.0], [1.0, 10.0]]
 
 
-def test_gradients_are_stored_no_wider_than_they_are() -> None:
+def test_gradients_keep_their_precision_when_stored() -> None:
     assert stored(torch.zeros(2, dtype=torch.bfloat16), "float32").dtype is torch.bfloat16
     assert stored(torch.zeros(2, dtype=torch.float64), "float32").dtype is torch.float32
     assert stored(torch.zeros(2, dtype=torch.float64), "float64").dtype is torch.float64
@@ -125,7 +125,7 @@ def test_gradients_are_stored_no_wider_than_they_are() -> None:
     assert torch.equal(back, value)
 
 
-def test_a_gradient_is_copied_before_it_changes() -> None:
+def test_gradient_is_copied_before_it_changes() -> None:
     recorder = MemoryRecorder()
     tracker = Tracker(Measures(every=1), recorder)
     value = torch.ones(3)
@@ -140,7 +140,7 @@ def squares(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scope", ["full", "layers"])
-def test_the_probe_records_mean_gram_vectors_and_agop(scope: str) -> None:
+def test_probe_records_mean_gram_vectors_and_agop(scope: str) -> None:
     torch.manual_seed(0)
     model, batch, recorder = BlockAndHead().double(), torch.randn(6, 3, dtype=torch.float64), MemoryRecorder()
     probe = Probe(model, squares, batch, lambda given: given)
@@ -178,7 +178,7 @@ def test_the_probe_records_mean_gram_vectors_and_agop(scope: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_failure_is_recorded_or_raised() -> None:
+def test_failure_is_recorded_or_raised() -> None:
     model, warnings = BlockAndHead(), list[tuple[str, str]]()
     recorder = MemoryRecorder()
     bad = Probe(model, lambda m, b: m(b).square().mean(), torch.randn(6, 3))

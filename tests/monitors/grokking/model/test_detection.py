@@ -47,7 +47,7 @@ def test_delayed_generalisation_is_strong_grokking_with_its_intervals() -> None:
     assert sorted({p.train_accuracy for p in found.sweep}) == pytest.approx([0.9, 0.93, 0.96, 0.99])
 
 
-def test_a_delay_below_five_is_not_called_strong() -> None:
+def test_delay_below_five_is_not_called_strong() -> None:
     found = evaluated(fitted(300), rise(900, 10))
     assert found.verdict is GrokkingVerdict.GROKKING
     assert not found.strong
@@ -76,7 +76,7 @@ def test_every_other_verdict(train: np.ndarray, test: np.ndarray, verdict: str, 
     assert (found.verdict, words in found.claim) == (verdict, True), found
 
 
-def test_a_training_accuracy_that_does_not_last_is_unstable() -> None:
+def test_training_accuracy_that_does_not_last_is_unstable() -> None:
     dips = np.where((STEPS > 100) & (STEPS % 70 == 0), 0.5, fitted())
     found = evaluated(dips, rise(900, 20))
     assert found.verdict is GrokkingVerdict.UNSTABLE
@@ -85,18 +85,18 @@ def test_a_training_accuracy_that_does_not_last_is_unstable() -> None:
     assert "never for 5 in a row" in evaluated(never, rise(900, 20)).claim
 
 
-def test_the_threshold_is_relative_to_the_plateau() -> None:
+def test_threshold_is_relative_to_plateau() -> None:
     found = evaluated(fitted(), rise(900, 20, high=0.8))
     assert found.verdict is GrokkingVerdict.GROKKING
     assert found.plateau == pytest.approx(0.8, abs=0.03)
     assert found.test_accuracy == pytest.approx(CHANCE + 0.95 * (found.plateau - CHANCE))
 
 
-def test_a_plateau_near_chance_is_no_generalisation() -> None:
+def test_plateau_near_chance_is_no_generalisation() -> None:
     assert evaluated(fitted(), rise(900, 20, high=0.12)).verdict is GrokkingVerdict.MEMORISED
 
 
-def test_a_run_past_half_way_when_it_memorises_has_no_delay() -> None:
+def test_generalisation_half_way_at_memorisation_is_no_delay() -> None:
     found = evaluated(fitted(), rise(900, 20, low=0.7))
     assert found.verdict is GrokkingVerdict.NO_DELAY
     assert "more than half way" in found.claim
@@ -120,7 +120,7 @@ def test_filler_zeros_count_as_missing() -> None:
     assert honest.generalised == Interval(0, 1000)
 
 
-def test_a_value_carried_forward_is_not_grokking() -> None:
+def test_value_carried_forward_is_not_grokking() -> None:
     held = np.where(STEPS < 1000, 0.05, rise(30, 4))
     found = evaluated(fitted(), held)
     assert found.verdict is GrokkingVerdict.INSUFFICIENT_DATA
@@ -135,7 +135,7 @@ def test_true_zeros_are_kept_if_chance_is_zero() -> None:
     assert not curves.doubted_zeros(zeros, 5, plausible=True).any()
 
 
-def test_a_gradual_fall_below_chance_is_trusted() -> None:
+def test_gradual_fall_below_chance_is_trusted() -> None:
     # As modular polynomials do: from chance to no hit at all while they memorise, and up again.
     dip = np.clip(np.interp(STEPS, [0, 40, 60, 300, 340, 5000], [0.04, 0.004, 0, 0, 0.004, 0.004]), 0, 1)
     late = rise(900, 20, low=0.0)
@@ -158,12 +158,12 @@ def test_recoveries_from_instability_are_not_grokking() -> None:
     assert "a recovery, not grokking" in found.claim
 
 
-def test_an_accuracy_lost_at_the_end_is_unstable() -> None:
+def test_accuracy_lost_at_end_is_unstable() -> None:
     test = np.where((STEPS > 900) & (STEPS < 1500), 0.99, CHANCE)
     assert evaluated(fitted(), test).verdict is GrokkingVerdict.UNSTABLE
 
 
-def test_a_verdict_that_depends_on_thresholds_is_an_artefact() -> None:
+def test_verdict_that_depends_on_thresholds_is_artefact() -> None:
     # To .93 at once, the rest late: at 90 % of the way there is no delay.
     test = np.where(STEPS < 1200, np.where(STEPS < 100, 0.2, 0.93), 0.999)
     test = np.where((STEPS < 90), 0.2 + STEPS / 1e4, test)
@@ -186,20 +186,20 @@ def test_too_few_logs_or_samples_are_insufficient() -> None:
     assert few.verdict is GrokkingVerdict.INSUFFICIENT_DATA
 
 
-def test_memorised_before_the_first_log_is_insufficient() -> None:
+def test_memorised_before_first_log_is_insufficient() -> None:
     found = evaluated(np.ones(len(STEPS)), rise(900, 20))
     assert found.verdict is GrokkingVerdict.INSUFFICIENT_DATA
     assert "had memorised at its first log" in found.claim
 
 
-def test_an_unknown_test_size_is_bounded_by_the_values() -> None:
+def test_unknown_test_size_is_bounded_by_values() -> None:
     found = evaluated(fitted(), rise(900, 20), test_size=None)
     assert not found.test_size_known
     assert found.test_size == len(np.unique(rise(900, 20))) - 1 <= SIZE
     assert any("different accuracies" in note for note in found.notes)
 
 
-def test_order_repetition_and_nan_do_not_change_the_verdict() -> None:
+def test_order_repetition_and_nan_do_not_change_verdict() -> None:
     train, test = fitted(), rise(900, 20)
     clean = evaluated(train, test)
     order = np.random.default_rng(1).permutation(len(STEPS))
@@ -236,7 +236,7 @@ def test_invalid_curves_are_refused(change: dict[str, object], text: str) -> Non
         evaluated(train, test, **change)
 
 
-def test_wilson_equals_the_textbook_interval() -> None:
+def test_wilson_equals_textbook_interval() -> None:
     from scipy.stats import binomtest
 
     for share, size in ((1.0, 20), (0.5, 40), (0.0, 10), (0.97, 265)):
@@ -251,7 +251,7 @@ def test_wilson_equals_the_textbook_interval() -> None:
     st.lists(st.floats(0, 1), min_size=1, max_size=60),
     st.integers(0, 100),
 )
-def test_every_curve_has_a_verdict_with_its_conditions(
+def test_every_curve_has_verdict_with_its_conditions(
     train: list[float], test: list[float], start: int
 ) -> None:
     found = detect(

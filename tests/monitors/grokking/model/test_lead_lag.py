@@ -33,7 +33,7 @@ def test_rank_correlation_equals_scipy() -> None:
     assert rank_correlation(np.ones(9), np.arange(9.0)) is None
 
 
-def test_a_measure_that_the_control_follows_is_no_signal(pair: tuple[Run, Run]) -> None:
+def test_measure_that_control_follows_is_no_signal(pair: tuple[Run, Run]) -> None:
     run, control = pair
     rows = {row.measure: row for row in lead_lags(run, detect_run(run), control)}
     assert rows["progress/fourier_ipr"].conclusion == "follows, and the control does not"
@@ -49,7 +49,7 @@ def test_a_measure_that_the_control_follows_is_no_signal(pair: tuple[Run, Run]) 
     assert ordered == sorted(ordered, reverse=True)
 
 
-def test_no_conclusion_without_a_control(pair: tuple[Run, Run]) -> None:
+def test_no_conclusion_without_control(pair: tuple[Run, Run]) -> None:
     run, _ = pair
     strong = [row for row in lead_lags(run, detect_run(run)) if abs(row.correlation or 0) >= 0.7]
     assert strong
@@ -61,7 +61,7 @@ def rows_of(run: Run) -> dict[str, LeadLag]:
 
 
 @pytest.mark.parametrize(("lead", "found"), [(120, 120), (-60, -60), (0, 0)])
-def test_an_earlier_rise_leads(tmp_path: Path, lead: int, found: int) -> None:
+def test_earlier_rise_leads(tmp_path: Path, lead: int, found: int) -> None:
     steps = np.arange(0, 2001, 10)
     test, one = sigmoid(steps, 900, 30), sigmoid(steps, 900 - lead, 30)
     logs = [
@@ -73,7 +73,7 @@ def test_an_earlier_rise_leads(tmp_path: Path, lead: int, found: int) -> None:
     assert (row.lead_steps, row.correlation > 0.95) == (found, True)
 
 
-def test_an_earlier_peak_leads(tmp_path: Path) -> None:
+def test_earlier_peak_leads(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     wave = np.convolve(draw.normal(size=121), np.ones(9) / 9, "same")
     test = np.clip(0.5 + wave / 2, 0, 1)
@@ -97,7 +97,7 @@ def test_too_few_common_logs_give_no_correlation(tmp_path: Path) -> None:
     assert {row.conclusion for row in rows} == {"too few common logs"}
 
 
-def test_change_points_are_where_the_level_changes() -> None:
+def test_change_points_are_where_level_changes() -> None:
     draw = np.random.default_rng(0)
     steps = np.arange(0, 1000, 10)
     values = np.where(steps < 400, 0.1, 0.9) + draw.normal(0, 0.01, len(steps))
@@ -111,7 +111,7 @@ def test_change_points_are_none_without_ruptures(monkeypatch: pytest.MonkeyPatch
     assert change_points(np.arange(50), np.arange(50.0)) is None
 
 
-def test_examine_finds_the_control_next_to_the_run(pair: tuple[Run, Run]) -> None:
+def test_examine_finds_control_next_to_run(pair: tuple[Run, Run]) -> None:
     run, control = pair
     found = analyse_if_possible(run)
     assert found is not None

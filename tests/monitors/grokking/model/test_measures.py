@@ -8,7 +8,7 @@ from backlight.monitors.grokking.model.measures import DiskGuard, Measures, at_t
 from backlight.session.writer_thread import ResultQueue
 
 
-def test_each_check_of_a_full_disk_lowers_the_tier_once(tmp_path: Path) -> None:
+def test_each_check_of_full_disk_lowers_tier_once(tmp_path: Path) -> None:
     free, sink = [5000], ResultQueue()
     guard = DiskGuard(tmp_path, 1000, sink, spacing=2, free=lambda _path: free[0])
     measures = Measures(every=1)
@@ -35,5 +35,5 @@ def test_each_check_of_a_full_disk_lowers_the_tier_once(tmp_path: Path) -> None:
     assert warnings[0]["action"] == "from here on top-k instead of full factors"
 
 
-def test_free_space_of_a_missing_directory(tmp_path: Path) -> None:
+def test_free_space_of_missing_directory(tmp_path: Path) -> None:
     assert abs(free_bytes(tmp_path / "a" / "b") - free_bytes(tmp_path)) < 10**9

@@ -14,7 +14,7 @@ from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run, write_scalars
 
 
-def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
+def test_verdict_is_finding_with_both_times(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
     (found,) = evaluate_rules(run)
     detection = detect_run(run)
@@ -32,7 +32,7 @@ def test_the_verdict_is_a_finding_with_both_times(tmp_path: Path) -> None:
     assert found.overridden == {"delay_ratio": 100.0}
 
 
-def test_a_run_without_accuracies_has_no_verdict(tmp_path: Path) -> None:
+def test_run_without_accuracies_has_no_verdict(tmp_path: Path) -> None:
     assert evaluate_rules(write_grokking_run(tmp_path / "run", Grok(accuracies=False, steps=100))) == []
 
 
@@ -40,7 +40,7 @@ def accuracies(train: float, test: float) -> dict[str, float]:
     return {"train_accuracy": train, "test_accuracy": test}
 
 
-def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) -> None:
+def test_accuracies_in_percent_are_finding_not_exception(tmp_path: Path) -> None:
     (found,) = evaluate_rules(
         write_scalars(tmp_path / "run", *((step, accuracies(99.0, 40.0)) for step in range(20)))
     )
@@ -56,9 +56,7 @@ def test_accuracies_in_percent_are_a_finding_not_an_exception(tmp_path: Path) ->
         ("unmeasured", {"what": "gram", "reason": "gram: the coverage of parameter 'w' failed"}),
     ],
 )
-def test_an_event_about_the_measurement_is_no_finding(
-    tmp_path: Path, kind: str, payload: dict[str, object]
-) -> None:
+def test_event_about_measurement_is_no_finding(tmp_path: Path, kind: str, payload: dict[str, object]) -> None:
     writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
     writer.event(3, kind, payload)
     writer.close()
@@ -67,7 +65,7 @@ def test_an_event_about_the_measurement_is_no_finding(
     assert [event.payload for event in run.events(kind)] == [payload]
 
 
-def test_the_control_is_found_by_its_event_and_reported_as_memorised(tmp_path: Path) -> None:
+def test_control_is_found_by_its_event_and_reported_as_memorised(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
     mine = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id))
     other = write_grokking_run(tmp_path / "b", Grok(control="random-labels", control_of="else", steps=300))
@@ -81,7 +79,7 @@ def test_the_control_is_found_by_its_event_and_reported_as_memorised(tmp_path: P
     assert (finding.severity, finding.subject.verdict) == (Severity.INFO, "memorised")
 
 
-def test_chance_and_sizes_may_be_write_scalars(tmp_path: Path) -> None:
+def test_chance_and_sizes_may_be_logged(tmp_path: Path) -> None:
     rows = [
         (step, accuracies(1.0 if step > 20 else 0.3, 0.98 if step > 300 else 0.25 + step % 10 / 400))
         for step in range(0, 400, 2)

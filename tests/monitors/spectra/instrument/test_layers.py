@@ -38,7 +38,7 @@ def names(selection):
     return [layer.parameter for layer in selection.layers]
 
 
-def test_matrices_in_the_order_of_the_model():
+def test_matrices_in_order_of_model():
     selection = select(Net(), fused)
     assert names(selection) == [
         "conv.weight",
@@ -77,7 +77,7 @@ def test_patterns_match_matrices_weights_and_modules():
     ]
 
 
-def test_a_pattern_without_a_match():
+def test_pattern_without_match():
     with pytest.raises(SpectraError, match=r"--include 'blok\.0' matches none of 5 matrices.*blocks\.0"):
         select(Net(), whole, include=["blok.0"])
     with pytest.raises(SpectraError, match="--exclude 'decoder' matches none of 5 matrices"):
@@ -101,7 +101,7 @@ def test_splits_that_cannot_be_used():
     assert "two dimensions" in vectors.left_out["first"]
 
 
-def test_a_tied_weight_is_one_layer():
+def test_tied_weight_is_one_layer():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     assert names(select(model, whole)) == ["0.weight"]

@@ -19,7 +19,7 @@ from backlight.store.format.spectra import Layer
 SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=30)
 
 
-def test_the_longest_is_assigned_to_the_least_loaded():
+def test_longest_is_assigned_to_least_loaded():
     assert longest_first([5, 9, 3, 3, 4], 2) == (1, 0, 0, 1, 1)
     assert longest_first([1, 1], 5) == (0, 1)
     assert cost(4, 10) == cost(10, 4) == 160
@@ -27,7 +27,7 @@ def test_the_longest_is_assigned_to_the_least_loaded():
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 40))
-def test_the_busiest_rank_is_within_four_thirds_of_any_schedule(shapes, ranks):
+def test_busiest_rank_is_within_four_thirds_of_any_schedule(shapes, ranks):
     costs = [cost(*shape) for shape in shapes]
     owners = longest_first(costs, ranks)
     load = [sum(c for c, o in zip(costs, owners, strict=True) if o == rank) for rank in range(ranks)]

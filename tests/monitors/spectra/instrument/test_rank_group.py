@@ -30,7 +30,7 @@ class Wire:
 
 @pytest.mark.parametrize("chunk", [4, 40, 10**6])
 @pytest.mark.parametrize(("ranks", "replicates"), [(1, 3), (2, 5), (3, 4), (5, 3)])
-def test_all_replicates_are_gathered_at_the_owner(monkeypatch, ranks, replicates, chunk):
+def test_all_replicates_are_gathered_at_owner(monkeypatch, ranks, replicates, chunk):
     wire = Wire()
     monkeypatch.setattr(module, "dist", wire)
     G = [torch.randn(4, 6) for _ in range(replicates)]
@@ -56,7 +56,7 @@ def test_all_replicates_are_gathered_at_the_owner(monkeypatch, ranks, replicates
     assert ranks == 1 or wire.largest > 0
 
 
-def test_the_first_of_several_errors_is_raised_by_all(monkeypatch):
+def test_first_of_several_errors_is_raised_by_all(monkeypatch):
     messages = [None, (7, "late"), (2, "early")]
     for rank in range(3):
         group = RankGroup(rank, 3)
@@ -65,7 +65,7 @@ def test_the_first_of_several_errors_is_raised_by_all(monkeypatch):
             group.raise_first(None)
 
 
-def test_an_error_keeps_its_cause():
+def test_error_keeps_its_cause():
     def fails():
         raise TypeError("a bug")
 
@@ -75,7 +75,7 @@ def test_an_error_keeps_its_cause():
     assert RankGroup().run(lambda: 3) == 3
 
 
-def test_a_rank_that_has_ended_is_reported(monkeypatch):
+def test_rank_that_has_ended_is_reported(monkeypatch):
     def gone(*_args, **_options):
         raise RuntimeError("Connection closed by peer")
 

@@ -53,7 +53,7 @@ def test_missing_gradients_are_reported_and_failed_replicates_discarded() -> Non
     assert buffer.failed == 1
 
 
-def test_the_largest_targets_that_fit_are_selected() -> None:
+def test_largest_targets_that_fit_are_selected() -> None:
     chosen = fitting([target(0, 2), target(1, 50), target(2, 8)], 2, 2 * (32 + 128))
     assert [t.name for t in chosen] == ["w2", "w0"]
 
@@ -65,7 +65,7 @@ def test_sparse_and_expanded_gradients_are_copied_whole() -> None:
     assert copied(expanded, "host").is_contiguous()
 
 
-def test_a_batch_is_split_into_equal_parts() -> None:
+def test_batch_is_split_into_equal_parts() -> None:
     parts = split({"x": torch.arange(10), "mask": None, "scale": torch.tensor(2.0)}, 3)
     assert [part["x"].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert all(part["scale"] == 2.0 for part in parts)

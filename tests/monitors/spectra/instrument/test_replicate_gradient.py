@@ -35,7 +35,7 @@ def net():
     )
 
 
-def test_it_is_the_gradient_of_autograd():
+def test_replicate_gradient_equals_autograd():
     model, batch = net(), torch.randn(5, 2, 4)
     wanted = {"0.weight", "2.weight:1", "5.weight"}
     seed_by(0, "loss", 7)
@@ -56,7 +56,7 @@ def test_it_is_the_gradient_of_autograd():
     assert torch.equal(conv_alone["0.weight"], conv.reshape(6, 6))
 
 
-def test_values_before_the_sample_do_not_matter():
+def test_values_before_sample_do_not_matter():
     model, first, second = net(), torch.randn(5, 2, 4), torch.randn(5, 2, 4)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     assert buffers
@@ -95,7 +95,7 @@ def test_sparse_gradients_are_filled():
     assert torch.equal(found, expected)
 
 
-def test_parameters_without_a_gradient():
+def test_parameters_without_gradient():
     class Unused(nn.Module):
         def __init__(self):
             super().__init__()

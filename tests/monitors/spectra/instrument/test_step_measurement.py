@@ -46,7 +46,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[Tens
 
 @pytest.mark.filterwarnings("ignore:backlight. spectra of:RuntimeWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_the_same_to_the_bit_and_replicates_are_its_microbatches(
+def test_training_is_bit_identical_and_replicates_are_microbatches(
     case: str, tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
     options, loop = CASES[case]
@@ -76,7 +76,7 @@ def test_training_is_the_same_to_the_bit_and_replicates_are_its_microbatches(
             torch.testing.assert_close(found, expected / size, rtol=0.0, atol=1e-6 * largest + 1e-9)
 
 
-def test_the_measurement_of_the_replicates_is_recorded(
+def test_measurement_of_replicates_is_recorded(
     tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
     one(build(), {}, tmp_path, spectra={"fused": {"*.qkv.weight": ["q", "k", "v"]}})
@@ -120,7 +120,7 @@ def test_weights_updates_and_momenta_are_measured(tmp_path: Path) -> None:
     assert last["stable_rank_update"] == pytest.approx(last["stable_rank_momentum"], rel=1e-3)
 
 
-def test_an_injected_direction_of_a_transformer_is_recovered(tmp_path: Path) -> None:
+def test_injected_direction_of_transformer_is_recovered(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     draw = torch.Generator().manual_seed(3)
@@ -148,7 +148,7 @@ def test_an_injected_direction_of_a_transformer_is_recovered(tmp_path: Path) -> 
     assert moved.values[0] > 0.99
 
 
-def test_the_noise_scale_of_a_quadratic_is_that_of_its_definition(tmp_path: Path) -> None:
+def test_noise_scale_of_quadratic_is_that_of_its_definition(tmp_path: Path) -> None:
     rows, columns, size = 6, 5, 16
     weight = nn.Parameter(torch.ones(rows, columns))
     model = nn.Module()
@@ -170,7 +170,7 @@ def split_settings(given: Any, count: int = 4) -> dict[str, Any]:
     return {"spectra": {"split": count}, "samples": (loss_of, given)}
 
 
-def test_a_single_microbatch_is_split_on_request(
+def test_single_microbatch_is_split_on_request(
     tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
     plain = one(build(), {"micro": 1})
@@ -198,7 +198,7 @@ def test_a_single_microbatch_is_split_on_request(
         assert torch.equal(found, expected)
 
 
-def test_a_split_restores_running_statistics_and_random_state(tmp_path: Path) -> None:
+def test_split_restores_running_statistics_and_random_state(tmp_path: Path) -> None:
     found = []
     for path in (None, tmp_path):
         torch.manual_seed(0)
@@ -234,7 +234,7 @@ def test_a_split_restores_running_statistics_and_random_state(tmp_path: Path) ->
     assert {m.step for m in stored.measurements(backlight.open_run(tmp_path))} == {0, 1, 2}
 
 
-def test_one_microbatch_without_a_split_warns(tmp_path: Path) -> None:
+def test_one_microbatch_without_split_warns(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="one microbatch gives no echo.*'split'") as warned:
         one(build(), {"micro": 1}, tmp_path)
     assert len(warned) == 1
@@ -242,7 +242,7 @@ def test_one_microbatch_without_a_split_warns(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_model_is_measured_and_not_recompiled(tmp_path: Path) -> None:
+def test_compiled_model_is_measured_and_not_recompiled(tmp_path: Path) -> None:
     found = []
     for path in (None, tmp_path):
         torch._dynamo.reset()
@@ -267,7 +267,7 @@ def test_a_compiled_model_is_measured_and_not_recompiled(tmp_path: Path) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("buffer", ["host", "device"])
-def test_on_an_accelerator_nothing_changes_and_the_host_agrees(
+def test_accelerator_training_is_unchanged_and_equals_host(
     buffer: str, tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
     states = []
@@ -298,7 +298,7 @@ def test_on_an_accelerator_nothing_changes_and_the_host_agrees(
     np.testing.assert_allclose(table["echo"][:k], alone.echo[:k], atol=1e-3)
 
 
-def test_layers_that_do_not_fit_are_reported_and_the_largest_kept(tmp_path: Path) -> None:
+def test_layers_that_do_not_fit_are_reported_and_largest_kept(tmp_path: Path) -> None:
     size = 48 * 16 * 4  # of the fused weight
     with pytest.warns(RuntimeWarning, match=r"do not fit into spectra\.memory"):
         one(build(), {}, tmp_path, spectra={"memory": size * 8, "replicates": 4})
@@ -309,13 +309,13 @@ def test_layers_that_do_not_fit_are_reported_and_the_largest_kept(tmp_path: Path
     assert 0 < max(held) <= size * 8
 
 
-def test_microbatches_beyond_the_limit_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_microbatches_beyond_limit_are_dropped_and_counted(tmp_path: Path) -> None:
     one(build(), {"micro": 6}, tmp_path, spectra={"replicates": 4})
     costs = [e.payload for e in backlight.open_run(tmp_path).events("spectra_cost")]
     assert [(c["replicates"], c["not_kept"]) for c in costs] == [(4, 2), (4, 2)]
 
 
-def test_hooks_are_gone_outside_of_a_backward(tmp_path: Path) -> None:
+def test_hooks_are_removed_after_backward(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

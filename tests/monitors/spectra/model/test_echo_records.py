@@ -27,7 +27,7 @@ def result():
     return spectral_echo((U * strength) @ V.T + torch.randn(8, 30, 50), max_directions=20)
 
 
-def test_a_table_is_read_as_it_was_recorded(tmp_path, result):
+def test_table_is_read_as_it_was_recorded(tmp_path, result):
     writer = RunWriter.create(tmp_path / "run", step_offset=0)
     record_layer(writer, LAYER)
     record_left_out(writer, "norm.weight", "one-dimensional")
@@ -65,7 +65,7 @@ def test_a_table_is_read_as_it_was_recorded(tmp_path, result):
     assert run.scalar(f"spectra/{LAYER.parameter}/identifiable").values.tolist() == [1, 3]
 
 
-def test_the_later_of_two_attempts_counts(tmp_path, result):
+def test_later_attempt_replaces_earlier(tmp_path, result):
     for scale in (1.0, 2.0):
         writer = RunWriter.create(tmp_path / "run", step_offset=0)
         record_layer(writer, LAYER)
@@ -76,7 +76,7 @@ def test_the_later_of_two_attempts_counts(tmp_path, result):
     assert found.measurement["batch"] == 8
 
 
-def test_layers_without_a_measured_event_are_not_measured(tmp_path, result):
+def test_layers_without_measured_event_are_not_measured(tmp_path, result):
     writer = RunWriter.create(tmp_path / "run", step_offset=0)
     record_layer(writer, LAYER)
     record_arrays(writer, 5, LAYER.parameter, result)
@@ -90,7 +90,7 @@ def test_layers_without_a_measured_event_are_not_measured(tmp_path, result):
         table(run, 6, "elsewhere")
 
 
-def test_a_layer_of_noise_has_a_table(tmp_path):
+def test_layer_of_noise_has_table(tmp_path):
     torch.manual_seed(3)
     noise = spectral_echo(torch.randn(4, 400, 400))
     assert noise.measured == 0

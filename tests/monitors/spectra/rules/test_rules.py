@@ -29,7 +29,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("rule", ["below_noise", "batch_far_from_critical", "rank_collapse"])
-def test_a_healthy_run_has_no_finding(healthy: Run, rule: str) -> None:
+def test_healthy_run_has_no_finding(healthy: Run, rule: str) -> None:
     assert findings(healthy, rule) == []
 
 
@@ -44,14 +44,14 @@ def test_layers_of_noise_are_reported(tmp_path: Path) -> None:
     assert found.subject.step == 10
 
 
-def test_one_layer_of_noise_is_an_info(tmp_path: Path) -> None:
+def test_one_layer_of_noise_is_info(tmp_path: Path) -> None:
     plan = Injected(steps=(0,), strengths={QKV: (6.0,), UP: (8.0,)})
     (found,) = findings(write_spectra_run(tmp_path / "run", plan), "below_noise")
     assert found.severity is Severity.INFO
     assert found.subject.parameter == HEAD
 
 
-def test_a_batch_far_from_the_noise_scale_is_reported(tmp_path: Path) -> None:
+def test_batch_far_from_noise_scale_is_reported(tmp_path: Path) -> None:
     strong = {name: (100.0,) for name in STRENGTHS}
     run = write_spectra_run(tmp_path / "large", Injected(steps=(0,), strengths=strong))
     (found,) = findings(run, "batch_far_from_critical")
@@ -70,7 +70,7 @@ def test_replicates_of_checkpoints_are_no_batch(tmp_path: Path) -> None:
     assert findings(run, "batch_far_from_critical") == []
 
 
-def test_a_collapsed_update_is_reported(tmp_path: Path) -> None:
+def test_collapsed_update_is_reported(tmp_path: Path) -> None:
     run = write_spectra_run(tmp_path / "run", Injected(update_ranks=(8.0, 7.0, 1.1)))
     (found,) = findings(run, "rank_collapse")
     assert (found.severity, found.subject.parameter, found.subject.step) == (Severity.WARNING, QKV, 200)

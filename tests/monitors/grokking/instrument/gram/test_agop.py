@@ -13,7 +13,7 @@ from backlight.monitors.grokking.instrument.gram.agop import input_agop
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 
 
-def test_agop_is_the_mean_of_squared_jacobians() -> None:
+def test_agop_is_mean_of_squared_jacobians() -> None:
     net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     x = torch.randn(6, 5, dtype=torch.float64)
     J = torch.stack([torch.autograd.functional.jacobian(net, row) for row in x])
@@ -32,7 +32,7 @@ class Of(nn.Module):
         return self.function(x)
 
 
-def test_agop_refuses_inputs_without_a_jacobian() -> None:
+def test_agop_refuses_inputs_without_jacobian() -> None:
     net, x = nn.Linear(5, 3), torch.randn(6, 5)
     with pytest.raises(GramError, match=r"expected outputs \[6, ...\] that depend on the inputs, got \[\]"):
         input_agop(Of(lambda b: net(b).sum()), x)
@@ -69,7 +69,7 @@ def controls() -> tuple[Rebuilt, Plain, Tensor]:
     return one, other, torch.randn(5, 3)
 
 
-def test_agop_of_a_reentrantly_checkpointed_model() -> None:
+def test_agop_of_reentrantly_checkpointed_model() -> None:
     model, plain, x = controls()
     for p in model.parameters():
         p.grad = torch.full_like(p, 7.0)
@@ -77,7 +77,7 @@ def test_agop_of_a_reentrantly_checkpointed_model() -> None:
     assert all((p.grad == 7.0).all() for p in model.parameters())  # type: ignore[union-attr]
 
 
-def test_agop_of_a_compiled_model_compiles_nothing() -> None:
+def test_agop_of_compiled_model_compiles_nothing() -> None:
     torch._dynamo.reset()
     _, plain, x = controls()
     compiled = torch.compile(plain, backend="aot_eager")

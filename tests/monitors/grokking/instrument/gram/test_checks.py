@@ -38,13 +38,13 @@ class Task:
         return labels(model, batch)
 
 
-def test_the_check_recurs_ever_more_rarely() -> None:
+def test_check_interval_doubles() -> None:
     net, batch = linear(), images(7)
     checked_at = [alone(backlight.gram(net, labels, batch)) for _ in range(9)]
     assert [number for number, checked in enumerate(checked_at, 1) if checked] == [1, 2, 4, 8]
 
 
-def test_a_new_kind_is_checked_and_a_bound_method_is_identified_by_its_object() -> None:
+def test_new_combination_is_checked_again() -> None:
     net, batch, task = linear(), images(7), Task()
     assert [alone(backlight.gram(net, task.loss, batch)) for _ in range(3)] == [True, True, False]
     assert alone(backlight.gram(net, Task().loss, batch))
@@ -69,7 +69,7 @@ class Creeping(nn.Module):
         return out + self.share * out.mean(0)
 
 
-def test_mixing_that_starts_during_training_is_detected_and_never_counts_as_passed() -> None:
+def test_late_sample_mixing_is_detected_every_time() -> None:
     net, batch = Creeping().double(), images(7)
     for _ in range(3):
         backlight.gram(net, labels, batch)
@@ -91,7 +91,7 @@ def test_models_and_functions_are_not_kept_alive() -> None:
     assert len(checks._PASSED) == before
 
 
-def test_a_loss_without_weak_references_is_checked_each_time() -> None:
+def test_loss_without_weak_references_is_checked_each_time() -> None:
     class Slotted:
         __slots__ = ()
 

@@ -51,7 +51,7 @@ OPTIONS = ({}, {"kernel": "ghost"}, {"kernel": "chunked"}, {"at_once": 1}, {"at_
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_agrees_with_a_loop(name: str, options: dict[str, Any]) -> None:
+def test_gram_equals_loop_over_samples(name: str, options: dict[str, Any]) -> None:
     setup = MODELS[name]()
     expected = rows(setup)
     found = backlight.gram(setup.model, setup.loss, setup.batch, **options)
@@ -72,7 +72,7 @@ def test_agrees_with_a_loop(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("centred", "at_once"), [(False, None), (True, None), (False, 4)])
 @pytest.mark.parametrize("name", ["mlp", "gpt_tied_padded_reused", "bare_parameters", "conv2d"])
-def test_eigenvectors_equal_those_of_the_second_moment(name: str, centred: bool, at_once: int | None) -> None:
+def test_eigenvectors_equal_those_of_second_moment(name: str, centred: bool, at_once: int | None) -> None:
     setup = MODELS[name]()
     A = flat(rows(setup))
     found = backlight.gram(setup.model, setup.loss, setup.batch, at_once=at_once)
@@ -91,7 +91,7 @@ def test_eigenvectors_equal_those_of_the_second_moment(name: str, centred: bool,
 
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("scope", ["layer/1.0", "block/1", "parameter/0.weight"])
-def test_eigenvectors_of_a_layer_a_block_and_a_parameter(scope: str, centred: bool) -> None:
+def test_eigenvectors_of_layer_block_and_parameter(scope: str, centred: bool) -> None:
     net = nn.Sequential(nn.Linear(7, 6), nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))).double()
     members = {
         "layer/1.0": {"1.0.weight", "1.0.bias"},
@@ -133,7 +133,7 @@ def test_layers_and_blocks_are_sums_of_parameters() -> None:
         found.scope("layer/nix")
 
 
-def test_blocks_end_at_the_first_number_and_repr_is_one_line() -> None:
+def test_blocks_end_at_first_number_and_repr_is_one_line() -> None:
     net = nn.Sequential(nn.Linear(7, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
     found = backlight.gram(net.double(), labels, images(7), detail="layer")
     assert list(found.per_block) == ["0", "1"]
@@ -156,7 +156,7 @@ class Touchy(nn.Module):
         return self.lin(self.drop(x))
 
 
-def test_the_model_is_left_unchanged() -> None:
+def test_model_is_left_unchanged() -> None:
     net = Touchy().double()
     batch = images(7)
     labels(net, batch).backward()
@@ -245,7 +245,7 @@ def test_float32_and_autocast() -> None:
     assert inside.coverage["0.weight"].difference < 0.01
 
 
-def test_a_gradient_that_cancels_passes_the_coverage_check() -> None:
+def test_gradient_that_cancels_passes_coverage_check() -> None:
     class Keys(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -264,7 +264,7 @@ def test_a_gradient_that_cancels_passes_the_coverage_check() -> None:
 # What must be refused.
 
 
-def test_a_mean_is_refused_with_the_way_out() -> None:
+def test_mean_loss_is_refused_with_fix() -> None:
     net = nn.Sequential(nn.Linear(7, 3)).double()
     with pytest.raises(GramError, match=r"'0.weight'.* looks like a mean over 6 samples: return their sum"):
         backlight.gram(net, lambda m, b: F.cross_entropy(m(b[0]), b[1]), images(7))
@@ -308,7 +308,7 @@ def test_samples_along_another_dimension_are_refused() -> None:
         backlight.gram(net, loss, (square, square))
 
 
-def test_a_use_without_a_kernel_is_refused_if_no_fallback_exists() -> None:
+def test_use_without_kernel_is_refused_if_no_fallback_exists() -> None:
     net = zoo.BareParameters().double()
     with pytest.raises(GramError, match=r"'scale': no kernel knows how it is used; allow fallback=True"):
         backlight.gram(net, labels, images(7), fallback=False)
@@ -317,7 +317,7 @@ def test_a_use_without_a_kernel_is_refused_if_no_fallback_exists() -> None:
         backlight.gram(dropping, labels, images(7))
 
 
-def test_a_parameter_that_only_some_passes_use_falls_back() -> None:
+def test_parameter_that_only_some_passes_use_falls_back() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -333,7 +333,7 @@ def test_a_parameter_that_only_some_passes_use_falls_back() -> None:
         )
 
 
-def test_an_uncaptured_use_is_named() -> None:
+def test_error_names_uncaptured_use() -> None:
     net = zoo.BareParameters().double()
     net.scale.requires_grad_(False)
     net.matrix.requires_grad_(False)
@@ -342,14 +342,14 @@ def test_an_uncaptured_use_is_named() -> None:
         backlight.gram(net, labels, images(7), fallback=False)
 
 
-def test_a_hook_that_changes_a_gradient_is_detected() -> None:
+def test_hook_that_changes_gradient_is_detected() -> None:
     net = nn.Sequential(nn.Linear(7, 3)).double()
     net[0].weight.register_hook(torch.sign)
     with pytest.raises(GramError, match=r"coverage of parameter '0.weight' failed"):
         backlight.gram(net, labels, images(7))
 
 
-def test_eigenvectors_of_a_changed_model_are_refused() -> None:
+def test_eigenvectors_of_changed_model_are_refused() -> None:
     setup = MODELS["mlp"]()
     found = backlight.gram(setup.model, setup.loss, setup.batch)
     with torch.no_grad():
@@ -410,7 +410,7 @@ def test_modules_that_cannot_be_measured_are_refused() -> None:
             backlight.gram(net, tokens, text())
 
 
-def test_a_loss_of_a_fixed_batch_size_is_refused() -> None:
+def test_loss_of_fixed_batch_size_is_refused() -> None:
     net = nn.Sequential(nn.Linear(7, 3)).double()
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -429,7 +429,7 @@ def test_sparse_gradients_and_complete_batches_of_one() -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("name", ["images", "sequences"])
-def test_products_in_float32_add_less_than_the_rounding_of_gradients(name: str, trained: bool) -> None:
+def test_products_in_float32_add_less_than_rounding_of_gradients(name: str, trained: bool) -> None:
     torch.manual_seed(0)
     if name == "images":
         net = nn.Sequential(
@@ -457,7 +457,7 @@ def test_products_in_float32_add_less_than_the_rounding_of_gradients(name: str, 
     assert 0 < (added / true).max() <= (had / true).max()
 
 
-def test_products_in_float32_are_named_in_the_result() -> None:
+def test_products_in_float32_raise_reported_tolerance() -> None:
     net = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
     x, y = images(7)
     double = backlight.gram(net, labels, (x.float(), y))
@@ -467,7 +467,7 @@ def test_products_in_float32_are_named_in_the_result() -> None:
     assert single.spectrum().tolerance > 1e6 * double.spectrum().tolerance > 0
 
 
-def test_factors_are_kept_in_the_smallest_form() -> None:
+def test_factors_are_kept_in_smallest_form() -> None:
     def piece(t: int, i: int, o: int) -> MatrixFactors:
         x, d = torch.randn(4, t, 1, i), torch.randn(4, t, 1, o)
         return MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i, held=True)
@@ -495,7 +495,7 @@ def test_parts_that_differ_are_refused() -> None:
         concatenate([[a], [LookupFactors(ids[:, :2], a.delta[:, :2], 9)]])
 
 
-def test_agrees_with_curvlinops() -> None:
+def test_gram_equals_curvlinops() -> None:
     curvlinops = pytest.importorskip("curvlinops")
     setup = MODELS["mlp"]()
     parameters = list(setup.model.parameters())
