@@ -44,7 +44,7 @@ backlight.open_run
 """
 
 
-def test_what_reads_runs_never_reaches_torch() -> None:
+def test_reading_packages_never_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rules, modules, torch = done.stdout.split()
@@ -53,7 +53,7 @@ def test_what_reads_runs_never_reaches_torch() -> None:
     assert torch == "False"
 
 
-def test_help_does_not_pay_for_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     code = (
         "import sys\nfrom backlight.cli.app import main\n"
         "try:\n    main(['report', '--help'])\nexcept SystemExit:\n    pass\n"
@@ -64,14 +64,14 @@ def test_help_does_not_pay_for_torch() -> None:
     assert "offline" in done.stdout
 
 
-def test_no_file_is_long_and_no_name_is_empty() -> None:
+def test_file_length_and_module_names() -> None:
     for path in SOURCE.rglob("*.py"):
         lines = path.read_text().count("\n")
         assert lines <= 500, f"{path.relative_to(SOURCE)}: {lines} lines"
         assert path.stem not in {"util", "utils", "helper", "helpers", "common", "core", "misc", "manager"}
 
 
-def test_monitor_packages_are_empty() -> None:
+def test_package_init_files_are_empty() -> None:
     for init in SOURCE.rglob("__init__.py"):
         if init.parent != SOURCE:
             assert init.read_text() == "", f"{init}: importing a child would run this"
@@ -118,7 +118,7 @@ def launcher_variables(tree: ast.AST) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("owner", "uses"), [("devices.py", device_modules), ("distributed.py", launcher_variables)]
 )
-def test_one_module_uses_devices_and_one_reads_launcher_variables(
+def test_devices_and_launcher_variables_have_one_owner(
     owner: str, uses: Callable[[ast.AST], Iterator[int]]
 ) -> None:
     found = {
@@ -143,13 +143,11 @@ def test_one_module_uses_devices_and_one_reads_launcher_variables(
         (launcher_variables, "'srun --export=SLURM_JOB_ID'; Slot.RANK; 'rank'", 0),
     ],
 )
-def test_what_the_rules_on_owners_find(
-    uses: Callable[[ast.AST], Iterator[int]], code: str, count: int
-) -> None:
+def test_owner_rules_find_each_use(uses: Callable[[ast.AST], Iterator[int]], code: str, count: int) -> None:
     assert len(list(uses(ast.parse(code)))) == count
 
 
-def test_the_public_surface() -> None:
+def test_public_names() -> None:
     assert sorted(backlight.__all__) == [
         "Evidence", "Finding", "Pending", "Run", "Severity", "Watch", "__version__",
         "collect", "collect_groups", "findings_of", "gathered", "gram", "open_run", "outer_product",
@@ -159,7 +157,7 @@ def test_the_public_surface() -> None:
         assert getattr(backlight, name) is not None
 
 
-def test_make_looks_for_tests_that_run_alone_where_they_are() -> None:
+def test_makefile_covers_every_alone_test() -> None:
     root = Path(__file__).parents[1]
     (named,) = re.findall(r"^ALONE := (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
     folders = [root / name for name in named.split()]
@@ -170,7 +168,7 @@ def test_make_looks_for_tests_that_run_alone_where_they_are() -> None:
     assert [file for file in alone if not any(folder in file.parents for folder in folders)] == []
 
 
-def test_the_files_named_in_the_architecture_page_exist() -> None:
+def test_files_named_in_the_architecture_page_exist() -> None:
     root = Path(__file__).parents[1]
     named = re.findall(r"`((?:src|tests|bench)/[^`\s]+)`", (root / "docs" / "architecture.md").read_text())
     assert len(named) > 10

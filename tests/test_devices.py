@@ -10,7 +10,7 @@ from backlight import devices
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has an accelerator")
 
 
-def test_a_host_without_accelerator_has_nothing_in_use() -> None:
+def test_host_without_accelerator_has_no_device_in_use() -> None:
     assert not devices.is_available()
     assert not devices.is_in_use()
     assert not devices.is_capturing_graph()
@@ -28,13 +28,13 @@ def test_random_states_of_other_accelerators_are_not_restored() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_random_state_of_the_host_is_restored() -> None:
+def test_host_random_state_is_restored() -> None:
     states = devices.random_states([])
     first = torch.rand(3)
     devices.set_random_states([], states)
     assert torch.equal(torch.rand(3), first)
 
 
-def test_no_stream_changes_nothing() -> None:
+def test_missing_stream_is_a_no_op() -> None:
     with devices.on_stream(None), devices.own_streams(["cpu"]):
         assert torch.ones(2).sum() == 2

@@ -25,7 +25,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_what_launchers_say() -> None:
+def test_launcher_variables_give_rank_and_size() -> None:
     assert world({}) == World()
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     assert world(torchrun) == World(3, 8, 1, 2)
@@ -53,21 +53,21 @@ def test_what_launchers_say() -> None:
         {"RANK": "٣", "WORLD_SIZE": "8"},
     ],
 )
-def test_nonsense_is_one_process(given: dict[str, str]) -> None:
+def test_invalid_variables_mean_one_process(given: dict[str, str]) -> None:
     found = world(given)
     assert (found.rank, found.size) == (0, 1)
     assert "expected whole numbers with 0 <= RANK < WORLD_SIZE" in found.problem
 
 
 @pytest.mark.parametrize(("given", "expected"), [("2", 2), ("0", 0), ("", None), ("abc", None), ("-1", None)])
-def test_restarts_of_slurm_are_none_for_nonsense(
+def test_invalid_slurm_restart_count_is_none(
     given: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", given)
     assert slurm_restarts() == expected
 
 
-def test_a_restart_belongs_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_belongs_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -81,7 +81,7 @@ def test_a_restart_belongs_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_path("train.py", found[0]) != default_path("train.py", "another+0")
 
 
-def test_a_watch_with_nonsense_around_warns_once_and_trains(
+def test_watch_with_invalid_variables_warns_once_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(run: Path) -> tuple[Path, list[str], torch.Tensor]:
@@ -122,7 +122,7 @@ def test_a_watch_with_nonsense_around_warns_once_and_trains(
     assert torch.equal(weight, plain)
 
 
-def test_what_a_rank_was_told_stands_in_its_document(tmp_path: Path) -> None:
+def test_rank_document_holds_launcher_variables(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=2, monitors=("health",)):
@@ -132,7 +132,7 @@ def test_what_a_rank_was_told_stands_in_its_document(tmp_path: Path) -> None:
     assert document["options"]["monitors"] == ["health"]
 
 
-def test_doctor_says_what_works_for_clusters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_cluster_support(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def found(what: str) -> tuple[str, str]:
         (check,) = [check for check in examine() if check.what == what]
         return check.state, check.meaning

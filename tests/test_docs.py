@@ -30,13 +30,13 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_rule_of_the_readme_works(tmp_path: Path) -> None:
+def test_readme_rule_example_runs(tmp_path: Path) -> None:
     snippet = re.search(
         r"```python\n(# src/backlight/monitors/health/rules/silent\.py.*?)```",
         (ROOT / "README.md").read_text(),
@@ -75,7 +75,7 @@ def _run(path: Path, norm: float) -> Run:
     return open_run(path)
 
 
-def test_the_thresholds_of_the_docs_exist(tmp_path: Path) -> None:
+def test_documented_thresholds_exist(tmp_path: Path) -> None:
     block = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "health.md").read_text(), re.DOTALL)
     assert block is not None
     (tmp_path / "backlight.toml").write_text(block[1])
@@ -84,20 +84,20 @@ def test_the_thresholds_of_the_docs_exist(tmp_path: Path) -> None:
     assert settings.thresholds["health"]
 
 
-def test_every_command_is_in_the_readme() -> None:
+def test_readme_lists_every_command() -> None:
     application.load_commands()
     text = (ROOT / "README.md").read_text()
     for name in typer.main.get_command(application.app).commands:
         assert re.search(rf"`(backlight )?{re.escape(name)}\b", text), f"{name} is not in the README"
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_reference_lists_every_public_name() -> None:
     named = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
     public = {name: getattr(backlight, name) for name in backlight.__all__ if name != "__version__"}
     assert {f"{thing.__module__}.{thing.__qualname__}" for thing in public.values()} <= named
 
 
-def test_nothing_names_this_machine() -> None:
+def test_no_file_names_the_build_machine() -> None:
     home = str(Path.home())
     for page in [*PAGES, *ROOT.glob("src/**/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("bench/*.py")]:
         text = page.read_text()

@@ -62,7 +62,7 @@ def run(installed: Path, name: str, rate: float) -> Path:
 
 
 @pytest.mark.full
-def test_monitor_and_rule_find_the_fault_and_not_its_control(installed: Path) -> None:
+def test_extension_finds_the_fault_and_not_the_control(installed: Path) -> None:
     sick, healthy = run(installed, "sick", 0.55), run(installed, "control", 0.01)
     (finding,) = json.loads(backlight(installed, "findings", sick, "--json"))
     assert finding["rule"] == "oscillating"
@@ -76,7 +76,7 @@ def test_monitor_and_rule_find_the_fault_and_not_its_control(installed: Path) ->
 
 
 @pytest.mark.full
-def test_doctor_names_what_it_adds_with_its_version(installed: Path) -> None:
+def test_doctor_lists_the_extension_and_its_version(installed: Path) -> None:
     checks = {check["what"]: check for check in json.loads(backlight(installed, "doctor", "--json"))}
     for what in (
         "monitor oscillation",
@@ -90,7 +90,7 @@ def test_doctor_names_what_it_adds_with_its_version(installed: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_experiment_runs(installed: Path) -> None:
+def test_extension_experiment_runs(installed: Path) -> None:
     assert "\nteacher" in backlight(installed, "grok", "list")
     backlight(installed, "grok", "run", "teacher", "--out", installed / "grok")
     backlight(installed, "export", installed / "grok", installed / "grok.csv")

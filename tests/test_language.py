@@ -119,13 +119,13 @@ def by_folder() -> dict[str, list[str]]:
     return folders
 
 
-def test_no_banned_word_is_in_what_a_user_reads() -> None:
+def test_user_text_has_no_banned_word() -> None:
     wrong = {name: words for name, words in by_folder().items() if len(words) > REMAINING.get(name, 0)}
     listed = "\n".join(word for words in wrong.values() for word in words)
     assert not wrong, f"more than REMAINING counts; write what the glossary says instead:\n{listed}"
 
 
-def test_the_list_of_what_remains_only_shrinks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_allowlist_has_no_unused_entry(capsys: pytest.CaptureFixture[str]) -> None:
     counts = {name: len(words) for name, words in by_folder().items()}
     with capsys.disabled():
         for name, count in REMAINING.items():
@@ -133,7 +133,7 @@ def test_the_list_of_what_remains_only_shrinks(capsys: pytest.CaptureFixture[str
                 print(f"\ntests/test_language.py: lower REMAINING[{name!r}] to {counts.get(name, 0)}", end="")
 
 
-def test_no_module_is_named_by_a_gerund() -> None:
+def test_no_module_name_is_a_gerund() -> None:
     names = Counter(
         str(path.relative_to(ROOT / "src" / "backlight"))
         for path in (ROOT / "src" / "backlight").rglob("*.py")
@@ -142,6 +142,6 @@ def test_no_module_is_named_by_a_gerund() -> None:
     assert not list(names)
 
 
-def test_no_module_is_a_drawer_for_everything() -> None:
+def test_no_module_has_a_generic_name() -> None:
     empty = {"utils", "util", "helpers", "common", "core", "misc", "manager"}
     assert not [path for path in (ROOT / "src").rglob("*.py") if path.stem in empty]

@@ -13,7 +13,7 @@ from backlight.notifier import Notifier
 
 
 @pytest.mark.parametrize(("filters", "shown"), [("default", 1), ("always", 3)])
-def test_trainings_in_a_loop_are_told_of_as_the_filters_say(filters: str, shown: int, tmp_path: Path) -> None:
+def test_warning_filters_apply_to_repeated_runs(filters: str, shown: int, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter(filters)  # type: ignore[arg-type]  # one of those that there are
         for _ in range(3):
@@ -21,7 +21,7 @@ def test_trainings_in_a_loop_are_told_of_as_the_filters_say(filters: str, shown:
     assert [warning.filename for warning in told] == [__file__] * shown
 
 
-def test_what_a_thread_of_ours_tells_names_the_line_that_watches(tmp_path: Path) -> None:
+def test_background_warning_names_the_watch_call(tmp_path: Path) -> None:
     notifier = Notifier(tmp_path)
     thread = threading.Thread(target=notifier.warn, args=("disk", "it is full"))
     with pytest.warns(RuntimeWarning, match="backlight: it is full") as told:
@@ -31,16 +31,14 @@ def test_what_a_thread_of_ours_tells_names_the_line_that_watches(tmp_path: Path)
 
 
 @pytest.mark.parametrize("package", ["other", "backlight_extras"])
-def test_a_warning_names_the_package_installed_next_to_backlight(package: str, tmp_path: Path) -> None:
+def test_warning_names_the_calling_package(package: str, tmp_path: Path) -> None:
     caller = str(Path(backlight.__file__).parents[1] / package / "train.py")
     with pytest.warns(RuntimeWarning, match="backlight: it is full") as caught:
         exec(compile("notifier.warn('disk', 'it is full')", caller, "exec"), {"notifier": Notifier(tmp_path)})
     assert caught[0].filename == caller
 
 
-def test_a_filter_that_makes_errors_of_warnings_ends_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_error_filter_does_not_end_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Notifier(tmp_path).warn("disk", "it is full")

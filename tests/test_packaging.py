@@ -49,7 +49,7 @@ def environment(folder: Path, wheel: Path, *, torch: bool) -> Path:
     return python
 
 
-def test_a_reader_without_torch(wheel: Path, tmp_path: Path) -> None:
+def test_reader_without_torch(wheel: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with backlight.watch(run=run, every=1):
         CASES["clipped_by_norm"].train()
@@ -86,7 +86,7 @@ def test_a_reader_without_torch(wheel: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_wheel_carries_every_file_of_the_package_and_the_demo(wheel: Path) -> None:
+def test_wheel_contains_every_package_file_and_the_demo(wheel: Path) -> None:
     sources = (ROOT / "src" / "backlight").rglob("*")
     expected = {p.relative_to(ROOT / "src").as_posix() for p in sources if p.is_file() and p.suffix != ".pyc"}
     with zipfile.ZipFile(wheel) as archive:
@@ -95,7 +95,7 @@ def test_the_wheel_carries_every_file_of_the_package_and_the_demo(wheel: Path) -
 
 
 @pytest.mark.full
-def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+def test_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "venv", wheel, torch=True)
     done = subprocess.run(
         [str(python), "-m", "backlight", "demo", "--steps", "10", "--out", "demo"],

@@ -11,7 +11,7 @@ import time
 from backlight import processes
 
 
-def test_stopped_and_dead_processes_are_read_with_their_exit_status() -> None:
+def test_stopped_and_dead_processes_have_their_exit_status() -> None:
     child = subprocess.Popen(["sleep", "60"])
     descriptor = os.pidfd_open(child.pid)
     try:
@@ -37,7 +37,7 @@ def test_stopped_and_dead_processes_are_read_with_their_exit_status() -> None:
     assert processes.describe_exit(3 << 8) == "ended with exit code 3"
 
 
-def test_threads_and_their_wait_reasons_are_read() -> None:
+def test_thread_wait_reasons_are_read() -> None:
     gate = threading.Event()
     thread = threading.Thread(target=gate.wait)
     thread.start()

@@ -65,7 +65,7 @@ def told(of: Registry[Any]) -> list[str]:
     return [str(w.message) for w in said]
 
 
-def test_a_module_registers_and_is_named_with_its_distribution(plug: Plug) -> None:
+def test_plug_in_module_registers_with_its_distribution(plug: Plug) -> None:
     found = plug("REGISTRY.add('silent', made('silent')); REGISTRY.add('loud', made('loud'))")
     assert told(found) == []
     assert list(found) == ["loud", "silent"]
@@ -76,7 +76,7 @@ def test_a_module_registers_and_is_named_with_its_distribution(plug: Plug) -> No
     assert found.origin("nobody's") is None
 
 
-def test_an_entry_point_may_name_the_entry_itself(plug: Plug) -> None:
+def test_entry_point_may_name_the_entry_itself(plug: Plug) -> None:
     found = plug("it = made('silent')", value=":it")
     assert told(found) == []
     assert list(found) == ["silent"]
@@ -101,9 +101,7 @@ def test_an_entry_point_may_name_the_entry_itself(plug: Plug) -> None:
         ("Rule('x', 'health', 1, 'no function')", "", "TypeError: rule 'x': evaluate must be callable"),
     ],
 )
-def test_what_cannot_be_used_is_named_once_and_left_out(
-    plug: Plug, source: str, value: str, said: str
-) -> None:
+def test_unusable_plug_in_warns_once_and_is_skipped(plug: Plug, source: str, value: str, said: str) -> None:
     found = plug(source, value=value)
     (warning,) = told(found)
     assert "rule plug-in 'plug0'" in warning
@@ -116,7 +114,7 @@ def test_what_cannot_be_used_is_named_once_and_left_out(
     assert plug_in.entries == ()
 
 
-def test_a_name_that_is_taken_leaves_out_all_of_the_second_plug_in(plug: Plug) -> None:
+def test_duplicate_name_skips_the_whole_second_plug_in(plug: Plug) -> None:
     first = "REGISTRY.add('same', made('same'))"
     found = plug(first, "REGISTRY.add('other', made('other'))\n" + first)
     (warning,) = told(found)
@@ -126,7 +124,7 @@ def test_a_name_that_is_taken_leaves_out_all_of_the_second_plug_in(plug: Plug) -
     assert [p.problem == "" for p in found.plug_ins()] == [True, False]
 
 
-def test_a_name_of_ours_cannot_be_taken() -> None:
+def test_built_in_name_cannot_be_replaced() -> None:
     rule = RULES["vanishing"]
     both = r"registered twice: by \S*health\.rules\.vanishing\.\w+ and by \S*registry\.\S*<lambda>"
     with pytest.raises(DuplicateNameError, match=f"rule 'vanishing' is {both}"):
@@ -134,7 +132,7 @@ def test_a_name_of_ours_cannot_be_taken() -> None:
     assert RULES["vanishing"] is rule
 
 
-def test_warnings_that_are_errors_end_nothing(plug: Plug, capfd: pytest.CaptureFixture[str]) -> None:
+def test_warnings_as_errors_do_not_end_loading(plug: Plug, capfd: pytest.CaptureFixture[str]) -> None:
     found = plug("raise OSError('no disk')")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -211,7 +209,7 @@ def test_scalars_of_a_third_party_monitor_are_stored(tmp_path: Path, foreign: Ca
     ],
     ids=["raises", "tensor", "text", "number"],
 )
-def test_a_third_party_monitor_that_fails_is_disabled_alone(
+def test_failing_third_party_monitor_is_disabled(
     tmp_path: Path, foreign: Callable[..., None], result: Any, error: str
 ) -> None:
     alone = train(tmp_path / "alone")
@@ -230,7 +228,7 @@ def test_a_third_party_monitor_that_fails_is_disabled_alone(
 
 
 @pytest.mark.parametrize("hook", ["attach", "wants_step", "on_gradients_ready", "on_step_stored", "on_flush"])
-def test_an_error_in_any_hook_costs_that_monitor_only(
+def test_error_in_any_hook_disables_that_monitor_only(
     tmp_path: Path, foreign: Callable[..., None], hook: str
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
@@ -243,7 +241,7 @@ def test_an_error_in_any_hook_costs_that_monitor_only(
     assert len(open_run(tmp_path / "run").frame("gradient", "norm").steps) == 4
 
 
-def test_a_third_party_monitor_that_cannot_be_made_is_left_out(
+def test_third_party_monitor_that_cannot_be_built_is_skipped(
     tmp_path: Path, foreign: Callable[..., None]
 ) -> None:
     def broken(_settings: Any) -> None:
@@ -261,7 +259,7 @@ def write(path: Path) -> None:
     writer.close()
 
 
-def test_a_rule_of_a_plug_in_that_raises_is_named_with_its_distribution(
+def test_raising_plug_in_rule_is_reported_with_its_distribution(
     tmp_path: Path, foreign: Callable[..., None]
 ) -> None:
     def broken(*_: Any) -> Iterator[Any]:
@@ -274,7 +272,7 @@ def test_a_rule_of_a_plug_in_that_raises_is_named_with_its_distribution(
 
 
 @pytest.mark.parametrize("shown", [ZeroDivisionError("\x1b[31mpanel"), "a text"], ids=["raises", "text"])
-def test_a_panel_of_a_plug_in_that_fails_leaves_the_page(
+def test_failing_plug_in_panel_is_replaced_by_a_reason(
     tmp_path: Path, foreign: Callable[..., None], shown: Any
 ) -> None:
     def render(_source: Source) -> Any:

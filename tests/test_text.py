@@ -28,12 +28,12 @@ from backlight.text import count, duration, listed, number, percent, score, visi
         (None, "not measured"),
     ],
 )
-def test_a_number_is_written_as_people_read_it(value: float | None, shown: str) -> None:
+def test_number_format(value: float | None, shown: str) -> None:
     assert number(value) == shown
 
 
 @given(st.floats(-1e300, 1e300))
-def test_a_written_number_is_close_to_the_number(value: float) -> None:
+def test_formatted_number_is_close_to_the_value(value: float) -> None:
     assert float(number(value).replace(",", "")) == pytest.approx(value, rel=6e-4)
 
 
@@ -41,11 +41,11 @@ def test_a_written_number_is_close_to_the_number(value: float) -> None:
     ("share", "shown"),
     [(0, "0 %"), (1e-5, "< 0.1 %"), (0.5, "50 %"), (0.1234, "12.3 %"), (0.99999, "> 99.9 %"), (1, "100 %")],
 )
-def test_a_share_is_all_or_nothing_only_where_it_is(share: float, shown: str) -> None:
+def test_percent_is_0_or_100_only_when_exact(share: float, shown: str) -> None:
     assert percent(share) == shown
 
 
-def test_a_score_is_1_only_where_it_is() -> None:
+def test_score_is_1_only_when_exact() -> None:
     assert [score(value) for value in (0.0, 0.25, 0.9999, 1.0)] == ["0", "0.25", "> 0.999", "1"]
 
 
@@ -60,11 +60,11 @@ def test_a_score_is_1_only_where_it_is() -> None:
         (-1, "not known"),
     ],
 )
-def test_a_duration_is_written_as_people_say_it(seconds: float, shown: str) -> None:
+def test_duration_format(seconds: float, shown: str) -> None:
     assert duration(seconds) == shown
 
 
-def test_words_for_amounts() -> None:
+def test_counts_lists_and_units() -> None:
     assert count(1, "step") == "1 step"
     assert count(2000, "process", "processes") == "2,000 processes"
     assert listed(["a", "b", "c", "d"]) == "a, b, c and 1 more"
@@ -84,23 +84,23 @@ def test_words_for_amounts() -> None:
         ("\udc80", "\\udc80"),
     ],
 )
-def test_invisible_characters_are_seen(text: str, shown: str) -> None:
+def test_invisible_characters_are_escaped(text: str, shown: str) -> None:
     assert visible(text) == shown
 
 
-def test_sizes_are_in_powers_of_1000() -> None:
+def test_sizes_use_powers_of_1000() -> None:
     assert [text.size(n) for n in (0, 999, 1500, -2e6, 1.25e9, 1234e12)] == [
         "0 B", "999 B", "1.5 kB", "-2 MB", "1.25 GB", "1234 TB",
     ]  # fmt: skip
 
 
-def test_a_close_name_is_suggested() -> None:
+def test_similar_name_is_suggested() -> None:
     assert text.did_you_mean("contrl", ["control", "levels"]) == "; did you mean 'control'?"
     assert text.did_you_mean("x", ["control", "levels"]) == "; there are: control, levels"
     assert text.did_you_mean("x", []) == "; there are none"
 
 
-def test_assignments_are_read() -> None:
+def test_assignments_are_parsed() -> None:
     assert text.assignments(["a=1", " b = x=y "], "--set", "KEY=VALUE") == {"a": "1", "b": "x=y"}
     for item in ("a", "a=", "=1"):
         with pytest.raises(ValueError, match=r"--set '.*': expected KEY=VALUE"):

@@ -23,7 +23,7 @@ FORMS = [X, (X, 1), [X], {"x": X, "y": None}, Pair(X, X), Item(X), (torch.tensor
 
 
 @pytest.mark.parametrize("batch", FORMS, ids=lambda b: type(b).__name__)
-def test_every_form(batch):
+def test_batches_of_every_form_are_described(batch):
     assert samples(batch) == 3
     assert nbytes(batch) >= 24
     assert digest(batch) == digest(moved(batch, torch.device("cpu")))
@@ -47,12 +47,12 @@ def test_integers_keep_their_type():
     assert moved(codes, torch.device("cpu"), torch.bfloat16).dtype == torch.int64
 
 
-def test_batches_without_tensors_have_no_size():
+def test_batch_without_tensors_has_no_size():
     assert samples("text") is None
     assert samples({"x": torch.tensor(1.0)}) is None
 
 
-def test_weights():
+def test_batch_weights():
     a, b = torch.nn.Linear(2, 2).state_dict(), torch.nn.Linear(2, 2).state_dict()
     assert digest_of_weights(a) != digest_of_weights(b)
     assert digest_of_weights(a) == digest_of_weights({name: value.clone() for name, value in a.items()})

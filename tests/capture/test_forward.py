@@ -57,7 +57,7 @@ def train(run: Path | None, monitors: tuple[str, ...], *, given: bool = False) -
 @pytest.mark.parametrize(
     "monitors", [("steptime",), ("stalls",), ("steptime", "stalls"), ("health", "stalls", "steptime")]
 )
-def test_every_forward_is_followed_once(tmp_path: Path, monitors: tuple[str, ...], given: bool) -> None:
+def test_each_forward_is_tracked_once(tmp_path: Path, monitors: tuple[str, ...], given: bool) -> None:
     model, hooks = train(tmp_path / "run", monitors, given=given)
     assert hooks == [1, 1, 1]
     assert not model._forward_pre_hooks
@@ -72,11 +72,11 @@ def test_every_forward_is_followed_once(tmp_path: Path, monitors: tuple[str, ...
         assert not len(run.scalar("phase/between").steps)
 
 
-def test_a_monitor_that_needs_no_forwards_hooks_none(tmp_path: Path) -> None:
+def test_no_forward_hooks_without_a_forward_monitor(tmp_path: Path) -> None:
     assert train(tmp_path / "run", ("health",))[1] == [0, 0, 0]
 
 
-def test_many_optimizers_need_no_more_searches_of_the_process_than_one(
+def test_process_is_searched_once_for_many_optimizers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searches: list[int] = []
@@ -101,7 +101,7 @@ def test_many_optimizers_need_no_more_searches_of_the_process_than_one(
     assert counted == [1, 1]
 
 
-def test_an_error_of_ours_in_a_forward_does_not_reach_the_training(
+def test_internal_forward_error_does_not_reach_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_self: object) -> None:

@@ -40,7 +40,7 @@ class Lookahead(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-def test_a_wrapper_stands_for_the_one_inside_and_a_container_for_all() -> None:
+def test_wrappers_and_containers_resolve_to_optimizers() -> None:
     one, two = sgd(), sgd()
     assert underlying(one) == [one]
     assert underlying(Passive(Passive(one))) == [one]
@@ -48,6 +48,6 @@ def test_a_wrapper_stands_for_the_one_inside_and_a_container_for_all() -> None:
     assert underlying(container) == [one, two]
 
 
-def test_a_wrapper_that_is_an_optimizer_in_its_own_right_stays() -> None:
+def test_wrapper_with_its_own_step_is_kept() -> None:
     outer = Lookahead(sgd())
     assert underlying(outer) == [outer]

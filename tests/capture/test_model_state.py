@@ -23,7 +23,7 @@ class Counting(Listener):
         self.grads += 1
 
 
-def test_nobody_is_told_of_our_own_passes() -> None:
+def test_internal_passes_are_not_reported() -> None:
     model, x = nn.Linear(3, 2), torch.ones(4, 3)
     counting, forwards = Counting(), Forwards()
     HUB.add(counting)
@@ -39,7 +39,7 @@ def test_nobody_is_told_of_our_own_passes() -> None:
         HUB.remove(counting)
 
 
-def test_buffers_modes_and_random_state_are_put_back() -> None:
+def test_buffers_modes_and_random_state_are_restored() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     mean, state = model[0].running_mean.clone(), torch.get_rng_state()
     with untouched(model) as before:

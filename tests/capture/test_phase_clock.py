@@ -73,7 +73,7 @@ MOVES: dict[str, tuple[dict[str, float], float]] = {
 
 
 @pytest.mark.parametrize(("moves", "expected"), MOVES.items())
-def test_moves_give_phases(times: Times, moves: str, expected: tuple[dict[str, float], float]) -> None:
+def test_transitions_give_phases(times: Times, moves: str, expected: tuple[dict[str, float], float]) -> None:
     clock = PhaseClock()
     played(clock, times, moves)
     phases, seconds = clock.take()
@@ -81,7 +81,7 @@ def test_moves_give_phases(times: Times, moves: str, expected: tuple[dict[str, f
     assert seconds == expected[1]
 
 
-def test_each_change_is_reported_once(times: Times) -> None:
+def test_each_transition_is_reported_once(times: Times) -> None:
     changes: list[str] = []
     clock = PhaseClock(changes.append)
     played(clock, times, "+data -data +forward +forward -forward -forward +backward -backward")
@@ -92,7 +92,7 @@ def test_each_change_is_reported_once(times: Times) -> None:
     ]  # fmt: skip
 
 
-def test_a_step_begins_where_the_last_one_ended(times: Times) -> None:
+def test_step_begins_where_the_previous_one_ended(times: Times) -> None:
     clock = PhaseClock()
     played(clock, times, "+forward 3 -forward 1")
     assert clock.take() == ({"forward": 3}, 4)
@@ -172,7 +172,7 @@ def tracked() -> Iterator[Callable[..., list[StepSummary]]]:
         forwards.leave()
 
 
-def test_injected_sleeps_are_found_in_their_phases(tracked: Callable[..., list[StepSummary]]) -> None:
+def test_injected_sleeps_are_assigned_to_their_phases(tracked: Callable[..., list[StepSummary]]) -> None:
     model = Sleepy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -199,7 +199,7 @@ def test_injected_sleeps_are_found_in_their_phases(tracked: Callable[..., list[S
         assert ("evaluation" in phases) == (summary is not summaries[0])
 
 
-def test_a_model_that_is_computed_again_in_backward_is_in_backward(
+def test_recomputed_forward_counts_as_backward(
     tracked: Callable[..., list[StepSummary]],
 ) -> None:
     model = Sleepy()
@@ -214,7 +214,7 @@ def test_a_model_that_is_computed_again_in_backward_is_in_backward(
     assert summary.phases["backward"] >= 2 * NAP
 
 
-def test_the_norm_is_a_part_of_clipping(
+def test_norm_computation_counts_as_clipping(
     tracked: Callable[..., list[StepSummary]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(4, 3)
@@ -236,7 +236,7 @@ def test_the_norm_is_a_part_of_clipping(
     assert summary.phases["clip"] >= NAP
 
 
-def test_an_exhausted_loader_leaves_no_phase_open(tracked: Callable[..., list[StepSummary]]) -> None:
+def test_exhausted_loader_leaves_no_open_phase(tracked: Callable[..., list[StepSummary]]) -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -33,13 +33,13 @@ def grouped(monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
 
 
-def test_a_process_that_is_alone() -> None:
+def test_single_process_is_rank_zero() -> None:
     assert rank_and_size() == (0, 1)
     assert local_rank() == 0
     assert launch_id() is None
 
 
-def test_variables_of_a_launcher_are_taken_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_variables_are_used_before_a_group_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -47,7 +47,7 @@ def test_variables_of_a_launcher_are_taken_before_there_is_a_group(monkeypatch: 
     assert local_rank() == 1
 
 
-def test_a_group_that_is_up_wins_where_no_variable_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_is_used_without_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     # As Lightning starts its processes: RANK is never set.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -61,9 +61,7 @@ def test_a_group_that_is_up_wins_where_no_variable_names_the_rank(monkeypatch: p
     assert local_rank() == 0
 
 
-def test_ranks_of_one_launch_get_one_folder_and_another_launch_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_each_launch_has_one_run_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     first = default_path("train.py", "a-1")
     assert first.parent == Path("runs")

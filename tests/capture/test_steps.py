@@ -38,7 +38,7 @@ def leaves() -> list[Tensor]:
 
 
 @EVERY
-def test_steps_and_names(case: Case) -> None:
+def test_steps_and_parameter_names(case: Case) -> None:
     with tracking() as sink:
         case.train()
     assert len(sink.summaries) == case.steps
@@ -62,7 +62,7 @@ def test_training_is_bit_identical(name: str) -> None:
         assert torch.equal(one.nan_to_num(), three.nan_to_num())
 
 
-def test_hooks_come_off() -> None:
+def test_hooks_are_removed() -> None:
     import torch.nn.modules.module as modules
     from torch.nn.utils import clip_grad
     from torch.optim import optimizer
@@ -95,7 +95,7 @@ def test_hooks_come_off() -> None:
         *("clipped_by_value", "adamw_fused", "closure_by_keyword", "tied"),
     ],
 )
-def test_gradients_are_those_of_backward(name: str, truth: list[dict[int, Tensor]]) -> None:
+def test_gradients_equal_those_of_backward(name: str, truth: list[dict[int, Tensor]]) -> None:
     with tracking() as sink:
         CASES[name].train()
     for step, expected in zip(sink.grads, truth, strict=False):
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_backward(name: str, truth: list[dict[int, Tensor
 
 
 @pytest.mark.parametrize("name", ["scaler", "scaler_with_clipping", "scaler_with_fused"])
-def test_scaled_gradients_are_divided(name: str, truth: list[dict[int, Tensor]]) -> None:
+def test_scaled_gradients_are_unscaled(name: str, truth: list[dict[int, Tensor]]) -> None:
     with tracking() as sink:
         CASES[name].train()
     for step, scaled in zip(sink.grads, truth, strict=False):
@@ -123,7 +123,7 @@ def test_loss_is_recorded_before_scaling() -> None:
     assert float(plain.summaries[0].loss) == pytest.approx(float(scaled.summaries[0].loss), rel=0.05)
 
 
-def test_skipped_steps_are_said() -> None:
+def test_skipped_steps_are_reported() -> None:
     with tracking() as sink:
         CASES["scaler_skips"].train()
     assert [s.skipped for s in sink.summaries] == [False, True, False, False]
@@ -132,7 +132,7 @@ def test_skipped_steps_are_said() -> None:
     assert [bool(s.skipped) for s in sink.summaries] == [False, True, False, False]
 
 
-def test_change_by_hand_is_seen() -> None:
+def test_manual_weight_change_is_observed() -> None:
     with tracking() as sink:
         CASES["clipped_by_hand"].train()
     assert all(s.changed_by_hand == 6 for s in sink.summaries)
@@ -141,7 +141,7 @@ def test_change_by_hand_is_seen() -> None:
     assert all(s.changed_by_hand == 0 for s in sink.summaries)
 
 
-def test_an_error_of_ours_never_reaches_the_training() -> None:
+def test_internal_error_does_not_reach_the_training() -> None:
     alone = CASES["plain"].train()
     with tracking() as sink:
         sink.error = ZeroDivisionError("ours")
@@ -160,7 +160,7 @@ def test_only_the_given_optimizer_counts() -> None:
     assert set(sink.grads[0]) == {n for n, _ in model.named_parameters()}
 
 
-def test_two_listeners_see_the_same() -> None:
+def test_two_listeners_receive_the_same_data() -> None:
     with tracking() as outer, tracking() as inner:
         CASES["clipped_by_norm"].train()
     assert len(outer.summaries) == len(inner.summaries) == 4
@@ -169,7 +169,7 @@ def test_two_listeners_see_the_same() -> None:
         assert all(torch.equal(one[k], two[k]) for k in one)
 
 
-def test_a_model_is_freed_as_without_us() -> None:
+def test_model_is_freed_as_without_backlight() -> None:
     import gc
     import weakref
 
@@ -184,7 +184,7 @@ def test_a_model_is_freed_as_without_us() -> None:
         CASES["plain"].train()
 
 
-def test_events_after_a_fork_are_none() -> None:
+def test_forked_child_reports_no_events() -> None:
     import os
 
     with tracking():
@@ -195,7 +195,7 @@ def test_events_after_a_fork_are_none() -> None:
         assert HUB.active
 
 
-def test_an_optimizer_made_before_watching_is_collected_before_its_first_clipping() -> None:
+def test_existing_optimizer_is_tracked_from_its_first_clipping() -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     largest = []
@@ -210,7 +210,7 @@ def test_an_optimizer_made_before_watching_is_collected_before_its_first_clippin
     assert [max(g.abs().max().item() for g in step.values()) for step in sink.grads[:4]] == largest
 
 
-def test_a_module_under_the_id_of_a_dead_one_is_found() -> None:
+def test_module_with_a_reused_id_is_found() -> None:
     from backlight.capture.modules import SeenModules
 
     seen = SeenModules()

@@ -38,7 +38,7 @@ def watched(run: Path, *words: object, ranks: int = 2, **environment: str) -> tu
     return launched(ranks, *line, **environment)
 
 
-def test_no_process_group_and_one_that_is_destroyed_early(tmp_path: Path) -> None:
+def test_missing_and_early_destroyed_process_group(tmp_path: Path) -> None:
     for word in ("idle", "early"):
         code, said = watched(tmp_path / word, 4, word)
         assert code == 0, said
@@ -49,7 +49,7 @@ def test_no_process_group_and_one_that_is_destroyed_early(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("other", [0, 2])
-def test_a_rank_without_backlight_is_named(tmp_path: Path, other: int) -> None:
+def test_rank_without_backlight_is_reported(tmp_path: Path, other: int) -> None:
     script = tmp_path / "some.py"
     script.write_text(ONE_IS_OTHER)
     given = {"OTHER": str(other), "HOW": "unwatched", "BACKLIGHT_JOIN_TIMEOUT": "2"}
@@ -68,7 +68,7 @@ def test_a_rank_without_backlight_is_named(tmp_path: Path, other: int) -> None:
     assert run.frame("gradient", "norm").measured.all()
 
 
-def test_a_rank_with_other_options_is_named(tmp_path: Path) -> None:
+def test_rank_with_different_options_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "some.py"
     script.write_text(ONE_IS_OTHER)
     code, said = launched(2, script, TRAINING, tmp_path / "run", 4, OTHER="1", HOW="told")
@@ -82,7 +82,7 @@ def test_a_rank_with_other_options_is_named(tmp_path: Path) -> None:
     assert "rank 1 did not record what rank 0 did: every 2 instead of 1" in shown.stdout + shown.stderr
 
 
-def test_a_second_launch_at_once_is_refused_and_a_later_one_is_an_attempt(tmp_path: Path) -> None:
+def test_concurrent_launch_is_rejected_later_one_is_an_attempt(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     line += ["-m", "backlight", "run", "--monitors", "health", "--every", "1", "--out", str(tmp_path / "run")]

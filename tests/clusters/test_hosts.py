@@ -43,7 +43,7 @@ def hosts_of(run: Path, attempt: int = 0) -> dict[int, str]:
     return {r["rank"]: (r["progress"] or first)["process"]["host"] for r in ranks}
 
 
-def test_two_hosts_write_one_run_and_a_requeue_goes_on_in_it(tmp_path: Path) -> None:
+def test_two_hosts_write_one_run_and_a_requeue_continues_it(tmp_path: Path) -> None:
     job = script(tmp_path, "run", "3")
     with pair(tmp_path) as hosts:
         for restart in range(2):
@@ -59,7 +59,7 @@ def test_two_hosts_write_one_run_and_a_requeue_goes_on_in_it(tmp_path: Path) -> 
     assert run.frame("gradient", "norm").steps.tolist() == list(range(6))
 
 
-def test_without_locks_segments_appear_by_rename(tmp_path: Path) -> None:
+def test_segments_are_renamed_into_place_without_locks(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     of_all = (Path(__file__).parents[1] / "exits" / "sitecustomize.py").read_text()
     (tmp_path / "site" / "sitecustomize.py").write_text(ON_NETWORK + of_all)
@@ -75,7 +75,7 @@ def test_without_locks_segments_appear_by_rename(tmp_path: Path) -> None:
     assert run.frame("gradient", "norm").steps.tolist() == [0, 1, 2]
 
 
-def test_hosts_without_a_shared_folder_write_parts_that_are_joined(tmp_path: Path) -> None:
+def test_hosts_without_shared_storage_write_joinable_parts(tmp_path: Path) -> None:
     job = script(tmp_path, "runs/run", "3")
     with pair(tmp_path, own=tmp_path / "runs") as hosts:
         code, said = run_batch(job, hosts, tmp_path, BACKLIGHT_JOIN_TIMEOUT="1")

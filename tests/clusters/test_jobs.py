@@ -20,7 +20,7 @@ def job(**given: object) -> Job:
     return Job.of(dict(given), COMMAND, Path("/shared/run"))
 
 
-def test_parameters_take_the_names_of_sbatch() -> None:
+def test_parameters_use_the_names_of_sbatch() -> None:
     items = ["nodes=2", "--gpus-per-node=a100:8", "time=1-02:00:00", "partition = gpu"]
     given = parameters(items)
     assert given == {"nodes": 2, "gpus_per_node": "a100:8", "time": "1-02:00:00", "partition": "gpu"}
@@ -39,7 +39,7 @@ def test_time_limits(limit: int | str, minutes: int) -> None:
 
 
 @pytest.mark.parametrize("limit", ["soon", "0", "1:2:3:4", "-5", ""])
-def test_time_limits_that_are_none(limit: str) -> None:
+def test_invalid_time_limits_are_rejected(limit: str) -> None:
     with pytest.raises(ClusterError, match="expected minutes, H:MM:SS or D-HH:MM:SS"):
         minutes_of(limit)
 
@@ -55,12 +55,12 @@ def test_time_limits_that_are_none(limit: str) -> None:
         ({"cluster": "local", "nodes": 2}, "one machine is one node; give nproc_per_node"),
     ],
 )
-def test_what_a_job_cannot_be(given: dict[str, object], said: str) -> None:
+def test_invalid_jobs_are_rejected(given: dict[str, object], said: str) -> None:
     with pytest.raises(ClusterError, match=said):
         job(**given)
 
 
-def test_the_script_starts_one_torchrun_per_node_and_one_run_for_all() -> None:
+def test_script_starts_one_torchrun_per_node() -> None:
     text = batch_script(job(nodes=2, gpus_per_node=8, time="2:00:00", mem_gb=64, partition="gpu"))
     head, _, body = text.partition("\n\n")
     assert head.splitlines() == [
@@ -85,7 +85,7 @@ def test_the_script_starts_one_torchrun_per_node_and_one_run_for_all() -> None:
     assert "--signals-to-handle" not in body
 
 
-def test_the_script_hands_on_signals_and_setup() -> None:
+def test_script_forwards_signals_and_setup() -> None:
     text = batch_script(job(signal="B:USR1@120", setup="module load cuda", max_restarts=3))
     assert "#SBATCH --signal=B:USR1@120\n" in text
     assert "bash -c 'module load cuda && exec " in text
@@ -93,7 +93,7 @@ def test_the_script_hands_on_signals_and_setup() -> None:
     assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in text
 
 
-def test_arguments_reach_the_nodes_as_they_were(tmp_path: Path) -> None:
+def test_arguments_reach_the_nodes_unchanged(tmp_path: Path) -> None:
     """The script is run by bash, with an srun that starts one node and a torchrun that prints."""
     words = ("train.py", "a b", "it's", "$HOME", '"', "*", "--every")
     made = Job("x", words, tmp_path / "run")
@@ -116,7 +116,7 @@ def test_arguments_reach_the_nodes_as_they_were(tmp_path: Path) -> None:
     assert "--rdzv-conf=is_host=1" in lines
 
 
-def test_a_machine_without_slurm_says_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_error_names_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(ClusterError, match=r"sbatch is not on the path.*--slurm-script FILE.*cluster=local"):
         require(None)
@@ -125,7 +125,7 @@ def test_a_machine_without_slurm_says_the_way_out(monkeypatch: pytest.MonkeyPatc
     require("local")
 
 
-def test_values_with_spaces_stay_one_value(tmp_path: Path) -> None:
+def test_values_with_spaces_stay_one_argument(tmp_path: Path) -> None:
     given = {"nodes": 2, "comment": "second try", "constraint": "a100|h100", "mem_gb": 64}
     text = batch_script(Job.of(given, ["train.py"], tmp_path / "my runs" / "big one"))
     lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -139,7 +139,7 @@ def test_values_with_spaces_stay_one_value(tmp_path: Path) -> None:
     assert told["mem"] == "64G"
 
 
-def test_the_command_writes_the_script_or_refuses(
+def test_command_writes_the_script_or_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)\n")

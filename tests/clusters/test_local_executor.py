@@ -20,7 +20,7 @@ pytest.importorskip("submitit")
 TRAINING = Path(__file__).parent / "training.py"
 
 
-def test_one_command_ends_with_one_run_of_two_ranks(
+def test_one_command_writes_one_run_of_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
@@ -40,7 +40,7 @@ def test_one_command_ends_with_one_run_of_two_ranks(
 
 
 @pytest.mark.full
-def test_a_failed_training_fails_the_command(tmp_path: Path) -> None:
+def test_failed_training_fails_the_command(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(3)\n")
     line = [sys.executable, "-m", "backlight", "run", "--slurm", "cluster=local", "--out", "run", "train.py"]
@@ -50,7 +50,7 @@ def test_a_failed_training_fails_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_requeued_job_is_a_new_attempt(tmp_path: Path) -> None:
+def test_requeued_job_is_a_new_attempt(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     out = tmp_path / "run"
     command = ("-m", "backlight", "run", "--monitors", "health", "--every", "1", "--out", str(out))

@@ -33,7 +33,7 @@ dist.barrier(); dist.destroy_process_group()
 
 
 @pytest.mark.full
-def test_a_missing_shard_is_not_measured(tmp_path: Path) -> None:
+def test_missing_shard_is_unmeasured(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     code, said = launched(3, script, OUT=str(tmp_path / "run"))

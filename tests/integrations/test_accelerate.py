@@ -56,7 +56,7 @@ def train(run: Path | None, fails_at: int = -1, **settings: Any) -> tuple[str, A
 
 
 @pytest.mark.full
-def test_gradients_and_what_accelerator_log_is_given_are_recorded(tmp_path: Path) -> None:
+def test_gradients_and_accelerator_log_values_are_recorded(tmp_path: Path) -> None:
     plain, _ = train(None)
     found: list[Any] = []
     weights, context = train(tmp_path / "run", step=50, on_end=found.append)
@@ -74,7 +74,7 @@ def test_gradients_and_what_accelerator_log_is_given_are_recorded(tmp_path: Path
 
 
 @pytest.mark.full
-def test_a_loop_that_raises_leaves_a_failed_run_and_no_tracker(tmp_path: Path) -> None:
+def test_raising_loop_leaves_a_failed_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="injected"):
         train(tmp_path / "run", fails_at=5)
     run = backlight.open_run(tmp_path / "run")
@@ -83,7 +83,7 @@ def test_a_loop_that_raises_leaves_a_failed_run_and_no_tracker(tmp_path: Path) -
 
 
 @pytest.mark.full
-def test_the_optimizer_inside_a_wrapper_is_watched_by_watch_itself(tmp_path: Path) -> None:
+def test_watch_unwraps_an_accelerate_optimizer(tmp_path: Path) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)

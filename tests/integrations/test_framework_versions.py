@@ -21,7 +21,7 @@ FAKED = [
 
 
 @pytest.mark.parametrize(("module", "distribution", "least", "source"), FAKED)
-def test_one_that_is_too_old_is_named_with_the_way_out(
+def test_outdated_framework_error_names_the_fix(
     monkeypatch: pytest.MonkeyPatch, module: str, distribution: str, least: str, source: str
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: "0.0.9")
@@ -31,7 +31,7 @@ def test_one_that_is_too_old_is_named_with_the_way_out(
         importlib.import_module(f"backlight.integrations.{module}")
 
 
-def test_one_that_is_missing_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_framework_raises_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -44,7 +44,7 @@ def test_one_that_is_missing_is_an_import_error(monkeypatch: pytest.MonkeyPatch)
     ("found", "enough"),
     [("2.4", True), ("2.4.0.dev1", True), ("2.10.1", True), ("3", True), ("2.3.9", False), ("1.99", False)],
 )
-def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, found: str, enough: bool) -> None:
+def test_versions_are_compared_numerically(monkeypatch: pytest.MonkeyPatch, found: str, enough: bool) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _name: found)
     if enough:
         assert require("lightning", "lightning") == found
@@ -53,7 +53,7 @@ def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, found
             require("lightning", "lightning")
 
 
-def test_the_extras_ask_for_the_same_releases() -> None:
+def test_extras_require_the_same_releases() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     stated = [entry for name in ("lightning", "huggingface", "dev") for entry in extras[name]]

@@ -34,7 +34,7 @@ class Loop:
             self.optimizer.step()
 
 
-def test_a_folder_that_cannot_be_used_is_one_warning_and_the_training_goes_on(tmp_path: Path) -> None:
+def test_unusable_directory_warns_once_and_training_continues(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("no folder")
     loop, host = Loop(), hosted(tmp_path / "taken")
     with pytest.warns(
@@ -50,12 +50,12 @@ def test_a_folder_that_cannot_be_used_is_one_warning_and_the_training_goes_on(tm
     assert host.watch is None
 
 
-def test_a_monitor_that_does_not_exist_is_refused_where_it_stands(tmp_path: Path) -> None:
+def test_unknown_monitor_is_rejected_at_the_call(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no monitor is called 'helth'; expected some of: .*health"):
         hosted(tmp_path / "run", settings={"monitors": ("helth",)})
 
 
-def test_only_numbers_are_logged_and_a_metric_may_have_any_name(tmp_path: Path) -> None:
+def test_only_numbers_are_logged_under_any_metric_name(tmp_path: Path) -> None:
     loop, host = Loop(), hosted(tmp_path / "run")
     host.begin([loop.model], [loop.optimizer], name="x", step=4)
     loop.steps(2)
@@ -68,7 +68,7 @@ def test_only_numbers_are_logged_and_a_metric_may_have_any_name(tmp_path: Path) 
     assert run.scalar("val/acc", source="user").steps.tolist() == [5]
 
 
-def test_a_hook_of_the_user_that_raises_is_named(tmp_path: Path) -> None:
+def test_raising_user_hook_is_reported(tmp_path: Path) -> None:
     def mail_them(_findings: Any) -> None:
         raise OSError("no mail server")
 
@@ -82,7 +82,7 @@ def test_a_hook_of_the_user_that_raises_is_named(tmp_path: Path) -> None:
     assert backlight.open_run(tmp_path / "run").status.value == "finished"
 
 
-def test_a_training_that_was_left_is_closed_when_the_next_begins(tmp_path: Path) -> None:
+def test_abandoned_run_is_closed_when_the_next_begins(tmp_path: Path) -> None:
     first, second, host = Loop(), Loop(), hosted(tmp_path / "run")
     host.begin([first.model], [first.optimizer], name="x")
     first.steps(2)
@@ -94,7 +94,7 @@ def test_a_training_that_was_left_is_closed_when_the_next_begins(tmp_path: Path)
     assert [attempt.status.value for attempt in run.attempts] == ["failed", "finished"]
 
 
-def test_without_a_folder_the_name_is_the_frameworks_and_a_training_that_goes_on_stays(
+def test_default_directory_is_named_after_the_framework(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -109,7 +109,7 @@ def test_without_a_folder_the_name_is_the_frameworks_and_a_training_that_goes_on
     assert sorted(attempts.values()) == [1, 2]
 
 
-def test_a_process_that_ends_without_a_word_closes_its_run(tmp_path: Path) -> None:
+def test_run_is_closed_at_interpreter_exit(tmp_path: Path) -> None:
     program = f"""
 import torch
 from backlight.integrations.hosted import Hosted

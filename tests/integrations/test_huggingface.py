@@ -23,7 +23,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def test_gradients_are_taken_before_clipping_and_zeroing_and_the_weights_stay(
+def test_gradients_are_read_before_clipping_and_weights_are_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from backlight.integrations.huggingface import BacklightCallback
@@ -57,7 +57,7 @@ def test_gradients_are_taken_before_clipping_and_zeroing_and_the_weights_stay(
 
 
 @pytest.mark.full
-def test_bf16_is_unchanged_and_measured(tmp_path: Path) -> None:
+def test_bf16_training_is_unchanged_and_measured(tmp_path: Path) -> None:
     from backlight.integrations.huggingface import BacklightCallback
     from integrations import tiny
 
@@ -72,7 +72,7 @@ def test_bf16_is_unchanged_and_measured(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_what_ends_a_training_closes_its_run(tmp_path: Path, kind: type[BaseException]) -> None:
+def test_every_end_of_a_training_closes_its_run(tmp_path: Path, kind: type[BaseException]) -> None:
     from transformers import TrainerCallback
 
     from backlight.integrations.huggingface import BacklightCallback
@@ -97,7 +97,7 @@ def test_what_ends_a_training_closes_its_run(tmp_path: Path, kind: type[BaseExce
 
 
 @pytest.mark.full
-def test_a_resumed_training_goes_on_from_its_step(tmp_path: Path) -> None:
+def test_resumed_training_continues_from_its_step(tmp_path: Path) -> None:
     from backlight.integrations.huggingface import BacklightCallback
     from integrations import tiny
 
@@ -111,7 +111,7 @@ def test_a_resumed_training_goes_on_from_its_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_an_error_of_ours_ends_no_training_and_is_told_once(
+def test_internal_error_warns_once_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from backlight.integrations.huggingface import BacklightCallback
@@ -135,7 +135,7 @@ def test_an_error_of_ours_ends_no_training_and_is_told_once(
     assert any("injected" in event.payload["reason"] for event in run.events("unmeasured"))
 
 
-def test_a_mistake_in_a_setting_is_refused_where_it_stands() -> None:
+def test_invalid_setting_is_rejected_at_construction() -> None:
     from backlight.integrations.huggingface import BacklightCallback
 
     with pytest.raises(ValueError, match="unknown key 'evry'; did you mean 'every'"):
@@ -144,7 +144,7 @@ def test_a_mistake_in_a_setting_is_refused_where_it_stands() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("loop", ["trainer", "accelerate"])
-def test_two_ranks_are_one_run_with_the_right_norms(tmp_path: Path, loop: str) -> None:
+def test_two_ranks_write_one_run_with_correct_norms(tmp_path: Path, loop: str) -> None:
     digests = {}
     for way in ("plain", "watched"):
         said = start(2, "hf_ddp.py", str(tmp_path), loop, way)

@@ -35,7 +35,7 @@ def fit(folder: Path, name: str = "Net", watched: bool = True, **settings: Any) 
     return model, trainer, callback
 
 
-def test_accumulation_clipping_validation_and_metrics_are_recorded_and_the_weights_stay(
+def test_fit_is_recorded_and_weights_are_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from integrations.lit import digest
@@ -68,7 +68,7 @@ def test_accumulation_clipping_validation_and_metrics_are_recorded_and_the_weigh
 
 
 @pytest.mark.full
-def test_manual_optimization_with_two_optimizers_is_one_step_for_each_backward(tmp_path: Path) -> None:
+def test_manual_optimization_counts_one_step_per_backward(tmp_path: Path) -> None:
     from integrations.lit import digest
 
     plain, _, _ = fit(tmp_path / "plain", "Pair", watched=False)
@@ -83,7 +83,7 @@ def test_manual_optimization_with_two_optimizers_is_one_step_for_each_backward(t
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
-def test_every_precision_is_unchanged_and_measured(tmp_path: Path, precision: str) -> None:
+def test_every_precision_is_measured_and_unchanged(tmp_path: Path, precision: str) -> None:
     from integrations.lit import digest
 
     plain, _, _ = fit(tmp_path / "plain", watched=False, precision=precision)
@@ -93,7 +93,7 @@ def test_every_precision_is_unchanged_and_measured(tmp_path: Path, precision: st
 
 
 @pytest.mark.full
-def test_an_fp16_scaler_of_lightning_is_seen_and_its_skipped_steps(tmp_path: Path) -> None:
+def test_lightning_fp16_scaler_and_skipped_steps_are_recorded(tmp_path: Path) -> None:
     import torch
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -116,7 +116,7 @@ def test_an_fp16_scaler_of_lightning_is_seen_and_its_skipped_steps(tmp_path: Pat
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_what_ends_a_fit_closes_its_run(tmp_path: Path, kind: type[BaseException]) -> None:
+def test_every_end_of_a_fit_closes_its_run(tmp_path: Path, kind: type[BaseException]) -> None:
     import lightning as L
 
     from backlight.integrations.lightning import BacklightCallback
@@ -138,7 +138,7 @@ def test_what_ends_a_fit_closes_its_run(tmp_path: Path, kind: type[BaseException
 
 
 @pytest.mark.full
-def test_a_second_fit_goes_on_and_a_checkpoint_gives_the_step(tmp_path: Path) -> None:
+def test_second_fit_continues_from_the_checkpoint_step(tmp_path: Path) -> None:
     from backlight.integrations.lightning import BacklightCallback
     from integrations import lit
 
@@ -161,9 +161,7 @@ def test_a_second_fit_goes_on_and_a_checkpoint_gives_the_step(tmp_path: Path) ->
 
 
 @pytest.mark.full
-def test_an_error_of_ours_ends_no_fit_and_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_internal_error_warns_once_and_fit_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from backlight.integrations.lightning import BacklightCallback
     from integrations import lit
 
@@ -196,7 +194,7 @@ def test_an_error_of_ours_ends_no_fit_and_is_told_once(
 
 
 @pytest.mark.full
-def test_ddp_on_two_ranks_is_one_run_with_one_summary(tmp_path: Path) -> None:
+def test_ddp_on_two_ranks_writes_one_run_with_one_summary(tmp_path: Path) -> None:
     script = Path(__file__).parent / "lit_ddp.py"
     results = {}
     for way in ("plain", "watched"):
@@ -221,7 +219,7 @@ def test_ddp_on_two_ranks_is_one_run_with_one_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_steps_that_were_asked_for_end_the_script_cleanly(tmp_path: Path) -> None:
+def test_script_exits_cleanly_after_the_requested_steps(tmp_path: Path) -> None:
     from backlight.integrations.lightning import BacklightCallback
     from integrations import lit
 
@@ -235,7 +233,7 @@ def test_steps_that_were_asked_for_end_the_script_cleanly(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_a_script_of_pytorch_lightning_gets_a_callback_of_that_package(tmp_path: Path) -> None:
+def test_pytorch_lightning_script_gets_a_matching_callback(tmp_path: Path) -> None:
     program = f"""
 import sys, pytorch_lightning as L, torch
 from torch.utils.data import DataLoader, TensorDataset

@@ -49,7 +49,7 @@ class Trainer:
             self.train_step(data)
 
 
-def test_a_trainer_is_watched_from_its_restored_step_on_and_its_metrics_pass(tmp_path: Path) -> None:
+def test_trainer_is_watched_from_its_restored_step(tmp_path: Path) -> None:
     trainer = Trainer(restored=7)
     logger = trainer.metrics_processor.logger
     with watch(trainer, run=tmp_path / "run", summary=False):
@@ -65,7 +65,7 @@ def test_a_trainer_is_watched_from_its_restored_step_on_and_its_metrics_pass(tmp
     assert run.scalar("step", source="user").values.tolist() == [8.0, 9.0, 10.0]
 
 
-def test_a_trainer_that_raises_leaves_a_failed_run(tmp_path: Path) -> None:
+def test_raising_trainer_leaves_a_failed_run(tmp_path: Path) -> None:
     trainer = Trainer()
     trainer.model_parts[0].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), watch(trainer, run=tmp_path / "run", summary=False):
@@ -73,16 +73,14 @@ def test_a_trainer_that_raises_leaves_a_failed_run(tmp_path: Path) -> None:
     assert backlight.open_run(tmp_path / "run").status.value == "failed"
 
 
-def test_what_is_neither_a_trainer_nor_a_model_with_optimizers_is_refused() -> None:
+def test_object_without_model_and_optimizers_is_rejected() -> None:
     with pytest.raises(TypeError, match="got Linear and NoneType; expected a torchtitan Trainer"):
         watch(nn.Linear(1, 1))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("mode", "ranks"), [("fsdp", 2), ("tp", 2), ("both", 4)])
-def test_norms_of_sharded_parameters_are_those_that_clipping_saw(
-    tmp_path: Path, mode: str, ranks: int
-) -> None:
+def test_sharded_norms_equal_those_used_by_clipping(tmp_path: Path, mode: str, ranks: int) -> None:
     told = {}
     for way in ("plain", "watched"):
         start(ranks, "titan_loop.py", str(tmp_path), mode, way)

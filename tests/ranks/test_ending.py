@@ -21,7 +21,7 @@ def watched(run: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.full
-def test_a_script_under_torchrun_is_watched_by_all_ranks(tmp_path: Path) -> None:
+def test_every_rank_watches_an_unmodified_torchrun_script(tmp_path: Path) -> None:
     torchrun(2, SCRIPT, tmp_path / "plain")
     torchrun(2, *watched(tmp_path / "run"), SCRIPT, tmp_path / "watched")
     for rank in range(2):
@@ -34,7 +34,7 @@ def test_a_script_under_torchrun_is_watched_by_all_ranks(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-def test_a_rank_that_is_killed_and_a_restart_by_torchrun(tmp_path: Path) -> None:
+def test_killed_rank_and_torchrun_restart(tmp_path: Path) -> None:
     options = ("--max-restarts", "1")
     status, said = launched(2, *watched(tmp_path / "run"), SCRIPT, tmp_path / "out", "kill", options=options)
     assert status == 0, said[-2000:]

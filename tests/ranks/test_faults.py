@@ -44,7 +44,7 @@ def found(run: Run, rule: str) -> list[Finding]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_training_goes_on_as_it_would_have(name: str, folder: Path) -> None:
+def test_training_continues_unchanged(name: str, folder: Path) -> None:
     for rank in range(2):
         seen: dict[str, Any] = json.loads((folder / f"{name}-{rank}.json").read_text())
         assert seen["same"]
@@ -52,7 +52,7 @@ def test_the_training_goes_on_as_it_would_have(name: str, folder: Path) -> None:
         assert seen["collectives"][0] == seen["collectives"][1]
 
 
-def test_a_bad_batch_is_laid_to_the_rank_that_had_it(folder: Path) -> None:
+def test_bad_batch_is_attributed_to_its_rank(folder: Path) -> None:
     run = open_run(folder / "nan_ddp")
     (finding,) = found(run, "non_finite")
     assert (finding.subject.step, finding.subject.rank) == (2, 1)
@@ -63,7 +63,7 @@ def test_a_bad_batch_is_laid_to_the_rank_that_had_it(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_nan_in_a_shard_is_counted_once_and_laid_to_its_rank(folder: Path) -> None:
+def test_nan_in_a_shard_is_counted_once_and_attributed_to_its_rank(folder: Path) -> None:
     run = open_run(folder / "nan_shard")
     frame = run.frame("gradient", "nan")
     assert frame.values[2, frame.names.index("block.up.weight")] == 1
@@ -74,14 +74,14 @@ def test_a_nan_in_a_shard_is_counted_once_and_laid_to_its_rank(folder: Path) -> 
 
 
 @pytest.mark.full
-def test_a_nan_that_nothing_reduces_is_found_where_it_is(folder: Path) -> None:
+def test_unreduced_nan_is_attributed_to_its_rank(folder: Path) -> None:
     run = open_run(folder / "nan_unreduced")
     (finding,) = found(run, "non_finite")
     assert (finding.subject.step, finding.subject.rank) == (2, 1)
 
 
 @pytest.mark.parametrize("name", ["skip_shard", pytest.param("skip_ddp", marks=pytest.mark.full)])
-def test_a_rank_that_skips_a_step_is_named_and_nothing_of_it_is_joined(name: str, folder: Path) -> None:
+def test_skipped_step_is_reported_and_excluded_from_the_join(name: str, folder: Path) -> None:
     run = open_run(folder / name)
     (finding,) = found(run, "ranks_out_of_step")
     assert finding.severity is Severity.ERROR
@@ -96,7 +96,7 @@ def test_a_rank_that_skips_a_step_is_named_and_nothing_of_it_is_joined(name: str
     assert set(run.scalar("total_norm").steps) == ({0, 1} if name == "skip_shard" else {0, 1, 5})
 
 
-def test_a_parameter_that_ddp_does_not_reduce_is_found(folder: Path) -> None:
+def test_parameter_ignored_by_ddp_is_reported(folder: Path) -> None:
     run = open_run(folder / "thawed")
     (finding,) = found(run, "replicas_differ")
     assert finding.severity is Severity.ERROR
@@ -112,19 +112,19 @@ def test_a_parameter_that_ddp_does_not_reduce_is_found(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_ranks_that_train_alone_are_told(folder: Path) -> None:
+def test_independent_ranks_are_reported(folder: Path) -> None:
     (finding,) = found(open_run(folder / "unreduced"), "replicas_differ")
     assert finding.severity is Severity.WARNING
 
 
 @pytest.mark.full
-def test_a_weight_that_one_rank_moves_is_found(folder: Path) -> None:
+def test_weight_changed_on_one_rank_is_reported(folder: Path) -> None:
     (finding,) = found(open_run(folder / "moved"), "replicas_differ")
     assert finding.subject.parameter == "unused.weight"
 
 
 @pytest.mark.parametrize("name", ["healthy_shard", pytest.param("healthy", marks=pytest.mark.full)])
-def test_healthy_twins_are_silent(name: str, folder: Path) -> None:
+def test_controls_have_no_finding(name: str, folder: Path) -> None:
     assert not [
         f
         for f in evaluate_rules(open_run(folder / name))
@@ -133,19 +133,19 @@ def test_healthy_twins_are_silent(name: str, folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_group_that_is_destroyed_early_costs_nothing(folder: Path) -> None:
+def test_early_destroyed_group_loses_no_data(folder: Path) -> None:
     assert {p.name for p in folder.glob("destroyed-*-ended")}
     run = open_run(folder / "destroyed")
     assert run.series_steps("gradient").tolist() == list(range(8))
     assert not run.losses
 
 
-def test_how_far_each_rank_came_is_known(folder: Path) -> None:
+def test_last_step_of_each_rank_is_recorded(folder: Path) -> None:
     states = open_run(folder / "skip_shard").ranks()
     assert [(s.rank, s.status.value, s.last_step) for s in states] == [(0, "finished", 5), (1, "finished", 4)]
 
 
-def test_the_spread_of_a_number_over_ranks(folder: Path) -> None:
+def test_spread_of_a_scalar_over_ranks(folder: Path) -> None:
     run = open_run(folder / "healthy_shard")
     loss, norm = run.spread("loss"), run.spread("total_norm")
     assert loss.ranks == norm.ranks == (0, 1)
@@ -156,7 +156,7 @@ def test_the_spread_of_a_number_over_ranks(folder: Path) -> None:
     assert loss.first_non_finite() is None
 
 
-def test_the_report_shows_what_each_rank_says(folder: Path) -> None:
+def test_report_shows_every_rank(folder: Path) -> None:
     drawn = PANELS["ranks"].render(Source(open_run(folder / "nan_ddp")))
     assert isinstance(drawn, Drawn)
     titles = [chart["title"] for chart in drawn.data["charts"]]
@@ -169,7 +169,7 @@ def test_the_report_shows_what_each_rank_says(folder: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["reduced_shard", "reduced_ddp"])
-def test_the_norm_over_all_ranks_is_known_while_they_train_if_asked_for(name: str, folder: Path) -> None:
+def test_reduce_joins_the_norm_during_training(name: str, folder: Path) -> None:
     one, other = (json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2))
     assert one["same"]
     assert not one["warnings"]
@@ -184,7 +184,7 @@ def test_the_norm_over_all_ranks_is_known_while_they_train_if_asked_for(name: st
 
 
 @pytest.mark.full
-def test_a_rank_that_does_not_come_costs_the_number_and_not_the_training(folder: Path) -> None:
+def test_absent_rank_loses_the_joined_norm_only(folder: Path) -> None:
     one = json.loads((folder / "reduced_skip-0.json").read_text())
     assert one["same"]
     assert ["the norm over all ranks while the training runs" in text for text in one["warnings"]] == [True]
@@ -193,7 +193,7 @@ def test_a_rank_that_does_not_come_costs_the_number_and_not_the_training(folder:
     assert run.series_steps("gradient").tolist() == list(range(6))
 
 
-def test_a_reduction_without_a_process_group_is_refused(tmp_path: Path) -> None:
+def test_reduce_without_a_process_group_is_rejected(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"expected every=N, without which each rank chooses"):
@@ -208,7 +208,7 @@ def test_a_reduction_without_a_process_group_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_script_that_makes_no_process_group_is_told(tmp_path: Path) -> None:
+def test_script_without_a_process_group_is_warned(tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(
         "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
@@ -231,7 +231,7 @@ def test_a_script_that_makes_no_process_group_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_tensors_that_only_share_their_name_are_not_joined(folder: Path) -> None:
+def test_tensors_sharing_only_a_name_are_not_joined(folder: Path) -> None:
     run = open_run(folder / "cut")
     (finding,) = found(run, "replicas_differ")
     assert finding.evidence
@@ -240,7 +240,7 @@ def test_tensors_that_only_share_their_name_are_not_joined(folder: Path) -> None
     assert run.frame("gradient", "numel", rank=1).values[0, frame.names.index("weight")] == 8
 
 
-def test_a_part_is_not_taken_for_the_whole_where_a_rank_is_missing(folder: Path, tmp_path: Path) -> None:
+def test_shard_is_unmeasured_when_a_rank_is_missing(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "healthy_shard", tmp_path / "run")
     for file in (tmp_path / "run").rglob("rank-00001*"):
         file.unlink()

@@ -28,14 +28,14 @@ def seen(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_the_gram_of_a_wrapped_model_is_that_of_the_plain_one_without_a_collective(folder: Path) -> None:
+def test_gram_of_a_wrapped_model_equals_the_plain_one(folder: Path) -> None:
     for one in seen(folder):
         assert one["grams"]["ddp"]
         assert one["grams"]["ddp_collectives"] == 0
 
 
 @pytest.mark.parametrize("way", ["fsdp", "tensor"])
-def test_a_sharded_model_is_refused_by_name_and_measured_once_it_is_gathered(way: str, folder: Path) -> None:
+def test_sharded_model_is_rejected_until_it_is_gathered(way: str, folder: Path) -> None:
     for one in seen(folder):
         grams = one["grams"]
         assert "is sharded over processes (DTensor)" in grams[f"{way}_refused"]
@@ -46,7 +46,7 @@ def test_a_sharded_model_is_refused_by_name_and_measured_once_it_is_gathered(way
 
 
 @pytest.mark.parametrize("way", ["sharded", "wrapped"])
-def test_an_exchange_brings_the_microbatches_of_all_ranks_together(way: str, folder: Path) -> None:
+def test_replicates_of_all_ranks_are_gathered(way: str, folder: Path) -> None:
     one, other = (result[way] for result in seen(folder))
     assert not one["warnings"]
     assert not other["warnings"]

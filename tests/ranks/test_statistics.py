@@ -65,7 +65,7 @@ def joined(run: Run, series: str, column: str, name: str) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("way", "ranks"), [*DIAGONAL, *(pytest.param(*one, marks=pytest.mark.full) for one in REST)]
 )
-def test_joined_statistics_are_those_of_the_whole_batch(way: str, ranks: int, folders: Any) -> None:
+def test_joined_statistics_equal_those_of_the_whole_batch(way: str, ranks: int, folders: Any) -> None:
     path = folders(way, ranks)
     seen = [json.loads((path.parent / f"{way}-{r}.json").read_text()) for r in range(ranks)]
     assert [one["same"] for one in seen] == [True] * ranks
@@ -117,7 +117,7 @@ def test_joined_statistics_are_those_of_the_whole_batch(way: str, ranks: int, fo
 
 @pytest.mark.full
 @pytest.mark.parametrize(("way", "ranks"), [("fsdp", 4)])
-def test_an_empty_shard_is_there_and_counts_nothing(way: str, ranks: int, folders: Any) -> None:
+def test_empty_shard_is_recorded_without_elements(way: str, ranks: int, folders: Any) -> None:
     run = open_run(folders(way, ranks))
     sizes = [run.frame("gradient", "numel", rank=r) for r in range(ranks)]
     p = sizes[0].names.index("gate")

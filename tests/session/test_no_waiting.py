@@ -53,7 +53,7 @@ def counting() -> Iterator[Count]:
         ),
     ],
 )
-def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_path_never_synchronizes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the code does on an accelerator, on a machine that may have none.
     for module in (statistics, packed_matrices):
         monkeypatch.setattr(module, "is_host", lambda _device: False)
@@ -66,7 +66,7 @@ def test_the_path_of_a_step_reads_nothing(name: str, tmp_path: Path, monkeypatch
     assert watched.reads == alone.reads
 
 
-def test_the_mode_would_see_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_mode_detects_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from backlight.monitors.health.monitor import GradientMonitor
 
     measure = GradientMonitor.on_gradients_ready
@@ -91,7 +91,7 @@ def test_the_mode_would_see_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_one_copy_a_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_transfer_per_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with backlight.watch(run=tmp_path / "usual", every=1, histogram=True):
         CASES[name].train()
     sent = []
@@ -121,7 +121,7 @@ def test_one_copy_a_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_device_nothing_synchronises(tmp_path: Path) -> None:
+def test_cuda_step_never_synchronizes(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(32, 64, device="cuda")

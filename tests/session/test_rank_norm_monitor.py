@@ -17,7 +17,7 @@ from backlight.session.settings import Settings
 @pytest.mark.parametrize(
     ("up", "words"), [(False, "the process group was destroyed before step 4 was joined"), (True, "injected")]
 )
-def test_a_destroyed_group_is_told_as_such(monkeypatch: pytest.MonkeyPatch, up: bool, words: str) -> None:
+def test_destroyed_group_is_reported(monkeypatch: pytest.MonkeyPatch, up: bool, words: str) -> None:
     told: list[str] = []
     notifier: Any = SimpleNamespace(trouble=lambda error, what: told.append(f"{what}: {error}"))
     reducing = RankNormMonitor.from_settings(Settings.of({"reduce": True, "every": 2}))

@@ -35,7 +35,7 @@ def ranks(path: Path, trains: int | None = 1) -> list[RunWriter]:
     return writers
 
 
-def test_rows_that_another_rank_is_about_to_write_are_waited_for(tmp_path: Path) -> None:
+def test_pending_rows_of_other_ranks_are_awaited(tmp_path: Path) -> None:
     first, second = ranks(tmp_path / "run")
     later = threading.Timer(0.3, second.close)
     later.start()
@@ -45,9 +45,7 @@ def test_rows_that_another_rank_is_about_to_write_are_waited_for(tmp_path: Path)
     assert open_run(tmp_path / "run").frame("gradient", "norm").measured.all()
 
 
-def test_what_is_seen_of_ranks_that_still_write_is_not_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_findings_of_unfinished_ranks_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "OTHER_RANKS_TIMEOUT_S", 0.0)
     first, second = ranks(tmp_path / "run")
     # A shard of "w" alone has a gradient all the same; of "late" nothing is known here.
@@ -58,7 +56,7 @@ def test_what_is_seen_of_ranks_that_still_write_is_not_stored(
     assert open_run(tmp_path / "run").stored_findings() == ()
 
 
-def test_what_is_found_in_the_whole_run_is_stored(tmp_path: Path) -> None:
+def test_findings_of_the_complete_run_are_stored(tmp_path: Path) -> None:
     first, second = ranks(tmp_path / "run", trains=None)
     second.close()
     found = run_directory.final_findings(first, failed=False)
@@ -67,7 +65,7 @@ def test_what_is_found_in_the_whole_run_is_stored(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run").stored_findings() == tuple(found)
 
 
-def test_other_ranks_judge_nothing(tmp_path: Path) -> None:
+def test_other_ranks_evaluate_no_rules(tmp_path: Path) -> None:
     first, second = ranks(tmp_path / "run")
     assert run_directory.final_findings(second, failed=False) == []
     for writer in (first, second):

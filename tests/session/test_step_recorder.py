@@ -20,15 +20,15 @@ def simulate(sampling: Sampling, steps: int, step_seconds: float, cost: float) -
     return recorded
 
 
-def test_a_short_run_is_recorded_whole() -> None:
+def test_short_run_records_every_step() -> None:
     assert len(simulate(Sampling(), 1000, 0.001, 0.001)) == 1000
 
 
-def test_a_cheap_measurement_is_taken_at_every_step() -> None:
+def test_cheap_measurement_records_every_step() -> None:
     assert len(simulate(Sampling(), 20_000, 0.1, 0.0009)) == 20_000
 
 
-def test_a_dear_measurement_is_thinned_to_the_budget() -> None:
+def test_expensive_measurement_is_thinned_to_the_budget() -> None:
     steps = 200_000
     recorded = simulate(Sampling(), steps, 0.001, 0.001)
     assert 0.003 < len(recorded) / steps < 0.025
@@ -37,17 +37,17 @@ def test_a_dear_measurement_is_thinned_to_the_budget() -> None:
     assert all(gap & (gap - 1) == 0 for gap in gaps), "the recorded steps left the grid of powers of two"
 
 
-def test_a_given_spacing_is_kept() -> None:
+def test_fixed_spacing_is_kept() -> None:
     sampling = Sampling(every=7)
     assert simulate(sampling, 100, 0.001, 10.0) == list(range(0, 100, 7))
 
 
-def test_detail_records_every_step_for_a_while() -> None:
+def test_detail_records_every_step_of_its_window() -> None:
     sampling = Sampling(every=10)
     sampling.detail(11, 3)
     assert [s for s in range(31) if sampling.wants(s)] == [*range(0, 15), 20, 30]
 
 
-def test_a_spacing_of_nothing_is_refused() -> None:
+def test_zero_spacing_is_rejected() -> None:
     with pytest.raises(ValueError, match="every=0: expected a step count of 1 or more"):
         Sampling(every=0)

@@ -54,7 +54,7 @@ def test_case(case: Case, tmp_path: Path) -> None:
     assert set(run.scalar("backwards").values) >= {case.backwards}
 
 
-def test_numbers_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
+def test_numbers_equal_those_of_a_manual_loop(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = []
@@ -99,7 +99,7 @@ class Exchanging(torch.optim.SGD):
                 parameter.data = parameter.data - group["lr"] * parameter.grad
 
 
-def test_an_optimizer_that_exchanges_the_memory_is_seen_to_update(tmp_path: Path) -> None:
+def test_optimizer_that_replaces_storage_has_updates(tmp_path: Path) -> None:
     model = build()
     optimizer = Exchanging(model.parameters(), lr=0.1)
     with backlight.watch(
@@ -114,7 +114,7 @@ def test_an_optimizer_that_exchanges_the_memory_is_seen_to_update(tmp_path: Path
     assert (moved.values > 0).all()
 
 
-def test_what_is_stored_of_the_user_and_that_the_model_is_left_alone(
+def test_user_values_are_stored_and_the_model_is_unchanged(
     tmp_path: Path,
 ) -> None:
     model = build()
@@ -148,7 +148,7 @@ def test_what_is_stored_of_the_user_and_that_the_model_is_left_alone(
     assert len(ends(model)) == len(model.state_dict())
 
 
-def test_entered_twice_nested_and_left_by_an_exception(tmp_path: Path) -> None:
+def test_reentry_nesting_and_exceptions(tmp_path: Path) -> None:
     outer = backlight.watch(run=tmp_path / "outer", every=1)
     with outer, outer:
         with pytest.raises(ArithmeticError, match="mine"), backlight.watch(run=tmp_path / "inner", every=1):
@@ -165,7 +165,7 @@ def test_entered_twice_nested_and_left_by_an_exception(tmp_path: Path) -> None:
     assert backlight.open_run(tmp_path / "outer").status is RunStatus.FINISHED
 
 
-def test_a_second_use_is_a_new_attempt(tmp_path: Path) -> None:
+def test_second_watch_is_a_new_attempt(tmp_path: Path) -> None:
     watch = backlight.watch(run=tmp_path / "run", every=1, monitors=("health",))
     for _ in range(2):
         with watch:
@@ -193,7 +193,7 @@ def test_every_and_steps(tmp_path: Path) -> None:
     assert list(backlight.open_run(tmp_path / "exact").series_steps("gradient")) == [0, 1, 2, 3]
 
 
-def test_an_error_of_ours_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = CASES["plain"].train()
 
     def broken(*_: object) -> None:
@@ -212,7 +212,7 @@ def test_an_error_of_ours_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-def test_what_cannot_start_leaves_the_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_leaves_the_training_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = CASES["plain"].train()
     listeners = len(HUB.listeners)
 
@@ -234,7 +234,7 @@ def test_what_cannot_start_leaves_the_training_alone(tmp_path: Path, monkeypatch
     assert "ZeroDivisionError" in run.events("unmeasured")[0].payload["reason"]
 
 
-def test_a_warning_made_an_error_does_not_end_the_training(
+def test_warnings_as_errors_do_not_end_a_watched_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("backlight.monitors.health.monitor.statistics", lambda *_a, **_k: 1 / 0)
@@ -247,7 +247,7 @@ def test_a_warning_made_an_error_does_not_end_the_training(
     )
 
 
-def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
+def test_deleted_run_directory_is_one_warning(tmp_path: Path) -> None:
     import shutil
 
     model = build()
@@ -264,7 +264,7 @@ def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
     assert len(told) == 1
 
 
-def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
+def test_finding_triggers_detail(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
@@ -306,7 +306,7 @@ def test_a_finding_asks_for_detail(tmp_path: Path) -> None:
         ({"monitors": ()}, "monitors is empty"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_written(
+def test_invalid_settings_are_rejected_before_any_write(
     settings: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -314,7 +314,7 @@ def test_bad_settings_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_loop_without_an_optimizer_is_told_the_way_out(tmp_path: Path) -> None:
+def test_loop_without_optimizer_warning_names_the_fix(tmp_path: Path) -> None:
     model = build()
     with backlight.watch(run=tmp_path / "by_hand", monitors=("health",)):
         for x, y in batches(STEPS):
@@ -332,7 +332,7 @@ def test_a_loop_without_an_optimizer_is_told_the_way_out(tmp_path: Path) -> None
     assert event.payload["reason"] == "neither a backward pass nor an optimizer step was seen"
 
 
-def test_the_loss_of_an_accumulation_is_that_of_its_last_backward(tmp_path: Path) -> None:
+def test_accumulated_step_records_the_last_loss(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     last = []
@@ -361,12 +361,12 @@ def test_groups(tmp_path: Path) -> None:
     assert [e.payload["what"] for e in run.events("unmeasured")] == ["group host"]
 
 
-def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_invalid_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"optimizer is Linear, expected torch\.optim\.Optimizer"):
         backlight.watch(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_foreign_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "photo.png").write_bytes(b"mine")
     with pytest.raises(Exception, match="is not a backlight run"), backlight.watch(run=tmp_path):
         pass

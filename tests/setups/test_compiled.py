@@ -169,7 +169,7 @@ def phases(run: backlight.Run) -> dict[str, int]:
         for warm in (False, True)
     ],
 )
-def test_a_compiled_training_is_measured(make: Callable[[str], Made], warm: bool, tmp_path: Path) -> None:
+def test_compiled_training_is_measured(make: Callable[[str], Made], warm: bool, tmp_path: Path) -> None:
     run, graphs = watched(make, tmp_path / "run", warm=warm)
     assert not run.events("unmeasured"), [e.payload for e in run.events("unmeasured")]
     assert len(run.scalar("loss").steps) == STEPS
@@ -187,7 +187,7 @@ def test_a_compiled_training_is_measured(make: Callable[[str], Made], warm: bool
         assert graphs <= 1
 
 
-def test_a_backward_inside_a_compiled_function_is_said_not_to_be_seen(tmp_path: Path) -> None:
+def test_backward_in_a_compiled_function_is_not_observable(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="no backward gave gradients that hooks of parameters see"):
         run, _ = watched(whole, tmp_path / "run", warm=False)
     said = {str(e.payload["what"]): str(e.payload["reason"]) for e in run.events("unmeasured")}
@@ -203,13 +203,13 @@ def test_a_backward_inside_a_compiled_function_is_said_not_to_be_seen(tmp_path: 
 
 @pytest.mark.full
 @pytest.mark.parametrize("make", [one_graph, step], ids=lambda m: m.__name__)
-def test_inductor(make: Callable[[str], Made], tmp_path: Path) -> None:
+def test_inductor_training_is_measured(make: Callable[[str], Made], tmp_path: Path) -> None:
     run, _ = watched(make, tmp_path / "run", warm=False, backend="inductor")
     assert not run.events("unmeasured")
 
 
 @pytest.mark.full
-def test_a_model_that_is_compiled_after_watching_began(tmp_path: Path) -> None:
+def test_model_compiled_after_the_watch_began(tmp_path: Path) -> None:
     """Nobody has given the model: it is found, then wrapped, and followed by its wrapper."""
     alone = wrapper("aot_eager").fit()
     torch._dynamo.reset()

@@ -18,7 +18,7 @@ from setups.matrix import launch
 from setups.truth import Noted, net, train, watched
 
 
-def test_saved_tensors_that_are_offloaded(tmp_path: Path) -> None:
+def test_offloaded_saved_tensors(tmp_path: Path) -> None:
     def offloaded(model: nn.Module, x: Tensor, y: Tensor) -> None:
         with save_on_cpu():
             F.cross_entropy(model(x), y).backward()
@@ -60,7 +60,7 @@ def scaled(path: Path | None, scale: float) -> tuple[list[Tensor], list[float]]:
 
 
 @pytest.mark.parametrize("scale", [256.0, 2.0**20], ids=["fits", "overflows"])
-def test_two_optimizers_under_a_scaler_that_grows_and_skips(scale: float, tmp_path: Path) -> None:
+def test_two_optimizers_under_a_growing_and_skipping_scaler(scale: float, tmp_path: Path) -> None:
     alone, norms = scaled(None, scale)
     seen, _ = scaled(tmp_path / "run", scale)
     assert all(torch.equal(one, other) for one, other in zip(alone, seen, strict=True))
@@ -80,7 +80,7 @@ def test_two_optimizers_under_a_scaler_that_grows_and_skips(scale: float, tmp_pa
 
 @pytest.mark.full
 @pytest.mark.alone
-def test_fsdp_with_parameters_on_the_host_and_in_bfloat16(tmp_path: Path) -> None:
+def test_fsdp_with_cpu_offload_and_bfloat16(tmp_path: Path) -> None:
     found = launch([("identical", "FSDP2, offloaded"), ("identical", "FSDP2, bf16")], tmp_path)
     assert {outcome.word for outcome in found.values()} == {"tested"}
     assert launch([("health", "FSDP2, offloaded")], tmp_path / "health")

@@ -92,7 +92,7 @@ EVERY = [
 # Optional packages warn of what they lack here, and torchao compiles its step.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", EVERY)
-def test_gradients_and_updates_are_the_true_ones(make: Make, tmp_path: Path) -> None:
+def test_gradients_and_updates_are_correct(make: Make, tmp_path: Path) -> None:
     states: list[torch.optim.Optimizer] = []
 
     def run() -> Noted:
@@ -115,7 +115,7 @@ def test_gradients_and_updates_are_the_true_ones(make: Make, tmp_path: Path) -> 
         assert any(t.dtype == torch.uint8 or "8bit" in type(t).__name__ for t in kept)
 
 
-def test_an_optimizer_that_evaluates_twice_shows_the_gradient_of_the_weights(tmp_path: Path) -> None:
+def test_two_evaluations_record_the_gradient_at_the_weights(tmp_path: Path) -> None:
     """SAM climbs, evaluates again there, and steps from where it was by what it found."""
     package = pytest.importorskip("pytorch_optimizer")
 

@@ -41,11 +41,11 @@ def marked(cell: Cell) -> Any:
 
 
 @pytest.mark.parametrize("cell", [marked(cell) for cell in ALL if cell in ALONE])
-def test_one_process(cell: Cell, tmp_path: Path) -> None:
+def test_setups_in_one_process(cell: Cell, tmp_path: Path) -> None:
     check(cell, measure(*cell, tmp_path))
 
 
-def test_a_diagonal_on_two_ranks(tmp_path: Path) -> None:
+def test_matrix_diagonal_on_two_ranks(tmp_path: Path) -> None:
     for cell, outcome in launch(RANKS, tmp_path).items():
         check(cell, outcome)
 
@@ -53,7 +53,7 @@ def test_a_diagonal_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.alone
 @pytest.mark.parametrize("setup", [setup.name for setup in SETUPS.values() if setup.ranks > 1])
-def test_several_ranks(setup: str, tmp_path: Path) -> None:
+def test_setups_on_several_ranks(setup: str, tmp_path: Path) -> None:
     cells = [cell for cell in ALL if cell[1] == setup]
     found = launch(cells, tmp_path)
     assert list(found) == cells
@@ -63,7 +63,7 @@ def test_several_ranks(setup: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.alone
-def test_combinations_on_two_ranks(tmp_path: Path) -> None:
+def test_setup_combinations_on_two_ranks(tmp_path: Path) -> None:
     monitors = ("health", "grokking", "spectra", "identical")
     names = [name for name in OTHERS if "offloaded" not in name and "bf16" not in name]
     cells = [(monitor, name) for name in names for monitor in monitors]

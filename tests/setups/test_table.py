@@ -11,7 +11,7 @@ from setups.cells import IN_PART, TESTED, Outcome
 from setups.matrix import ALL, expected
 
 
-def test_results_are_of_the_whole_matrix_and_as_it_says() -> None:
+def test_stored_results_cover_the_matrix_as_expected() -> None:
     versions, found = table.stored()
     assert tuple(found) == ALL
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", versions["torch"])
@@ -22,12 +22,12 @@ def test_results_are_of_the_whole_matrix_and_as_it_says() -> None:
 
 
 @pytest.mark.parametrize("page", table.PAGES, ids=lambda page: page.name)
-def test_tables_are_those_of_the_results(page: table.Path) -> None:
+def test_tables_equal_the_stored_results(page: table.Path) -> None:
     _, inside, _ = table.between(page.read_text(encoding="utf-8"))
     assert inside == table.rendered(*table.stored()), "run `python tests/setups/table.py --stored`"
 
 
-def test_what_is_said_stands_below_the_table_once() -> None:
+def test_footnotes_are_listed_once_below_the_table() -> None:
     found = {cell: Outcome(TESTED) for cell in ALL}
     found["spectra", "TP"] = found["spectra", "DDP"] = Outcome(IN_PART, "for a reason")
     text = table.rendered({"torch": "2.9.0"}, found)
@@ -36,12 +36,12 @@ def test_what_is_said_stands_below_the_table_once() -> None:
     assert "torch 2.9.0" in text
 
 
-def test_a_page_without_marks_is_refused() -> None:
+def test_page_without_markers_is_rejected() -> None:
     with pytest.raises(ValueError, match="no <!-- setups"):
         table.between("# A page\n")
 
 
-def test_a_result_that_is_not_as_the_matrix_says_is_not_stored() -> None:
+def test_unexpected_result_is_not_stored() -> None:
     found = {cell: Outcome(*("in part", "of something")) for cell in ALL[:1]}
     before = table.RESULTS.read_bytes()
     with pytest.raises(SystemExit, match="where the matrix says tested"):

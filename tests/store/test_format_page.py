@@ -27,17 +27,17 @@ def missing(names: object) -> list[str]:
     return [n for n in names if n not in WORDS and f".{n}" not in WORDS and f"progress.{n}" not in WORDS]
 
 
-def test_it_describes_the_format_that_is_written() -> None:
+def test_page_describes_the_current_format_version() -> None:
     assert f"This page describes format {FORMAT_VERSION}." in PAGE
     assert f"page size {PAGE_BYTES // 1024} KiB" in PAGE
 
 
 @pytest.mark.parametrize("record", [Manifest, AttemptEntry, Progress, ProcessIdentity])
-def test_every_field_of_the_manifest(record: type) -> None:
+def test_page_lists_every_manifest_field(record: type) -> None:
     assert missing([field.name for field in dataclasses.fields(record)]) == []
 
 
-def test_every_table_and_its_columns() -> None:
+def test_page_lists_every_table_and_column() -> None:
     assert missing(list(TABLES)) == []
     for statement in TABLES.values():
         columns = re.findall(r"[(,] ?(\w+) (?:INTEGER|TEXT|REAL|BLOB)", statement)
@@ -45,22 +45,22 @@ def test_every_table_and_its_columns() -> None:
         assert missing(columns) == []
 
 
-def test_every_series_with_its_columns() -> None:
+def test_page_lists_every_series_and_column() -> None:
     for schema in SERIES.values():
         stored = [c.name for c in schema.columns if schema is not HISTOGRAM or not c.name.startswith("b")]
         assert missing([schema.name, *stored, *(d.name for d in schema.derived)]) == []
     assert {"b00", "b63"} <= WORDS
 
 
-def test_every_scalar() -> None:
+def test_page_lists_every_scalar() -> None:
     assert [n for n in SCALARS if n not in WORDS and not any(w.startswith(f"{n}/") for w in WORDS)] == []
 
 
-def test_every_letter_and_encoding() -> None:
+def test_page_lists_every_letter_and_encoding() -> None:
     assert missing([*column_codec._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
 
 
-def test_every_export(tmp_path: Path) -> None:
+def test_page_lists_every_export(tmp_path: Path) -> None:
     assert missing([f"out{ending}" for ending in ENDINGS]) == []
     RunWriter.create(tmp_path / "run").close()
     run = open_run(tmp_path / "run")

@@ -49,14 +49,14 @@ def leaf() -> Tensor:
     return torch.arange(3.0, requires_grad=True)
 
 
-def test_gradients_are_reported_and_what_they_were(events: Events) -> None:
+def test_gradients_are_reported_unchanged(events: Events) -> None:
     x = leaf()
     (grad,) = torch.autograd.grad((x * x).sum(), x)
     assert torch.equal(grad, 2 * x)
     assert events.said == ["grad of 1", "grad end"]
 
 
-def test_every_form_of_argument_is_taken(events: Events) -> None:
+def test_every_argument_form_is_accepted(events: Events) -> None:
     x = leaf()
     twice = torch.autograd.grad(outputs=(y for y in [x.sum(), (2 * x).sum()]), inputs=[x])
     assert torch.equal(twice[0], torch.full((3,), 3.0))
@@ -74,7 +74,7 @@ def test_every_form_of_argument_is_taken(events: Events) -> None:
     assert begins == ["grad of 2", "grad of 1", "grad of 0", "backward of 0", "backward of 1"]
 
 
-def test_transforms_and_what_lies_inside_them_pass_through(events: Events) -> None:
+def test_function_transforms_pass_through(events: Events) -> None:
     x = torch.arange(3.0)
     assert torch.equal(torch.func.grad(lambda v: (v * v).sum())(x), 2 * x)
     hessian = torch.func.jacrev(torch.func.grad(lambda v: (v**3).sum()))(x)
@@ -82,7 +82,7 @@ def test_transforms_and_what_lies_inside_them_pass_through(events: Events) -> No
     assert events.said == []
 
 
-def test_a_backward_inside_another_is_reported_as_such(events: Events) -> None:
+def test_nested_backward_is_reported_as_nested(events: Events) -> None:
     class Inner(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def test_a_backward_inside_another_is_reported_as_such(events: Events) -> None:
     assert events.said == ["backward of 1", "nested", "nested", "end"]
 
 
-def test_an_error_is_reported_before_the_end(events: Events) -> None:
+def test_backward_error_is_reported_before_the_end(events: Events) -> None:
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.autograd.grad(torch.ones(()), leaf())
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -109,7 +109,7 @@ def test_an_error_is_reported_before_the_end(events: Events) -> None:
     assert (HUB.backward_depth, HUB.grad_depth) == (0, 0)
 
 
-def test_nothing_stays_when_the_last_listener_leaves() -> None:
+def test_patches_are_removed_with_the_last_listener() -> None:
     before = torch.autograd.grad, torch.autograd.backward
     listener = Events()
     HUB.add(listener)

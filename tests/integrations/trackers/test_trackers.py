@@ -84,7 +84,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "2.bias" in text.item().decode()
 
 
-def test_tensorboard_of_a_stored_run_is_the_same(tmp_path: Path) -> None:
+def test_tensorboard_export_of_a_stored_run_is_identical(tmp_path: Path) -> None:
     train(tmp_path / "run", f"tensorboard={tmp_path / 'live'}")
     send(open_run(tmp_path / "run"), f"tensorboard={tmp_path / 'later'}")
     live, later = events(tmp_path / "live" / "run"), events(tmp_path / "later" / "run")
@@ -95,14 +95,14 @@ def test_tensorboard_of_a_stored_run_is_the_same(tmp_path: Path) -> None:
             np.testing.assert_allclose(one[1], other[1], rtol=1e-6)
 
 
-def test_tensorboard_hides_what_a_further_attempt_writes_anew(tmp_path: Path) -> None:
+def test_tensorboard_purges_steps_rewritten_by_a_new_attempt(tmp_path: Path) -> None:
     for _ in range(2):
         train(tmp_path / "run", "tensorboard", poisoned=False)
     reader = events(tmp_path / "run" / "export" / "tensorboard")
     assert [step for step, _ in values(reader, "backlight/loss")] == [10 * i for i in range(STEPS)]
 
 
-def test_tensorboard_keeps_two_trainings_with_one_folder_apart(tmp_path: Path) -> None:
+def test_tensorboard_separates_two_runs_in_one_directory(tmp_path: Path) -> None:
     for name in ("first", "second"):
         train(tmp_path / name, f"tensorboard={tmp_path / 'logs'}", poisoned=False)
     for name in ("first", "second"):
@@ -111,9 +111,7 @@ def test_tensorboard_keeps_two_trainings_with_one_folder_apart(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "folder"), [("../../out", "out"), ("/etc", "etc"), ("", "run")])
-def test_tensorboard_stays_below_its_folder_whatever_a_run_is_called(
-    tmp_path: Path, name: str, folder: str
-) -> None:
+def test_tensorboard_never_writes_outside_its_directory(tmp_path: Path, name: str, folder: str) -> None:
     logs = tmp_path / "a" / "logs"
     sink: Any = TRACKERS["tensorboard"].open(
         str(logs), Tracked(name, tmp_path / "runs" / "run", live=False), None
@@ -122,7 +120,7 @@ def test_tensorboard_stays_below_its_folder_whatever_a_run_is_called(
     assert [file.parent for file in tmp_path.rglob("*.backlight")] == [logs / folder]
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_tensorboard_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match=r"tracker 'tensorboard' is left out: \w+Error.*file") as told:
         train(tmp_path / "run", f"tensorboard={tmp_path / 'file' / 'below'}")
@@ -153,7 +151,7 @@ def metrics(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_prometheus_is_scraped_while_the_training_runs(tmp_path: Path) -> None:
+def test_prometheus_can_be_scraped_during_training(tmp_path: Path) -> None:
     port, text = free_port(), ""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -182,7 +180,7 @@ def test_prometheus_is_scraped_while_the_training_runs(tmp_path: Path) -> None:
         scrape(port)  # it goes with the training
 
 
-def test_prometheus_listens_on_the_loopback_only() -> None:
+def test_prometheus_listens_on_loopback_only() -> None:
     port = free_port()
     sink: Any = TRACKERS["prometheus"].open(str(port), Tracked("r", Path("r"), live=True), None)
     try:
@@ -191,7 +189,7 @@ def test_prometheus_listens_on_the_loopback_only() -> None:
         sink.close(failed=False)
 
 
-def test_a_port_in_use(tmp_path: Path) -> None:
+def test_prometheus_port_in_use(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -204,7 +202,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         train(tmp_path / "other", "prometheus=x:y")
 
 
-def test_prometheus_writes_a_file_for_the_collector(tmp_path: Path) -> None:
+def test_prometheus_writes_a_textfile_for_the_collector(tmp_path: Path) -> None:
     target = tmp_path / "backlight.prom"
     losses = train(tmp_path / "run", f"prometheus={target}")
     told = metrics(target.read_text())
@@ -283,7 +281,7 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.full
-def test_wandb_makes_a_run_of_its_own(tmp_path: Path, offline: Any) -> None:
+def test_wandb_creates_its_own_run(tmp_path: Path, offline: Any) -> None:
     losses = train(tmp_path / "run", "wandb=somewhere")
     assert offline.run is None  # what the script opens itself is its own
     *rows, summary = recorded(tmp_path / "run" / "export")
@@ -296,7 +294,7 @@ def test_wandb_makes_a_run_of_its_own(tmp_path: Path, offline: Any) -> None:
     assert "backlight/non_finite" in summary["tags"]
 
 
-def test_wandb_is_told_findings_again_and_keeps_those_of_another_watch() -> None:
+def test_wandb_replaces_findings_per_watch() -> None:
     from backlight.session.trackers.wandb import _Run
 
     theirs = SimpleNamespace(
@@ -322,7 +320,7 @@ def test_wandb_is_told_findings_again_and_keeps_those_of_another_watch() -> None
 
 
 @pytest.mark.full
-def test_wandb_uses_the_open_run_and_does_not_count_in_it(tmp_path: Path, offline: Any) -> None:
+def test_wandb_uses_the_open_run_without_advancing_its_step(tmp_path: Path, offline: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -355,7 +353,7 @@ def test_wandb_without_credentials(tmp_path: Path, offline: Any, monkeypatch: py
 
 
 @pytest.mark.full
-def test_wandb_does_not_hold_the_process_for_a_server_that_is_not_there(
+def test_wandb_does_not_wait_for_an_unreachable_server(
     tmp_path: Path, offline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from backlight.session.trackers import wandb as ours
@@ -371,7 +369,7 @@ def test_wandb_does_not_hold_the_process_for_a_server_that_is_not_there(
     assert open_run(tmp_path / "run").status.value == "finished"
 
 
-def test_wandb_waits_as_long_as_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_honours_the_timeout_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     from backlight.session.trackers.wandb import PATIENCE, _patience
@@ -409,7 +407,7 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.full
 @QUIET
-def test_mlflow_makes_a_run_of_its_own(tmp_path: Path, mlflow: Any) -> None:
+def test_mlflow_creates_its_own_run(tmp_path: Path, mlflow: Any) -> None:
     losses = train(tmp_path / "run", f"mlflow={tmp_path / 'store'}")
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("backlight")
@@ -442,7 +440,7 @@ def test_mlflow_uses_the_open_run(tmp_path: Path, mlflow: Any) -> None:
 
 @pytest.mark.full
 @QUIET
-def test_an_mlflow_server_that_is_not_there_is_said_soon(
+def test_unreachable_mlflow_server_is_reported_quickly(
     tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from backlight.session.trackers import mlflow as ours
@@ -459,7 +457,7 @@ def test_an_mlflow_server_that_is_not_there_is_said_soon(
     assert mlflow.environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get() == 1
 
 
-def test_a_package_that_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if re.match(r"tensorboard(\.|$)", name)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)

@@ -82,7 +82,7 @@ def train(run: Path, trackers: Sequence[str] = (), *, steps: int = 6, fail: bool
     return model
 
 
-def test_what_is_sent(tmp_path: Path, register: Callable[..., None]) -> None:
+def test_points_are_sent_to_the_tracker(tmp_path: Path, register: Callable[..., None]) -> None:
     kept, asked = Kept(), []
 
     def opening(target: str, run: Tracked, active: Any) -> Kept:
@@ -122,9 +122,7 @@ def test_what_is_sent(tmp_path: Path, register: Callable[..., None]) -> None:
     assert not any(value.spreads for value in kept.points[1:4])  # updates are measured at every 4th step
 
 
-def test_a_stored_run_gives_the_points_that_the_training_sent(
-    tmp_path: Path, register: Callable[..., None]
-) -> None:
+def test_stored_run_gives_the_points_sent_live(tmp_path: Path, register: Callable[..., None]) -> None:
     live, stored = Kept(), Kept()
     register("live", lambda *_: live)
     register("stored", lambda *_: stored)
@@ -141,7 +139,7 @@ def test_a_stored_run_gives_the_points_that_the_training_sent(
             np.testing.assert_allclose(one.spreads[name], other.spreads[name])
 
 
-def test_findings_and_how_it_ended_are_sent(tmp_path: Path, register: Callable[..., None]) -> None:
+def test_findings_and_final_status_are_sent(tmp_path: Path, register: Callable[..., None]) -> None:
     kept = Kept()
     register("kept", lambda *_: kept)
     model = nn.Linear(2, 1)
@@ -160,7 +158,7 @@ def test_findings_and_how_it_ended_are_sent(tmp_path: Path, register: Callable[.
     assert all(np.isnan(point.values["loss"]) for point in kept.points)
 
 
-def test_a_finding_is_sent_while_the_training_runs(tmp_path: Path, register: Callable[..., None]) -> None:
+def test_finding_is_sent_during_training(tmp_path: Path, register: Callable[..., None]) -> None:
     live: list[tuple[str, int]] = []
     seen = threading.Event()
 
@@ -184,7 +182,7 @@ def test_a_finding_is_sent_while_the_training_runs(tmp_path: Path, register: Cal
     assert [finding.rule for finding in kept.found].count("non_finite") == 1
 
 
-def test_an_alarm_that_cannot_be_judged_leaves_the_training_unharmed(
+def test_failed_live_evaluation_leaves_the_training_unchanged(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, tried = Kept(), threading.Event()
@@ -241,7 +239,7 @@ class Raises(Kept):
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_a_tracker_that_raises_is_named_once_and_left_out(
+def test_raising_tracker_is_reported_once_and_disabled(
     tmp_path: Path, register: Callable[..., None], where: str, error: BaseException
 ) -> None:
     kept, broken = Kept(), Raises(where, error)
@@ -265,7 +263,7 @@ def test_a_tracker_that_raises_is_named_once_and_left_out(
     assert type(error).__name__ in event.payload["reason"]
 
 
-def test_warnings_that_are_errors_do_not_end_the_training(
+def test_warnings_as_errors_do_not_end_the_training(
     tmp_path: Path, register: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     register("broken", lambda *_: Raises("send", OSError("gone")))
@@ -275,7 +273,7 @@ def test_warnings_that_are_errors_do_not_end_the_training(
     assert "'broken' is left out: OSError: gone" in capfd.readouterr().err
 
 
-def test_a_tracker_that_hangs_is_waited_for_but_not_for_ever(
+def test_hanging_tracker_is_abandoned_after_a_timeout(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "END_TIMEOUT_S", 0.2)
@@ -293,7 +291,7 @@ def test_a_tracker_that_hangs_is_waited_for_but_not_for_ever(
     assert open_run(tmp_path / "run").status.value == "finished"
 
 
-def test_a_slow_tracker_loses_the_oldest_and_it_is_said(
+def test_slow_tracker_drops_the_oldest_points_and_warns(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "MAX_QUEUED_POINTS", 4)
@@ -311,7 +309,7 @@ def test_a_slow_tracker_loses_the_oldest_and_it_is_said(
     assert [point.step for point in kept.points] == [1005, 1006, 1007, 1008]
 
 
-def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_unknown_tracker_is_rejected_before_any_write(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tracker is called 'tensorbord'; there are: mlflow, prom"):
         backlight.watch(run=tmp_path / "run", trackers=["tensorbord=x"])
     assert not (tmp_path / "run").exists()
@@ -337,7 +335,7 @@ def test_only_the_first_rank_has_trackers(register: Callable[..., None]) -> None
         assert len(asked) == 1 - rank
 
 
-def test_a_shard_does_not_pass_for_the_whole() -> None:
+def test_shard_is_not_sent_as_the_whole_parameter() -> None:
     whole = ParameterRecord("a.weight", (4,), "float32", "cpu", 4)
     part = ParameterRecord("a.bias", (4,), "float32", "cpu", 2, placement=Placement(layout=Layout.SHARD))
     assert not is_split([whole])
@@ -358,7 +356,7 @@ def test_groups() -> None:
     assert groups_of([], {}) == {}
 
 
-def test_what_was_not_measured_is_not_sent() -> None:
+def test_unmeasured_values_are_not_sent() -> None:
     naming = Naming(["a.w", "b.w"], {})
     measured = np.array([True, False])
     assert naming.gradient(np.array([3.0, 0.0]), measured) == {"norm/a": 3.0}
@@ -367,7 +365,7 @@ def test_what_was_not_measured_is_not_sent() -> None:
     assert spreads["update_ratio"].tolist() == [0.5]
 
 
-def test_a_failing_tracker_is_named_when_a_stored_run_is_sent(
+def test_failing_tracker_is_named_when_sending_a_stored_run(
     tmp_path: Path, register: Callable[..., None]
 ) -> None:
     train(tmp_path / "run")

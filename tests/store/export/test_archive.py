@@ -13,7 +13,7 @@ from backlight.store.export.archive import Member, check_archive, write_archive
 
 
 @pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".zip"])
-def test_files_and_texts_stand_below_one_folder(ending: str, tmp_path: Path) -> None:
+def test_files_and_texts_share_one_top_directory(ending: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     target = tmp_path / f"all{ending}"
     assert write_archive(target, [("a/b.txt", b"text"), ("c.txt", tmp_path / "file")]) == target
@@ -27,7 +27,7 @@ def test_files_and_texts_stand_below_one_folder(ending: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ending", [".tar.gz", ".zip"])
-def test_an_error_half_way_leaves_the_existing_file(ending: str, tmp_path: Path) -> None:
+def test_error_while_archiving_keeps_the_existing_file(ending: str, tmp_path: Path) -> None:
     def members() -> Iterator[Member]:
         yield "a", b"1"
         raise OSError("gone")
@@ -48,7 +48,7 @@ def test_an_error_half_way_leaves_the_existing_file(ending: str, tmp_path: Path)
         ("there.zip", r"there\.zip: is a folder; expected the name of a file"),
     ],
 )
-def test_a_name_that_will_not_do_is_refused(name: str, message: str, tmp_path: Path) -> None:
+def test_invalid_archive_name_is_rejected(name: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "there.zip").mkdir()
     with pytest.raises(ValueError, match=message):
         check_archive(tmp_path / name)

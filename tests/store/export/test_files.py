@@ -126,7 +126,7 @@ def test_hdf5(run: Run, tmp_path: Path) -> None:
         assert "histogram" not in file
 
 
-def test_an_existing_export_is_not_overwritten_by_default(run: Run, tmp_path: Path) -> None:
+def test_existing_export_is_not_overwritten_by_default(run: Run, tmp_path: Path) -> None:
     (tmp_path / "out.scalars.csv").write_text("mine")
     with pytest.raises(ExportError, match=r"out\.scalars\.csv: exists already; choose another name"):
         export(run, tmp_path / "out.csv")
@@ -136,12 +136,12 @@ def test_an_existing_export_is_not_overwritten_by_default(run: Run, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["out.xlsx", "out", "out.parquet.gz"])
-def test_an_unknown_ending_is_refused(run: Run, tmp_path: Path, name: str) -> None:
+def test_unknown_file_suffix_is_rejected(run: Run, tmp_path: Path, name: str) -> None:
     with pytest.raises(ExportError, match=r"is not known; use one of \.csv, \.parquet, \.h5"):
         export(run, tmp_path / name)
 
 
-def test_a_missing_library_is_named_with_the_remedy(
+def test_missing_library_error_names_the_fix(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = importlib.util.find_spec
@@ -153,13 +153,13 @@ def test_a_missing_library_is_named_with_the_remedy(
     export(run, tmp_path / "out.csv")
 
 
-def test_a_missing_folder_is_named(run: Run, tmp_path: Path) -> None:
+def test_missing_directory_is_named(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"the folder .* does not exist"):
         export(run, tmp_path / "missing" / "out.csv")
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet", "h5"])
-def test_a_failing_export_leaves_nothing(
+def test_failed_export_leaves_no_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     def full(_: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_failing_export_leaves_nothing(
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet", "h5"])
-def test_an_empty_run_and_hostile_names_are_exported(
+def test_empty_run_and_hostile_names_are_exported(
     tmp_path: Path, ending: str, record: Callable[..., object]
 ) -> None:
     RunWriter.create(tmp_path / "empty").close()

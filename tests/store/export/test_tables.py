@@ -68,7 +68,7 @@ def rows(run: Run, name: str) -> Iterator[dict[str, Any]]:
             yield {n: None if void[n][i] else chunk[n][i] for n in table.names}
 
 
-def test_a_series(run: Run) -> None:
+def test_series_table(run: Run) -> None:
     found = list(rows(run, "gradient"))
     assert [(r["step"], r["measured"]) for r in found] == [
         (0, True), (0, False), (1, True), (1, True), (2, True), (2, False)
@@ -81,7 +81,7 @@ def test_a_series(run: Run) -> None:
     assert found[0]["rms"] == 0.5
 
 
-def test_only_the_columns_that_are_wanted_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_requested_columns_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     frame = Run.frame
     monkeypatch.setattr(Run, "frame", lambda self, s, c, **k: asked.append(c) or frame(self, s, c, **k))
@@ -114,13 +114,13 @@ def test_the_other_tables(run: Run) -> None:
     assert (attempt["attempt"], attempt["status"]) == (0, "finished")
 
 
-def test_units_stand_in_the_schema(run: Run) -> None:
+def test_units_are_in_the_schema(run: Run) -> None:
     schema = schema_of(tables_of(run)["gradient"])
     assert schema.field("norm").metadata[b"unit"] == b"gradient"
     assert schema_of(tables_of(run)["steps"], {"time"}).field("time").metadata[b"unit"] == b"s"
 
 
-def test_two_attempts_stand_apart(tmp_path: Path) -> None:
+def test_attempts_are_distinguished(tmp_path: Path) -> None:
     found = [r for r in rows(write(tmp_path / "run", 2), "gradient") if r["parameter"] == "first"]
     assert [(r["attempt"], r["norm"]) for r in found] == [
         (0, 1.0), (0, 2.0), (0, 3.0), (1, 11.0), (1, 12.0), (1, 13.0)
@@ -148,7 +148,7 @@ def test_every_table_as_a_file(run: Run, tmp_path: Path, ending: str) -> None:
     assert one.name == f"one.{ending}"
 
 
-def test_unknown_tables_and_endings_are_refused(run: Run, tmp_path: Path) -> None:
+def test_unknown_tables_and_suffixes_are_rejected(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="holds no table 'histogram'; it has gradient, steps"):
         export_tables(run, tmp_path / "x.csv", "histogram")
     with pytest.raises(ExportError, match=r"the ending '\.h5' is not known; tables are \.csv or \.parquet"):
@@ -187,7 +187,7 @@ def test_pandas_keeps_null_and_nan_apart(run: Run) -> None:
     assert str(steps["step"].dtype) == "int64[pyarrow]"
 
 
-def test_unknown_table_and_column_names_are_refused(run: Run) -> None:
+def test_unknown_table_and_column_names_are_rejected(run: Run) -> None:
     with pytest.raises(KeyError, match="has no table 'gradients'; it has gradient, steps"):
         to_pandas(run, "gradients")
     with pytest.raises(KeyError, match="table 'gradient' has no column 'norms'; it has step, attempt"):

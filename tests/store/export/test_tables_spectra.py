@@ -28,7 +28,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_a_run_of_spectra_exports_its_directions(run: Run, tmp_path: Path) -> None:
+def test_spectra_run_exports_its_directions(run: Run, tmp_path: Path) -> None:
     made = export(run, tmp_path / "out.csv")
     assert made == (tmp_path / "out.csv",)
     rows = rows_of(made[0])
@@ -62,7 +62,7 @@ def test_unmeasured_values_are_empty(tmp_path: Path) -> None:
         assert row[name] == ""
 
 
-def test_a_layer_without_directions_has_one_row(tmp_path: Path) -> None:
+def test_layer_without_directions_has_one_row(tmp_path: Path) -> None:
     plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     rows = rows_of(export(write_spectra_run(tmp_path / "run", plan), tmp_path / "out.csv")[0])
     assert len(rows) == 1
@@ -70,7 +70,7 @@ def test_a_layer_without_directions_has_one_row(tmp_path: Path) -> None:
     assert rows[0]["identifiable"] == "0"
 
 
-def test_directions_are_capped_and_parquet_equals_csv(run: Run, tmp_path: Path) -> None:
+def test_directions_are_limited_and_parquet_equals_csv(run: Run, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     from_csv = rows_of(export(run, tmp_path / "out.csv", max_directions=3)[0])
@@ -83,7 +83,7 @@ def test_directions_are_capped_and_parquet_equals_csv(run: Run, tmp_path: Path) 
         assert (one["parameter"], one["replicates"]) == (other["parameter"], int(other["replicates"]))
 
 
-def test_rows_are_chosen_for_a_run_with_gradients_and_spectra(tmp_path: Path) -> None:
+def test_rows_option_is_required_for_gradients_and_spectra(tmp_path: Path) -> None:
     from backlight.records import ParameterRecord
 
     writer = RunWriter.create(tmp_path / "run", monitors=("health", "spectra"), step_offset=0)
@@ -98,7 +98,7 @@ def test_rows_are_chosen_for_a_run_with_gradients_and_spectra(tmp_path: Path) ->
         export(both, tmp_path / "more.csv", max_directions=2)
 
 
-def test_impossible_rows_are_refused(run: Run, tmp_path: Path) -> None:
+def test_invalid_rows_option_is_rejected(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="at least 1, got 0"):
         export(run, tmp_path / "out.csv", max_directions=0)
     with pytest.raises(ExportError, match=r"\.h5 holds every series and array"):

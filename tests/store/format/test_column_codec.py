@@ -16,7 +16,7 @@ INTS = st.integers(-(2**63), 2**63 - 1) | st.integers(-200, 200)
 
 
 @given(SHAPES.flatmap(lambda s: hnp.arrays(np.float64, s, elements=FLOATS)))
-def test_floats_survive_bit_by_bit(values_SPK: npt.NDArray[np.float64]) -> None:
+def test_floats_round_trip_bit_identical(values_SPK: npt.NDArray[np.float64]) -> None:
     _, P, K = values_SPK.shape
     stored = column_codec.encode_floats(values_SPK)
     for k in range(K):
@@ -26,7 +26,7 @@ def test_floats_survive_bit_by_bit(values_SPK: npt.NDArray[np.float64]) -> None:
 
 
 @given(SHAPES.flatmap(lambda s: hnp.arrays(np.int64, s, elements=INTS)))
-def test_integers_survive(values_SPK: npt.NDArray[np.int64]) -> None:
+def test_integers_round_trip(values_SPK: npt.NDArray[np.int64]) -> None:
     _, P, K = values_SPK.shape
     stored = column_codec.encode_integers(values_SPK)
     for k in range(K):
@@ -57,7 +57,7 @@ def test_constant_columns_take_few_bytes() -> None:
     assert len(column_codec.encode_floats(narrow)[0]) == 1 + 4 * P
 
 
-def test_a_nan_with_a_payload_is_not_narrowed_away() -> None:
+def test_nan_payload_is_preserved() -> None:
     payload = np.array([0x7FF8_0000_0000_0001, 0x3FF0_0000_0000_0000], dtype=np.int64).view(np.float64)
     stored = column_codec.encode_floats(payload.reshape(1, 2, 1))
     assert np.array_equal(
@@ -74,11 +74,11 @@ def test_a_nan_with_a_payload_is_not_narrowed_away() -> None:
         (b"b" + b"\0" * 2, "starts with b'b'"),
     ],
 )
-def test_a_damaged_blob_is_refused(blob: bytes, match: str) -> None:
+def test_damaged_blob_is_rejected(blob: bytes, match: str) -> None:
     with pytest.raises(RunFormatError, match=match):
         column_codec.decode([blob], "f", 2, 1, 0)
 
 
-def test_sizes_that_are_not_known_are_refused() -> None:
+def test_unknown_sizes_are_rejected() -> None:
     with pytest.raises(RunFormatError, match="refers to the sizes of a parameter table"):
         column_codec.decode([b"n"], "i", 2, 1, 0)

@@ -47,7 +47,7 @@ def test_arrays_are_read_exactly(filters: Filters, tmp_path: Path) -> None:
         assert size < 1.1 * values.nbytes
 
 
-def test_before_the_end_pieces_are_readable_too(tmp_path: Path) -> None:
+def test_unfinished_pieces_are_readable(tmp_path: Path) -> None:
     values = gradients(9, 2000)
     writer = RunWriter.create(tmp_path / "run")
     for step, row in enumerate(values):
@@ -58,7 +58,7 @@ def test_before_the_end_pieces_are_readable_too(tmp_path: Path) -> None:
     assert np.array_equal(np.stack(open_run(tmp_path / "run").array("g")[1]), values)
 
 
-def test_chunks_run_along_time_and_leave_no_padding() -> None:
+def test_chunks_span_time_without_padding() -> None:
     assert _chunk_shape((17, 100), 4) == (9, 100)
     assert _chunk_shape((1000, 100), 4) == (16, 100)
     assert _chunk_shape((5, 1024, 1024), 4) == (1, 256, 1024)
@@ -72,13 +72,13 @@ def test_chunks_run_along_time_and_leave_no_padding() -> None:
         (("gzip", 11), "expected 0 to 9"),
     ],
 )
-def test_unknown_filters_are_refused(arguments: tuple[str, int], message: str) -> None:
+def test_unknown_filters_are_rejected(arguments: tuple[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Filters(*arguments)
 
 
 @pytest.mark.parametrize("fault", ["filter", "bomb", "missing chunk"])
-def test_foreign_layouts_are_refused(fault: str, tmp_path: Path) -> None:
+def test_foreign_layouts_are_rejected(fault: str, tmp_path: Path) -> None:
     path = tmp_path / "rank-00000-000000.h5"
     values = gradients(32, 2000)
     info = ArrayInfo("g", ("x",), "float32", "1", "plain", 1)

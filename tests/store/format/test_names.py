@@ -12,7 +12,7 @@ ANY_TEXT = st.text(st.characters(), max_size=300)
 
 
 @given(ANY_TEXT)
-def test_a_safe_name_is_one_visible_component_of_a_path(text: str) -> None:
+def test_safe_name_is_one_visible_path_component(text: str) -> None:
     name = safe_name(text)
     assert name == Path(name).name
     assert not name.startswith((".", "-"))

@@ -45,9 +45,7 @@ def content(run: Run) -> dict[str, object]:
     }
 
 
-def test_compaction_after_a_kill_closes_the_run_and_keeps_its_data(
-    tmp_path: Path, killed: Callable[..., Path]
-) -> None:
+def test_compaction_after_a_kill_closes_the_run(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", BODY)
     before = content(open_run(path))
     result = compact(path)
@@ -70,9 +68,7 @@ def test_compaction_after_a_kill_closes_the_run_and_keeps_its_data(
     assert files["attempt-000/rank-00000.db"]["series_gradient"] == 60
 
 
-def test_compacting_twice_changes_nothing_more(
-    tmp_path: Path, killed: Callable[..., Path], digest: Digest
-) -> None:
+def test_compaction_is_idempotent(tmp_path: Path, killed: Callable[..., Path], digest: Digest) -> None:
     path = killed(tmp_path / "run", BODY)
     compact(path)
     before = digest(path)
@@ -113,7 +109,7 @@ def compact_up_to(path: Path, point: int, monkeypatch: pytest.MonkeyPatch) -> bo
     return True
 
 
-def test_an_interrupted_compaction_keeps_all_data(
+def test_interrupted_compaction_keeps_all_data(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for point in itertools.count():
@@ -129,7 +125,7 @@ def test_an_interrupted_compaction_keeps_all_data(
     assert point >= 5
 
 
-def test_a_run_that_is_being_written_is_refused(
+def test_live_run_is_not_compacted(
     tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]], digest: Digest, record: Record
 ) -> None:
     path = tmp_path / "run"
@@ -142,7 +138,7 @@ def test_a_run_that_is_being_written_is_refused(
     assert {k: v for k, v in digest(path).items() if not k.endswith("-shm")} == before
 
 
-def test_a_writer_on_another_host_prevents_compaction(tmp_path: Path, killed: Callable[..., Path]) -> None:
+def test_writer_on_another_host_prevents_compaction(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", BODY)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["attempts"][0]["progress"]["process"]["host"] = "elsewhere"
@@ -154,7 +150,7 @@ def test_a_writer_on_another_host_prevents_compaction(tmp_path: Path, killed: Ca
     assert open_run(path).status is RunStatus.KILLED
 
 
-def test_a_running_further_rank_is_respected(tmp_path: Path) -> None:
+def test_running_second_rank_prevents_compaction(tmp_path: Path) -> None:
     writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
     writers[0].close()
     with pytest.raises(RunExistsError, match="rank 1 of attempt 0"):
@@ -163,7 +159,7 @@ def test_a_running_further_rank_is_respected(tmp_path: Path) -> None:
     compact(tmp_path)
 
 
-def test_thinning_keeps_every_nth_recorded_step_and_all_the_rest(tmp_path: Path, record: Record) -> None:
+def test_thinning_keeps_every_nth_step_and_other_tables(tmp_path: Path, record: Record) -> None:
     writer = RunWriter.create(tmp_path / "run")
     table = record(writer, 0)
     identifier = writer.parameter_table(table)
@@ -182,7 +178,7 @@ def test_thinning_keeps_every_nth_recorded_step_and_all_the_rest(tmp_path: Path,
         compact(tmp_path / "run", every=0)
 
 
-def test_a_damaged_database_stays_as_it_is(tmp_path: Path, record: Record) -> None:
+def test_damaged_database_is_not_modified(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 2000)
     database = tmp_path / "run" / "attempt-000" / "rank-00000.db"
     data = bytearray(database.read_bytes())
@@ -200,12 +196,12 @@ def content_of_damaged(path: Path) -> tuple[int, bool]:
     return len(run.frame("gradient", "norm").steps), bool(run.losses)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="is not a backlight run"):
         compact(tmp_path)
 
 
-def test_every_rank_and_attempt_is_tidied(tmp_path: Path, record: Record) -> None:
+def test_every_rank_and_attempt_is_compacted(tmp_path: Path, record: Record) -> None:
     for _ in range(2):
         writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
         for writer in writers:
@@ -218,7 +214,7 @@ def test_every_rank_and_attempt_is_tidied(tmp_path: Path, record: Record) -> Non
     assert [a.ranks for a in run.attempts] == [(0, 1), (0, 1)]
 
 
-def test_the_log_of_a_killed_watchdog_is_folded_in(tmp_path: Path, killed: Callable[..., Path]) -> None:
+def test_log_of_a_killed_watchdog_is_merged(tmp_path: Path, killed: Callable[..., Path]) -> None:
     body = """
 from backlight.store.write.watchdog import WatchdogWriter
 writer = RunWriter.create(path)
@@ -233,7 +229,7 @@ ready()
     assert [(e.step, e.kind) for e in open_run(path).events("stall")] == [(3, "stall")]
 
 
-def test_a_watchdog_that_still_writes_is_left_alone(
+def test_running_watchdog_is_not_touched(
     tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("backlight.store.write.database.BUSY_TIMEOUT_S", 0.05)

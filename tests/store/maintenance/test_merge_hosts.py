@@ -50,7 +50,7 @@ def two_hosts(
     return paths
 
 
-def test_ranks_without_the_run_of_rank_0_write_a_part(
+def test_ranks_without_the_run_of_rank_zero_write_a_part(
     tmp_path: Path, host: Callable[[str], None], record: Record
 ) -> None:
     run, part = two_hosts(tmp_path, host, record)
@@ -89,9 +89,7 @@ def test_parts_are_joined(
     assert open_run(run).losses == ()
 
 
-def test_a_part_is_compacted_and_joined_as_well(
-    tmp_path: Path, host: Callable[[str], None], record: Record
-) -> None:
+def test_compacted_part_is_joined(tmp_path: Path, host: Callable[[str], None], record: Record) -> None:
     run, part = two_hosts(tmp_path, host, record)
     compact(part)
     assert open_run(part).attempts[0].ranks == (2, 3)
@@ -99,7 +97,7 @@ def test_a_part_is_compacted_and_joined_as_well(
     assert open_run(run).losses == ()
 
 
-def test_a_later_launch_is_joined_to_its_own_attempt(
+def test_later_launch_is_joined_to_its_own_attempt(
     tmp_path: Path, host: Callable[[str], None], record: Record
 ) -> None:
     host("node0")
@@ -113,7 +111,7 @@ def test_a_later_launch_is_joined_to_its_own_attempt(
     assert not [loss for loss in open_run(run).losses if "attempt 1" in loss]
 
 
-def test_parts_of_other_launches_are_refused(
+def test_parts_of_other_launches_are_rejected(
     tmp_path: Path, host: Callable[[str], None], record: Record, digest: Digest
 ) -> None:
     run, part = two_hosts(tmp_path, host, record)
@@ -138,7 +136,7 @@ def test_parts_of_other_launches_are_refused(
     writer.close()
 
 
-def test_a_new_start_of_a_job_takes_over_from_a_host_that_cannot_be_asked(
+def test_restarted_job_takes_over_from_an_unreachable_host(
     tmp_path: Path, killed: Callable[..., Path], host: Callable[[str], None]
 ) -> None:
     path = killed(tmp_path / "run", "RunWriter.create(path, run_id='slurm-7+0'); ready()")
@@ -150,14 +148,14 @@ def test_a_new_start_of_a_job_takes_over_from_a_host_that_cannot_be_asked(
     assert [a.status for a in open_run(path).attempts] == [RunStatus.KILLED, RunStatus.FINISHED]
 
 
-def test_a_living_start_of_the_same_job_is_not_taken_over(tmp_path: Path) -> None:
+def test_running_start_of_the_same_job_is_not_taken_over(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", run_id="slurm-7+0")
     with pytest.raises(RunExistsError, match="is still being written"):
         RunWriter.create(tmp_path / "run", run_id="slurm-7+1")
     writer.close()
 
 
-def test_ranks_with_other_options_are_reported(tmp_path: Path, record: Record) -> None:
+def test_ranks_with_different_options_are_reported(tmp_path: Path, record: Record) -> None:
     options_by_rank = [
         {"monitors": ["health"], "every": 1},
         {"monitors": ["health"], "every": 2},

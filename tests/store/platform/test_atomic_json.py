@@ -12,9 +12,7 @@ from backlight.store.errors import RunFormatError
 from backlight.store.platform import atomic_json
 
 
-def test_a_failed_write_leaves_the_old_content_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "manifest.json"
     atomic_json.write_atomically(path, b"old")
 
@@ -62,14 +60,14 @@ def test_json_accepts_numpy_and_sets() -> None:
         (b"[" * 100_000, "is not valid JSON"),
     ],
 )
-def test_a_damaged_document_is_refused(tmp_path: Path, content: bytes, match: str) -> None:
+def test_damaged_document_is_rejected(tmp_path: Path, content: bytes, match: str) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(RunFormatError, match=match):
         atomic_json.read_document(path)
 
 
-def test_a_document_of_absurd_size_is_not_loaded(tmp_path: Path) -> None:
+def test_oversized_document_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with path.open("wb") as file:
         file.truncate(atomic_json.MAX_DOCUMENT_BYTES + 1)
@@ -77,6 +75,6 @@ def test_a_document_of_absurd_size_is_not_loaded(tmp_path: Path) -> None:
         atomic_json.read_document(path)
 
 
-def test_a_missing_document_is_refused(tmp_path: Path) -> None:
+def test_missing_document_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="cannot be read: No such file"):
         atomic_json.read_document(tmp_path / "x.json")

@@ -49,7 +49,7 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("/mnt/usb/runs", "fuseblk", False),
     ],
 )
-def test_the_innermost_and_latest_mount_counts(path: str, kind: str, network: bool) -> None:
+def test_innermost_and_latest_mount_is_used(path: str, kind: str, network: bool) -> None:
     assert filesystem.file_system_type(Path(path)) == kind
     assert filesystem.on_network(Path(path)) is network
 
@@ -64,7 +64,7 @@ def test_local_types(kind: str) -> None:
     assert not filesystem.is_network_type(kind)
 
 
-def test_an_unknown_file_system_counts_as_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unknown_file_system_counts_as_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "missing")
     assert filesystem.file_system_type(tmp_path) == ""
     assert not filesystem.on_network(tmp_path)
@@ -82,7 +82,7 @@ def claimed_by(claim: Path, **changes: object) -> None:
 
 
 @pytest.mark.usefixtures("network")
-def test_the_claim_is_held_and_removed(tmp_path: Path) -> None:
+def test_claim_is_held_and_removed(tmp_path: Path) -> None:
     with filesystem.locked(tmp_path):
         assert json.loads((tmp_path / filesystem.CLAIM).read_text())["pid"] == os.getpid()
         with (
@@ -94,7 +94,7 @@ def test_the_claim_is_held_and_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("network")
-def test_the_claim_of_an_ended_process_is_replaced(tmp_path: Path) -> None:
+def test_claim_of_an_exited_process_is_replaced(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     claimed_by(tmp_path / filesystem.CLAIM, pid=gone.pid, start="1")
@@ -103,7 +103,7 @@ def test_the_claim_of_an_ended_process_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("network")
-def test_a_claim_of_another_machine_counts_until_it_is_old(tmp_path: Path) -> None:
+def test_claim_of_another_machine_expires(tmp_path: Path) -> None:
     claim = tmp_path / filesystem.CLAIM
     claimed_by(claim, host="elsewhere")
     with pytest.raises(RunExistsError, match="just opening"), filesystem.locked(tmp_path, timeout_s=0.05):
@@ -126,7 +126,7 @@ WITHOUT_LOCKS = "filesystem.on_network = lambda _: True; filesystem.fcntl.flock 
 
 
 @pytest.mark.parametrize("locks", ["", WITHOUT_LOCKS], ids=["kernel", "claim"])
-def test_of_simultaneous_processes_one_gets_the_folder(tmp_path: Path, locks: str) -> None:
+def test_one_of_several_concurrent_processes_gets_the_directory(tmp_path: Path, locks: str) -> None:
     code = f"""
 import sys
 from backlight.store.platform import filesystem

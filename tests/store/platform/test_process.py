@@ -25,41 +25,41 @@ print(json.dumps(to_json(ProcessIdentity.of_this_process())))
     return ProcessIdentity.from_json(json.loads(out.stdout))
 
 
-def test_this_process_lives() -> None:
+def test_current_process_is_alive() -> None:
     assert ME.alive() is True
 
 
-def test_an_ended_process_does_not() -> None:
+def test_exited_process_is_not_alive() -> None:
     ended = identity_of_an_ended_process()
     assert ended.pid != ME.pid
     assert ended.alive() is False
 
 
 @pytest.mark.skipif(not ME.start, reason="the start time of a process needs /proc")
-def test_a_reused_number_is_another_process() -> None:
+def test_reused_pid_is_another_process() -> None:
     assert dataclasses.replace(ME, start=str(int(ME.start) - 1)).alive() is False
 
 
 @pytest.mark.skipif(not ME.boot, reason="the id of a boot needs /proc")
-def test_another_boot_means_not_alive() -> None:
+def test_process_of_another_boot_is_not_alive() -> None:
     assert dataclasses.replace(ME, boot="another").alive() is False
 
 
-def test_another_host_cannot_be_known() -> None:
+def test_process_on_another_host_is_unknown() -> None:
     assert dataclasses.replace(ME, host="elsewhere").alive() is None
 
 
-def test_another_namespace_cannot_be_known() -> None:
+def test_process_in_another_namespace_is_unknown() -> None:
     assert dataclasses.replace(ME, namespace="pid:[1]").alive() is None
 
 
-def test_an_empty_identity_is_unknown() -> None:
+def test_empty_identity_is_unknown() -> None:
     assert ProcessIdentity.from_json({}).alive() is None
     assert ProcessIdentity.from_json({"pid": "text"}).pid == 0
 
 
 @pytest.mark.skipif(not ME.start, reason="zombies are recognised by /proc")
-def test_a_zombie_does_not_live() -> None:
+def test_zombie_is_not_alive() -> None:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -79,5 +79,5 @@ def test_a_zombie_does_not_live() -> None:
         os.waitpid(child, 0)
 
 
-def test_an_identity_survives_json() -> None:
+def test_identity_round_trips_through_json() -> None:
     assert ProcessIdentity.from_json(to_json(ME)) == ME

@@ -16,7 +16,7 @@ def writers(path: Path) -> tuple[RunWriter, RunWriter]:
     return first, RunWriter.create(path, rank=1, world_size=2, run_id="together")
 
 
-def test_waiting_lasts_until_a_writing_rank_has_closed(tmp_path: Path) -> None:
+def test_wait_lasts_until_every_writing_rank_has_closed(tmp_path: Path) -> None:
     first, second = writers(tmp_path / "run")
     first.close(RunStatus.FINISHED)
     assert not wait_for_ranks(tmp_path / "run", 0.2)
@@ -28,12 +28,12 @@ def test_waiting_lasts_until_a_writing_rank_has_closed(tmp_path: Path) -> None:
     later.join()
 
 
-def test_a_run_of_one_rank_is_not_waited_for_and_a_missing_run_is_not_complete(tmp_path: Path) -> None:
+def test_single_rank_is_complete_and_missing_run_is_not(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "one").close(RunStatus.FINISHED)
     assert wait_for_ranks(tmp_path / "one", 0)
     assert not wait_for_ranks(tmp_path / "nothing", 0)
 
 
-def test_a_rank_without_a_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_rank_without_a_file_is_not_awaited(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "run", rank=0, world_size=2, run_id="alone")
     assert wait_for_ranks(tmp_path / "run", 0)

@@ -99,13 +99,13 @@ def use_everything(run: Run) -> None:
         ),
     ],
 )
-def test_a_foreign_or_damaged_manifest_is_refused(run_path: Path, content: bytes, match: str) -> None:
+def test_foreign_or_damaged_manifest_is_rejected(run_path: Path, content: bytes, match: str) -> None:
     (run_path / "manifest.json").write_bytes(content)
     with pytest.raises(RunFormatError, match=match):
         open_run(run_path)
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="there is no such folder; expected a run directory"):
         open_run(tmp_path / "missing")
     (tmp_path / "file").write_text("x")
@@ -121,13 +121,13 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"not a database at all" * 100, b"SQLite format 3\0" + b"\xff" * 5000]
 )
-def test_a_database_that_is_none_is_refused(run_path: Path, content: bytes) -> None:
+def test_invalid_database_is_rejected(run_path: Path, content: bytes) -> None:
     database(run_path).write_bytes(content)
     with pytest.raises(RunFormatError, match="nothing in this run can be read"):
         open_run(run_path)
 
 
-def test_one_unreadable_attempt_does_not_hide_the_other(run_path: Path, record: Record) -> None:
+def test_unreadable_attempt_does_not_hide_the_other(run_path: Path, record: Record) -> None:
     record(run_path, 3)
     database(run_path).write_bytes(b"junk" * 1000)
     run = open_run(run_path)
@@ -147,7 +147,7 @@ def check_what_is_given(run: Run, numbers: Callable[..., np.ndarray]) -> int:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
-def test_a_truncated_database_returns_the_rest_and_reports_the_loss(
+def test_truncated_database_returns_the_rest_and_reports_the_loss(
     run_path: Path, share: float, numbers: Callable[..., np.ndarray]
 ) -> None:
     path = database(run_path)
@@ -163,9 +163,7 @@ def test_a_truncated_database_returns_the_rest_and_reports_the_loss(
     assert run.losses
 
 
-def test_flipped_bytes_never_give_a_wrong_number_and_never_crash(
-    run_path: Path, numbers: Callable[..., np.ndarray]
-) -> None:
+def test_flipped_bytes_never_give_wrong_numbers(run_path: Path, numbers: Callable[..., np.ndarray]) -> None:
     path = database(run_path)
     data = path.read_bytes()
     source = np.random.default_rng(0)
@@ -190,7 +188,7 @@ def test_flipped_bytes_never_give_a_wrong_number_and_never_crash(
     assert stated > 10
 
 
-def test_a_damaged_row_is_left_out_and_said(run_path: Path) -> None:
+def test_damaged_row_is_skipped_and_reported(run_path: Path) -> None:
     spoil = "UPDATE series_gradient SET floats = zeroblob(length(floats)) WHERE step = 7"
     change(run_path, spoil, "UPDATE event SET payload = '{'")
     run = open_run(run_path)
@@ -223,7 +221,7 @@ def test_a_damaged_row_is_left_out_and_said(run_path: Path) -> None:
         ),
     ],
 )
-def test_rows_without_their_parameter_table_are_left_out_and_said(
+def test_rows_without_parameter_table_are_skipped_and_reported(
     run_path: Path, json_text: str, error: str
 ) -> None:
     change(run_path, ("UPDATE parameter_table SET json = ?", (json_text,)))
@@ -244,13 +242,13 @@ def test_rows_without_their_parameter_table_are_left_out_and_said(
         "CREATE TABLE scalar (id INTEGER PRIMARY KEY, name, step, value AS (zeroblob(1000000000)))",
     ],
 )
-def test_tables_of_another_making_are_not_queried(run_path: Path, statement: str) -> None:
+def test_foreign_tables_are_not_queried(run_path: Path, statement: str) -> None:
     change(run_path, "DROP TABLE scalar", statement)
     with pytest.raises(RunFormatError, match="its tables scalar are not those of the format"):
         open_run(run_path)
 
 
-def test_a_foreign_database_is_refused(run_path: Path) -> None:
+def test_foreign_database_is_rejected(run_path: Path) -> None:
     database(run_path).unlink()
     create = "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)"
     change(run_path, create, "INSERT INTO meta VALUES ('kind', 'other')")
@@ -258,7 +256,7 @@ def test_a_foreign_database_is_refused(run_path: Path) -> None:
         open_run(run_path)
 
 
-def test_a_damaged_rank_document_costs_only_the_fingerprint(run_path: Path) -> None:
+def test_damaged_rank_document_loses_only_the_fingerprint(run_path: Path) -> None:
     (run_path / "attempt-000" / "rank-00000.json").write_text('{"fingerprint": {"modules": 3}}')
     run = open_run(run_path)
     assert run.fingerprint() is None
@@ -272,7 +270,7 @@ def piece(path: Path) -> Path:
     return path / "attempt-000" / "arrays" / "rank-00000-000000.h5"
 
 
-def test_a_truncated_piece_costs_only_its_arrays(run_path: Path) -> None:
+def test_truncated_piece_loses_only_its_arrays(run_path: Path) -> None:
     data = piece(run_path).read_bytes()
     piece(run_path).write_bytes(data[: len(data) // 2])
     run = open_run(run_path)
@@ -281,7 +279,7 @@ def test_a_truncated_piece_costs_only_its_arrays(run_path: Path) -> None:
     assert any(f"has only {len(data) // 2} of {len(data)} bytes" in loss for loss in run.losses)
 
 
-def test_a_flipped_byte_in_an_array_is_noticed(run_path: Path) -> None:
+def test_flipped_byte_in_an_array_is_detected(run_path: Path) -> None:
     data = bytearray(piece(run_path).read_bytes())
     place = data.index(np.arange(6.0).tobytes())
     data[place + 9] ^= 1
@@ -291,7 +289,7 @@ def test_a_flipped_byte_in_an_array_is_noticed(run_path: Path) -> None:
     assert any("checksum of array 'gram' is wrong" in loss for loss in run.losses)
 
 
-def test_arrays_that_lead_elsewhere_or_swell_are_not_read(run_path: Path, tmp_path: Path) -> None:
+def test_unsafe_hdf5_arrays_are_not_read(run_path: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.h5"
     with h5py.File(secret, "w") as file:
         file["values"] = np.arange(3.0)
@@ -335,7 +333,7 @@ def test_arrays_that_lead_elsewhere_or_swell_are_not_read(run_path: Path, tmp_pa
         assert open_run(run_path).array("x")[1] == []
 
 
-def test_other_hdf5_is_refused(run_path: Path) -> None:
+def test_foreign_hdf5_file_is_rejected(run_path: Path) -> None:
     with h5py.File(piece(run_path), "w") as file:
         file["x"] = 1
     with pytest.raises(RunFormatError, match="is HDF5, but not a piece of arrays that backlight wrote"):
@@ -347,14 +345,14 @@ def test_other_hdf5_is_refused(run_path: Path) -> None:
         list(read_piece(piece(run_path)))
 
 
-def test_an_unknown_encoding_is_refused_with_the_way_out(run_path: Path) -> None:
+def test_unknown_encoding_error_names_the_fix(run_path: Path) -> None:
     with h5py.File(piece(run_path), "r+") as file:
         file["a0"].attrs["encoding_version"] = 9
     with pytest.raises(RunFormatError, match=r"encoded as 'plain' version 9, which this release .* Upgrade"):
         open_run(run_path).array("gram")
 
 
-def test_a_manifest_full_of_nonsense_never_gives_another_error(run_path: Path) -> None:
+def test_random_manifest_raises_only_run_errors(run_path: Path) -> None:
     original = json.loads((run_path / "manifest.json").read_text())
     source = np.random.default_rng(1)
     nonsense = [None, -1, 10**30, "x", [], {}, True, 1.5, {"a": {"b": "c"}}, [[1]], "\udcff"]

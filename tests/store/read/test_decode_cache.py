@@ -48,7 +48,7 @@ def same(one: Run, other: Run) -> None:
         np.testing.assert_array_equal(mine_S.values, theirs_S.values)
 
 
-def test_an_incremental_reading_equals_a_whole_reading_at_every_length(tmp_path: Path) -> None:
+def test_incremental_read_equals_full_read_at_every_length(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     follow = open_growing()
     for amount, broken in ((7, None), (1, 3), (40, None), (0, None), (90, 2)):
@@ -101,7 +101,7 @@ def test_returned_arrays_do_not_change(tmp_path: Path) -> None:
     run.close()
 
 
-def test_an_older_reading_is_served_from_the_cache(tmp_path: Path, decoded: list[int]) -> None:
+def test_older_snapshot_is_served_from_the_cache(tmp_path: Path, decoded: list[int]) -> None:
     run = Growing(tmp_path / "run")
     follow = open_growing()
     run.steps(20)
@@ -119,7 +119,7 @@ def test_an_older_reading_is_served_from_the_cache(tmp_path: Path, decoded: list
     run.close()
 
 
-def test_a_run_that_replaced_another_is_read_anew(tmp_path: Path) -> None:
+def test_replaced_run_is_decoded_again(tmp_path: Path) -> None:
     follow = open_growing()
     # A shorter one, and a longer one: 15 steps of it are as many as the other had.
     for amount in (60, 15, 40):
@@ -131,7 +131,7 @@ def test_a_run_that_replaced_another_is_read_anew(tmp_path: Path) -> None:
         shutil.rmtree(run.path)
 
 
-def test_attempts_and_a_step_that_was_written_twice_are_read_as_a_whole(tmp_path: Path) -> None:
+def test_attempts_and_rewritten_steps_equal_a_full_read(tmp_path: Path) -> None:
     path = tmp_path / "restarted"
     write_run(path, Plan(steps=60, blocks=1, attempts=2, user={"train_accuracy": 1.0}))
     follow = open_growing()
@@ -152,7 +152,7 @@ def several(path: Path, *, sharded: bool = True) -> list[Growing]:
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
-def test_ranks_are_joined_as_in_a_whole_reading(tmp_path: Path, sharded: bool) -> None:
+def test_joined_ranks_equal_a_full_read(tmp_path: Path, sharded: bool) -> None:
     path = tmp_path / "run"
     ranks = several(path, sharded=sharded)
     follow = open_growing()
@@ -193,7 +193,7 @@ def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, decoded: list[int]) 
         rank.close()
 
 
-def test_names_of_scalars_are_read_once_of_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scalar_names_are_read_once_per_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = several(tmp_path / "run")
     for rank in ranks:
         rank.steps(9)
@@ -217,7 +217,7 @@ def test_names_of_scalars_are_read_once_of_each_file(tmp_path: Path, monkeypatch
         rank.close()
 
 
-def test_an_older_reading_of_ranks_does_not_change(tmp_path: Path) -> None:
+def test_older_snapshot_of_ranks_does_not_change(tmp_path: Path) -> None:
     path = tmp_path / "run"
     ranks = several(path)
     follow = open_growing()
@@ -234,7 +234,7 @@ def test_an_older_reading_of_ranks_does_not_change(tmp_path: Path) -> None:
         rank.close()
 
 
-def test_new_rows_of_ranks_that_do_not_fit_into_memory_are_joined_a_few_steps_after_the_other(
+def test_new_rows_are_joined_in_windows_beyond_the_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[int]
 ) -> None:
     path = tmp_path / "run"
@@ -275,7 +275,7 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(tmp_path: Path, decoded:
     same(follow(path), open_run(path))
 
 
-def test_a_new_position_of_a_rank_joins_its_step_again(tmp_path: Path) -> None:
+def test_new_rank_offset_joins_its_step_again(tmp_path: Path) -> None:
     path = tmp_path / "run"
     ranks = several(path)
     follow = open_growing()
@@ -292,7 +292,7 @@ def test_a_new_position_of_a_rank_joins_its_step_again(tmp_path: Path) -> None:
         rank.close()
 
 
-def test_ranks_that_replaced_others_are_read_anew(tmp_path: Path) -> None:
+def test_replaced_ranks_are_decoded_again(tmp_path: Path) -> None:
     follow = open_growing()
     for amount in (30, 12, 20):
         ranks = several(tmp_path / "run")
@@ -305,7 +305,7 @@ def test_ranks_that_replaced_others_are_read_anew(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
-def test_evicted_columns_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_columns_are_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_cache, "MAX_CACHE_BYTES", 1)
     run = Growing(tmp_path / "run")
     follow = open_growing()

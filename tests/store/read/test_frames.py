@@ -16,14 +16,14 @@ NAMES = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=8)
 
 
 @given(st.lists(NAMES, max_size=4))
-def test_names_are_unique_and_the_first_table_keeps_its_order(tables: list[list[str]]) -> None:
+def test_names_are_unique_in_the_order_of_the_first_table(tables: list[list[str]]) -> None:
     order = model_order(tables)
     assert sorted(order) == sorted({name for table in tables for name in table})
     first = next((table for table in tables if table), [])
     assert [name for name in order if name in first] == first
 
 
-def test_a_new_name_goes_behind_its_predecessor() -> None:
+def test_new_name_follows_its_predecessor() -> None:
     assert model_order([["a", "b", "c"], ["a", "x", "b", "c", "y"], ["z", "a"]]) == tuple("zaxbcy")
 
 
@@ -82,7 +82,7 @@ COLUMNS = (
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_shards_and_replicas_joined_equal_one_process_on_the_whole(
+def test_joined_shards_and_replicas_equal_one_process(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     world = data.draw(st.integers(1, 4))
@@ -111,7 +111,7 @@ def test_shards_and_replicas_joined_equal_one_process_on_the_whole(
         np.testing.assert_allclose(got.values, expected.values, rtol=1e-12, atol=1e-12)
 
 
-def test_a_norm_whose_square_does_not_fit_is_joined_right(tmp_path: Path) -> None:
+def test_norm_with_overflowing_square_is_joined_correctly(tmp_path: Path) -> None:
     writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
     for r, writer in enumerate(writers):
         table = writer.parameter_table((shard("w", 2, r, r + 1),))
@@ -120,7 +120,7 @@ def test_a_norm_whose_square_does_not_fit_is_joined_right(tmp_path: Path) -> Non
     assert open_run(tmp_path).frame("gradient", "norm").values[0, 0] == pytest.approx(5e200)
 
 
-def test_an_empty_shard_counts_for_nothing_whether_measured_or_not(tmp_path: Path) -> None:
+def test_empty_shard_does_not_affect_the_join(tmp_path: Path) -> None:
     values = np.array([3.0, 4.0])
     empty = shard("w", 2, 2, 2)
     for i, numbers in enumerate((None, values[2:])):
@@ -129,7 +129,7 @@ def test_an_empty_shard_counts_for_nothing_whether_measured_or_not(tmp_path: Pat
         assert run.frame("gradient", "max_abs").values.tolist() == [[4.0]]
 
 
-def test_with_one_shard_unmeasured_the_whole_is_unmeasured(tmp_path: Path) -> None:
+def test_unmeasured_shard_makes_the_parameter_unmeasured(tmp_path: Path) -> None:
     values = np.array([3.0, 4.0])
     run = write_ranks(tmp_path, [[(shard("w", 2, 0, 1), values[:1])], [(shard("w", 2, 1, 2), None)]])
     frame = run.frame("gradient", "norm")
@@ -138,7 +138,7 @@ def test_with_one_shard_unmeasured_the_whole_is_unmeasured(tmp_path: Path) -> No
     assert run.frame("gradient", "zeros").values.tolist() == [[0]]
 
 
-def test_a_step_that_one_shard_lacks_is_unmeasured(tmp_path: Path) -> None:
+def test_step_missing_on_one_shard_is_unmeasured(tmp_path: Path) -> None:
     writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
     for r, writer in enumerate(writers):
         table = writer.parameter_table((shard("w", 2, r, r + 1),))
@@ -150,28 +150,28 @@ def test_a_step_that_one_shard_lacks_is_unmeasured(tmp_path: Path) -> None:
     assert frame.values[:2, 0].tolist() == [np.sqrt(2.0)] * 2
 
 
-def test_unreduced_partials_say_nothing_of_the_whole(tmp_path: Path) -> None:
+def test_unreduced_partials_are_unmeasured(tmp_path: Path) -> None:
     partial = ParameterRecord("w", (2,), "f", "cpu", 2, placement=Placement(Layout.PARTIAL))
     run = write_ranks(tmp_path, [[(partial, np.ones(2))], [(partial, np.ones(2))]])
     assert not run.frame("gradient", "norm").measured.any()
     assert run.frame("gradient", "norm", rank=1).measured.all()
 
 
-def test_a_replica_counts_from_whichever_rank_measured_it(tmp_path: Path) -> None:
+def test_replica_is_read_from_the_rank_that_measured_it(tmp_path: Path) -> None:
     control = ParameterRecord("w", (2,), "f", "cpu", 2, placement=Placement(Layout.REPLICATE, replicas=2))
     run = write_ranks(tmp_path, [[(control, None)], [(control, np.array([3.0, 4.0]))]])
     assert run.frame("gradient", "norm").values.tolist() == [[5.0]]
     assert run.frame("gradient", "numel").values.tolist() == [[2]]
 
 
-def test_a_parameter_of_a_single_rank_is_read_from_it(tmp_path: Path) -> None:
+def test_parameter_of_one_rank_is_read_from_it(tmp_path: Path) -> None:
     mine, yours = (ParameterRecord(n, (1,), "f", "cpu", 1) for n in "ab")
     run = write_ranks(tmp_path, [[(mine, np.array([1.0]))], [(yours, np.array([2.0]))]])
     assert run.frame("gradient", "norm").names == ("a", "b")
     assert run.frame("gradient", "norm").values.tolist() == [[1.0, 2.0]]
 
 
-def test_a_nan_on_one_shard_is_a_nan(tmp_path: Path) -> None:
+def test_nan_on_one_shard_gives_nan(tmp_path: Path) -> None:
     ranks = [[(shard("w", 2, i, i + 1), np.array([v]))] for i, v in enumerate([5.0, np.nan])]
     run = write_ranks(tmp_path, ranks)
     assert np.isnan(run.frame("gradient", "max_abs").values).all()

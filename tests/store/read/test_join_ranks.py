@@ -32,7 +32,7 @@ def record(path: Path, ranks: int, steps: dict[int, range], launch: str) -> None
         writer.close()
 
 
-def test_windows_equal_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windowed_join_equals_full_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     record(path, 3, {1: range(0, 12, 2), 2: range(4, 15)}, "a")
     record(path, 3, {}, "b")

@@ -30,7 +30,7 @@ ready()
 """
 
 
-def test_derived_columns_follow_from_the_stored_ones(tmp_path: Path) -> None:
+def test_derived_columns_equal_their_formula(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     table = writer.parameter_table(
         (
@@ -63,7 +63,7 @@ def test_derived_columns_follow_from_the_stored_ones(tmp_path: Path) -> None:
     assert (run.frame("gradient", "rms").unit, run.frame("update", "ratio").unit) == ("gradient", "1")
 
 
-def test_missing_series_and_columns_are_refused_by_name(tmp_path: Path) -> None:
+def test_unknown_series_and_columns_are_rejected_by_name(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "run").close()
     run = open_run(tmp_path / "run")
     with pytest.raises(KeyError, match="no series is called 'x'; there are gradient, update, histogram"):
@@ -74,7 +74,7 @@ def test_missing_series_and_columns_are_refused_by_name(tmp_path: Path) -> None:
         run.array_info("x")
 
 
-def test_a_run_without_data_is_empty_and_not_an_error(tmp_path: Path) -> None:
+def test_run_without_data_is_empty(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "run").close()
     run = open_run(tmp_path / "run")
     frame = run.frame("gradient", "norm")
@@ -84,7 +84,7 @@ def test_a_run_without_data_is_empty_and_not_an_error(tmp_path: Path) -> None:
     assert (run.array_names(), run.evidence(), run.losses) == ((), (), ())
 
 
-def test_parameters_that_come_and_go_share_one_axis_in_model_order(tmp_path: Path, record: Record) -> None:
+def test_changing_parameters_share_one_axis_in_model_order(tmp_path: Path, record: Record) -> None:
     writer = RunWriter.create(tmp_path / "run")
     record(writer, 2, names=["a", "c", "d"])
     record(writer, 2, start=2, names=["a", "b", "c"])
@@ -99,7 +99,7 @@ def test_parameters_that_come_and_go_share_one_axis_in_model_order(tmp_path: Pat
     assert frame.values[4, 3] < frame.values[4, 0]
 
 
-def test_frames_are_shared_and_cannot_be_spoiled(tmp_path: Path, record: Record) -> None:
+def test_frames_are_shared_and_read_only(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 2)
     run = open_run(tmp_path / "run")
     frame = run.frame("gradient", "norm")
@@ -108,7 +108,7 @@ def test_frames_are_shared_and_cannot_be_spoiled(tmp_path: Path, record: Record)
         frame.values[0, 0] = 1.0
 
 
-def test_a_run_stays_as_it_was_when_opened(tmp_path: Path, record: Record) -> None:
+def test_open_run_is_a_snapshot(tmp_path: Path, record: Record) -> None:
     writer = RunWriter.create(tmp_path / "run")
     record(writer, 5)
     writer.flush()
@@ -121,7 +121,7 @@ def test_a_run_stays_as_it_was_when_opened(tmp_path: Path, record: Record) -> No
     assert len(before.series_steps("gradient")) == 5
 
 
-def test_reading_a_killed_run_gives_everything_and_changes_nothing(
+def test_killed_run_is_read_completely_without_changes(
     tmp_path: Path, killed: Callable[..., Path], digest: Digest
 ) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
@@ -139,7 +139,7 @@ def test_reading_a_killed_run_gives_everything_and_changes_nothing(
     assert digest(path) == before
 
 
-def test_a_copy_without_the_log_reports_the_missing_rows(tmp_path: Path, killed: Callable[..., Path]) -> None:
+def test_copy_without_the_log_reports_missing_rows(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
     copy = tmp_path / "copy"
     shutil.copytree(path, copy, ignore=shutil.ignore_patterns("*-wal", "*-shm"))
@@ -150,16 +150,14 @@ def test_a_copy_without_the_log_reports_the_missing_rows(tmp_path: Path, killed:
     )
 
 
-def test_a_copy_with_the_log_but_without_shared_memory_is_whole(
-    tmp_path: Path, killed: Callable[..., Path]
-) -> None:
+def test_copy_with_the_log_is_complete(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
     copy = tmp_path / "copy"
     shutil.copytree(path, copy, ignore=shutil.ignore_patterns("*-shm"))
     assert len(open_run(copy).series_steps("gradient")) == 30
 
 
-def test_the_private_copies_go_with_the_run(
+def test_private_copies_are_removed_with_the_run(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
@@ -172,7 +170,7 @@ def test_the_private_copies_go_with_the_run(
     assert list(private.iterdir()) == []
 
 
-def test_a_run_is_read_while_another_process_writes_it(
+def test_run_is_readable_during_writing(
     tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]]
 ) -> None:
     path = tmp_path / "run"
@@ -212,7 +210,7 @@ for step in range(10**9):
     assert len(open_run(path).series_steps("gradient")) >= seen[-1]
 
 
-def test_readers_do_not_keep_a_writer_from_closing_its_files(tmp_path: Path, record: Record) -> None:
+def test_readers_do_not_block_closing(tmp_path: Path, record: Record) -> None:
     path = tmp_path / "run"
     writer = RunWriter.create(path)
     record(writer, 5)
@@ -224,7 +222,7 @@ def test_readers_do_not_keep_a_writer_from_closing_its_files(tmp_path: Path, rec
     assert run.frame("gradient", "max_abs").values.shape == (5, 4)
 
 
-def test_a_log_that_is_copied_while_it_moves_is_copied_again(
+def test_log_that_changes_during_the_copy_is_copied_again(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
@@ -239,7 +237,7 @@ def test_a_log_that_is_copied_while_it_moves_is_copied_again(
     assert len(calls) == 6
 
 
-def test_a_read_only_folder_is_read(
+def test_read_only_directory_is_readable(
     tmp_path: Path, killed: Callable[..., Path], digest: Digest, read_only: Callable[[Path], Path]
 ) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
@@ -265,7 +263,7 @@ assert "h5py" not in sys.modules
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True)
 
 
-def test_a_missing_folder_or_file_of_a_run_is_said(tmp_path: Path, record: Record) -> None:
+def test_missing_directory_or_file_is_reported(tmp_path: Path, record: Record) -> None:
     for _ in range(2):
         writer = RunWriter.create(tmp_path / "run")
         record(writer, 3)
@@ -284,7 +282,7 @@ def test_a_missing_folder_or_file_of_a_run_is_said(tmp_path: Path, record: Recor
     assert any("rank-00000.db is missing: lost are 1 rows of parameter_table" in loss for loss in gone.losses)
 
 
-def test_the_manifest_cannot_point_out_of_the_folder(tmp_path: Path, record: Record) -> None:
+def test_manifest_paths_cannot_leave_the_directory(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 3)
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     files = manifest["attempts"][0]["progress"]["files"]

@@ -52,20 +52,20 @@ def query_everything(run: Run) -> None:
     assert run.last_step() == 4
 
 
-def test_a_finished_run_is_read_through_one_connection(finished: Path, opened: list[str]) -> None:
+def test_finished_run_is_read_through_one_connection(finished: Path, opened: list[str]) -> None:
     query_everything(open_run(finished))
     assert len(opened) == 1
     assert opened[0].endswith("immutable=1")
 
 
-def test_a_changed_file_is_opened_again(finished: Path, opened: list[str]) -> None:
+def test_changed_file_is_reopened(finished: Path, opened: list[str]) -> None:
     run = open_run(finished)
     os.utime(finished / DATABASE, ns=(1, 1))
     query_everything(run)
     assert len(opened) == 2
 
 
-def test_a_log_that_appears_later_is_not_passed_over(finished: Path, opened: list[str]) -> None:
+def test_log_that_appears_later_is_read(finished: Path, opened: list[str]) -> None:
     run = open_run(finished)
     with contextlib.closing(sqlite3.connect(finished / DATABASE, isolation_level=None)) as other:
         other.execute("PRAGMA journal_mode = WAL")

@@ -38,7 +38,7 @@ DTYPES = [
         lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
     )
 )
-def test_any_array_survives(tmp_path_factory: pytest.TempPathFactory, values: np.ndarray) -> None:
+def test_arrays_round_trip(tmp_path_factory: pytest.TempPathFactory, values: np.ndarray) -> None:
     path = tmp_path_factory.mktemp("run")
     writer = RunWriter.create(path)
     writer.array("a", 3, values, unit="gradient")
@@ -53,7 +53,7 @@ def test_any_array_survives(tmp_path_factory: pytest.TempPathFactory, values: np
     assert run.losses == ()
 
 
-def test_bfloat16_keeps_its_bits_and_comes_as_float32(tmp_path: Path) -> None:
+def test_bfloat16_is_read_as_float32(tmp_path: Path) -> None:
     bits = np.array([[0x3F80, 0xC000, 0x7F80, 0x0001]], dtype=np.uint16)
     writer = RunWriter.create(tmp_path)
     writer.array("g", 0, bits, dims=("row", "column"), encoding="bf16")
@@ -81,7 +81,7 @@ def test_bfloat16_keeps_its_bits_and_comes_as_float32(tmp_path: Path) -> None:
         (np.zeros(2), {"encoding": "bf16"}, "stores 16 bits as uint16, got float64"),
     ],
 )
-def test_arrays_that_do_not_fit_their_description_are_refused(
+def test_arrays_that_contradict_their_spec_are_rejected(
     tmp_path: Path, values: np.ndarray, arguments: dict[str, str], match: str
 ) -> None:
     writer = RunWriter.create(tmp_path)
@@ -118,7 +118,7 @@ def test_many_flushes_leave_few_pieces(tmp_path: Path) -> None:
     assert open_run(tmp_path).losses == ()
 
 
-def test_pieces_roll_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_roll_over_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "MAX_MERGED_BYTES", 50_000)
     writer = RunWriter.create(tmp_path)
     for step in range(30):
@@ -131,7 +131,7 @@ def test_pieces_roll_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(open_run(tmp_path).array("a")[1]) == 30
 
 
-def test_a_merge_that_was_interrupted_counts_nothing_twice(tmp_path: Path) -> None:
+def test_interrupted_merge_counts_no_array_twice(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path)
     folder = tmp_path / "attempt-000" / "arrays"
     writer.array("a", 0, np.zeros(10))
@@ -148,19 +148,21 @@ def test_a_merge_that_was_interrupted_counts_nothing_twice(tmp_path: Path) -> No
     assert run.losses == ()
 
 
-def test_names_of_pieces() -> None:
+def test_piece_names() -> None:
     assert parse_piece(piece_name(3, 0)) == (3, 0, 0)
     assert parse_piece(piece_name(3, 2, 9)) == (3, 2, 9)
     for name in ("rank-00000.db", ".rank-00000-000000.h5.1.tmp", "rank-0-0.h5", "x"):
         assert parse_piece(name) is None
 
 
-def test_of_overlapping_pieces_the_widest_count() -> None:
+def test_widest_of_overlapping_pieces_is_used() -> None:
     spans = [("a", (0, 0, 0)), ("b", (0, 0, 3)), ("c", (0, 2, 3)), ("d", (0, 4, 4)), ("e", (1, 0, 0))]
     assert unmerged(spans) == ["b", "d", "e"]
 
 
-def test_the_lowest_rank_and_the_latest_attempt_win(tmp_path: Path, record: Callable[..., object]) -> None:
+def test_lowest_rank_and_latest_attempt_take_precedence(
+    tmp_path: Path, record: Callable[..., object]
+) -> None:
     writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
     for writer in writers:
         for step in range(writer.rank, 3):
@@ -201,7 +203,7 @@ def test_evidence_has_safe_and_unique_names(tmp_path: Path) -> None:
     assert run.read_evidence(paths[1]) == b"\0\1"
 
 
-def test_evidence_is_read_from_nowhere_else(tmp_path: Path) -> None:
+def test_evidence_is_read_only_from_its_directory(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     writer = RunWriter.create(tmp_path / "run")
     writer.evidence("a", b"x")
@@ -219,7 +221,7 @@ def test_evidence_is_read_from_nowhere_else(tmp_path: Path) -> None:
             run.read_evidence(path)
 
 
-def test_one_of_many_arrays_is_found_without_opening_the_others(
+def test_one_array_is_found_without_opening_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = RunWriter.create(tmp_path / "run")

@@ -18,15 +18,13 @@ from backlight.store.write.writer import RunWriter
 Digest = Callable[[Path], dict[str, str]]
 
 
-def test_an_empty_folder_is_used(tmp_path: Path) -> None:
+def test_empty_directory_is_used(tmp_path: Path) -> None:
     RunWriter.create(tmp_path).close()
     assert open_run(tmp_path).status is RunStatus.FINISHED
 
 
 @pytest.mark.parametrize("content", ["notes.txt", "attempt-000", ".hidden"])
-def test_a_folder_that_holds_something_else_is_refused_and_left_alone(
-    tmp_path: Path, content: str, digest: Digest
-) -> None:
+def test_foreign_directory_is_rejected_unchanged(tmp_path: Path, content: str, digest: Digest) -> None:
     (tmp_path / content).mkdir()
     (tmp_path / content / "mine").write_text("precious")
     before = digest(tmp_path)
@@ -35,7 +33,7 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(
     assert digest(tmp_path) == before
 
 
-def test_a_file_is_refused(tmp_path: Path) -> None:
+def test_file_as_run_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("precious")
     with pytest.raises(RunExistsError, match="is a file, expected a folder"):
         RunWriter.create(tmp_path / "run")
@@ -44,14 +42,14 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "run").read_text() == "precious"
 
 
-def test_leftovers_of_a_kill_before_the_manifest_count_as_empty(tmp_path: Path) -> None:
+def test_remains_of_a_kill_before_the_manifest_count_as_empty(tmp_path: Path) -> None:
     (tmp_path / "attempt-000").mkdir()
     (tmp_path / ".manifest.json.123.tmp").write_text("half")
     RunWriter.create(tmp_path).close()
     assert open_run(tmp_path).attempts[0].index == 0
 
 
-def test_a_finished_run_gets_a_new_attempt_that_continues_its_steps(
+def test_finished_run_gets_an_attempt_that_continues_its_steps(
     tmp_path: Path, record: Callable[..., object], digest: Digest
 ) -> None:
     first = RunWriter.create(tmp_path / "run", name="first", monitors=("health",), groups={"a": "x*"})
@@ -75,7 +73,7 @@ def test_a_finished_run_gets_a_new_attempt_that_continues_its_steps(
     assert digest(tmp_path / "run" / "attempt-000") == kept
 
 
-def test_a_later_attempt_wins_the_steps_that_both_hold(
+def test_later_attempt_takes_precedence_for_shared_steps(
     tmp_path: Path, record: Callable[..., object], numbers: Callable[..., np.ndarray]
 ) -> None:
     first = RunWriter.create(tmp_path / "run")
@@ -95,7 +93,7 @@ def test_a_later_attempt_wins_the_steps_that_both_hold(
     assert [(e.step, e.attempt) for e in run.events("mark")] == [(3, 0), (7, 1)]
 
 
-def test_a_run_that_is_being_written_is_not_entered(tmp_path: Path) -> None:
+def test_live_run_is_rejected(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     with pytest.raises(RunExistsError, match=r"is still being written by process \d+ on .* \(attempt 0\)"):
         RunWriter.create(tmp_path / "run")
@@ -103,7 +101,7 @@ def test_a_run_that_is_being_written_is_not_entered(tmp_path: Path) -> None:
     RunWriter.create(tmp_path / "run").close()
 
 
-def test_a_killed_run_gets_a_new_attempt_after_its_last_step(
+def test_killed_run_gets_an_attempt_after_its_last_step(
     tmp_path: Path, killed: Callable[..., Path], record: Callable[..., object]
 ) -> None:
     body = (
@@ -119,7 +117,7 @@ def test_a_killed_run_gets_a_new_attempt_after_its_last_step(
     assert run.frame("gradient", "norm").steps.tolist() == list(range(22))
 
 
-def test_a_writer_on_another_host_is_trusted_while_it_gives_signs_of_life(
+def test_remote_writer_counts_as_alive_while_its_heartbeat_is_fresh(
     tmp_path: Path, killed: Callable[..., Path]
 ) -> None:
     path = killed(tmp_path / "run", "RunWriter.create(path); ready()")
@@ -138,7 +136,7 @@ def test_a_writer_on_another_host_is_trusted_while_it_gives_signs_of_life(
     RunWriter.create(path).close()
 
 
-def test_further_ranks_join_by_the_run_id(tmp_path: Path, record: Callable[..., object]) -> None:
+def test_other_ranks_join_by_the_run_id(tmp_path: Path, record: Callable[..., object]) -> None:
     path, found = tmp_path / "run", []
 
     def join(rank: int) -> None:
@@ -164,7 +162,7 @@ def test_further_ranks_join_by_the_run_id(tmp_path: Path, record: Callable[..., 
     assert run.scalar("rank", "user").values.tolist() == [0]
 
 
-def test_a_restart_of_a_launch_does_not_join_its_earlier_attempt(
+def test_restarted_launch_does_not_join_its_earlier_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
@@ -180,14 +178,14 @@ def test_a_restart_of_a_launch_does_not_join_its_earlier_attempt(
         writer.close()
 
 
-def test_a_further_rank_needs_the_run_id_and_a_first_rank(tmp_path: Path) -> None:
+def test_other_ranks_need_the_run_id_and_rank_zero(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank 1 joins the run of rank 0 and needs its run_id"):
         RunWriter.create(tmp_path / "run", rank=1, world_size=2)
     with pytest.raises(RunExistsError, match=r"within 0\.05 s; rank 0 opens it"):
         attempt.enter_further(tmp_path / "run", rank=1, launch="x", timeout_s=0.05)
 
 
-def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, record: Callable[..., object]) -> None:
+def test_rank_without_files_is_reported_missing(tmp_path: Path, record: Callable[..., object]) -> None:
     writer = RunWriter.create(tmp_path / "run", world_size=3, run_id="launch")
     record(writer, 2)
     writer.close()
@@ -198,7 +196,7 @@ def test_a_rank_that_left_nothing_is_missed(tmp_path: Path, record: Callable[...
 
 
 @pytest.mark.parametrize("fails", ["RankDatabase", "ArrayWriter"])
-def test_nothing_half_written_stays_when_opening_fails(
+def test_failed_open_leaves_no_partial_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, digest: Digest, record: Callable[..., object]
 ) -> None:
     old = tmp_path / "old"
@@ -216,7 +214,7 @@ def test_nothing_half_written_stays_when_opening_fails(
         assert digest(tmp_path) == before
 
 
-def test_a_newer_run_is_not_written_into(tmp_path: Path, digest: Digest) -> None:
+def test_run_of_a_newer_format_is_rejected(tmp_path: Path, digest: Digest) -> None:
     RunWriter.create(tmp_path / "run").close()
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
@@ -226,7 +224,7 @@ def test_a_newer_run_is_not_written_into(tmp_path: Path, digest: Digest) -> None
     assert digest(tmp_path) == before
 
 
-def test_a_folder_that_another_process_is_opening_is_waited_for(tmp_path: Path) -> None:
+def test_directory_being_opened_by_another_process_is_awaited(tmp_path: Path) -> None:
     with (
         attempt.locked(tmp_path),
         pytest.raises(RunExistsError, match="just opening or compacting"),
@@ -237,7 +235,7 @@ def test_a_folder_that_another_process_is_opening_is_waited_for(tmp_path: Path) 
         assert list(tmp_path.iterdir()) == []
 
 
-def test_the_identity_in_the_manifest_is_that_of_the_writer(tmp_path: Path) -> None:
+def test_manifest_holds_the_identity_of_the_writer(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     stated = ProcessIdentity.from_json(manifest["attempts"][0]["progress"]["process"])

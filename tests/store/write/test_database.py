@@ -18,27 +18,27 @@ Record = Callable[..., tuple[ParameterRecord, ...]]
     ("used", "stride"),
     [(0, 1), (499, 1), (500, 4), (749, 4), (750, 16), (875, 64), (937, 64), (938, 256), (2000, 0)],
 )
-def test_the_less_is_left_the_sparser(used: int, stride: int) -> None:
+def test_spacing_grows_as_the_budget_shrinks(used: int, stride: int) -> None:
     budget = DiskBudget(1000)
     assert budget.update(used) is (stride != 1)
     assert budget.stride == stride
 
 
-def test_without_a_limit_everything_is_kept() -> None:
+def test_no_limit_keeps_everything() -> None:
     budget = DiskBudget(None)
     assert budget.update(10**15) is False
     assert all(budget.keeps(step) for step in range(100))
     assert budget.fits(10**15)
 
 
-def test_recorded_steps_count_and_not_their_numbers() -> None:
+def test_spacing_counts_recorded_steps() -> None:
     budget = DiskBudget(100)
     budget.update(60)
     kept = [step for step in range(0, 160, 10) for _ in range(3) if budget.keeps(step)]
     assert kept == [0, 0, 0, 40, 40, 40, 80, 80, 80, 120, 120, 120]
 
 
-def test_a_run_of_any_length_fits(tmp_path: Path, record: Record) -> None:
+def test_run_of_any_length_fits_the_limit(tmp_path: Path, record: Record) -> None:
     limit = 2_000_000
     messages: list[str] = []
     writer = RunWriter.create(tmp_path / "run", max_disk=limit, flush_interval=0.0, on_limit=messages.append)
@@ -66,7 +66,7 @@ def test_a_run_of_any_length_fits(tmp_path: Path, record: Record) -> None:
     assert size < limit * 1.05
 
 
-def test_an_array_that_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
+def test_array_over_the_limit_is_skipped_and_reported(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", max_disk=100_000)
     writer.array("big", 0, np.zeros(100_000))
     writer.array("small", 0, np.zeros(10))
@@ -76,7 +76,7 @@ def test_an_array_that_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None
     assert any("max_disk reached" in loss and "array big" in loss for loss in run.losses)
 
 
-def test_the_size_of_earlier_attempts_counts(tmp_path: Path, record: Record) -> None:
+def test_size_of_earlier_attempts_is_included(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 2000, names=30)
     writer = RunWriter.create(tmp_path / "run", max_disk=1_000_000, flush_interval=0.0)
     record(writer, 10, names=30)

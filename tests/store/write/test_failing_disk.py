@@ -34,7 +34,7 @@ def go_on(writer: RunWriter, record: Record, start: int) -> None:
     writer.flush()
 
 
-def test_a_full_disk(mounted: Callable[..., Path], record: Record) -> None:
+def test_full_disk_is_a_reported_loss(mounted: Callable[..., Path], record: Record) -> None:
     place = mounted("size=2m")
     messages: list[str] = []
     writer = RunWriter.create(place / "run", flush_interval=0.0, on_lost=messages.append)
@@ -56,9 +56,7 @@ def test_a_full_disk(mounted: Callable[..., Path], record: Record) -> None:
     assert np.array_equal(run.scalar("loss").values, 1.0 / np.arange(1, stored + 1))
 
 
-def test_the_loss_is_in_the_manifest_once_there_is_space_again(
-    mounted: Callable[..., Path], record: Record
-) -> None:
+def test_loss_is_written_once_space_is_available(mounted: Callable[..., Path], record: Record) -> None:
     place = mounted("size=2m")
     (place / "ballast").write_bytes(b"x" * 1_500_000)
     writer = RunWriter.create(place / "run", flush_interval=0.0)
@@ -74,7 +72,7 @@ def test_the_loss_is_in_the_manifest_once_there_is_space_again(
     assert any("recording stopped after step" in loss and "full" in loss for loss in run.losses)
 
 
-def test_a_read_only_place_is_refused_before_the_training(
+def test_read_only_directory_is_rejected_before_training(
     read_only: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -87,7 +85,7 @@ def test_a_read_only_place_is_refused_before_the_training(
 
 
 @pytest.mark.parametrize("what", ["folder", "moved", "database", "replaced"])
-def test_files_that_vanish(tmp_path: Path, record: Record, what: str) -> None:
+def test_deleted_files_are_a_reported_loss(tmp_path: Path, record: Record, what: str) -> None:
     messages: list[str] = []
     path = tmp_path / "run"
     writer = RunWriter.create(path, on_lost=messages.append)
@@ -114,7 +112,7 @@ def test_files_that_vanish(tmp_path: Path, record: Record, what: str) -> None:
         assert "was deleted" in manifest["attempts"][0]["progress"]["lost"]
 
 
-def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+def test_file_size_limit_is_a_reported_loss(tmp_path: Path) -> None:
     code = """
 import resource, signal, sys
 import numpy as np
@@ -150,7 +148,7 @@ print(messages[0])
         OSError(30, "Read-only file system"),
     ],
 )
-def test_whatever_the_disk_answers_is_a_loss_and_no_exception(
+def test_every_disk_error_is_a_loss_and_no_exception(
     tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*_: object) -> None:
@@ -175,7 +173,7 @@ def test_whatever_the_disk_answers_is_a_loss_and_no_exception(
     assert loss.startswith("attempt 0, rank 0: recording stopped after step 2: ")
 
 
-def test_a_callback_that_fails_does_no_harm(tmp_path: Path) -> None:
+def test_failing_callback_is_ignored(tmp_path: Path) -> None:
     def fail(_: str) -> None:
         raise RuntimeError("the callback is broken")
 
@@ -200,7 +198,7 @@ def test_arrays_and_evidence_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
     writer.close()
 
 
-def test_a_further_rank_states_its_own_loss(tmp_path: Path, record: Record) -> None:
+def test_other_ranks_record_their_own_loss(tmp_path: Path, record: Record) -> None:
     writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
     record(writers[1], 3)
     writers[1].flush()

@@ -70,13 +70,13 @@ def run_parent(path: Path, leave: str, hold: str = "", release: str = "") -> Non
     assert (run.events(), run.stored_findings(), run.scalar_names(), run.evidence()) == ((), (), (), ())
 
 
-def test_a_child_that_ends_like_any_program(tmp_path: Path) -> None:
+def test_child_that_exits_normally_writes_nothing(tmp_path: Path) -> None:
     run_parent(tmp_path / "run", "import gc; del writer; gc.collect(); sys.exit(0)")
 
 
-def test_a_child_that_ends_at_once(tmp_path: Path) -> None:
+def test_child_that_calls_os_exit_writes_nothing(tmp_path: Path) -> None:
     run_parent(tmp_path / "run", "os._exit(0)")
 
 
-def test_a_child_that_is_forked_while_the_writer_works_does_not_hang(tmp_path: Path) -> None:
+def test_child_forked_during_a_write_does_not_hang(tmp_path: Path) -> None:
     run_parent(tmp_path / "run", "os._exit(0)", HOLD, "done.set(); thread.join()")

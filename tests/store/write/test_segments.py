@@ -52,7 +52,7 @@ def names(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir())
 
 
-def test_no_open_database_is_ever_in_the_folder(network: Path, tmp_path: Path, record: Record) -> None:
+def test_no_open_database_in_the_run_directory(network: Path, tmp_path: Path, record: Record) -> None:
     path = tmp_path / "run"
     writer = RunWriter.create(path)
     record(writer, 10)
@@ -72,7 +72,7 @@ def test_no_open_database_is_ever_in_the_folder(network: Path, tmp_path: Path, r
     assert (run.series_steps("gradient").tolist(), run.losses) == (list(range(10)), ())
 
 
-def test_segments_read_as_one(
+def test_segments_are_read_as_one_file(
     network: Path, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "FIRST_SEGMENT_S", 0.0)
@@ -101,7 +101,7 @@ def test_segments_read_as_one(
     assert stated["local"] == ""
 
 
-def test_compaction_makes_one_file_of_the_segments(
+def test_compaction_merges_the_segments(
     network: Path, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "FIRST_SEGMENT_S", 0.0)
@@ -128,7 +128,7 @@ def test_compaction_makes_one_file_of_the_segments(
     assert not kept.exists()
 
 
-def test_after_a_kill_local_rows_are_stated_and_recovered(
+def test_local_rows_are_reported_and_recovered_after_a_kill(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = tmp_path / "local"
@@ -147,7 +147,7 @@ def test_after_a_kill_local_rows_are_stated_and_recovered(
     assert [loss for loss in run.losses if "was killed" not in loss] == []
 
 
-def test_a_missing_or_foreign_local_database_stays_stated(
+def test_missing_or_foreign_local_database_stays_reported(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, record: Record
 ) -> None:
     local = tmp_path / "local"
@@ -171,7 +171,7 @@ def test_a_missing_or_foreign_local_database_stays_stated(
     assert run.series_steps("gradient").tolist() == list(range(30))
 
 
-def test_a_folder_that_vanishes_is_noticed(network: Path, tmp_path: Path, record: Record) -> None:
+def test_deleted_directory_is_reported(network: Path, tmp_path: Path, record: Record) -> None:
     messages: list[str] = []
     writer = RunWriter.create(tmp_path / "run", on_lost=messages.append)
     record(writer, 3)
@@ -183,7 +183,7 @@ def test_a_folder_that_vanishes_is_noticed(network: Path, tmp_path: Path, record
     assert network.is_dir()
 
 
-def test_names_of_databases() -> None:
+def test_database_names() -> None:
     assert parse_database("rank-00000.db") == (0, -1, -1)
     assert parse_database(segment_name(2, 7)) == (2, 7, 7)
     assert parse_database(segment_name(2, 7, 9)) == (2, 7, 9)

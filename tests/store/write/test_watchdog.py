@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Path:
     with_rank.close()
 
 
-def test_findings_and_events_are_read_while_both_write(run: Path) -> None:
+def test_findings_and_events_are_readable_during_writing(run: Path) -> None:
     assert not list(run.glob("attempt-000/watchdog-*"))
     writer = WatchdogWriter(run, run / "attempt-000")
     writer.event(3, "stall", {"claim": "x"})
@@ -52,7 +52,7 @@ def test_findings_and_events_are_read_while_both_write(run: Path) -> None:
     assert writer.lost is None
 
 
-def test_a_second_watchdog_of_one_machine_has_its_own_file(run: Path) -> None:
+def test_second_watchdog_of_a_host_has_its_own_file(run: Path) -> None:
     for _ in range(2):
         writer = WatchdogWriter(run, run / "attempt-000")
         writer.finding(FINDING)
@@ -60,13 +60,13 @@ def test_a_second_watchdog_of_one_machine_has_its_own_file(run: Path) -> None:
     assert len(open_run(run).stored_findings()) == 2
 
 
-def test_a_deleted_folder_is_a_loss_and_no_error(tmp_path: Path) -> None:
+def test_deleted_directory_is_a_loss_and_no_error(tmp_path: Path) -> None:
     writer = WatchdogWriter(tmp_path, tmp_path / "gone")
     writer.finding(FINDING)
     assert writer.lost is not None
     assert not writer.evidence("a", "b")
 
 
-def test_a_damaged_file_is_said_to_be_lost(run: Path) -> None:
+def test_damaged_watchdog_file_is_reported_lost(run: Path) -> None:
     (run / "attempt-000" / "watchdog-here.db").write_bytes(b"nonsense")
     assert any("watchdog-here.db" in loss for loss in open_run(run).losses)

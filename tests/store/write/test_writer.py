@@ -55,7 +55,7 @@ HOSTILE = [
 TABLE = (ParameterRecord("w", (2,), "float32", "cpu", 2),)
 
 
-def test_everything_that_is_written_is_read_back(tmp_path: Path, record: Callable[..., object]) -> None:
+def test_written_run_round_trips(tmp_path: Path, record: Callable[..., object]) -> None:
     path = tmp_path / "deep" / "run"
     writer = RunWriter.create(
         path,
@@ -111,7 +111,7 @@ def test_everything_that_is_written_is_read_back(tmp_path: Path, record: Callabl
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
-def test_any_numbers_survive(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_numbers_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("run")
     source = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     schema = data.draw(st.sampled_from([GRADIENT, UPDATE, HISTOGRAM]))
@@ -142,7 +142,7 @@ def test_any_numbers_survive(tmp_path_factory: pytest.TempPathFactory, data: st.
     assert run.losses == ()
 
 
-def test_hostile_names_are_stored_and_touch_nothing(tmp_path: Path) -> None:
+def test_hostile_names_are_stored_safely(tmp_path: Path) -> None:
     path = tmp_path / "run"
     writer = RunWriter.create(path, name="\n../\0\udcff" * 50, script="../x", arguments=("\udcff",))
     table = tuple(ParameterRecord(n, (1,), "float32", "cpu", 1, module=n, aliases=(n,)) for n in HOSTILE)
@@ -177,14 +177,14 @@ def test_equal_tables_share_an_id(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_a_table_that_names_a_row_twice_is_refused(tmp_path: Path) -> None:
+def test_table_with_duplicate_rows_is_rejected(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     with pytest.raises(ValueError, match="names 'w' twice"):
         writer.parameter_table(TABLE * 2)
     writer.close()
 
 
-def test_arrays_of_another_shape_are_refused_and_nothing_is_stored(tmp_path: Path) -> None:
+def test_arrays_of_wrong_shape_are_rejected(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     table = writer.parameter_table(TABLE)
     with pytest.raises(ValueError, match=r"got floats \(2, 3\) and integers \(1, 5\), expected \(1, 3\)"):
@@ -196,7 +196,7 @@ def test_arrays_of_another_shape_are_refused_and_nothing_is_stored(tmp_path: Pat
 
 
 @pytest.mark.parametrize("arguments", [{"rank": 1}, {"rank": -1}, {"max_disk": 0}, {"flush_interval": -1.0}])
-def test_arguments_out_of_range_are_refused(tmp_path: Path, arguments: dict[str, float]) -> None:
+def test_arguments_out_of_range_are_rejected(tmp_path: Path, arguments: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected 0 <= rank < world_size"):
         RunWriter.create(tmp_path / "run", **arguments)
     assert list(tmp_path.iterdir()) == []
@@ -212,7 +212,7 @@ def test_the_caller_may_reuse_its_arrays(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run").frame("gradient", "norm").values.tolist() == [[1.0]]
 
 
-def test_parts_of_a_step_are_separate(tmp_path: Path) -> None:
+def test_partial_rows_of_a_step_are_merged(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     table = writer.parameter_table(TABLE)
     for part in range(3):
@@ -227,7 +227,7 @@ def test_parts_of_a_step_are_separate(tmp_path: Path) -> None:
     ]
 
 
-def test_a_step_written_twice_counts_as_written_last(tmp_path: Path) -> None:
+def test_last_write_of_a_step_is_read(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     table = writer.parameter_table(TABLE)
     for step, value in [(0, 1.0), (2, 2.0), (1, 3.0), (2, 4.0)]:
@@ -239,7 +239,7 @@ def test_a_step_written_twice_counts_as_written_last(tmp_path: Path) -> None:
     assert run.scalar("loss").values.tolist() == [1.0, 3.0, 4.0]
 
 
-def test_a_finding_is_on_disk_at_once_and_the_rest_after_a_flush(tmp_path: Path) -> None:
+def test_findings_are_written_immediately(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     writer.finding(FINDING)
     writer.event(0, "after", {})
@@ -250,7 +250,7 @@ def test_a_finding_is_on_disk_at_once_and_the_rest_after_a_flush(tmp_path: Path)
     writer.close()
 
 
-def test_closing_twice_and_writing_after_it_does_nothing(tmp_path: Path) -> None:
+def test_second_close_and_later_writes_have_no_effect(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     writer.close(RunStatus.FAILED)
     writer.close(RunStatus.FINISHED)
@@ -266,7 +266,7 @@ def test_closing_twice_and_writing_after_it_does_nothing(tmp_path: Path) -> None
     assert (run.status, run.scalar_names(), run.events(), run.losses) == (RunStatus.FAILED, (), (), ())
 
 
-def test_a_finished_run_is_plain_files(tmp_path: Path, record: Callable[..., object]) -> None:
+def test_finished_run_has_no_database_log(tmp_path: Path, record: Callable[..., object]) -> None:
     record(tmp_path / "run", 3)
     names = sorted(p.relative_to(tmp_path / "run").as_posix() for p in (tmp_path / "run").rglob("*"))
     assert names == [
@@ -281,7 +281,7 @@ def test_a_finished_run_is_plain_files(tmp_path: Path, record: Callable[..., obj
     assert attempt["progress"]["step"] == 2
 
 
-def test_threads_may_write_while_another_flushes(tmp_path: Path) -> None:
+def test_concurrent_writes_and_flushes(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", flush_interval=0.0)
     table = writer.parameter_table(TABLE)
     stop = threading.Event()
@@ -313,7 +313,7 @@ def test_threads_may_write_while_another_flushes(tmp_path: Path) -> None:
     assert len(run.events()) == 1200
 
 
-def test_rows_beyond_the_buffer_are_counted_and_reported(
+def test_rows_over_the_buffer_limit_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[..., object]
 ) -> None:
     monkeypatch.setattr("backlight.store.write.writer.MAX_BUFFERED_BYTES", 4000)
