@@ -29,12 +29,12 @@ def page(name: str) -> str:
     return (PAGES / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_every_rule_has_a_page_and_every_page_a_rule() -> None:
+def test_pages_and_rules_match() -> None:
     assert {path.stem for path in PAGES.glob("*.md")} == {*NAMES, "index"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_has_its_sections(name: str) -> None:
+def test_page_has_its_sections_in_order(name: str) -> None:
     text = page(name)
     sections = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert text.startswith(f"# `{name}`\n")
@@ -45,7 +45,7 @@ def test_a_page_has_its_sections(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_shows_and_explains_every_limit_of_its_rule(name: str) -> None:
+def test_page_lists_and_explains_every_limit(name: str) -> None:
     rule, text = RULES[name], page(name)
     limits = [f.name for f in dataclasses.fields(rule.limits)] if rule.limits else []
     assert ("<!-- limits -->" in text) == bool(limits)
@@ -57,19 +57,19 @@ def test_a_page_shows_and_explains_every_limit_of_its_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_example_is_the_finding_on_the_injected_fault(name: str) -> None:
+def test_page_example_is_generated_from_the_injected_fault(name: str) -> None:
     if "<!-- example -->" in page(name):
         assert re.search(r"^> \*\*(info|warning|error): ", building.generated(page(name), name), re.MULTILINE)
 
 
-def test_the_index_links_every_page_and_shows_the_limits_of_the_score() -> None:
+def test_index_links_every_page_and_lists_score_limits() -> None:
     text = page("index")
     linked = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.md\)", text, re.MULTILINE)
     assert {a for a, b in linked if a == b} == set(NAMES)
     assert "| `penalty_vanishing` | 0.5 |" in building.generated(text, "index")
 
 
-def test_the_tests_that_pages_name_exist() -> None:
+def test_tests_named_by_pages_exist() -> None:
     for path in PAGES.glob("*.md"):
         for test in re.findall(r"`(tests/[\w/]+\.py)`", path.read_text(encoding="utf-8")):
             assert (DOCS.parent / test).is_file(), f"{path.name} names {test}"

@@ -27,7 +27,7 @@ def write(
     path: Path, *, stored: tuple[Finding, ...] = (), steps: int = 30, dead: bool = True, **more: Any
 ) -> Run:
     more = {"monitors": ("health",), **more}
-    writer = RunWriter.create(path, name="judged", **more)
+    writer = RunWriter.create(path, name="evaluated", **more)
     records = tuple(ParameterRecord(n, (4, 4), "float32", "cpu", 16, group="0/0") for n in ("alive", "dead"))
     table = writer.parameter_table(records)
     for step in range(steps):
@@ -67,7 +67,7 @@ def broken_rule() -> Iterator[None]:
     RULES._entries.pop("broken")
 
 
-def test_findings_carry_version_origin_and_what_was_overridden(tmp_path: Path) -> None:
+def test_finding_records_version_origin_and_overrides(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"zero_window": 10.0, "spike_gap": 7.0}})
     (found,) = evaluate_rules(run, made=Made.LIVE)
     assert found.rule == "zero_gradient"
@@ -76,27 +76,27 @@ def test_findings_carry_version_origin_and_what_was_overridden(tmp_path: Path) -
     assert found.overridden == {"zero_window": 10}  # spike_gap is not a threshold of this rule
 
 
-def test_what_a_caller_changes_goes_beyond_what_the_run_recorded(tmp_path: Path) -> None:
+def test_caller_overrides_take_precedence_over_recorded_ones(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"zero_window": 10.0}})
     assert not evaluate_rules(run, {"health": {"zero_window": 31}})
     with pytest.raises(ThresholdError, match="no threshold 'zero_windw'; did you mean 'zero_window'"):
         evaluate_rules(run, {"health": {"zero_windw": 31}})
 
 
-def test_an_override_of_another_release_is_named_and_left_out(tmp_path: Path) -> None:
+def test_unknown_recorded_override_is_ignored_with_a_warning(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"of_the_future": 1.0, "zero_window": 12.0}})
     with pytest.warns(UserWarning, match="is ignored: the health monitor has no threshold 'of_the_future'"):
         (found,) = evaluate_rules(run)
     assert found.overridden == {"zero_window": 12}
 
 
-def test_only_the_monitors_of_the_run_are_judged(tmp_path: Path) -> None:
+def test_only_rules_of_the_run_monitors_are_evaluated(tmp_path: Path) -> None:
     assert not evaluate_rules(write(tmp_path / "other", monitors=("steptime",)))
     assert evaluate_rules(write(tmp_path / "all", monitors=()))
 
 
 @pytest.mark.usefixtures("broken_rule")
-def test_a_rule_that_raises_is_named_and_stops_no_other(tmp_path: Path) -> None:
+def test_failing_rule_warns_and_other_rules_run(tmp_path: Path) -> None:
     with pytest.warns(
         RuleFailedWarning, match="rule 'broken' of monitor 'health' failed.*ZeroDivisionError: half way"
     ):
@@ -104,7 +104,7 @@ def test_a_rule_that_raises_is_named_and_stops_no_other(tmp_path: Path) -> None:
     assert [f.rule for f in found] == ["zero_gradient", "broken"]
 
 
-def test_the_order_is_by_severity_then_step() -> None:
+def test_findings_are_sorted_by_severity_then_step() -> None:
     late = finding("b", severity=Severity.ERROR, step=9)
     early = finding("a", severity=Severity.ERROR, step=3)
     nowhere = finding("c", severity=Severity.ERROR)
@@ -112,7 +112,7 @@ def test_the_order_is_by_severity_then_step() -> None:
     assert in_order([info, nowhere, late, early]) == [early, late, nowhere, info]
 
 
-def test_fresh_findings_replace_stored_ones_of_the_same_subject(tmp_path: Path) -> None:
+def test_new_finding_replaces_stored_one_of_the_same_subject(tmp_path: Path) -> None:
     same = finding("zero_gradient", parameter="dead", module="", step=20)
     gone = finding("vanishing", parameter="alive")
     earlier = dataclasses.replace(gone, title="an older vanishing")
@@ -124,13 +124,13 @@ def test_fresh_findings_replace_stored_ones_of_the_same_subject(tmp_path: Path) 
     assert kept == gone
 
 
-def test_a_stored_finding_of_a_reader_does_not_make_a_fresh_one_live(tmp_path: Path) -> None:
+def test_stored_reader_finding_does_not_mark_new_one_live(tmp_path: Path) -> None:
     same = finding("zero_gradient", parameter="dead", module="", step=20, made=Made.READER)
     (found,) = findings_of(write(tmp_path / "run", stored=(same,)))
     assert found.made is Made.READER
 
 
-def test_several_findings_of_one_subject_are_told_apart_by_step(tmp_path: Path) -> None:
+def test_findings_of_one_subject_are_matched_by_step(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", name="spikes", monitors=("health",))
     random = np.random.default_rng(0)
     for step in range(200):
@@ -157,7 +157,7 @@ FROZEN = finding("no_gradient", severity=Severity.INFO)
         ("no_gradient,error,", [BROKEN, FROZEN]),
     ],
 )
-def test_a_severity_or_a_list_of_rules_matches(text: str, matches: list[Finding]) -> None:
+def test_fail_on_matches_severities_and_rules(text: str, matches: list[Finding]) -> None:
     matching = parse_fail_on(text)
     assert [f for f in (SPIKE, BROKEN, FROZEN) if matching(f)] == matches
 
@@ -173,6 +173,6 @@ def test_a_severity_or_a_list_of_rules_matches(text: str, matches: list[Finding]
         ("xyz", "there are: info, warning, error, accumulating"),
     ],
 )
-def test_an_unknown_name_is_refused(text: str, message: str) -> None:
+def test_fail_on_rejects_unknown_names(text: str, message: str) -> None:
     with pytest.raises(FailOnError, match=message):
         parse_fail_on(text)

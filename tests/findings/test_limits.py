@@ -23,33 +23,33 @@ FIELDS = [(monitor, field) for monitor in MONITORS for field in declared(monitor
 
 
 @pytest.mark.parametrize(("monitor", "field"), FIELDS, ids=lambda v: getattr(v, "name", v))
-def test_every_limit_has_a_reason_a_source_and_bounds(monitor: str, field: dataclasses.Field[float]) -> None:
+def test_every_limit_has_reason_source_and_bounds(monitor: str, field: dataclasses.Field[float]) -> None:
     assert len(field.metadata["reason"]) > 15
     assert len(field.metadata["source"]) >= 6
     assert field.metadata["low"] <= field.default <= field.metadata["high"]
     assert isinstance(field.default, (int, float))
 
 
-def test_every_limit_of_health_belongs_to_a_rule_or_to_the_score() -> None:
+def test_every_health_limit_belongs_to_a_rule_or_the_score() -> None:
     owned = {f.name for _, r in RULES.items() if r.limits for f in dataclasses.fields(r.limits)}
     owned |= {f.name for f in dataclasses.fields(ScoreLimits)}
     assert set(declared("health")) <= owned
 
 
-def test_one_name_has_one_default() -> None:
+def test_limits_with_the_same_name_have_the_same_default() -> None:
     for _, rule in RULES.items():
         for field in dataclasses.fields(rule.limits) if rule.limits else ():
             assert declared(rule.monitor)[field.name].default == field.default
 
 
-def test_the_score_has_the_limits_of_the_formulas() -> None:
+def test_score_limits_have_the_documented_defaults() -> None:
     limits = ScoreLimits()
     assert (limits.penalty_vanishing, limits.penalty_exploding) == (0.5, 0.8)
     assert (limits.vanishing_rms, limits.vanishing_relative) == (1e-8, 1e-4)
     assert (limits.exploding_factor, limits.exploding_clip_factor) == (1e3, 10.0)
 
 
-def test_an_override_is_a_new_object_of_the_right_types() -> None:
+def test_override_returns_a_new_object_with_converted_types() -> None:
     limits = SpikeLimits()
     other = limits.override({"spike_window": 80.0, "spike_deviations": 8})
     assert (other.spike_window, other.spike_deviations) == (80, 8.0)
@@ -77,12 +77,12 @@ def test_an_override_is_a_new_object_of_the_right_types() -> None:
         ({"clipped_share": 1.5}, "'clipped_share' of the health monitor must be between 0 and 1, got 1.5"),
     ],
 )
-def test_a_wrong_override_names_the_key_and_the_fix(changes: dict[str, object], message: str) -> None:
+def test_invalid_override_error_names_key_and_fix(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ThresholdError, match=message):
         merge_overrides("health", given=changes)
 
 
-def test_recorded_overrides_are_kept_as_far_as_they_are_known() -> None:
+def test_invalid_recorded_overrides_are_dropped_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="a threshold that the run recorded is ignored") as warned:
         merged = merge_overrides(
             "health", {"zero_window": 5, "of_the_future": 1.0, "spike_gap": 0}, {"spike_window": 80}
@@ -95,7 +95,7 @@ def test_recorded_overrides_are_kept_as_far_as_they_are_known() -> None:
     assert declared("no_such_monitor") == {}
 
 
-def test_a_class_has_the_monitor_and_the_fields_of_its_base() -> None:
+def test_subclass_inherits_monitor_and_fields() -> None:
     @dataclasses.dataclass(frozen=True)
     class Base(Limits, monitor="of_this_test"):
         shared: float = limit(1.0, "a limit of two rules")

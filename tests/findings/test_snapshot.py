@@ -15,16 +15,16 @@ STORED = SNAPSHOT.read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", STORED, re.MULTILINE | re.DOTALL))
 
 
-def test_the_snapshot_is_what_the_rules_write(tmp_path: Path) -> None:
+def test_snapshot_matches_the_rules(tmp_path: Path) -> None:
     assert taken(tmp_path) == STORED, "run `python tests/findings_snapshot.py --update` and review the diff"
 
 
-def test_every_rule_is_in_the_snapshot() -> None:
+def test_snapshot_contains_every_rule() -> None:
     assert set(SECTIONS) == {name for name in RULES if RULES.origin(name) is None}
 
 
 @pytest.mark.parametrize("name", sorted(SECTIONS))
-def test_the_text_has_the_form_of_a_finding(name: str) -> None:
+def test_finding_text_is_well_formed(name: str) -> None:
     head, detail, fix, refuted = re.match(
         r"(?:info|warning|error): (.+)\n\n- detail: (.+)\n- fix: (.+)\n- refuted if: (.+)\n", SECTIONS[name]
     ).groups()  # type: ignore[union-attr]

@@ -104,7 +104,7 @@ def share_of(pixels: np.ndarray, wanted: list[int]) -> float:
     return float((pixels[..., :3] == wanted).all(axis=-1).mean())
 
 
-def test_every_panel_is_drawn_quietly_and_what_can_be_operated_has_a_name(show: Open, page: Path) -> None:
+def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path) -> None:
     driver = show(page)
     sent = [
         json.loads(entry["message"])["message"]["params"]
@@ -138,7 +138,7 @@ def test_every_panel_is_drawn_quietly_and_what_can_be_operated_has_a_name(show: 
     assert shown == [number(float(value)) for value in values]
 
 
-def test_the_heat_map_tells_values_zeros_gaps_and_nan_apart(show: Open, page: Path) -> None:
+def test_heat_map_distinguishes_values_zeros_gaps_and_nan(show: Open, page: Path) -> None:
     driver = show(page)
     pixels = cells(driver)
     assert share_of(pixels, colour(driver, "cell-broken")) > 0.05
@@ -149,7 +149,7 @@ def test_the_heat_map_tells_values_zeros_gaps_and_nan_apart(show: Open, page: Pa
     assert {"not measured", "exactly zero", "NaN or Inf"} <= set(legend.splitlines())
 
 
-def test_other_columns_have_other_colours(show: Open, page: Path) -> None:
+def test_heat_map_changes_with_the_column(show: Open, page: Path) -> None:
     driver = show(page)
     before = picture(driver)
     options = driver.find_elements(By.CSS_SELECTOR, "#column option")
@@ -160,7 +160,7 @@ def test_other_columns_have_other_colours(show: Open, page: Path) -> None:
         before = picture(driver)
 
 
-def test_a_click_on_a_finding_goes_to_its_evidence(show: Open, page: Path) -> None:
+def test_click_on_a_finding_shows_its_evidence(show: Open, page: Path) -> None:
     driver = show(page)
     section = driver.find_element(By.ID, "panel-parameters")
     assert driver.execute_script("return arguments[0].getBoundingClientRect().top", section) > 900
@@ -189,7 +189,7 @@ def test_a_click_on_a_finding_goes_to_its_evidence(show: Open, page: Path) -> No
     assert not driver.find_elements(By.LINK_TEXT, "evidence/dump.txt")
 
 
-def test_the_tooltip_holds_the_exact_value(show: Open, page: Path, run: Run) -> None:
+def test_tooltip_has_the_recorded_value(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", canvas)
@@ -207,7 +207,7 @@ def test_the_tooltip_holds_the_exact_value(show: Open, page: Path, run: Run) -> 
 
 
 @pytest.mark.full
-def test_a_small_run_shows_what_was_recorded_to_six_digits(show: Open, tmp_path: Path) -> None:
+def test_small_run_shows_six_digits(show: Open, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=12, blocks=1))
     driver = show(write_report(run, [], tmp_path / "report.html"))
     canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
@@ -217,7 +217,7 @@ def test_a_small_run_shows_what_was_recorded_to_six_digits(show: Open, tmp_path:
     assert tip.splitlines()[-1] == number(float(run.frame("gradient", "rms").values[7, 4]), 6)
 
 
-def test_search_limits_map_and_table(show: Open, page: Path, run: Run) -> None:
+def test_search_filters_map_and_table(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     search = driver.find_element(By.ID, "search")
     before = driver.execute_script("return document.querySelector('#heat-map canvas').height")
@@ -238,7 +238,7 @@ def test_search_limits_map_and_table(show: Open, page: Path, run: Run) -> None:
     wait(driver, lambda d: d.find_element(By.CSS_SELECTOR, "#roster tbody th").text == "embed.weight")
 
 
-def test_the_table_sorts_and_keeps_the_unmeasured_last(show: Open, page: Path) -> None:
+def test_table_sorts_unmeasured_last(show: Open, page: Path) -> None:
     driver = show(page)
     head = next(h for h in driver.find_elements(By.CSS_SELECTOR, "#roster thead th") if "median" in h.text)
     for direction in ("descending", "ascending"):
@@ -253,7 +253,7 @@ def test_the_table_sorts_and_keeps_the_unmeasured_last(show: Open, page: Path) -
         assert values == sorted(values, reverse=direction == "descending")
 
 
-def test_a_drag_zooms_every_chart_and_a_double_click_shows_everything(show: Open, page: Path) -> None:
+def test_drag_zooms_every_chart(show: Open, page: Path) -> None:
     driver = show(page)
     over = driver.find_element(By.CSS_SELECTOR, "#panel-total_norm .u-over")
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
@@ -290,7 +290,7 @@ def contrast_is_enough(driver: webdriver.Chrome) -> None:
         assert contrast(f"tone-{tone}", "card") >= 3, tone
 
 
-def test_dark_follows_the_system_and_the_button_and_text_has_contrast(
+def test_theme_follows_system_and_button_with_contrast(
     show: Open, browser: webdriver.Chrome, page: Path
 ) -> None:
     media = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
@@ -307,7 +307,7 @@ def test_dark_follows_the_system_and_the_button_and_text_has_contrast(
     assert driver.find_element(By.CSS_SELECTOR, ".theme").text == "Dark"
 
 
-def test_a_narrow_screen_scrolls_only_downwards(show: Open, browser: webdriver.Chrome, page: Path) -> None:
+def test_narrow_screen_scrolls_vertically_only(show: Open, browser: webdriver.Chrome, page: Path) -> None:
     phone = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
     try:
@@ -318,7 +318,7 @@ def test_a_narrow_screen_scrolls_only_downwards(show: Open, browser: webdriver.C
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_hostile_names_are_text_and_nothing_runs(show: Open, tmp_path: Path) -> None:
+def test_hostile_names_are_text(show: Open, tmp_path: Path) -> None:
     plan = Plan(
         steps=20,
         name=HOSTILE,
@@ -343,7 +343,7 @@ def test_hostile_names_are_text_and_nothing_runs(show: Open, tmp_path: Path) -> 
     assert driver.find_elements(By.TAG_NAME, "img") == []
 
 
-def test_the_policy_stops_a_script_that_got_in_all_the_same(show: Open, tmp_path: Path, run: Run) -> None:
+def test_policy_blocks_an_injected_script(show: Open, tmp_path: Path, run: Run) -> None:
     target = write_report(run, [], tmp_path / "report.html")
     text = target.read_text().replace("</body>", "<script>document.title = 'owned'</script></body>")
     target.write_text(text)
@@ -353,7 +353,7 @@ def test_the_policy_stops_a_script_that_got_in_all_the_same(show: Open, tmp_path
     assert "Content Security Policy" in complaint["message"]
 
 
-def test_a_run_without_anything_says_so_and_draws_no_empty_chart(show: Open, tmp_path: Path) -> None:
+def test_empty_run_has_no_empty_chart(show: Open, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False))
     driver = show(write_report(run, [], tmp_path / "report.html"))
     assert driver.find_element(By.TAG_NAME, "h1").text == "Nothing was measured"
@@ -364,7 +364,7 @@ def test_a_run_without_anything_says_so_and_draws_no_empty_chart(show: Open, tmp
     assert len(charts) == 2
 
 
-def test_a_panel_that_failed_says_so_in_its_place(
+def test_failed_panel_shows_its_error(
     show: Open, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(source: Source) -> Drawn:
@@ -391,7 +391,7 @@ def test_many_findings_of_one_rule_are_folded(show: Open, tmp_path: Path, run: R
     assert len(driver.find_elements(By.CSS_SELECTOR, ".finding")) == 51
 
 
-def test_a_run_on_grokking_shows_its_times_and_its_control(show: Open, tmp_path: Path) -> None:
+def test_grokking_run_shows_times_and_control(show: Open, tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
     plan = Grok(control="random-labels", control_of=run.run_id, seed=3)
     write_grokking_run(tmp_path / "control", plan)
@@ -428,7 +428,7 @@ def test_a_run_on_grokking_shows_its_times_and_its_control(show: Open, tmp_path:
     assert driver.execute_script("return document.activeElement.id") == "panel-learning_curves"
 
 
-def test_runs_over_each_other_are_one_page(show: Open, tmp_path: Path) -> None:
+def test_overlaid_runs_are_one_page(show: Open, tmp_path: Path) -> None:
     runs = [
         write_grokking_run(tmp_path / name, Grok(generalises=at)) for name, at in (("a", 900), ("b", 1300))
     ]

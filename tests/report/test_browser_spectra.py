@@ -63,7 +63,7 @@ def readout(driver: webdriver.Chrome) -> str:
     return driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']").text
 
 
-def test_steps_and_layers_are_chosen_by_keyboard(show: Open, page: Path, run: Run) -> None:
+def test_steps_and_layers_are_selected_by_keyboard(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     assert driver.find_element(By.ID, "headline").text == "1 note"
     shown = painted(driver)
@@ -88,7 +88,7 @@ def test_steps_and_layers_are_chosen_by_keyboard(show: Open, page: Path, run: Ru
     wait(driver, lambda d: painted(d) != before)
 
 
-def test_the_legend_says_the_values_under_the_pointer(show: Open, page: Path, run: Run) -> None:
+def test_legend_shows_the_values_under_the_pointer(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     chart = driver.find_elements(By.CSS_SELECTOR, "#panel-spectra .chart")[2]
     over = chart.find_element(By.CSS_SELECTOR, ".u-over")
@@ -101,7 +101,7 @@ def test_the_legend_says_the_values_under_the_pointer(show: Open, page: Path, ru
     assert number(float(stored)) in legend.text
 
 
-def test_playing_goes_to_the_end_and_evidence_opens_its_layer(show: Open, page: Path) -> None:
+def test_play_runs_to_the_end_and_evidence_selects_its_layer(show: Open, page: Path) -> None:
     driver = show(page)
     button = driver.find_element(By.ID, "spectra-play")
     button.click()
@@ -116,7 +116,7 @@ def test_playing_goes_to_the_end_and_evidence_opens_its_layer(show: Open, page: 
     assert driver.execute_script("return document.activeElement.id") == "panel-spectra"
 
 
-def test_a_layer_without_directions_says_so(show: Open, tmp_path: Path) -> None:
+def test_layer_without_directions_shows_a_reason(show: Open, tmp_path: Path) -> None:
     plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     source = source_of(write_spectra_run(tmp_path / "run", plan))
     driver = show(write_page(render_page(source), tmp_path / "page.html"))

@@ -13,7 +13,7 @@ def over(*lines: Line) -> list[int]:
     return [line["over"] for line in chart(lines, Axis(""), Axis(""))["lines"]]
 
 
-def test_a_line_that_runs_over_others_says_how_many() -> None:
+def test_overlapping_lines_are_counted() -> None:
     flat, rising = np.full(100, 0.1), np.arange(100.0)
     assert over(Line("a", STEPS, flat), Line("b", STEPS, flat), Line("c", STEPS, flat)) == [0, 1, 2]
     assert over(Line("a", STEPS, flat), Line("b", STEPS, rising)) == [0, 0]
@@ -28,7 +28,7 @@ def test_a_line_that_runs_over_others_says_how_many() -> None:
     assert over(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS[60:], flat[60:])) == [0, 0]
 
 
-def test_on_a_logarithmic_axis_lines_are_as_far_apart_as_they_are_drawn() -> None:
+def test_distance_on_a_logarithmic_axis_is_in_decades() -> None:
     decades = np.logspace(-6, 0, 100)
     lines = [Line("a", STEPS, decades), Line("b", STEPS, 2 * decades)]
     assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 0]
@@ -40,7 +40,7 @@ def test_on_a_logarithmic_axis_lines_are_as_far_apart_as_they_are_drawn() -> Non
     assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 0]
 
 
-def test_how_near_lines_are_is_told_by_the_height_of_their_chart() -> None:
+def test_distance_is_relative_to_the_chart_height() -> None:
     waving = 0.95 + 0.01 * np.sin(STEPS)
     lines = [Line("a", STEPS, waving), Line("b", STEPS, waving + 0.003)]
     assert over(*lines) == [0, 0]
@@ -49,13 +49,13 @@ def test_how_near_lines_are_is_told_by_the_height_of_their_chart() -> None:
     assert over(*lines, Line("c", STEPS, np.linspace(-5.0, 5.0, 100), axis="right")) == [0, 0, 0]
 
 
-def test_lines_on_two_axes_or_of_another_style_hide_nothing() -> None:
+def test_lines_on_other_axes_or_styles_do_not_overlap() -> None:
     flat = np.full(100, 0.1)
     assert over(Line("a", STEPS, flat), Line("b", STEPS, flat, axis="right")) == [0, 0]
     assert over(Line("a", STEPS, flat), Line("b", STEPS, flat, style="dashed")) == [0, 0]
 
 
-def test_the_edges_of_an_area_are_no_lines_to_hide() -> None:
+def test_area_edges_do_not_overlap() -> None:
     rising = np.arange(100.0)
     area = [
         Line("middle 80 %", STEPS, rising + 0.1, style="edge", down_to="lower tenth"),

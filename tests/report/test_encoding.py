@@ -15,19 +15,19 @@ from backlight.report.encoding import PRECISION, pack, pack_log, pack_share, scr
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.uint16, np.int32, np.uint8, np.bool_])
-def test_an_array_survives_exactly(dtype: type) -> None:
+def test_array_round_trips_exactly(dtype: type) -> None:
     array = np.random.default_rng(0).uniform(0, 200, (5, 7)).astype(dtype)
     assert np.array_equal(unpack(pack(array)), array)
 
 
-def test_nan_infinity_and_long_integers_survive() -> None:
+def test_special_values_round_trip() -> None:
     odd = np.array([np.nan, np.inf, -np.inf, 5e-324])
     assert np.array_equal(unpack(pack(odd)), odd, equal_nan=True)
     long = np.array([0, 2**40, -(2**53)])
     assert np.array_equal(unpack(pack(long)), long)
 
 
-def test_an_array_of_strings_is_refused() -> None:
+def test_string_array_is_rejected() -> None:
     with pytest.raises(TypeError, match=r"cannot put an array of <U1 into the page"):
         pack(np.array(["a"]))
 
@@ -42,14 +42,14 @@ def test_an_array_of_strings_is_refused() -> None:
         ),
     )
 )
-def test_logarithms_are_as_precise_as_the_page_says(values: np.ndarray) -> None:
+def test_logarithmic_encoding_has_the_stated_precision(values: np.ndarray) -> None:
     back = unpack(pack_log(values))
     regular = np.isfinite(values) & (values > 0)
     assert np.array_equal(back[~regular], values[~regular], equal_nan=True)
     assert (np.abs(back[regular] / values[regular] - 1) <= PRECISION * (1 + 1e-9)).all()
 
 
-def test_the_whole_range_of_float64_still_fits() -> None:
+def test_logarithmic_encoding_covers_float64() -> None:
     values = np.array([5e-324, 1e-200, 1.0, 1e200, 1.7e308])
     back = unpack(pack_log(values))
     assert np.allclose(np.log2(back), np.log2(values), atol=0.02)
@@ -57,7 +57,7 @@ def test_the_whole_range_of_float64_still_fits() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(hnp.arrays(np.float64, st.integers(1, 40), elements=st.floats(0, 1)))
-def test_a_share_is_0_or_1_only_where_it_was(values: np.ndarray) -> None:
+def test_share_encoding_keeps_exact_0_and_1(values: np.ndarray) -> None:
     back = unpack(pack_share(values))
     assert np.array_equal(back == 0, values == 0)
     assert np.array_equal(back == 1, values == 1)
@@ -66,14 +66,14 @@ def test_a_share_is_0_or_1_only_where_it_was(values: np.ndarray) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.text())
-def test_no_text_ends_its_script_element(text: str) -> None:
+def test_text_cannot_end_its_script_element(text: str) -> None:
     written = script_json({"name": text + "</script><!--<img src=x>&amp;"})
     assert not set("<>&") & set(written)
     assert written.isascii()
     assert json.loads(written)["name"].startswith(text)
 
 
-def test_numbers_that_json_has_not_are_sent_by_name() -> None:
+def test_non_finite_numbers_are_encoded_by_name() -> None:
     assert json.loads(script_json({"a": [float("nan"), float("inf"), -float("inf"), np.float64(1)]})) == {
         "a": ["NaN", "inf", "-inf", 1.0]
     }

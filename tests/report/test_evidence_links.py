@@ -42,28 +42,28 @@ def place(path: str, step: int | None = 7, without: tuple[str, ...] = ()) -> Pla
         ("events/spectra", "spectra_layers", 4, None),
     ],
 )
-def test_a_path_has_its_place(path: str, panel: str, row: int, column: str | None) -> None:
+def test_path_links_to_its_panel(path: str, panel: str, row: int, column: str | None) -> None:
     assert place(path) == Place(panel, row, column, 7)
 
 
-def test_the_step_of_the_subject_stands_in() -> None:
+def test_subject_step_is_the_default() -> None:
     found = place("scalars/loss", step=None)
     assert found is not None
     assert found.step == 3
 
 
-def test_what_the_page_does_not_show_is_no_link() -> None:
+def test_paths_without_a_panel_have_no_link() -> None:
     assert place("profile/dump.txt") is None
     assert place("groups/host") is None
 
 
-def test_a_file_of_evidence_is_found_whatever_its_attempt() -> None:
+def test_evidence_file_of_any_attempt_is_linked() -> None:
     assert place("attempt-003/evidence/stall-rank-00000.txt") == place("evidence/dump.txt")
     found = place("evidence/dump.txt")
     assert found is not None
     assert found.panel == "evidence"
 
 
-def test_a_panel_without_data_is_no_place_and_no_other_one_takes_over() -> None:
+def test_undrawn_panel_has_no_link() -> None:
     assert place("scalars/clip/factor", without=("total_norm",)) is None
     assert place("series/gradient/rms/a.weight", without=("parameters",)) is None

@@ -39,7 +39,7 @@ def test_buckets_cover_every_step_once(amount: int, most: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(frames(), st.integers(1, 70))
-def test_no_spike_and_no_broken_value_is_lost(
+def test_reduction_keeps_extremes_and_non_finite_counts(
     frame: tuple[np.ndarray, np.ndarray, np.ndarray], most: int
 ) -> None:
     values, measured, steps = frame
@@ -60,7 +60,7 @@ def test_no_spike_and_no_broken_value_is_lost(
                 assert np.isnan(reduced.high[b, p])
 
 
-def test_a_series_with_a_coarser_cadence_leaves_buckets_unmeasured() -> None:
+def test_coarser_series_leaves_buckets_unmeasured() -> None:
     buckets = cut(np.arange(0, 100), 50)
     steps = np.arange(0, 100, 10)
     reduced = extremes(np.ones((10, 1)), np.ones((10, 1), bool), steps, buckets)
@@ -78,7 +78,7 @@ def test_a_series_with_a_coarser_cadence_leaves_buckets_unmeasured() -> None:
     ),
     st.integers(4, 320),
 )
-def test_a_reduced_chart_keeps_extremes_ends_and_what_is_not_finite(
+def test_reduced_chart_keeps_extremes_ends_and_non_finite(
     drawn: tuple[np.ndarray, np.ndarray], most: int
 ) -> None:
     values, present = drawn
@@ -97,7 +97,7 @@ def test_a_reduced_chart_keeps_extremes_ends_and_what_is_not_finite(
         assert np.isfinite(left).all() == np.isfinite(column[there]).all()
 
 
-def test_a_long_chart_becomes_short() -> None:
+def test_long_chart_is_shortened() -> None:
     noise = np.random.default_rng(0).normal(size=100_000)
     kept = keep([noise], [np.ones(100_000, bool)], 4000)
     assert len(kept) <= 4002

@@ -10,7 +10,7 @@ from synthetic import Plan, finding, write_run
 from backlight.report.markdown import code, escape, render_markdown
 
 
-def test_the_verdict_comes_first(tmp_path: Path) -> None:
+def test_verdict_comes_first(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=10, unmeasured={7: "frozen"}, name="first run"))
     text = render_markdown(run, [finding("embed.weight", 3, overridden={"vanishing_rms": 1e-9})])
     lines = text.splitlines()
@@ -24,7 +24,7 @@ def test_the_verdict_comes_first(tmp_path: Path) -> None:
     assert "- 1 parameter: frozen: `blocks.0.ln_2.weight`" in lines
 
 
-def test_nothing_measured(tmp_path: Path) -> None:
+def test_empty_run_has_nothing_measured(tmp_path: Path) -> None:
     text = render_markdown(write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False)), [])
     assert "Nothing was measured" in text.splitlines()[0]
 
@@ -43,7 +43,7 @@ def test_nothing_measured(tmp_path: Path) -> None:
         ("3.2e-12", "3.2e-12"),
     ],
 )
-def test_text_is_only_text(text: str, safe: str) -> None:
+def test_text_is_escaped(text: str, safe: str) -> None:
     assert escape(text) == safe
 
 
@@ -51,11 +51,11 @@ def test_text_is_only_text(text: str, safe: str) -> None:
     ("text", "safe"),
     [("plain", "`plain`"), ("a`b", "``a`b``"), ("`", "`` ` ``"), ("``x", "``` ``x ```"), ("<b>", "`<b>`")],
 )
-def test_code_cannot_be_left(text: str, safe: str) -> None:
+def test_code_is_escaped(text: str, safe: str) -> None:
     assert code(text) == safe
 
 
-def test_a_hostile_run_stays_text(tmp_path: Path) -> None:
+def test_hostile_run_is_text(tmp_path: Path) -> None:
     name = "w`]()<script>alert(1)</script>\n# owned"
     plan = Plan(steps=5, name="<h1>x</h1>", rename={3: name}, unmeasured={3: "frozen <b>"})
     text = render_markdown(write_run(tmp_path / "run", plan), [finding(name, 2)])

@@ -15,7 +15,7 @@ from backlight.report.notebook import MOST, findings_html, run_html
 from backlight.store.read.run import open_run
 
 
-def test_a_run_shows_verdict_numbers_and_findings(tmp_path: Path) -> None:
+def test_run_shows_verdict_figures_and_findings(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run", Plan(steps=120, nan_step=90)).path)
     shown = run._repr_html_()
     assert "total norm" in shown
@@ -29,14 +29,14 @@ def test_a_run_shows_verdict_numbers_and_findings(tmp_path: Path) -> None:
     ET.fromstring(shown.replace("<br>", "<br/>"))
 
 
-def test_nothing_in_it_runs_or_is_fetched(tmp_path: Path) -> None:
+def test_html_has_no_scripts_or_requests(tmp_path: Path) -> None:
     shown = open_run(write_run(tmp_path / "run", Plan(steps=30)).path)._repr_html_()
     assert "<script" not in shown
     assert re.findall(r"\bon\w+=|javascript:|url\(|@import|<link|<img", shown) == []
     assert not re.findall(r"https?://", shown)
 
 
-def test_names_stay_text() -> None:
+def test_names_are_escaped() -> None:
     evil = "<script>alert(1)</script>&\"'"
     finding = Finding(
         rule=evil,
@@ -72,7 +72,7 @@ def test_many_findings_are_counted() -> None:
     assert findings_html([]) == "<div>No findings.</div>"
 
 
-def test_a_run_without_anything(tmp_path: Path) -> None:
+def test_empty_run_is_shown(tmp_path: Path) -> None:
     from backlight.store.write.writer import RunWriter
 
     RunWriter.create(tmp_path / "run").close()
@@ -81,7 +81,7 @@ def test_a_run_without_anything(tmp_path: Path) -> None:
     assert "backlight report" in shown
 
 
-def test_ipython_shows_it(tmp_path: Path) -> None:
+def test_ipython_displays_a_run(tmp_path: Path) -> None:
     formatters = pytest.importorskip("IPython.core.formatters")
     run = open_run(write_run(tmp_path / "run", Plan(steps=30)).path)
     shown, _ = formatters.DisplayFormatter().format(run)

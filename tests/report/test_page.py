@@ -64,7 +64,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return render_page(Source(run, (finding("blocks.0.mlp.up.bias", 20),), health_of(run)))
 
 
-def test_the_policy_allows_exactly_what_is_in_the_page(page: str) -> None:
+def test_policy_allows_exactly_the_page_content(page: str) -> None:
     elements = parsed(page)
     policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None
@@ -81,7 +81,7 @@ def test_the_policy_allows_exactly_what_is_in_the_page(page: str) -> None:
     assert f"style-src {allowed(elements.content['style'][0])};" in policy
 
 
-def test_the_page_asks_for_nothing_from_anywhere(page: str) -> None:
+def test_page_makes_no_requests(page: str) -> None:
     elements = parsed(page)
     assert {tag for tag, _ in elements.found} <= {
         "html", "head", "meta", "title", "style", "body", "noscript", "code", "script",
@@ -97,7 +97,7 @@ def test_the_page_asks_for_nothing_from_anywhere(page: str) -> None:
         assert way_out not in code
 
 
-def test_the_verdict_holds_the_finding_with_its_place(page: str) -> None:
+def test_finding_has_its_evidence_link(page: str) -> None:
     model = model_of(page)
     assert model["verdict"]["headline"] == "1 error"
     (shown,) = model["findings"]
@@ -109,7 +109,7 @@ def test_the_verdict_holds_the_finding_with_its_place(page: str) -> None:
     assert shown["refuted"].startswith("the same step")
 
 
-def test_hostile_names_stay_inside_their_strings(tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
     plan = Plan(steps=8, name=HOSTILE, rename={3: HOSTILE, 5: "\u202e\x00"}, user={HOSTILE: 1.0})
     run = write_run(tmp_path / "run", plan)
     text = render_page(Source(run, (finding(HOSTILE, 2, title=HOSTILE, detail=HOSTILE, fix=HOSTILE),)))
@@ -123,7 +123,7 @@ def test_hostile_names_stay_inside_their_strings(tmp_path: Path) -> None:
     assert model["findings"][0]["title"] == HOSTILE
 
 
-def test_panels_without_data_are_named_with_their_reason(page: str) -> None:
+def test_panels_without_data_have_a_reason(page: str) -> None:
     gaps = {
         gap["reason"]: [w["text"] for w in gap["what"]] for gap in model_of(page)["verdict"]["unmeasured"]
     }
@@ -133,7 +133,7 @@ def test_panels_without_data_are_named_with_their_reason(page: str) -> None:
     assert not [panel for panel in missing if "data" in panel]
 
 
-def test_what_has_one_reason_stands_together(tmp_path: Path) -> None:
+def test_gaps_with_the_same_reason_are_grouped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False))
     model = model_of(render_page(Source(run)))
     gaps = {gap["reason"]: [w["text"] for w in gap["what"]] for gap in model["verdict"]["unmeasured"]}
@@ -146,7 +146,7 @@ def test_what_has_one_reason_stands_together(tmp_path: Path) -> None:
     assert figures["parameters measured"] == "0"
 
 
-def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", Plan(steps=5))
     target = tmp_path / "deep" / "report.html"
     assert write_report(run, [], target) == target
@@ -162,7 +162,7 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     assert [file.name for file in target.parent.iterdir()] == ["report.html"]
 
 
-def test_the_run_is_only_read_and_its_restart_marked(tmp_path: Path) -> None:
+def test_report_does_not_change_the_run_and_marks_restarts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=6, attempts=2))
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
     text = write_report(run, [], tmp_path / "report.html").read_text()
@@ -171,7 +171,7 @@ def test_the_run_is_only_read_and_its_restart_marked(tmp_path: Path) -> None:
     assert before == after
 
 
-def test_a_report_needs_no_torch(tmp_path: Path) -> None:
+def test_report_does_not_need_torch(tmp_path: Path) -> None:
     write_run(tmp_path / "run", Plan(steps=6))
     program = (
         "import sys\n"
@@ -194,13 +194,13 @@ def test_a_report_needs_no_torch(tmp_path: Path) -> None:
     assert words > 100
 
 
-def test_a_long_run_stays_small(tmp_path: Path) -> None:
+def test_long_run_has_a_small_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=3000, blocks=2, histogram=True, phases=True, user={"a": 1}))
     size = len(render_page(Source(run)))
     assert size < 3_000_000
 
 
-def test_the_vendored_library_carries_its_licence() -> None:
+def test_vendored_library_has_its_licence() -> None:
     vendor = Path(__file__).parents[2] / "src/backlight/report/vendor"
     head = (vendor / "uPlot.iife.min.js").read_text()[:200]
     assert re.search(r"https://github.com/leeoniya/uPlot \(v\d+\.\d+\.\d+\)", head)
@@ -219,7 +219,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_panel_that_fails_is_named_in_its_place_and_the_others_are_drawn(
+def test_failing_panel_is_named_and_the_others_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     render, why = WRONG[name]
@@ -236,7 +236,7 @@ def test_a_panel_that_fails_is_named_in_its_place_and_the_others_are_drawn(
     assert any(said["reason"] == gap["missing"] for said in model["verdict"]["unmeasured"])
 
 
-def test_the_command_writes_the_report_and_tells_what_is_missing_from_it(
+def test_command_reports_failing_panels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     known = [panel for panel in in_order() if panel.name in {"health", "total_norm"}]

@@ -48,7 +48,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return Source(write_run(tmp_path_factory.mktemp("empty") / "run", plan))
 
 
-def test_groups_that_were_not_named_are_not_drawn(empty: Source) -> None:
+def test_undefined_groups_are_not_drawn(empty: Source) -> None:
     result = PANELS["groups"].render(empty)
     assert isinstance(result, NotMeasured)
     assert "--group NAME=PATTERN" in result.reason
@@ -64,14 +64,14 @@ def facts(source: Source, name: str) -> dict[str, str]:
     return {fact.label: fact.value for fact in drawn(source, name).facts}
 
 
-def test_panels_have_an_order_and_series_of_their_own() -> None:
+def test_panels_have_unique_order_and_series() -> None:
     panels = in_order()
     assert len({panel.order for panel in panels}) == len(panels)
     claimed = [series for panel in panels for series in panel.series]
     assert len(claimed) == len(set(claimed))
 
 
-def test_a_kind_of_drawing_has_a_drawer(full: Source) -> None:
+def test_every_kind_has_a_drawing_function(full: Source) -> None:
     assets = Path(__file__).parents[2] / "src/backlight/report/assets/kinds"
     known = "".join(file.read_text() for file in assets.glob("*.js"))
     for panel in ALONE:
@@ -79,18 +79,18 @@ def test_a_kind_of_drawing_has_a_drawer(full: Source) -> None:
 
 
 @pytest.mark.parametrize("name", [panel.name for panel in ALONE])
-def test_every_panel_draws_a_run_that_has_everything(full: Source, name: str) -> None:
+def test_every_panel_draws_the_full_run(full: Source, name: str) -> None:
     assert drawn(full, name).data
 
 
 @pytest.mark.parametrize("name", [panel.name for panel in in_order() if panel.name not in ALWAYS])
-def test_a_panel_without_data_says_why_and_draws_nothing(empty: Source, name: str) -> None:
+def test_panel_without_data_has_a_reason(empty: Source, name: str) -> None:
     result = PANELS[name].render(empty)
     assert isinstance(result, NotMeasured)
     assert result.reason.endswith(".")
 
 
-def test_the_reason_is_the_one_that_the_session_noted(empty: Source) -> None:
+def test_reason_is_the_recorded_one(empty: Source) -> None:
     for name in ("parameters", "depth", "total_norm"):
         result = PANELS[name].render(empty)
         assert isinstance(result, NotMeasured)
@@ -99,12 +99,12 @@ def test_the_reason_is_the_one_that_the_session_noted(empty: Source) -> None:
     assert drawn(empty, "updates").remarks == (remark,)
 
 
-def test_the_reason_of_one_parameter_is_not_that_of_the_series(tmp_path: Path) -> None:
+def test_parameter_reason_is_not_the_series_reason(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=3, unmeasured={2: "frozen"}))
     assert Source(run).reason("gradient", otherwise="unknown") == "unknown"
 
 
-def test_a_cold_first_step_has_no_say_in_the_shares_of_phases(tmp_path: Path) -> None:
+def test_cold_first_step_is_not_part_of_phase_shares(tmp_path: Path) -> None:
     path = tmp_path / "run"
     writer = RunWriter.create(path, monitors=("steptime",))
     for step in range(40):
@@ -116,7 +116,7 @@ def test_a_cold_first_step_has_no_say_in_the_shares_of_phases(tmp_path: Path) ->
     assert shares == {"forward": percent(4 / 6), "data": percent(1 / 6), "other": percent(1 / 6)}
 
 
-def test_a_profile_is_shown_as_tables(full: Source) -> None:
+def test_profile_is_shown_as_tables(full: Source) -> None:
     (modules,) = drawn(full, "modules").data["tables"]
     assert modules["rows"][0] == ["<b>block", "2", "3.50", "3.50", "8.00", "8.00", "1.50"]
     assert drawn(full, "modules").remarks == (
@@ -132,7 +132,7 @@ def test_a_profile_is_shown_as_tables(full: Source) -> None:
     assert drawn(full, "operators").remarks[0].startswith("MFU not measured: tokens per step were not given")
 
 
-def test_a_profile_that_is_broken_is_not_shown(full: Source, tmp_path: Path) -> None:
+def test_damaged_profile_is_not_shown(full: Source, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=3, phases=True))
     for path in run.evidence():
         if path.endswith("profile.json"):
@@ -154,14 +154,14 @@ def test_memory_is_stacked_by_kind_and_listed_by_module(full: Source) -> None:
     ]
 
 
-def test_health_that_was_not_measured_is_no_line(empty: Source) -> None:
+def test_unmeasured_health_has_no_line(empty: Source) -> None:
     result = drawn(empty, "health")
     labels = [line["label"] for line in result.data["charts"][0]["lines"]]
     assert labels == ["loss"]
     assert result.remarks == ("Health was not measured. No optimizer step was seen.",)
 
 
-def test_health_with_holes_is_broken_where_it_was_not_measured(full: Source) -> None:
+def test_health_line_has_gaps_where_unmeasured(full: Source) -> None:
     steps = np.arange(6)
     values = np.array([1, 1, np.nan, np.nan, 0.5, 0.75])
     result = drawn(Source(full.run, health=(steps, values)), "health")
@@ -172,14 +172,14 @@ def test_health_with_holes_is_broken_where_it_was_not_measured(full: Source) -> 
     assert result.remarks == ("Health was not measured at 2 of the steps.",)
 
 
-def test_a_loss_that_is_nan_is_marked_and_said(full: Source) -> None:
+def test_nan_loss_is_marked(full: Source) -> None:
     chart = drawn(full, "health").data["charts"][0]
     loss = next(line for line in chart["lines"] if line["label"] == "loss")
     assert chart["steps"][loss["odd"]].tolist() == list(range(91, 120))
     assert facts(full, "health")["loss, first to last"].endswith(" to NaN")
 
 
-def test_the_norm_panel_counts_clipped_and_non_finite_steps(full: Source) -> None:
+def test_norm_panel_counts_clipped_and_non_finite_steps(full: Source) -> None:
     assert facts(full, "total_norm")["not finite"] == "30 of 120 steps"
     norm = full.run.scalar("total_norm").values
     assert facts(full, "total_norm")["clipped"].endswith(f"({int((norm > 0.02).sum()):,} of 120 steps)")
@@ -193,7 +193,7 @@ def test_skipped_steps_are_marked(full: Source) -> None:
     assert chart["marks"][0]["steps"].tolist() == [0, 20, 40, 60, 80, 100]
 
 
-def test_phases_add_up_and_show_the_slowest_step(full: Source) -> None:
+def test_phases_add_up_to_the_slowest_step(full: Source) -> None:
     data = drawn(full, "phases").data
     stacked = sum(phase["seconds"] for phase in data["phases"])
     assert np.allclose(stacked, data["slowest"])
@@ -201,7 +201,7 @@ def test_phases_add_up_and_show_the_slowest_step(full: Source) -> None:
     assert facts(full, "phases")["first step"] == duration(first)
 
 
-def test_the_table_holds_exact_figures(full: Source) -> None:
+def test_table_has_exact_figures(full: Source) -> None:
     stats = drawn(full, "parameters").data["stats"]
     frame = full.run.frame("gradient", "rms")
     good = frame.values[:, 2]
@@ -216,7 +216,7 @@ def test_the_table_holds_exact_figures(full: Source) -> None:
     assert stats["non_finite_sum"][10] == total > 0
 
 
-def test_unmeasured_zero_and_broken_cells_are_three_different_things(full: Source) -> None:
+def test_unmeasured_zero_and_non_finite_cells_differ(full: Source) -> None:
     frames = full.frames
     rms = frames.extremes["rms"]
     assert (rms.measured[:, 7] == 0).all()
@@ -248,7 +248,7 @@ def test_repeated_events_are_one_row(full: Source) -> None:
     assert not [row for row in rows if row["kind"] == "unmeasured"]
 
 
-def test_the_fingerprint_lists_overridden_thresholds_and_the_cost(tmp_path: Path) -> None:
+def test_fingerprint_lists_overrides_and_cost(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run", Plan(steps=30, phases=True, overrides={"health": {"vanishing_rms": 1e-9}})
     )
@@ -258,7 +258,7 @@ def test_the_fingerprint_lists_overridden_thresholds_and_the_cost(tmp_path: Path
     assert not [name for name in rows if name.startswith("threshold") and "spike" in name]
 
 
-def test_a_long_run_is_reduced_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_run_is_reduced_with_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backlight.report.frames.CELLS", 51 * 60)
     run = write_run(tmp_path / "run", Plan(steps=400, spike_row=20, spike_step=333))
     result = drawn(Source(run), "parameters")

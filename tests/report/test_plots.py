@@ -44,7 +44,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 
 @pytest.mark.full
-def test_every_panel_that_is_a_picture_is_written_in_both_formats(full: Source, tmp_path: Path) -> None:
+def test_every_plot_is_written_in_both_formats(full: Source, tmp_path: Path) -> None:
     written = write_plots(full, tmp_path / "new" / "plots")
     names = {file.stem for file in written.files}
     pictures = {p.name for p, r in rendered(full) if isinstance(r, Drawn) and r.kind in panels.DRAWERS}
@@ -59,7 +59,7 @@ def test_every_panel_that_is_a_picture_is_written_in_both_formats(full: Source, 
     assert set(written.words_only) >= {"Events", "Fingerprint"}
 
 
-def test_a_line_of_a_picture_goes_through_the_values_of_the_run(full: Source) -> None:
+def test_line_has_the_recorded_values(full: Source) -> None:
     panel, result = next((p, r) for p, r in rendered(full) if p.name == "total_norm")
     assert isinstance(result, Drawn)
     figure = panels.lines(full, panel.title, result.data)[""]
@@ -74,7 +74,7 @@ def test_a_line_of_a_picture_goes_through_the_values_of_the_run(full: Source) ->
     assert broken[0].get_xdata().tolist() == norm.steps[~kept].tolist()
 
 
-def test_cells_that_were_not_measured_are_not_drawn_as_values(full: Source) -> None:
+def test_unmeasured_cells_are_masked(full: Source) -> None:
     panel, result = next((p, r) for p, r in rendered(full) if p.name == "parameters")
     assert isinstance(result, Drawn)
     figure = panels.parameters(full, panel.title, result.data)[""]
@@ -87,7 +87,7 @@ def test_cells_that_were_not_measured_are_not_drawn_as_values(full: Source) -> N
     assert np.allclose(np.ma.getdata(rows)[1, :80], rms[:80, 1], rtol=0)
 
 
-def test_both_times_are_marked(tmp_path: Path) -> None:
+def test_memorisation_and_generalisation_are_marked(tmp_path: Path) -> None:
     from backlight.analysis.report import source_of
     from backlight.monitors.grokking.panels.learning import analysis_of
 
@@ -104,7 +104,7 @@ def test_both_times_are_marked(tmp_path: Path) -> None:
     assert spans == [time.after for time in times if time is not None]
 
 
-def test_a_name_is_text_and_never_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_name_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", Plan(steps=20, blocks=1, user={HOSTILE: 1.0}, rename={3: HOSTILE}))
     known = [panel for panel in in_order() if panel.name in {"user_scalars", "parameters"}]
     monkeypatch.setattr(pages, "in_order", lambda: known)
@@ -116,7 +116,7 @@ def test_a_name_is_text_and_never_markup(tmp_path: Path, monkeypatch: pytest.Mon
     assert any("&lt;script&gt;alert" in file.read_text() for file in written.files)
 
 
-def test_data_that_no_picture_can_be_made_of_is_named_and_the_others_are_drawn(
+def test_failing_plot_is_named_and_the_others_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Source(write_run(tmp_path / "run", Plan(steps=5)))
@@ -128,7 +128,7 @@ def test_data_that_no_picture_can_be_made_of_is_named_and_the_others_are_drawn(
     assert [file.name for file in written.files] == ["total_norm.svg"]
 
 
-def test_a_disk_that_is_full_is_no_fault_of_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -138,20 +138,20 @@ def test_a_disk_that_is_full_is_no_fault_of_a_panel(tmp_path: Path, monkeypatch:
         write_plots(source, tmp_path / "plots", formats=("svg",))
 
 
-def test_colours_are_those_of_the_page() -> None:
+def test_colours_match_the_page() -> None:
     tones = colours()
     assert tones["tone-first"] == "#1f6fd0"
     assert {f"tone-{name}" for name in (*panels.TONES, "health", "loss", "limit")} <= set(tones)
 
 
-def test_a_file_is_no_folder(full: Source, tmp_path: Path) -> None:
+def test_file_instead_of_directory_is_rejected(full: Source, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="is a file; --plots takes a folder"):
         write_plots(full, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_without_matplotlib_the_extra_is_named(
+def test_missing_matplotlib_error_names_the_extra(
     full: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from backlight.cli.app import error_line
@@ -170,7 +170,7 @@ def test_without_matplotlib_the_extra_is_named(
     assert not (tmp_path / "plots").exists()
 
 
-def test_the_steps_of_spectra_are_a_gif_and_pictures_with_one_axis(tmp_path: Path) -> None:
+def test_spectra_are_written_as_gif_and_frames(tmp_path: Path) -> None:
     from PIL import Image
 
     from backlight.report.plots import spectra as pictures
@@ -203,7 +203,7 @@ def test_the_steps_of_spectra_are_a_gif_and_pictures_with_one_axis(tmp_path: Pat
     assert np.array_equal(np.sort(np.asarray(echo, np.float32)), stored, equal_nan=True)
 
 
-def test_animations_go_where_pictures_go(full: Source, tmp_path: Path) -> None:
+def test_animations_need_a_directory(full: Source, tmp_path: Path) -> None:
     from backlight.report.plots.writer import write_animations
 
     (tmp_path / "file").write_text("mine")

@@ -22,13 +22,13 @@ def source(tmp_path: Path) -> Source:
     return Source(open_run(tmp_path / "run"))
 
 
-def test_the_headline_is_of_times(source: Source) -> None:
+def test_headline_reports_step_times(source: Source) -> None:
     said = outcome(source)
     assert said.headline == "No findings"
     assert said.detail.startswith("The times of 20 steps were measured.")
 
 
-def test_times_are_those_of_all_phases(source: Source) -> None:
+def test_step_time_sums_all_phases(source: Source) -> None:
     assert np.allclose(source.step_times, [1.031, *[0.051] * 19])
     figures = {figure["label"]: figure["value"] for figure in model(source)["verdict"]["figures"]}
     assert figures == {
@@ -39,7 +39,7 @@ def test_times_are_those_of_all_phases(source: Source) -> None:
     }
 
 
-def test_a_run_of_other_monitors_keeps_its_headline(tmp_path: Path) -> None:
+def test_run_of_other_monitors_keeps_its_headline(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", name="run", monitors=("health", "steptime"))
     writer.scalars(0, {"phase/forward": 0.02})
     writer.close()

@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_nothing_is_wider_than_the_terminal(run: Run, width: int) -> None:
+def test_output_fits_the_terminal(run: Run, width: int) -> None:
     out, text = console(width)
     long = finding("blocks." + "deep." * 30 + "weight", 3)
     print_findings(run, [long, finding("embed.weight", 4, severity=Severity.WARNING)], out)
@@ -37,7 +37,7 @@ def test_nothing_is_wider_than_the_terminal(run: Run, width: int) -> None:
     assert "deep.deep" in text.getvalue()
 
 
-def test_title_detail_and_fix_are_there_and_aligned(run: Run) -> None:
+def test_title_detail_and_fix_are_aligned(run: Run) -> None:
     out, text = console(100)
     print_findings(run, [finding("embed.weight", 3)], out)
     lines = text.getvalue().splitlines()
@@ -53,7 +53,7 @@ def test_title_detail_and_fix_are_there_and_aligned(run: Run) -> None:
     assert not [line for line in lines if line != line.rstrip()]
 
 
-def test_many_alike_are_counted(run: Run) -> None:
+def test_similar_findings_are_counted(run: Run) -> None:
     out, text = console(80)
     print_findings(run, [finding(f"layer.{i}", i) for i in range(40)], out)
     assert text.getvalue().count("✕ error") == 3
@@ -66,7 +66,7 @@ def test_severity_has_a_colour(run: Run) -> None:
     assert "\x1b[1;33m! warning" in text.getvalue()
 
 
-def test_names_act_neither_as_markup_nor_as_escapes(tmp_path: Path) -> None:
+def test_hostile_names_are_text(tmp_path: Path) -> None:
     name = "[bold red]x[/]\x1b[2J\x07"
     run = write_run(tmp_path / "run", Plan(steps=5, name=name, rename={3: name}, unmeasured={3: "frozen"}))
     out, text = console(100)
@@ -76,7 +76,7 @@ def test_names_act_neither_as_markup_nor_as_escapes(tmp_path: Path) -> None:
     assert text.getvalue().count("[bold red]x[/]\\x1b[2J\\x07") >= 4
 
 
-def test_nothing_measured_is_said(tmp_path: Path) -> None:
+def test_empty_run_has_nothing_measured(tmp_path: Path) -> None:
     out, text = console(80)
     print_findings(write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False)), [], out)
     assert "? Nothing was measured." in text.getvalue()

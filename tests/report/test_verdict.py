@@ -16,7 +16,7 @@ from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
 
-def test_findings_set_the_tone(tmp_path: Path) -> None:
+def test_findings_set_tone_and_headline(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=10))
     findings = [
         finding("embed.weight", 3, severity=Severity.INFO),
@@ -31,7 +31,7 @@ def test_findings_set_the_tone(tmp_path: Path) -> None:
     assert said.unmeasured == ()
 
 
-def test_no_findings_is_not_a_clean_bill(tmp_path: Path) -> None:
+def test_no_findings_lists_what_was_not_checked(tmp_path: Path) -> None:
     plan = Plan(steps=10, unmeasured={7: "frozen", 9: "frozen", 30: "unused in forward"}, updates=False)
     said = outcome(Source(write_run(tmp_path / "run", plan)))
     assert (said.tone, said.headline) == ("clear", "No findings")
@@ -43,7 +43,7 @@ def test_no_findings_is_not_a_clean_bill(tmp_path: Path) -> None:
     assert gaps["update", "the optimizer steps inside backward"] == ()
 
 
-def test_nothing_measured_is_never_fine(tmp_path: Path) -> None:
+def test_nothing_measured_is_not_healthy(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=10, gradients=False, updates=False))
     said = outcome(Source(run))
     assert (said.tone, said.headline) == ("unmeasured", "Nothing was measured")
@@ -53,7 +53,7 @@ def test_nothing_measured_is_never_fine(tmp_path: Path) -> None:
     assert "no findings" not in words
 
 
-def test_a_killed_run_says_so_with_its_attempts_and_losses(tmp_path: Path) -> None:
+def test_killed_run_reports_attempts_and_losses(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=40, attempts=2, killed=True))
     said = outcome(Source(run))
     assert said.status.startswith("the process ended without closing the run")
@@ -63,9 +63,7 @@ def test_a_killed_run_says_so_with_its_attempts_and_losses(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("every", "said"), [(1, ()), (2, ("1 parameter at 3 of 6 steps",))])
-def test_shards_that_only_some_ranks_recorded_are_not_measured_there(
-    tmp_path: Path, every: int, said: tuple[str, ...]
-) -> None:
+def test_partly_recorded_shards_are_unmeasured(tmp_path: Path, every: int, said: tuple[str, ...]) -> None:
     writers = [
         RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", monitors=("health",))
         for rank in (0, 1)
@@ -97,7 +95,7 @@ def test_shards_that_only_some_ranks_recorded_are_not_measured_there(
 
 
 @pytest.mark.parametrize(("at", "said"), [((2, 2), "2 parameters at 2"), ((1, 2), "2 parameters at up to 2")])
-def test_of_parameters_that_lack_different_steps_no_more_is_said_than_is_so(
+def test_parameters_lacking_different_steps_are_bounded(
     tmp_path: Path, at: tuple[int, int], said: str
 ) -> None:
     source = Source(write_run(tmp_path / "run", Plan(steps=5)))
@@ -108,7 +106,7 @@ def test_of_parameters_that_lack_different_steps_no_more_is_said_than_is_so(
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_a_part_that_was_joined_lacks_nobody(tmp_path: Path, joined: bool) -> None:
+def test_joined_part_is_complete(tmp_path: Path, joined: bool) -> None:
     writers = [
         RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", monitors=("health",))
         for rank in range(1 + joined)
@@ -129,7 +127,7 @@ def test_performance_hints_do_not_change_the_headline(tmp_path: Path) -> None:
     assert outcome(Source(run, (hint, finding("embed.weight", 3)))).headline == "1 error"
 
 
-def test_a_cheaper_tier_is_listed_as_not_measured(tmp_path: Path) -> None:
+def test_degraded_measurement_is_listed(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
     writer.event(3, "degradation", {"from": "full factors", "to": "Gram", "reason": "1.2 GB are free"})
     writer.close()

@@ -162,8 +162,8 @@ def check_evidence(run: Run, finding: Finding) -> None:
 
 
 @pytest.fixture
-def judged() -> Callable[..., list[Finding]]:
-    """Judge a run by one rule or by all, with thresholds changed by name; all evidence is checked."""
+def evaluated() -> Callable[..., list[Finding]]:
+    """Evaluate one rule or all rules with changed thresholds, and check all evidence."""
 
     def by_rule(run: Run, name: str | None = None, **changes: float) -> list[Finding]:
         found = evaluate_rules(run, {"health": changes}, made=Made.READER)

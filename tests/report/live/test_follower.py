@@ -42,7 +42,7 @@ def follow(path: Path, calls: list[Run] | None = None) -> Followed:
     return Followed(path, judge, Source, open_run)
 
 
-def test_it_says_how_the_run_stands_from_an_empty_folder_to_its_end(tmp_path: Path) -> None:
+def test_run_state_from_empty_directory_to_end(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
     it = follow(path)
@@ -70,7 +70,7 @@ def test_it_says_how_the_run_stands_from_an_empty_folder_to_its_end(tmp_path: Pa
     assert it.stand.over
 
 
-def test_a_run_that_failed_says_so(tmp_path: Path) -> None:
+def test_failed_run_reports_the_exception(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(2)
     run.close(RunStatus.FAILED)
@@ -80,7 +80,7 @@ def test_a_run_that_failed_says_so(tmp_path: Path) -> None:
     assert "exception" in it.stand.detail
 
 
-def test_a_killed_writer_is_stale_although_no_file_changes(tmp_path: Path) -> None:
+def test_killed_writer_is_stale(tmp_path: Path) -> None:
     path = tmp_path / "run"
     child = os.fork()  # a process that is gone, without the seconds of a fresh interpreter
     if not child:
@@ -94,7 +94,7 @@ def test_a_killed_writer_is_stale_although_no_file_changes(tmp_path: Path) -> No
     assert not it.stand.over  # it may be taken up again
 
 
-def test_what_did_not_change_is_not_read_again(tmp_path: Path) -> None:
+def test_unchanged_run_is_read_once(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(3)
     run.close()
@@ -106,7 +106,7 @@ def test_what_did_not_change_is_not_read_again(tmp_path: Path) -> None:
     assert (len(calls), it.version) == (1, 1)
 
 
-def test_nothing_is_read_while_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_without_a_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "PATIENCE", 0.2)
     monkeypatch.setattr(follower, "PAUSE", 0.01)
     run = Growing(tmp_path / "run")
@@ -131,7 +131,7 @@ def test_nothing_is_read_while_nobody_looks(tmp_path: Path, monkeypatch: pytest.
     run.close()
 
 
-def test_what_cannot_be_read_leaves_on_the_page_what_was(tmp_path: Path) -> None:
+def test_unreadable_run_keeps_the_last_content(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(3)
     run.close()
@@ -144,7 +144,7 @@ def test_what_cannot_be_read_leaves_on_the_page_what_was(tmp_path: Path) -> None
     assert it.head()["run"]["name"] == "run"
 
 
-def test_panels_come_once_until_they_change(tmp_path: Path) -> None:
+def test_panel_is_sent_once_until_it_changes(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(30)
     it = follow(run.path)
@@ -164,7 +164,7 @@ def test_panels_come_once_until_they_change(tmp_path: Path) -> None:
     run.close()
 
 
-def test_what_is_sent_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panel_size_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the heat map one column is sent, with as many cells as a screen can show."""
     run = Growing(tmp_path / "run", Plan(steps=1500, blocks=1))
     sizes = []
@@ -183,9 +183,7 @@ def test_what_is_sent_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: py
     run.close()
 
 
-def test_what_is_dear_to_reduce_follows_later_but_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expensive_reduction_is_deferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "PACE", 1e9)
     monkeypatch.setattr(follower, "QUICK", -1.0)
     run = Growing(tmp_path / "run")
@@ -206,7 +204,7 @@ def test_what_is_dear_to_reduce_follows_later_but_follows(
     run.close()
 
 
-def test_findings_are_told_before_the_rest_is_read(tmp_path: Path) -> None:
+def test_findings_are_sent_before_panels_are_read(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(5)
     told: list[tuple[int, str]] = []
@@ -227,7 +225,7 @@ def test_findings_are_told_before_the_rest_is_read(tmp_path: Path) -> None:
     run.close()
 
 
-def test_a_closer_look_shows_the_steps_as_they_were_recorded(tmp_path: Path) -> None:
+def test_zoomed_panel_has_the_recorded_values(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run", Plan(steps=300, blocks=1))
     run.steps(300)
     it = Followed(run.path, none, lambda of, found: Source(of, found, cells=48 * 15), open_run)
@@ -244,7 +242,7 @@ def test_a_closer_look_shows_the_steps_as_they_were_recorded(tmp_path: Path) -> 
     run.close()
 
 
-def test_several_runs_lie_over_each_other(tmp_path: Path) -> None:
+def test_several_runs_are_overlaid(tmp_path: Path) -> None:
     runs = [Growing(tmp_path / "one" / "run"), Growing(tmp_path / "two" / "run"), Growing(tmp_path / "third")]
     for amount, run in zip((10, 20), runs, strict=False):
         run.steps(amount)
@@ -277,7 +275,7 @@ def test_several_runs_lie_over_each_other(tmp_path: Path) -> None:
     assert over.head()["stand"] == {"word": "ended", "detail": "All of these runs ended.", "over": True}
 
 
-def test_a_folder_that_is_none_or_no_run_is_refused(tmp_path: Path) -> None:
+def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="there is no such folder"):
         followed([tmp_path / "nothing"])
     (tmp_path / "letter.txt").write_text("dear")
@@ -288,7 +286,7 @@ def test_a_folder_that_is_none_or_no_run_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "empty").iterdir())
 
 
-def test_what_breaks_is_said_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_rule_and_panel_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Growing(tmp_path / "run")
     run.steps(3)
 
@@ -310,7 +308,7 @@ def test_what_breaks_is_said_on_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     run.close()
 
 
-def test_of_several_runs_one_that_fails_is_named_and_the_others_are_drawn(
+def test_failing_run_is_named_and_the_others_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     its = []
@@ -353,7 +351,7 @@ def failing(source: Source) -> Drawn:
     raise LookupError(f"no such column in {source.run.name}")
 
 
-def test_a_panel_that_fails_is_named_and_the_run_is_followed_on(
+def test_failing_panel_is_named_and_following_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower, "PAUSE", 0.01)
@@ -394,7 +392,7 @@ def test_a_panel_that_fails_is_named_and_the_run_is_followed_on(
     run.close()
 
 
-def test_a_thread_outlives_what_breaks_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_survive_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PAUSE", 0.01), ("LONGEST_REST", 0.05), ("PACE", 0.0), ("QUICK", -1.0)):
         monkeypatch.setattr(follower, name, value)
     run = Growing(tmp_path / "run")
@@ -442,7 +440,7 @@ def test_a_thread_outlives_what_breaks_in_it(tmp_path: Path, monkeypatch: pytest
     run.close()
 
 
-def test_an_answer_that_breaks_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_response_reports_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Growing(tmp_path / "run")
     run.steps(3)
     run.close()

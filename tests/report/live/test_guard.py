@@ -55,7 +55,7 @@ def let_in(client: httpx.Client, server: LiveServer) -> str:
     return answer.headers["location"]
 
 
-def test_the_token_is_taken_once_and_leaves_the_address(client: httpx.Client, server: LiveServer) -> None:
+def test_token_is_exchanged_for_a_cookie(client: httpx.Client, server: LiveServer) -> None:
     answer = client.get(f"/?token={server.guard.token}")
     place = answer.headers["location"]
     assert re.fullmatch(r"/[0-9a-f]{12}/", place)
@@ -73,7 +73,7 @@ def test_the_token_is_taken_once_and_leaves_the_address(client: httpx.Client, se
 @pytest.mark.parametrize(
     "path", ["/", "/?token=", "/?token=wrong", "/?token=%00%ff", "/favicon.ico", "/x/run-0/"]
 )
-def test_without_the_token_nothing_comes(client: httpx.Client, server: LiveServer, path: str) -> None:
+def test_missing_token_is_forbidden(client: httpx.Client, server: LiveServer, path: str) -> None:
     answer = client.get(path)
     assert (answer.status_code, answer.content) == (403, b"")
     place = let_in(client, server)
@@ -86,7 +86,7 @@ def test_without_the_token_nothing_comes(client: httpx.Client, server: LiveServe
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
-def test_nothing_but_reading_is_answered(client: httpx.Client, server: LiveServer, method: str) -> None:
+def test_only_get_and_head_are_allowed(client: httpx.Client, server: LiveServer, method: str) -> None:
     place = let_in(client, server)
     for path in (f"/?token={server.guard.token}", f"{place}run-0/", f"{place}run-0/panel/loss"):
         answer = client.request(method, path)
@@ -98,7 +98,7 @@ def test_nothing_but_reading_is_answered(client: httpx.Client, server: LiveServe
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1]:80"]
 )
-def test_another_host_gets_nothing(client: httpx.Client, server: LiveServer, host: str) -> None:
+def test_foreign_host_header_is_rejected(client: httpx.Client, server: LiveServer, host: str) -> None:
     place = let_in(client, server)
     for path in (f"/?token={server.guard.token}", f"{place}run-0/"):
         answer = client.get(path, headers={"host": host})
@@ -106,14 +106,12 @@ def test_another_host_gets_nothing(client: httpx.Client, server: LiveServer, hos
 
 
 @pytest.mark.parametrize("host", ["localhost:9000", "LOCALHOST", "127.0.0.1:80", "127.0.0.1"])
-def test_this_machine_may_be_called_by_its_names_and_any_port(
-    client: httpx.Client, server: LiveServer, host: str
-) -> None:
+def test_local_host_names_are_accepted(client: httpx.Client, server: LiveServer, host: str) -> None:
     place = let_in(client, server)
     assert client.get(f"{place}run-0/", headers={"host": host}).status_code == 200
 
 
-def test_another_page_gets_nothing_of_it(client: httpx.Client, server: LiveServer) -> None:
+def test_cross_site_request_is_rejected(client: httpx.Client, server: LiveServer) -> None:
     place = let_in(client, server)
     foreign = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
     answer = client.get(f"{place}run-0/panel/loss", headers=foreign)
@@ -124,7 +122,7 @@ def test_another_page_gets_nothing_of_it(client: httpx.Client, server: LiveServe
     assert "access-control-allow-origin" not in page.headers
 
 
-def test_the_page_may_ask_its_own_server_and_nobody_else(client: httpx.Client, server: LiveServer) -> None:
+def test_policy_allows_only_the_own_server(client: httpx.Client, server: LiveServer) -> None:
     page = client.get(f"{let_in(client, server)}run-0/")
     policy = dict(part.split(maxsplit=1) for part in page.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == "'none'"
@@ -136,7 +134,7 @@ def test_the_page_may_ask_its_own_server_and_nobody_else(client: httpx.Client, s
     assert "backlight report RUN" in re.search(r"<noscript>(.*?)</noscript>", page.text)[1]  # type: ignore[index]
 
 
-def test_panels_and_news_come_as_they_are_asked_for(client: httpx.Client, server: LiveServer) -> None:
+def test_panel_and_news_responses(client: httpx.Client, server: LiveServer) -> None:
     place = let_in(client, server)
     answer = client.get(f"{place}run-0/panel/loss")
     assert (answer.json(), answer.headers["x-stamp"]) == ({"name": "loss"}, "stamp")
@@ -151,7 +149,7 @@ def test_panels_and_news_come_as_they_are_asked_for(client: httpx.Client, server
     assert "parameters" not in client.get(f"{place}run-0/news?after=x&table=t").json()
 
 
-def test_a_port_in_use_is_said_with_the_way_out() -> None:
+def test_port_in_use_error_names_the_option() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -162,7 +160,7 @@ def test_a_port_in_use_is_said_with_the_way_out() -> None:
             LiveServer({"run-0": Shown()}, port)
 
 
-def test_who_comes_before_it_is_up_waits() -> None:
+def test_early_connection_waits() -> None:
     made = LiveServer({"run-0": Shown()})
     with socket.create_connection(("127.0.0.1", made.port), timeout=5) as early:
         thread = threading.Thread(target=made.run)
@@ -174,6 +172,6 @@ def test_who_comes_before_it_is_up_waits() -> None:
     assert not thread.is_alive()
 
 
-def test_it_listens_on_this_machine_alone(server: LiveServer) -> None:
+def test_server_listens_on_loopback_only(server: LiveServer) -> None:
     assert server.address.startswith(f"http://127.0.0.1:{server.port}/?token=")
     assert server._socket.getsockname() == ("127.0.0.1", server.port)

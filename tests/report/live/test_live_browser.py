@@ -114,7 +114,7 @@ def figure(driver: webdriver.Chrome, label: str) -> str:
 
 
 @pytest.mark.alone
-def test_it_follows_a_training_from_an_empty_folder_to_its_end(look: Look, tmp_path: Path) -> None:
+def test_page_follows_a_run_to_its_end(look: Look, tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
     driver = look([path])
@@ -165,7 +165,7 @@ def stored_at(path: Path, step: int) -> float:
     raise AssertionError(f"step {step} was never stored")
 
 
-def test_what_somebody_does_stays_while_the_run_grows(look: Look, tmp_path: Path) -> None:
+def test_view_state_is_kept_while_the_run_grows(look: Look, tmp_path: Path) -> None:
     run = Growing(tmp_path / "run", Plan(steps=400, blocks=2))
     run.steps(120)
     driver = look([run.path])
@@ -205,9 +205,7 @@ def test_what_somebody_does_stays_while_the_run_grows(look: Look, tmp_path: Path
 
 
 @pytest.mark.full
-def test_panels_far_from_the_screen_are_brought_up_to_date_when_they_come_near(
-    look: Look, tmp_path: Path
-) -> None:
+def test_offscreen_panels_are_updated_on_scroll(look: Look, tmp_path: Path) -> None:
     run = Growing(tmp_path / "run", Plan(steps=100, blocks=1))
     run.steps(30)
     driver = look([run.path])
@@ -223,7 +221,7 @@ def test_panels_far_from_the_screen_are_brought_up_to_date_when_they_come_near(
     run.close()
 
 
-def test_several_runs_and_the_page_of_each(look: Look, tmp_path: Path) -> None:
+def test_overlay_links_to_the_page_of_each_run(look: Look, tmp_path: Path) -> None:
     runs = [Growing(tmp_path / name) for name in ("small", "large")]
     for run in runs:
         run.steps(20)
@@ -250,7 +248,7 @@ def test_several_runs_and_the_page_of_each(look: Look, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_light_and_dark(look: Look, tmp_path: Path) -> None:
+def test_theme_button_switches_colours(look: Look, tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(10)
     driver = look([run.path])
@@ -266,7 +264,7 @@ def test_light_and_dark(look: Look, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_closed_server_is_said_and_what_was_shown_stays(look: Look, tmp_path: Path) -> None:
+def test_closed_server_is_reported_and_content_stays(look: Look, tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(10)
     live = Live(followed([run.path]))
@@ -286,7 +284,7 @@ def test_a_closed_server_is_said_and_what_was_shown_stays(look: Look, tmp_path: 
     run.close()
 
 
-def test_a_wrong_token_shows_nothing(browser: webdriver.Chrome, tmp_path: Path) -> None:
+def test_wrong_token_shows_nothing(browser: webdriver.Chrome, tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(3)
     live = Live(followed([run.path]))
@@ -302,7 +300,7 @@ def test_a_wrong_token_shows_nothing(browser: webdriver.Chrome, tmp_path: Path) 
     run.close()
 
 
-def test_without_scripts_it_says_what_else_there_is(look: Look, tmp_path: Path) -> None:
+def test_noscript_page_names_the_report_command(look: Look, tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(3)
     driver = look([run.path])

@@ -37,7 +37,7 @@ def looked_at(path: Path, findings: Sequence[Finding] = ()) -> Followed:
 
 
 @pytest.mark.parametrize("width", [30, 48, 64, 80, 200])
-def test_it_fits_and_says_the_main_things(tmp_path: Path, width: int) -> None:
+def test_frame_fits_the_width(tmp_path: Path, width: int) -> None:
     run = Growing(tmp_path / "run", Plan(steps=60, blocks=1))
     run.steps(50, broken=4)
     it = looked_at(run.path, [finding(run.names[4], 49)])
@@ -55,7 +55,7 @@ def test_it_fits_and_says_the_main_things(tmp_path: Path, width: int) -> None:
     run.close()
 
 
-def test_a_section_that_fails_is_named_and_the_others_stay(
+def test_failing_section_is_named_and_the_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Growing(tmp_path / "run", Plan(steps=20, blocks=1))
@@ -74,7 +74,7 @@ def test_a_section_that_fails_is_named_and_the_others_stay(
     run.close()
 
 
-def test_a_name_in_a_run_is_plain_text(tmp_path: Path) -> None:
+def test_hostile_name_is_plain_text(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run", Plan(steps=20, blocks=1, rename={2: HOSTILE}))
     run.steps(12, broken=2)
     source = Source(open_run(run.path), [finding(HOSTILE, 11, rule="[bold]x", severity=Severity.WARNING)])
@@ -87,13 +87,13 @@ def test_a_name_in_a_run_is_plain_text(tmp_path: Path) -> None:
     run.close()
 
 
-def test_before_the_first_step_it_waits(tmp_path: Path) -> None:
+def test_empty_run_shows_waiting(tmp_path: Path) -> None:
     it = looked_at(tmp_path)
     assert it.stand == EMPTY
     assert "Waiting for the first step" in printed(it.source, it, 80)
 
 
-def test_where_there_is_no_terminal_one_frame_is_printed(tmp_path: Path) -> None:
+def test_one_frame_is_printed_without_a_terminal(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     run.steps(5)
     text = io.StringIO()

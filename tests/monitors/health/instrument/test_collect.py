@@ -21,7 +21,7 @@ def net(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
     return parameters
 
 
-def test_values_against_torch() -> None:
+def test_values_match_torch() -> None:
     gradients = [torch.randn(4, 5), torch.randn(7), torch.randn(2, 2, 2, dtype=torch.float64)]
     result = backlight.collect(net(*gradients)).result()
     assert result.measured
@@ -35,7 +35,7 @@ def test_values_against_torch() -> None:
         assert values.max_abs == pytest.approx(float(gradient.abs().max()), rel=1e-7)
 
 
-def test_nothing_is_not_measured() -> None:
+def test_empty_input_is_not_measured() -> None:
     for pending in (backlight.collect([]), backlight.collect_groups({}), backlight.collect(net(None))):
         result = pending.result()
         assert isinstance(pending, backlight.Pending)
@@ -44,21 +44,21 @@ def test_nothing_is_not_measured() -> None:
         assert math.isnan(result.total_norm)
 
 
-def test_a_value_that_is_not_finite_means_no_health() -> None:
+def test_non_finite_gradient_gives_zero_health() -> None:
     result = backlight.collect(net(torch.ones(3), torch.tensor([1.0, float("nan")]))).result()
     assert result.health == 0.0
     assert result.non_finite == 1
     assert result.values[1].nan == 1
 
 
-def test_a_vanishing_gradient_costs_half() -> None:
+def test_vanishing_gradient_costs_half() -> None:
     parameters = net(torch.full((10,), 1e-12), *(torch.ones(10) for _ in range(3)))
     result = backlight.collect(parameters).result()
     assert result.vanishing == 1
     assert result.health == pytest.approx(1 - 0.5 / 4)
 
 
-def test_exploding_is_judged_by_the_clip_norm() -> None:
+def test_exploding_is_relative_to_the_clip_norm() -> None:
     parameters = net(torch.full((4,), 100.0))
     assert backlight.collect(parameters).result().exploding == 0
     result = backlight.collect(parameters, clip_norm=1.0).result()
@@ -66,13 +66,13 @@ def test_exploding_is_judged_by_the_clip_norm() -> None:
     assert result.health == pytest.approx(0.2)
 
 
-def test_the_result_is_made_once() -> None:
+def test_result_is_computed_once() -> None:
     pending = backlight.collect(net(torch.ones(2)))
     assert pending.result() is pending.result()
     assert pending.ready()
 
 
-def test_a_tensor_that_comes_twice_counts_once() -> None:
+def test_duplicate_tensor_counts_once() -> None:
     (parameter,) = net(torch.full((4,), 2.0))
     assert backlight.collect([parameter, parameter]).result().total_norm == 4.0
 
@@ -94,20 +94,20 @@ def test_groups_and_ratios() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "expected"), [(1.0, 0.0, math.inf), (0.0, 1.0, 0.0), (0.0, 0.0, math.nan)]
 )
-def test_a_dead_group(a: float, b: float, expected: float) -> None:
+def test_ratio_with_a_zero_group(a: float, b: float, expected: float) -> None:
     one, other = net(torch.full((3,), a), torch.full((3,), b))
     ratio = backlight.collect_groups({"a": [one], "b": [other]}).result().ratios["a", "b"]
     assert ratio == expected or (math.isnan(ratio) and math.isnan(expected))
 
 
-def test_an_unmeasured_group_has_no_ratio() -> None:
+def test_unmeasured_group_has_no_ratio() -> None:
     one, other = net(torch.ones(3), None)
     result = backlight.collect_groups({"a": [one], "b": [other]}).result()
     assert math.isnan(result.ratios["a", "b"])
     assert not result.groups["b"].measured
 
 
-def test_bad_groups_are_refused() -> None:
+def test_invalid_input_is_rejected() -> None:
     model = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
     with pytest.raises(
         ValueError, match=r"pattern 'encodr\.\*' matches none of 2 parameters; did you mean 'encoder'"

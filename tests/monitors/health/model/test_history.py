@@ -18,19 +18,19 @@ NUMBERS = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
 @given(st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_the_finite_median_is_numpys_over_the_finite_ones(rows: list[list[float]]) -> None:
+def test_finite_median_matches_numpy(rows: list[list[float]]) -> None:
     values = np.array(rows).T
     expected = [np.median(v[np.isfinite(v)]) if np.isfinite(v).any() else np.nan for v in values]
     np.testing.assert_allclose(finite_median(values), expected, rtol=1e-12)
 
 
-def test_the_finite_median_wants_a_minimum() -> None:
+def test_finite_median_requires_a_minimum_count() -> None:
     values = np.array([[1.0, np.nan, 3.0], [np.inf, np.nan, 3.0]])
     np.testing.assert_array_equal(finite_median(values, 2), [2.0, np.nan])
     assert np.isnan(finite_median(np.zeros((2, 0)))).all()
 
 
-def test_the_running_median_knows_nothing_of_what_follows() -> None:
+def test_running_median_is_causal() -> None:
     values = np.random.default_rng(0).lognormal(size=(300, 4))
     _, whole = medians_outrun(values, 64, 8, 5, 0.0)
     changed = values.copy()
@@ -39,7 +39,7 @@ def test_the_running_median_knows_nothing_of_what_follows() -> None:
     np.testing.assert_array_equal(medians[:201], whole[:201])
 
 
-def test_the_deviation_of_normal_numbers_is_one() -> None:
+def test_deviation_of_standard_normal_is_one() -> None:
     median, spread = median_and_deviation(np.random.default_rng(0).normal(size=20_001))
     assert median == pytest.approx(0.0, abs=0.02)
     assert spread == pytest.approx(1.0, abs=0.02)

@@ -25,7 +25,7 @@ NAMES = ("encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "head.weight"
         ("*", 5),
     ],
 )
-def test_what_a_pattern_means(pattern: str, count: int) -> None:
+def test_pattern_selects_members(pattern: str, count: int) -> None:
     found = members(NAMES, pattern)
     assert len(found) == count
     assert list(found) == [name for name in NAMES if name in found]
@@ -39,12 +39,12 @@ def test_what_a_pattern_means(pattern: str, count: int) -> None:
         ("Head", "did you mean 'head'"),
     ],
 )
-def test_a_group_that_matches_nothing_names_what_is_near(pattern: str, message: str) -> None:
+def test_unmatched_pattern_suggests_close_names(pattern: str, message: str) -> None:
     with pytest.raises(GroupError, match=message.replace("*", r"\*")):
         members(NAMES, pattern)
 
 
-def test_the_ratio_has_no_epsilon() -> None:
+def test_ratio_has_no_epsilon() -> None:
     assert ratio(1e-12, 1e-12) == 1.0
     assert ratio(1e-300, 1e-305) == pytest.approx(1e5)
     assert ratio(1.0, 0.0) == math.inf
@@ -53,7 +53,7 @@ def test_the_ratio_has_no_epsilon() -> None:
     assert np.isnan(ratio(np.nan, 1.0))
 
 
-def test_the_rms_of_a_group_is_that_of_its_values_together(synthetic: Any) -> None:
+def test_group_rms_pools_the_values_of_its_members(synthetic: Any) -> None:
     run = synthetic({"a.x": [1.0, 1.0, 1.0], "a.y": [3.0, float("nan"), float("nan")], "b": [5.0, 5.0, 5.0]})
     group = group_rms(run, "a")
     assert group.names == ("a.x", "a.y")

@@ -27,19 +27,19 @@ def test_vanishing_needs_both_limits() -> None:
     assert not vanishing(np.full(4, 1e-12), YES, LIMITS).any()
 
 
-def test_exact_zeros_vanish_even_where_most_are_zero() -> None:
+def test_exact_zeros_always_vanish() -> None:
     assert vanishing(np.array([0.0, 0.0, 0.0, 1e-3]), YES, LIMITS).tolist() == [True, True, True, False]
     assert vanishing(np.zeros(4), YES, LIMITS).all()
 
 
-def test_what_was_not_measured_has_no_part() -> None:
+def test_unmeasured_parameters_are_ignored() -> None:
     rms = np.array([0.0, np.nan, 1e-3, 1e-3])
     measured = np.array([False, False, True, True])
     assert not vanishing(rms, measured, LIMITS).any()
     assert not exploding(rms * 1e9, measured, np.full(4, np.nan), LIMITS).any()
 
 
-def test_exploding_is_judged_by_its_own_median() -> None:
+def test_exploding_is_relative_to_its_own_median() -> None:
     rms = np.array([2e3, 5e2, 1.0, 5e-9])
     medians = np.array([1.0, 1.0, 0.0, 1e-15])
     assert exploding(rms, YES, medians, LIMITS).tolist() == [True, False, False, False]
@@ -47,7 +47,7 @@ def test_exploding_is_judged_by_its_own_median() -> None:
     assert not exploding(rms, YES, unknown, LIMITS).any()
 
 
-def test_a_total_norm_beyond_the_clip_norm_marks_the_step() -> None:
+def test_total_norm_above_the_clip_norm_marks_the_step() -> None:
     rms, measured = np.ones((2, 3)), np.array([[True, True, False]] * 2)
     marks = exploding(
         rms, measured, rms, LIMITS, total_norm=np.array([9.0, 11.0]), clip_norm=np.array([1.0, 1.0])
@@ -56,7 +56,7 @@ def test_a_total_norm_beyond_the_clip_norm_marks_the_step() -> None:
     assert not exploding(rms, measured, rms, LIMITS, total_norm=np.array([1e9, 1e9])).any()
 
 
-def test_health_is_the_formula_of_the_sheet() -> None:
+def test_health_follows_the_documented_formula() -> None:
     def of(vanishes: int, explodes: int, finite: bool = True, measured: int = 4) -> float:
         marks = [np.arange(4) < n for n in (measured, vanishes, explodes)]
         return float(health(*marks, finite, LIMITS))
@@ -77,7 +77,7 @@ def test_health_is_the_formula_of_the_sheet() -> None:
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None)
-def test_health_does_not_depend_on_the_order_and_lies_in_its_range(
+def test_health_is_order_invariant_and_between_0_and_1(
     values: list[float], median: float, random: Any
 ) -> None:
     rms = np.array(values)
@@ -93,7 +93,7 @@ def test_health_does_not_depend_on_the_order_and_lies_in_its_range(
     assert score(rms) == pytest.approx(score(rms[order]))
 
 
-def test_the_series_of_a_run(synthetic: Any) -> None:
+def test_health_series_of_a_run(synthetic: Any) -> None:
     rms = {
         "a": [1e-2] * 30,
         "b": [1e-2] * 10 + [0.0] * 10 + [1e-2] * 10,
@@ -115,7 +115,7 @@ def test_the_series_of_a_run(synthetic: Any) -> None:
     assert (scored.vanishing[15], scored.exploding[25], scored.non_finite[28]) == (1, 1, 1)
 
 
-def test_the_series_goes_by_what_the_run_recorded(synthetic: Any) -> None:
+def test_health_series_uses_recorded_overrides(synthetic: Any) -> None:
     rms = {"a": [1e-2] * 10, "b": [0.0] * 10}
     run = synthetic(rms, overrides={"health": {"penalty_vanishing": 1.0}})
     assert health_series(run).score[0] == 0.5
@@ -124,11 +124,11 @@ def test_the_series_goes_by_what_the_run_recorded(synthetic: Any) -> None:
     assert health_series(synthetic(rms, overrides={"health": of_the_future})).score[0] == 0.5
 
 
-def test_a_run_without_gradients_has_no_health(synthetic: Any) -> None:
+def test_run_without_gradients_has_no_health(synthetic: Any) -> None:
     assert len(health_series(synthetic({})).score) == 0
 
 
-def test_total_norms_are_recorded_ones_or_joined(synthetic: Any) -> None:
+def test_total_norms_are_recorded_or_computed(synthetic: Any) -> None:
     rms = {"a": [1.0, 1.0, 1.0], "b": [2.0, 2.0, float("nan")]}
     run = synthetic(rms, scalars={"total_norm": {1: 99.0}})
     norms = total_norms(run, np.arange(3))

@@ -32,19 +32,19 @@ def train(
 
 
 @pytest.mark.parametrize("optimizer", sorted(RATES))
-def test_a_forgotten_zero_grad_is_found_and_its_twin_is_not(
-    recorder: Any, judged: Any, optimizer: str
+def test_missing_zero_grad_is_found_and_its_control_is_not(
+    recorder: Any, evaluated: Any, optimizer: str
 ) -> None:
-    (finding,) = judged(train(recorder, optimizer, None), "accumulating")
+    (finding,) = evaluated(train(recorder, optimizer, None), "accumulating")
     assert finding.severity is Severity.ERROR
     assert finding.subject.step == 0
     assert finding.evidence[0].path == "scalars/total_norm"
-    assert not judged(train(recorder, optimizer, 1), "accumulating")
-    assert not judged(train(recorder, optimizer, 1, warm=40), "accumulating")
+    assert not evaluated(train(recorder, optimizer, 1), "accumulating")
+    assert not evaluated(train(recorder, optimizer, 1, warm=40), "accumulating")
 
 
-def test_zero_once_per_epoch_is_found(recorder: Any, judged: Any) -> None:
-    assert judged(train(recorder, "SGD", 16), "accumulating")
+def test_zero_grad_once_per_epoch_is_found(recorder: Any, evaluated: Any) -> None:
+    assert evaluated(train(recorder, "SGD", 16), "accumulating")
 
 
 def growing(power: float, steps: int = 30, noise: float = 0.02) -> np.ndarray:
@@ -52,20 +52,20 @@ def growing(power: float, steps: int = 30, noise: float = 0.02) -> np.ndarray:
     return 1e-2 * np.arange(1, steps + 1) ** power * random.lognormal(0, noise, steps)
 
 
-def test_growth_of_other_kinds_is_silent(synthetic: Any, judged: Any) -> None:
+def test_other_growth_has_no_finding(synthetic: Any, evaluated: Any) -> None:
     backwards = {"backwards": np.arange(1, 31)}
-    assert judged(synthetic({"a": growing(1.0), "b": growing(0.6)}), "accumulating")
-    assert not judged(synthetic({"a": growing(1.0), "b": growing(1.0)}, scalars=backwards), "accumulating")
-    assert not judged(synthetic({"a": growing(2.0)}), "accumulating")
-    assert not judged(synthetic({"a": growing(0.2)}), "accumulating")
-    assert not judged(synthetic({"a": growing(1.0, noise=0.5)}), "accumulating")
-    assert not judged(synthetic({"a": growing(1.0, steps=11)}), "accumulating")
+    assert evaluated(synthetic({"a": growing(1.0), "b": growing(0.6)}), "accumulating")
+    assert not evaluated(synthetic({"a": growing(1.0), "b": growing(1.0)}, scalars=backwards), "accumulating")
+    assert not evaluated(synthetic({"a": growing(2.0)}), "accumulating")
+    assert not evaluated(synthetic({"a": growing(0.2)}), "accumulating")
+    assert not evaluated(synthetic({"a": growing(1.0, noise=0.5)}), "accumulating")
+    assert not evaluated(synthetic({"a": growing(1.0, steps=11)}), "accumulating")
     still = {f"w{i}": [1e-4] * 30 for i in range(3)}
-    assert not judged(synthetic({"a": growing(1.0), **still}), "accumulating")
+    assert not evaluated(synthetic({"a": growing(1.0), **still}), "accumulating")
 
 
-def test_steps_that_were_not_recorded_count(synthetic: Any, judged: Any) -> None:
+def test_unrecorded_steps_count(synthetic: Any, evaluated: Any) -> None:
     steps = np.arange(0, 300, 10)
     rms = {"a": 1e-2 * (steps + 1.0)}
-    (finding,) = judged(synthetic(rms, steps=steps), "accumulating")
+    (finding,) = evaluated(synthetic(rms, steps=steps), "accumulating")
     assert finding.subject.step == 0

@@ -11,27 +11,27 @@ def clipped(factor: np.ndarray) -> dict[str, Any]:
     return {"clip/factor": factor, "clip/norm": 1.0 / factor, "clip/limit": np.ones(len(factor))}
 
 
-def test_hard_clipping_is_a_warning_and_mild_a_remark(synthetic: Any, judged: Any) -> None:
+def test_severity_depends_on_the_clip_factor(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": [1e-2] * 100}
-    (hard,) = judged(synthetic(rms, scalars=clipped(np.full(100, 0.02))), "always_clipped")
+    (hard,) = evaluated(synthetic(rms, scalars=clipped(np.full(100, 0.02))), "always_clipped")
     assert hard.severity is Severity.WARNING
     assert [e.path for e in hard.evidence] == [
         "scalars/clip/factor",
         "scalars/clip/norm",
         "scalars/clip/limit",
     ]
-    (mild,) = judged(synthetic(rms, scalars=clipped(np.full(100, 0.6))), "always_clipped")
+    (mild,) = evaluated(synthetic(rms, scalars=clipped(np.full(100, 0.6))), "always_clipped")
     assert mild.severity is Severity.INFO
 
 
-def test_sound_clipping_is_silent(synthetic: Any, judged: Any) -> None:
+def test_healthy_clipping_has_no_finding(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": [1e-2] * 100}
     half = np.where(np.arange(100) % 2, 0.5, 1.0)
     early = np.where(np.arange(100) < 30, 0.01, 1.0)
     for factor in (half, early, np.ones(100), np.full(60, 0.01)):  # the last: 48 settled steps
         run = synthetic({"a": rms["a"][: len(factor)]}, scalars=clipped(factor))
-        assert not judged(run, "always_clipped")
-    assert not judged(synthetic(rms), "always_clipped")
+        assert not evaluated(run, "always_clipped")
+    assert not evaluated(synthetic(rms), "always_clipped")
 
 
 def train(recorder: Any, limit: float) -> Any:
@@ -47,7 +47,7 @@ def train(recorder: Any, limit: float) -> Any:
     return rec.close()
 
 
-def test_a_real_limit_too_low_is_found_and_a_usual_one_is_not(recorder: Any, judged: Any) -> None:
-    (finding,) = judged(train(recorder, 1e-3), "always_clipped")
+def test_low_limit_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(train(recorder, 1e-3), "always_clipped")
     assert finding.severity is Severity.WARNING
-    assert not judged(train(recorder, 30.0), "always_clipped")
+    assert not evaluated(train(recorder, 30.0), "always_clipped")

@@ -18,33 +18,33 @@ def stack(
     return {name.format(i): 1e-2 * each[i] * random.lognormal(0, 0.2, steps) for i in range(blocks)}
 
 
-def test_a_injected_slope_is_found_with_its_factor(synthetic: Any, judged: Any) -> None:
-    (finding,) = judged(synthetic(stack(0.4, scatter=0.0)), "depth_slope")
+def test_injected_slope_is_found_with_its_factor(synthetic: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(synthetic(stack(0.4, scatter=0.0)), "depth_slope")
     assert finding.subject.parameter == "blocks.0.mlp.weight"
     first, last = finding.evidence[0].value, finding.evidence[-1].value
     assert (last / first) ** (1 / 11) == pytest.approx(2.5, rel=0.03)
     assert finding.evidence[0].path == "series/gradient/rms/blocks.0.mlp.weight"
 
 
-def test_growth_towards_the_input_is_named_so(synthetic: Any, judged: Any) -> None:
-    (finding,) = judged(synthetic(stack(2.0)), "depth_slope")
+def test_growth_towards_the_input_names_the_last_block(synthetic: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(synthetic(stack(2.0)), "depth_slope")
     assert finding.subject.parameter == "blocks.11.mlp.weight"
 
 
-def test_several_stacks_are_one_finding(synthetic: Any, judged: Any) -> None:
+def test_several_stacks_are_one_finding(synthetic: Any, evaluated: Any) -> None:
     rms = stack(0.4) | stack(0.5, name="blocks.{}.attn.weight") | stack(1.0, name="blocks.{}.gate.weight")
-    (finding,) = judged(synthetic(rms), "depth_slope")
+    (finding,) = evaluated(synthetic(rms), "depth_slope")
     assert finding.severity is Severity.WARNING
 
 
-def test_names_without_numbers_go_by_model_order(synthetic: Any, judged: Any) -> None:
+def test_names_without_numbers_use_model_order(synthetic: Any, evaluated: Any) -> None:
     letters = iter("abcdefghijkl")
     rms = {next(letters): values for values in stack(0.4).values()}
-    (finding,) = judged(synthetic(rms), "depth_slope")
+    (finding,) = evaluated(synthetic(rms), "depth_slope")
     assert finding.subject.parameter == "a"
 
 
-def test_sound_stacks_are_silent(synthetic: Any, judged: Any) -> None:
+def test_healthy_stack_has_no_finding(synthetic: Any, evaluated: Any) -> None:
     for rms in (
         stack(1.0),
         stack(0.85),  # 6 over 12 blocks, as residual networks show
@@ -54,13 +54,13 @@ def test_sound_stacks_are_silent(synthetic: Any, judged: Any) -> None:
         stack(0.4, scatter=3.5),  # steep, but no line
         {f"w{i}": [1e-2 * 10.0 ** (-6 * (i == 0))] * 20 for i in range(12)},  # one outlier is no slope
     ):
-        assert not judged(synthetic(rms), "depth_slope")
+        assert not evaluated(synthetic(rms), "depth_slope")
 
 
-def test_a_slope_that_most_steps_do_not_show_is_silent(synthetic: Any, judged: Any) -> None:
+def test_slope_at_a_minority_of_steps_has_no_finding(synthetic: Any, evaluated: Any) -> None:
     flat, steep = stack(1.0, steps=40), stack(0.3, steps=40)
     rms = {name: np.concatenate([flat[name][:17], steep[name][17:]]) for name in flat}
-    assert not judged(synthetic(rms), "depth_slope")
+    assert not evaluated(synthetic(rms), "depth_slope")
 
 
 def train(recorder: Any, activation: Callable[[], nn.Module], gain: float) -> Any:
@@ -82,10 +82,10 @@ def train(recorder: Any, activation: Callable[[], nn.Module], gain: float) -> An
     return rec.close()
 
 
-def test_real_stacks_sick_and_sound(recorder: Any, judged: Any) -> None:
-    (shrinking,) = judged(train(recorder, nn.Sigmoid, 1.0), "depth_slope")
+def test_trained_stacks_are_found_and_their_controls_are_not(recorder: Any, evaluated: Any) -> None:
+    (shrinking,) = evaluated(train(recorder, nn.Sigmoid, 1.0), "depth_slope")
     assert shrinking.subject.parameter == "0.weight"
-    (growing,) = judged(train(recorder, nn.Hardtanh, 5.0), "depth_slope")
+    (growing,) = evaluated(train(recorder, nn.Hardtanh, 5.0), "depth_slope")
     assert growing.subject.parameter != "0.weight"
-    assert not judged(train(recorder, nn.ReLU, 2**0.5), "depth_slope")
-    assert not judged(train(recorder, nn.Tanh, 1.0), "depth_slope")
+    assert not evaluated(train(recorder, nn.ReLU, 2**0.5), "depth_slope")
+    assert not evaluated(train(recorder, nn.Tanh, 1.0), "depth_slope")

@@ -11,33 +11,33 @@ def noise(steps: int, seed: int = 0) -> np.ndarray:
     return 1e-2 * np.random.default_rng(seed).lognormal(0, 0.3, steps)
 
 
-def test_injected_growth_is_found_with_its_beginning(synthetic: Any, judged: Any) -> None:
+def test_injected_growth_is_found_with_its_first_step(synthetic: Any, evaluated: Any) -> None:
     rms = {f"w{i}": noise(80, i) for i in range(6)}
     rms["w2"][60:] *= 1e5 * 1.2 ** np.arange(20)
     rms["w4"][62:] *= 1e4
-    (finding,) = judged(synthetic(rms), "exploding")
+    (finding,) = evaluated(synthetic(rms), "exploding")
     assert finding.severity is Severity.ERROR
     assert finding.subject.parameter == "w2"
     assert finding.subject.step == 60
     assert finding.evidence[0].step == int(np.argmax(rms["w2"]))
 
 
-def test_an_explosion_that_came_back_is_a_warning(synthetic: Any, judged: Any) -> None:
+def test_recovered_explosion_is_a_warning(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": noise(80), "b": noise(80, 1)}
     rms["a"][40:44] *= 1e5
-    (finding,) = judged(synthetic(rms), "exploding")
+    (finding,) = evaluated(synthetic(rms), "exploding")
     assert finding.severity is Severity.WARNING
 
 
-def test_one_leap_is_left_to_spike_unless_it_ends_in_nan(synthetic: Any, judged: Any) -> None:
+def test_single_jump_is_left_to_spike_unless_nan_follows(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": noise(80), "b": noise(80, 1)}
     rms["a"][50] *= 1e6
-    assert not judged(synthetic(rms), "exploding")
-    (finding,) = judged(synthetic(rms, nan={("a", 51): 3}), "exploding")
+    assert not evaluated(synthetic(rms), "exploding")
+    (finding,) = evaluated(synthetic(rms, nan={("a", 51): 3}), "exploding")
     assert finding.subject.step == 50
 
 
-def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
+def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     steps = np.arange(400)
     rms = {
         "noisy": noise(400),
@@ -47,24 +47,24 @@ def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
         "steep start": noise(400) * (1 + 1e6 * np.exp(-steps / 2.0)),
         "rare": np.where(steps % 7 == 0, 1e-2, np.nan),
     }
-    assert not judged(synthetic(rms), "exploding")
+    assert not evaluated(synthetic(rms), "exploding")
 
 
-def test_the_clip_norm_counts_only_beside_the_past(synthetic: Any, judged: Any) -> None:
+def test_clip_norm_counts_only_with_growth(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": noise(80), "b": noise(80, 1)}
     clip = {"clip/norm": [0.1] * 80, "clip/limit": [1e-3] * 80}
-    assert not judged(synthetic(rms, scalars=clip), "exploding")  # clipped low from the start
+    assert not evaluated(synthetic(rms, scalars=clip), "exploding")  # clipped low from the start
     rms["a"][60:66] *= 100
-    (finding,) = judged(synthetic(rms, scalars=clip), "exploding")
+    (finding,) = evaluated(synthetic(rms, scalars=clip), "exploding")
     assert finding.subject.parameter is None
     assert finding.subject.step == 60
-    assert not judged(synthetic(rms), "exploding")  # 100 times its past alone is no explosion
+    assert not evaluated(synthetic(rms), "exploding")  # 100 times its past alone is no explosion
 
 
-def test_a_clip_by_value_is_no_clip_norm(synthetic: Any, judged: Any) -> None:
+def test_clip_value_is_not_a_clip_norm(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": noise(80), "b": noise(80, 1)}
     rms["a"][60:66] *= 100
-    assert not judged(synthetic(rms, scalars={"clip/limit": [1e-3] * 80}), "exploding")
+    assert not evaluated(synthetic(rms, scalars={"clip/limit": [1e-3] * 80}), "exploding")
 
 
 def diverge(recorder: Any, rate: float) -> Any:
@@ -80,13 +80,13 @@ def diverge(recorder: Any, rate: float) -> Any:
     return rec.close()
 
 
-def test_a_learning_rate_beyond_stability_is_found_and_its_twin_is_not(recorder: Any, judged: Any) -> None:
-    (finding,) = judged(diverge(recorder, 1.5), "exploding")
+def test_unstable_rate_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(diverge(recorder, 1.5), "exploding")
     assert finding.severity is Severity.ERROR
     assert not evaluate_rules(diverge(recorder, 0.1))
 
 
-def test_a_gradient_that_is_rounding_error_does_not_explode(synthetic: Any, judged: Any) -> None:
+def test_rounding_error_does_not_explode(synthetic: Any, evaluated: Any) -> None:
     noise = [1e-12] * 40 + [2e-8] * 40  # a bias before a batch norm, after a change of the kernel
-    assert not judged(synthetic({"bias": noise, "a": [1e-2] * 80, "b": [1e-2] * 80}), "exploding")
-    assert judged(synthetic({"bias": noise, "a": [1e-6] * 80, "b": [1e-6] * 80}), "exploding")
+    assert not evaluated(synthetic({"bias": noise, "a": [1e-2] * 80, "b": [1e-2] * 80}), "exploding")
+    assert evaluated(synthetic({"bias": noise, "a": [1e-6] * 80, "b": [1e-6] * 80}), "exploding")

@@ -13,16 +13,16 @@ def of(host: float, graft: Any, steps: int = 40) -> dict[str, Any]:
     return {"host.0.w": [host] * steps, "host.1.w": [host] * steps, "graft.w": np.broadcast_to(graft, steps)}
 
 
-def test_a_ratio_out_of_bounds_is_found_either_way(synthetic: Any, judged: Any) -> None:
-    (high,) = judged(synthetic(of(1e-2, 1e-6), groups=GROUPS), "group_ratio")
+def test_ratio_out_of_bounds_is_found_in_both_directions(synthetic: Any, evaluated: Any) -> None:
+    (high,) = evaluated(synthetic(of(1e-2, 1e-6), groups=GROUPS), "group_ratio")
     assert high.evidence[0].value / high.evidence[1].value == pytest.approx(1e4)
-    (low,) = judged(synthetic(of(1e-6, 1e-2), groups=GROUPS), "group_ratio")
+    (low,) = evaluated(synthetic(of(1e-6, 1e-2), groups=GROUPS), "group_ratio")
     assert low.evidence[0].value / low.evidence[1].value == pytest.approx(1e-4)
-    (dead,) = judged(synthetic(of(1e-2, 0.0), groups=GROUPS), "group_ratio")
+    (dead,) = evaluated(synthetic(of(1e-2, 0.0), groups=GROUPS), "group_ratio")
     assert dead.evidence[1].value == 0.0
 
 
-def test_sound_ratios_are_silent(synthetic: Any, judged: Any) -> None:
+def test_healthy_ratios_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     flickers = np.where(np.arange(40) % 3, 1e-2, 1e-6)
     for run in (
         synthetic(of(1e-2, 1e-3), groups=GROUPS),
@@ -31,11 +31,13 @@ def test_sound_ratios_are_silent(synthetic: Any, judged: Any) -> None:
         synthetic(of(1e-2, 1e-6, steps=19), groups=GROUPS),
         synthetic(of(1e-2, 1e-6)),
     ):
-        assert not judged(run, "group_ratio")
+        assert not evaluated(run, "group_ratio")
 
 
-def test_a_group_without_parameters_is_said_to_be_one(synthetic: Any, judged: Any) -> None:
-    (finding,) = judged(synthetic(of(1e-2, 1e-2), groups={"host": "host", "gift": "grafd.*"}), "group_ratio")
+def test_group_without_parameters_is_reported(synthetic: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(
+        synthetic(of(1e-2, 1e-2), groups={"host": "host", "gift": "grafd.*"}), "group_ratio"
+    )
     assert finding.subject.module == "gift"
 
 
@@ -62,7 +64,7 @@ def train(recorder: Any, damping: float) -> Any:
     return rec.close()
 
 
-def test_a_damped_graft_is_found_and_its_twin_is_not(recorder: Any, judged: Any) -> None:
-    (finding,) = judged(train(recorder, 1e-4), "group_ratio")
+def test_damped_graft_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(train(recorder, 1e-4), "group_ratio")
     assert finding.subject.module == "host/graft"
-    assert not judged(train(recorder, 1.0), "group_ratio")
+    assert not evaluated(train(recorder, 1.0), "group_ratio")

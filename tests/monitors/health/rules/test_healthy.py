@@ -307,9 +307,9 @@ SLOW = {
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.full] if n in SLOW else []) for n in sorted(TRAININGS)]
 )
-def test_a_sound_training_is_not_called_ill(name: str, recorder: Make, judged: Make) -> None:
+def test_healthy_run_has_no_finding(name: str, recorder: Make, evaluated: Make) -> None:
     train, remarks = TRAININGS[name]
-    findings = judged(train(recorder))
+    findings = evaluated(train(recorder))
     ill = [f"{f.rule}: {f.title}" for f in findings if f.severity is not Severity.INFO]
     assert not ill
     assert {f.rule for f in findings} <= remarks

@@ -31,10 +31,10 @@ def train(recorder: Any, model: nn.Module, held: list[nn.Parameter], steps: int 
     return rec.close()
 
 
-def test_each_reason_is_a_finding(recorder: Any, judged: Any) -> None:
+def test_each_reason_is_a_finding(recorder: Any, evaluated: Any) -> None:
     model = Net()
     held = [p for name, p in model.named_parameters() if not name.startswith("cut")]
-    found = {f.subject.parameter: f for f in judged(train(recorder, model, held), "no_gradient")}
+    found = {f.subject.parameter: f for f in evaluated(train(recorder, model, held), "no_gradient")}
     assert set(found) == {"used.weight"} ^ {"used.weight", "unused.weight", "cut.weight", "frozen.weight"}
     assert found["frozen.weight"].severity is Severity.INFO
     assert found["unused.weight"].severity is Severity.WARNING
@@ -42,31 +42,31 @@ def test_each_reason_is_a_finding(recorder: Any, judged: Any) -> None:
     assert found["cut.weight"].severity is Severity.WARNING
 
 
-def test_a_whole_model_is_silent(recorder: Any, judged: Any) -> None:
+def test_fully_trained_model_has_no_finding(recorder: Any, evaluated: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
-    assert not judged(train(recorder, model, list(model.parameters())), "no_gradient")
+    assert not evaluated(train(recorder, model, list(model.parameters())), "no_gradient")
 
 
-def test_few_steps_say_nothing_of_unused_parameters(recorder: Any, judged: Any) -> None:
+def test_unused_parameters_need_enough_steps(recorder: Any, evaluated: Any) -> None:
     model = Net()
-    rules = judged(train(recorder, model, list(model.parameters()), steps=4), "no_gradient")
+    rules = evaluated(train(recorder, model, list(model.parameters()), steps=4), "no_gradient")
     assert [f.severity for f in rules] == [Severity.INFO]  # the frozen ones
 
 
-def test_a_parameter_used_once_is_not_reported(synthetic: Any, judged: Any) -> None:
+def test_parameter_used_once_has_no_finding(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": [1e-2] * 30, "rare": [float("nan")] * 29 + [1e-2]}
-    assert not judged(synthetic(rms), "no_gradient")
+    assert not evaluated(synthetic(rms), "no_gradient")
 
 
-def test_what_backlight_could_not_measure_is_no_fault_of_the_model(synthetic: Any, judged: Any) -> None:
+def test_unmeasured_parameter_is_info_only(synthetic: Any, evaluated: Any) -> None:
     lost = ParameterRecord("inner", (4, 4), "float32", "cpu", 16, group="0/0")
     told = {"what": "gradient", "reason": "stepped inside backward", "parameters": ["inner"]}
     run = synthetic({"a": [1e-2] * 10}, extra=[lost], events=[(0, "unmeasured", told)])
-    (finding,) = judged(run, "no_gradient")
+    (finding,) = evaluated(run, "no_gradient")
     assert finding.severity is Severity.INFO
 
 
-def test_tensors_that_no_module_holds_are_said_to_be_foreign(synthetic: Any, judged: Any) -> None:
+def test_tensor_outside_the_model_is_a_warning(synthetic: Any, evaluated: Any) -> None:
     stale = ParameterRecord("optimizer0.group0.parameter2", (4, 4), "float32", "cpu", 16, group="0/0")
-    (finding,) = judged(synthetic({"a": [1e-2] * 10}, extra=[stale]), "no_gradient")
+    (finding,) = evaluated(synthetic({"a": [1e-2] * 10}, extra=[stale]), "no_gradient")
     assert (finding.severity, finding.subject.parameter) == (Severity.WARNING, stale.name)

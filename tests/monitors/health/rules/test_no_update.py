@@ -34,99 +34,97 @@ def train(
     return rec.close()
 
 
-def test_a_learning_rate_of_zero_is_found(recorder: Any, judged: Any) -> None:
+def test_zero_learning_rate_is_found(recorder: Any, evaluated: Any) -> None:
     model = build()
     run = train(recorder, model, torch.optim.SGD(model.parameters(), lr=0.0))
-    (finding,) = judged(run, "no_update")
+    (finding,) = evaluated(run, "no_update")
     assert finding.severity is Severity.ERROR
     assert finding.evidence[-1].path == "scalars/lr/0/0"
     assert finding.evidence[-1].value == 0.0
 
 
-def test_one_group_at_zero_is_a_warning(recorder: Any, judged: Any) -> None:
+def test_one_group_at_zero_is_a_warning(recorder: Any, evaluated: Any) -> None:
     model = build()
     groups = [{"params": model[2].parameters(), "lr": 0.1}, {"params": model[0].parameters(), "lr": 0.1}]
     run = train(recorder, model, torch.optim.SGD(groups), lambda step: 0.1 * (step < 12))
-    (finding,) = judged(run, "no_update")
+    (finding,) = evaluated(run, "no_update")
     assert finding.severity is Severity.WARNING
     assert finding.subject.parameter == "0.weight"
 
 
-def test_an_optimizer_that_holds_other_tensors_is_found(recorder: Any, judged: Any) -> None:
+def test_optimizer_with_stale_tensors_is_found(recorder: Any, evaluated: Any) -> None:
     model = build()
     held = copy.deepcopy(model[0])
     optimizer = torch.optim.SGD([*held.parameters(), *model[2].parameters()], lr=0.1)
-    (finding,) = judged(train(recorder, model, optimizer), "no_update")
+    (finding,) = evaluated(train(recorder, model, optimizer), "no_update")
     assert finding.severity is Severity.WARNING
     assert finding.subject.parameter == "0.weight"
 
 
-def test_steps_lost_in_bfloat16_are_found_with_the_reason(recorder: Any, judged: Any) -> None:
+def test_updates_below_bfloat16_resolution_are_found(recorder: Any, evaluated: Any) -> None:
     model = build().to(torch.bfloat16)
     run = train(recorder, model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    (finding,) = judged(run, "no_update")
+    (finding,) = evaluated(run, "no_update")
     assert finding.severity is Severity.ERROR
     assert finding.evidence[-1].path == "scalars/lr/0/0"
 
 
-def test_sound_trainings_are_silent(recorder: Any, judged: Any) -> None:
+def test_healthy_runs_have_no_finding(recorder: Any, evaluated: Any) -> None:
     model = build()
     warm = train(recorder, model, torch.optim.SGD(model.parameters(), lr=0.0), lambda step: 1e-3 * step)
-    assert not judged(warm, "no_update")
+    assert not evaluated(warm, "no_update")
     ends = train(recorder, model, torch.optim.AdamW(model.parameters()), lambda step: 1e-3 * (1 - step / 29))
-    assert not judged(ends, "no_update")  # the last step of a decay has the rate 0
+    assert not evaluated(ends, "no_update")  # the last step of a decay has the rate 0
     short = train(recorder, model, torch.optim.SGD(model.parameters(), lr=0.0), steps=9)
-    assert not judged(short, "no_update")
+    assert not evaluated(short, "no_update")
 
 
-def test_a_dead_or_skipped_step_does_not_count(synthetic: Any, judged: Any) -> None:
+def test_zero_gradient_and_skipped_steps_do_not_count(synthetic: Any, evaluated: Any) -> None:
     still = {"a": [0.0] * 30, "b": [1e-3] * 30}
     zero = synthetic({"a": [0.0] * 30, "b": [1e-3] * 30}, update=still)
-    assert not judged(zero, "no_update")
+    assert not evaluated(zero, "no_update")
     rms = {"a": [1e-3] * 30, "b": [1e-3] * 30}
-    assert judged(synthetic(rms, update=still), "no_update")
+    assert evaluated(synthetic(rms, update=still), "no_update")
     sparse = {"a": [0.95] * 30, "b": [0.95] * 30}
-    assert judged(synthetic(rms, update=still, zeros=sparse), "no_update")
-    assert not judged(synthetic(rms, update=still, zeros=sparse, sampled=8), "no_update")
+    assert evaluated(synthetic(rms, update=still, zeros=sparse), "no_update")
+    assert not evaluated(synthetic(rms, update=still, zeros=sparse, sampled=8), "no_update")
     skipped = {"scaler/skipped": [1.0] * 25 + [0.0] * 5}
-    assert not judged(synthetic(rms, update=still, scalars=skipped), "no_update")
+    assert not evaluated(synthetic(rms, update=still, scalars=skipped), "no_update")
 
 
-def test_a_step_that_fp32_cannot_represent_is_no_evidence(synthetic: Any, judged: Any) -> None:
+def test_update_below_fp32_resolution_is_no_evidence(synthetic: Any, evaluated: Any) -> None:
     """A bias before a batch norm: its gradient is rounding error, and lr times it is below the spacing."""
     noise = {"conv.bias": [2e-8] * 30, "conv.weight": [1e-2] * 30}
     still = {"conv.bias": [0.0] * 30, "conv.weight": [1e-3] * 30}
     rate = {"lr/0/0": [0.1] * 30}
-    assert not judged(synthetic(noise, update=still, weight=8.0, scalars=rate), "no_update")
+    assert not evaluated(synthetic(noise, update=still, weight=8.0, scalars=rate), "no_update")
     # A gradient whose step fp32 can represent: something stops the weight.
     large = noise | {"conv.bias": [1e-5] * 30}
-    (finding,) = judged(synthetic(large, update=still, weight=8.0, scalars=rate), "no_update")
+    (finding,) = evaluated(synthetic(large, update=still, weight=8.0, scalars=rate), "no_update")
     assert (finding.severity, finding.subject.parameter) == (Severity.WARNING, "conv.bias")
     # No weight moves at all: the rate is too small for every one of them.
     none = {name: [0.0] * 30 for name in noise}
-    (finding,) = judged(
+    (finding,) = evaluated(
         synthetic(noise, update=none, weight=8.0, scalars={"lr/0/0": [1e-9] * 30}), "no_update"
     )
     assert finding.severity is Severity.ERROR
 
 
-def test_a_rate_of_zero_is_found_however_small_the_gradient(synthetic: Any, judged: Any) -> None:
+def test_zero_rate_is_found_for_small_gradients(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": [2e-8] * 30, "b": [1e-2] * 30}
     still = {"a": [0.0] * 30, "b": [1e-3] * 30}
     records = {"a": parameter("a"), "b": parameter("b", group="0/1")}
     rates = {"lr/0/0": [0.0] * 30, "lr/0/1": [0.1] * 30}
-    (finding,) = judged(synthetic(rms, update=still, records=records, scalars=rates), "no_update")
+    (finding,) = evaluated(synthetic(rms, update=still, records=records, scalars=rates), "no_update")
     assert finding.subject.parameter == "a"
 
 
-def test_a_replaced_module_is_one_finding_with_the_evidence_of_both_sides(
-    synthetic: Any, judged: Any
-) -> None:
+def test_replaced_module_is_one_finding(synthetic: Any, evaluated: Any) -> None:
     stale = [parameter(f"optimizer0.group0.parameter{i}", module="", module_type="") for i in (1, 2)]
     records = {"a": parameter("a"), "head": parameter("head", group="")}
     run = synthetic({"a": [1e-2] * 6, "head": [1e-2] * 6}, records=records, extra=stale)
-    assert not judged(run, "no_gradient")
-    (finding,) = judged(run, "no_update")
+    assert not evaluated(run, "no_gradient")
+    (finding,) = evaluated(run, "no_update")
     assert (finding.severity, finding.subject.parameter) == (Severity.WARNING, "head")
     paths = {e.path for e in finding.evidence}
     assert {"parameters/group/head", f"parameters/group/{stale[0].name}"} <= paths

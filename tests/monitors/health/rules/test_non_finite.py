@@ -10,10 +10,10 @@ def rms(steps: int = 30) -> dict[str, list[float]]:
     return {name: [1e-2] * steps for name in ("first", "middle", "last", "head")}
 
 
-def test_the_first_step_and_the_parameter_nearest_to_the_loss(synthetic: Any, judged: Any) -> None:
+def test_first_step_and_parameter_closest_to_the_loss(synthetic: Any, evaluated: Any) -> None:
     bad = {("first", 12): 64, ("middle", 12): 2, ("last", 20): 1}
     run = synthetic(rms(), nan=bad, scalars={"loss": [2.0] * 30})
-    (finding,) = judged(run, "non_finite")
+    (finding,) = evaluated(run, "non_finite")
     assert finding.severity is Severity.ERROR
     assert (finding.subject.parameter, finding.subject.step) == ("middle", 12)
     assert [(e.path, e.value) for e in finding.evidence[:3]] == [
@@ -23,25 +23,25 @@ def test_the_first_step_and_the_parameter_nearest_to_the_loss(synthetic: Any, ju
     ]
 
 
-def test_steps_that_a_scaler_skipped_do_not_count(synthetic: Any, judged: Any) -> None:
+def test_skipped_steps_do_not_count(synthetic: Any, evaluated: Any) -> None:
     skipped = {"scaler/skipped": {4: 1.0, 5: 0.0, 9: 1.0}}
     bad = {("first", 4): 1, ("head", 9): 1}
-    assert not judged(synthetic(rms(), nan=bad, scalars=skipped), "non_finite")
-    (finding,) = judged(synthetic(rms(), nan=bad | {("head", 5): 1}, scalars=skipped), "non_finite")
+    assert not evaluated(synthetic(rms(), nan=bad, scalars=skipped), "non_finite")
+    (finding,) = evaluated(synthetic(rms(), nan=bad | {("head", 5): 1}, scalars=skipped), "non_finite")
     assert finding.subject.step == 5
 
 
-def test_a_loss_alone_is_found(synthetic: Any, judged: Any) -> None:
+def test_non_finite_loss_is_found(synthetic: Any, evaluated: Any) -> None:
     run = synthetic(rms(), scalars={"loss": [1.0] * 20 + [float("inf")] * 10})
-    (finding,) = judged(run, "non_finite")
+    (finding,) = evaluated(run, "non_finite")
     assert finding.subject.step == 20
     assert finding.subject.parameter is None
     assert finding.evidence[0].value == "inf"
 
 
-def test_finite_series_are_silent(synthetic: Any, judged: Any) -> None:
-    assert not judged(synthetic(rms(), scalars={"loss": [1.0] * 30}), "non_finite")
-    assert not judged(synthetic({}), "non_finite")
+def test_finite_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
+    assert not evaluated(synthetic(rms(), scalars={"loss": [1.0] * 30}), "non_finite")
+    assert not evaluated(synthetic({}), "non_finite")
 
 
 class Distance(nn.Module):
@@ -70,7 +70,7 @@ def train(recorder: Any, poisoned: int | None) -> Any:
     return rec.close()
 
 
-def test_a_root_at_zero_is_located_below_the_layer_that_stays_finite(recorder: Any, judged: Any) -> None:
-    (finding,) = judged(train(recorder, 11), "non_finite")
+def test_square_root_at_zero_is_found_below_the_finite_layer(recorder: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(train(recorder, 11), "non_finite")
     assert (finding.subject.parameter, finding.subject.step) == ("below.weight", 11)
-    assert not judged(train(recorder, None), "non_finite")
+    assert not evaluated(train(recorder, None), "non_finite")

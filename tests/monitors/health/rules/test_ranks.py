@@ -10,9 +10,7 @@ MEDIAN = 1e-3
 
 
 @pytest.mark.parametrize(("times", "reported"), [(0.99, False), (1.01, True)])
-def test_replicas_differ_by_more_than_the_rounding_error_of_the_step(
-    times: float, reported: bool, tmp_path: Path
-) -> None:
+def test_replicas_differ_beyond_rounding_error(times: float, reported: bool, tmp_path: Path) -> None:
     # A gradient that is zero but for rounding is another on each rank.
     apart = times * ROUNDING_SHARE * MEDIAN
     ranks = [

@@ -18,22 +18,22 @@ def of(steps: int = 150) -> dict[str, list[float]]:
     return {"a": [1e-2] * steps}
 
 
-def test_too_many_skips_are_found_with_their_share(synthetic: Any, judged: Any) -> None:
+def test_frequent_skips_are_found(synthetic: Any, evaluated: Any) -> None:
     run = synthetic(of(), scalars=skips(0, 1, 2, *range(20, 150, 8)))
-    (finding,) = judged(run, "scaler_skips")
+    (finding,) = evaluated(run, "scaler_skips")
     assert finding.severity is Severity.WARNING
     assert finding.subject.step == 20
     assert finding.evidence[0].path == "scalars/scaler/skipped"
 
 
-def test_a_search_for_a_scale_and_rare_skips_are_sound(synthetic: Any, judged: Any) -> None:
-    assert not judged(synthetic(of(), scalars=skips(*range(17))), "scaler_skips")
-    assert not judged(synthetic(of(), scalars=skips(0, 1, 70, 140)), "scaler_skips")
-    assert not judged(synthetic(of(40), scalars=skips(0, *range(20, 40, 4), steps=40)), "scaler_skips")
-    assert not judged(synthetic(of()), "scaler_skips")
+def test_calibration_and_rare_skips_have_no_finding(synthetic: Any, evaluated: Any) -> None:
+    assert not evaluated(synthetic(of(), scalars=skips(*range(17))), "scaler_skips")
+    assert not evaluated(synthetic(of(), scalars=skips(0, 1, 70, 140)), "scaler_skips")
+    assert not evaluated(synthetic(of(40), scalars=skips(0, *range(20, 40, 4), steps=40)), "scaler_skips")
+    assert not evaluated(synthetic(of()), "scaler_skips")
 
 
-def test_the_search_ends_with_settled_steps() -> None:
+def test_calibration_ends_with_settled_steps() -> None:
     limits = ScalerLimits()
     assert calibrated(np.array([True] * 17 + [False] * 30), limits) == 17
     assert calibrated(np.array([True, False] * 60), limits) == limits.skips_calibration
@@ -56,10 +56,10 @@ def train(recorder: Any, broken_from: int | None) -> Any:
     return rec.close()
 
 
-def test_a_scaler_that_never_steps_again_is_an_error(recorder: Any, judged: Any) -> None:
+def test_scaler_that_skips_every_step_is_an_error(recorder: Any, evaluated: Any) -> None:
     run = train(recorder, 40)
-    (finding,) = judged(run, "scaler_skips")
+    (finding,) = evaluated(run, "scaler_skips")
     assert finding.severity is Severity.ERROR
     assert finding.subject.step == 40
-    assert not judged(run, "non_finite")  # one cause, one finding
-    assert not judged(train(recorder, None), "scaler_skips")
+    assert not evaluated(run, "non_finite")  # one cause, one finding
+    assert not evaluated(train(recorder, None), "scaler_skips")

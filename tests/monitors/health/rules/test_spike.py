@@ -17,12 +17,12 @@ def of(norm: np.ndarray, **scalars: Any) -> tuple[dict[str, np.ndarray], dict[st
     return {"a": norm / 8, "b": np.full(len(norm), 1e-4)}, {"total_norm": norm, **scalars}
 
 
-def test_one_injected_leap_is_one_finding(synthetic: Any, judged: Any) -> None:
+def test_injected_spike_is_one_finding(synthetic: Any, evaluated: Any) -> None:
     norm, loss = noise(), 2 + 0.05 * noise(seed=1)
     norm[120] *= 20
     loss[120] = 4.0
     rms, scalars = of(norm, loss=loss, batch={120: 17.0})
-    (finding,) = judged(synthetic(rms, scalars=scalars), "spike")
+    (finding,) = evaluated(synthetic(rms, scalars=scalars), "spike")
     assert finding.severity is Severity.WARNING
     assert finding.subject.step == 120
     assert finding.subject.parameter == "a"
@@ -35,42 +35,42 @@ def test_one_injected_leap_is_one_finding(synthetic: Any, judged: Any) -> None:
     ]
 
 
-def test_neighbours_are_one_spike_and_others_are_not(synthetic: Any, judged: Any) -> None:
+def test_adjacent_steps_are_one_spike(synthetic: Any, evaluated: Any) -> None:
     norm = noise()
     norm[[100, 101, 104]] *= [20, 30, 15]
     norm[160] *= 50
     rms, scalars = of(norm)
-    first, second = judged(synthetic(rms, scalars=scalars), "spike")
+    first, second = evaluated(synthetic(rms, scalars=scalars), "spike")
     assert (first.subject.step, second.subject.step) == (101, 160)
 
 
-def test_only_the_largest_are_told(synthetic: Any, judged: Any) -> None:
+def test_only_the_largest_spikes_are_reported(synthetic: Any, evaluated: Any) -> None:
     norm = noise(600)
     norm[100:580:40] *= np.geomspace(20, 2000, 12)
     rms, scalars = of(norm)
-    found = judged(synthetic(rms, scalars=scalars), "spike")
+    found = evaluated(synthetic(rms, scalars=scalars), "spike")
     assert [f.subject.step for f in found] == [380, 420, 460, 500, 540]
 
 
-def test_a_lesser_leap_of_the_norm_alone_is_a_remark(synthetic: Any, judged: Any) -> None:
+def test_small_spike_of_the_norm_alone_is_info(synthetic: Any, evaluated: Any) -> None:
     norm = noise()
     norm[120] = 7.0
     rms, scalars = of(norm, loss=2 + 0.05 * noise(seed=1))
-    (finding,) = judged(synthetic(rms, scalars=scalars), "spike")
+    (finding,) = evaluated(synthetic(rms, scalars=scalars), "spike")
     assert finding.severity is Severity.INFO
 
 
-def test_what_is_not_finite_is_neither_history_nor_a_spike(synthetic: Any, judged: Any) -> None:
+def test_non_finite_values_are_neither_history_nor_spike(synthetic: Any, evaluated: Any) -> None:
     norm = noise()
     norm[60:90] = np.inf
     norm[100] = np.nan
-    assert not judged(synthetic({"a": noise()}, scalars={"total_norm": norm}), "spike")
+    assert not evaluated(synthetic({"a": noise()}, scalars={"total_norm": norm}), "spike")
     norm[120] = 40.0
-    (finding,) = judged(synthetic({"a": noise()}, scalars={"total_norm": norm}), "spike")
+    (finding,) = evaluated(synthetic({"a": noise()}, scalars={"total_norm": norm}), "spike")
     assert finding.subject.step == 120
 
 
-def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
+def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     steps = np.arange(300)
     for norm, loss in (
         (noise(300), 2 + 0.05 * noise(300, 1)),
@@ -80,10 +80,10 @@ def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
         (np.random.default_rng(0).lognormal(0, 0.6, 300), np.random.default_rng(1).normal(0, 1, 300)),
     ):
         rms, scalars = of(norm, loss=loss)
-        assert not judged(synthetic(rms, scalars=scalars), "spike")
+        assert not evaluated(synthetic(rms, scalars=scalars), "spike")
     early = noise(29)
     early[25] = 100
-    assert not judged(synthetic({"a": early}, scalars={"total_norm": early}), "spike")
+    assert not evaluated(synthetic({"a": early}, scalars={"total_norm": early}), "spike")
 
 
 def test_history_is_causal() -> None:
@@ -116,8 +116,8 @@ def train(recorder: Any, damaged: int | None) -> Any:
     return rec.close()
 
 
-def test_a_damaged_sample_is_found_and_its_twin_is_not(recorder: Any, judged: Any) -> None:
-    (finding,) = judged(train(recorder, 80), "spike")
+def test_damaged_sample_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(train(recorder, 80), "spike")
     assert finding.subject.step == 80
     assert finding.severity is Severity.WARNING
-    assert not judged(train(recorder, None), "spike")
+    assert not evaluated(train(recorder, None), "spike")

@@ -20,8 +20,8 @@ def train(recorder: Any, *, dtype: torch.dtype = torch.float16, loss_factor: flo
     return rec.close()
 
 
-def test_small_gradients_in_fp16_are_found_and_their_twins_are_not(recorder: Any, judged: Any) -> None:
-    (finding,) = judged(
+def test_small_fp16_gradients_are_found_and_controls_are_not(recorder: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(
         train(
             recorder,
         ),
@@ -29,9 +29,9 @@ def test_small_gradients_in_fp16_are_found_and_their_twins_are_not(recorder: Any
     )
     assert finding.subject.parameter in {"0.weight", "2.weight"}
     assert finding.evidence[0].path.startswith("series/gradient/zero_share/")
-    assert not judged(train(recorder, loss_factor=1.0), "underflow")
-    assert not judged(train(recorder, dtype=torch.float32), "underflow")
-    assert not judged(train(recorder, dtype=torch.bfloat16), "underflow")
+    assert not evaluated(train(recorder, loss_factor=1.0), "underflow")
+    assert not evaluated(train(recorder, dtype=torch.float32), "underflow")
+    assert not evaluated(train(recorder, dtype=torch.bfloat16), "underflow")
 
 
 def autocast(recorder: Any, scale: float) -> Any:
@@ -51,24 +51,24 @@ def autocast(recorder: Any, scale: float) -> Any:
     return rec.close()
 
 
-def test_a_loss_scale_too_small_under_autocast_is_found_and_a_usual_one_is_not(
-    recorder: Any, judged: Any
-) -> None:
-    (finding,) = judged(autocast(recorder, 1.0), "underflow")
+def test_small_loss_scale_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(autocast(recorder, 1.0), "underflow")
     assert finding.evidence[-1].path == "scalars/scaler/scale"
-    assert not judged(autocast(recorder, 2.0**16), "underflow")
+    assert not evaluated(autocast(recorder, 2.0**16), "underflow")
 
 
-def test_zeros_of_other_origin_are_silent(synthetic: Any, judged: Any) -> None:
+def test_other_zeros_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     half = {
         name: ParameterRecord(name, (8, 8), "float16", "cpu", 64, module_type=kind)
         for name, kind in (("dead", "Linear"), ("rare", "Embedding"))
     }
     rms = {"dead": [1e-2] * 30, "rare": [1e-7] * 30}
     zeros = {"dead": [0.6] * 30, "rare": [0.9] * 30}
-    assert not judged(synthetic(rms, records=half, zeros=zeros), "underflow")
+    assert not evaluated(synthetic(rms, records=half, zeros=zeros), "underflow")
     few = {"dead": [1e-7] * 30}
-    assert not judged(synthetic(few, records=half, zeros={"dead": [0.05] * 30}), "underflow")
-    assert judged(synthetic(few, records=half, zeros={"dead": [0.6] * 30}), "underflow")
+    assert not evaluated(synthetic(few, records=half, zeros={"dead": [0.05] * 30}), "underflow")
+    assert evaluated(synthetic(few, records=half, zeros={"dead": [0.6] * 30}), "underflow")
     scaled = {"scaler/scale": [65536.0] * 30}
-    assert not judged(synthetic(few, records=half, zeros={"dead": [0.6] * 30}, scalars=scaled), "underflow")
+    assert not evaluated(
+        synthetic(few, records=half, zeros={"dead": [0.6] * 30}, scalars=scaled), "underflow"
+    )

@@ -13,9 +13,9 @@ def model_of(count: int, small: int, value: float = 1e-12, steps: int = 40) -> d
     return {f"layer{i}.weight": [value if i < small else 1e-3] * steps for i in range(count)}
 
 
-def test_injected_small_gradients_are_one_finding(synthetic: Any, judged: Any) -> None:
+def test_injected_small_gradients_are_one_finding(synthetic: Any, evaluated: Any) -> None:
     run = synthetic(model_of(12, 2) | {"layer0.weight": [1e-13] * 40})
-    (finding,) = judged(run, "vanishing")
+    (finding,) = evaluated(run, "vanishing")
     assert finding.severity is Severity.WARNING
     assert finding.subject.parameter == "layer0.weight"
     assert finding.subject.step == 0
@@ -23,36 +23,36 @@ def test_injected_small_gradients_are_one_finding(synthetic: Any, judged: Any) -
     assert np.isclose(finding.evidence[0].value, 1e-13)
 
 
-def test_a_quarter_of_the_model_is_an_error(synthetic: Any, judged: Any) -> None:
-    (finding,) = judged(synthetic(model_of(12, 4)), "vanishing")
+def test_quarter_of_the_model_is_an_error(synthetic: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(synthetic(model_of(12, 4)), "vanishing")
     assert finding.severity is Severity.ERROR
 
 
-def test_vectors_alone_are_a_remark(synthetic: Any, judged: Any) -> None:
+def test_vectors_alone_are_info(synthetic: Any, evaluated: Any) -> None:
     bias = ParameterRecord("layer0.bias", (8,), "float32", "cpu", 8, module="layer0", group="0/0")
     run = synthetic(model_of(10, 0) | {"layer0.bias": [1e-12] * 40}, records={"layer0.bias": bias})
-    (finding,) = judged(run, "vanishing")
+    (finding,) = evaluated(run, "vanishing")
     assert finding.severity is Severity.INFO
 
 
-def test_a_converged_model_does_not_vanish(synthetic: Any, judged: Any) -> None:
-    assert not judged(synthetic(model_of(12, 12)), "vanishing")
+def test_converged_model_has_no_finding(synthetic: Any, evaluated: Any) -> None:
+    assert not evaluated(synthetic(model_of(12, 12)), "vanishing")
 
 
-def test_what_healed_or_flickers_is_not_reported(synthetic: Any, judged: Any) -> None:
+def test_recovered_or_intermittent_has_no_finding(synthetic: Any, evaluated: Any) -> None:
     healed = model_of(12, 0) | {"layer0.weight": [1e-12] * 20 + [1e-4] * 20}
     flickers = model_of(12, 0) | {"layer0.weight": [1e-12, 1e-4] * 20}
-    assert not judged(synthetic(healed), "vanishing")
-    assert not judged(synthetic(flickers), "vanishing")
+    assert not evaluated(synthetic(healed), "vanishing")
+    assert not evaluated(synthetic(flickers), "vanishing")
 
 
-def test_too_few_steps_are_silent(synthetic: Any, judged: Any) -> None:
-    assert not judged(synthetic(model_of(12, 2, steps=19)), "vanishing")
-    assert judged(synthetic(model_of(12, 2, steps=20)), "vanishing")
+def test_short_run_has_no_finding(synthetic: Any, evaluated: Any) -> None:
+    assert not evaluated(synthetic(model_of(12, 2, steps=19)), "vanishing")
+    assert evaluated(synthetic(model_of(12, 2, steps=20)), "vanishing")
 
 
-def test_zero_is_the_business_of_another_rule(synthetic: Any, judged: Any) -> None:
-    assert not judged(synthetic(model_of(12, 2, value=0.0)), "vanishing")
+def test_exact_zero_is_left_to_zero_gradient(synthetic: Any, evaluated: Any) -> None:
+    assert not evaluated(synthetic(model_of(12, 2, value=0.0)), "vanishing")
 
 
 def train(recorder: Any, activation: Callable[[], nn.Module], scale: float) -> Any:
@@ -75,8 +75,8 @@ def train(recorder: Any, activation: Callable[[], nn.Module], scale: float) -> A
     return rec.close()
 
 
-def test_a_deep_stack_of_sigmoids_is_found_and_its_twin_is_not(recorder: Any, judged: Any) -> None:
-    (finding,) = judged(train(recorder, nn.Sigmoid, 1.0), "vanishing")
+def test_deep_sigmoid_stack_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(train(recorder, nn.Sigmoid, 1.0), "vanishing")
     assert finding.subject.parameter == "0.weight"
     assert finding.severity is not Severity.INFO
-    assert not judged(train(recorder, nn.ReLU, 2**0.5), "vanishing")
+    assert not evaluated(train(recorder, nn.ReLU, 2**0.5), "vanishing")

@@ -124,9 +124,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return [drawn_run(folder / str(seed), seed) for seed in range(12)]
 
 
-def test_rules_find_what_they_would_find_in_the_whole(
-    runs: list[Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules_match_a_reference_over_the_whole_run(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     quick = [list(evaluate_rules(run)) for run in runs]
     wanted = {"exploding", "vanishing", "zero_gradient", "no_update", "large_update", "non_finite"}
     assert {finding.rule for found in quick for finding in found} >= wanted
@@ -138,7 +136,7 @@ def test_rules_find_what_they_would_find_in_the_whole(
     assert quick == [list(evaluate_rules(run)) for run in runs]
 
 
-def test_the_health_of_a_run_is_that_of_each_of_its_steps(runs: list[Run]) -> None:
+def test_health_series_matches_health_per_step(runs: list[Run]) -> None:
     for run in runs:
         limits = with_overrides(score.ScoreLimits, merge_overrides("health", run.overrides["health"]))
         frame, bad = run.frame("gradient", "rms"), run.frame("gradient", "non_finite")
@@ -169,7 +167,7 @@ def test_the_health_of_a_run_is_that_of_each_of_its_steps(runs: list[Run]) -> No
     factor=st.sampled_from([1.0, 2.0, 7.5, 1e3]),
 )
 @settings(max_examples=80, deadline=None)
-def test_no_value_that_outruns_its_median_is_missed(
+def test_every_value_above_its_median_is_kept(
     seed: int, steps: int, window: int, refresh: int, minimum: int, factor: float
 ) -> None:
     draw = np.random.default_rng(seed)
@@ -185,7 +183,7 @@ def test_no_value_that_outruns_its_median_is_missed(
     assert not (above[:, columns] & ~known).any()
 
 
-def test_medians_that_nothing_outruns_are_not_computed() -> None:
+def test_only_needed_medians_are_computed() -> None:
     values = np.exp(np.random.default_rng(3).normal(0, 0.2, (400, 3)))
     values[300, 1] = 1e6
     columns, medians = medians_outrun(values, 64, 8, 5, 1e3)
@@ -195,7 +193,7 @@ def test_medians_that_nothing_outruns_are_not_computed() -> None:
 
 @given(seed=st.integers(0, 2**31), steps=st.integers(0, 120), window=st.integers(1, 30))
 @settings(max_examples=60, deadline=None)
-def test_the_end_of_a_run_is_enough(seed: int, steps: int, window: int) -> None:
+def test_end_of_the_run_matches_the_whole_run(seed: int, steps: int, window: int) -> None:
     draw = np.random.default_rng(seed)
     measured = draw.random((steps, 5)) < np.array([1.0, 0.9, 0.1, 0.0, draw.random()])
     hits = measured & (draw.random((steps, 5)) < np.array([0.99, 0.9, 1.0, 0.5, 0.5]))
@@ -214,7 +212,7 @@ def test_the_end_of_a_run_is_enough(seed: int, steps: int, window: int) -> None:
     np.testing.assert_array_equal(ever, expected_ever)
 
 
-def test_only_columns_without_a_miss_are_looked_at_further_back() -> None:
+def test_only_unbroken_columns_are_read_further_back() -> None:
     asked: list[tuple[slice, list[int]]] = []
     hits = np.ones((1000, 3), dtype=np.bool_)
     hits[990, 0] = hits[10, 2] = False
@@ -229,7 +227,7 @@ def test_only_columns_without_a_miss_are_looked_at_further_back() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_steps_that_replace_the_weights_are_those_of_the_median(seed: int, tmp_path: Path) -> None:
+def test_replaced_weights_match_the_median_ratio(seed: int, tmp_path: Path) -> None:
     draw = np.random.default_rng(seed)
     names = ["a.weight", "b.weight", "c.weight"]
     ratios = large_update.UpdateLimits().update_ratio_once * np.exp(draw.normal(-0.3, 0.4, (60, 3)))

@@ -7,21 +7,21 @@ from torch.nn import functional
 from backlight.records import ParameterRecord, Severity
 
 
-def test_a_dead_parameter_with_its_beginning(synthetic: Any, judged: Any) -> None:
+def test_dead_parameter_is_found_with_its_first_step(synthetic: Any, evaluated: Any) -> None:
     run = synthetic({"a": [1e-2] * 60, "b": [1e-2] * 30 + [0.0] * 30, "c": [0.0] * 60})
-    (finding,) = judged(run, "zero_gradient")
+    (finding,) = evaluated(run, "zero_gradient")
     assert finding.severity is Severity.WARNING
     assert finding.subject.parameter == "b"  # equal sizes: model order
     assert finding.subject.step == 30
     assert finding.evidence[0].value == 64
 
 
-def test_everything_zero_is_an_error(synthetic: Any, judged: Any) -> None:
-    (finding,) = judged(synthetic({"a": [0.0] * 30, "b": [0.0] * 30}), "zero_gradient")
+def test_all_zero_is_an_error(synthetic: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(synthetic({"a": [0.0] * 30, "b": [0.0] * 30}), "zero_gradient")
     assert finding.severity is Severity.ERROR
 
 
-def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
+def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     rms = {
         "adapter, zero at first": [0.0] * 2 + [1e-3] * 38,
         "healed": [0.0] * 25 + [1e-3] * 15,
@@ -29,8 +29,8 @@ def test_sound_series_are_silent(synthetic: Any, judged: Any) -> None:
         "short": [float("nan")] * 30 + [0.0] * 10,
         "small": [1e-30] * 40,
     }
-    assert not judged(synthetic(rms), "zero_gradient")
-    assert not judged(synthetic({"a": [0.0] * 19, "b": [1e-3] * 19}), "zero_gradient")
+    assert not evaluated(synthetic(rms), "zero_gradient")
+    assert not evaluated(synthetic({"a": [0.0] * 19, "b": [1e-3] * 19}), "zero_gradient")
 
 
 def train(recorder: Any, bias: float) -> Any:
@@ -47,14 +47,14 @@ def train(recorder: Any, bias: float) -> Any:
     return rec.close()
 
 
-def test_dead_units_are_found_and_their_twin_is_not(recorder: Any, judged: Any) -> None:
-    (finding,) = judged(train(recorder, -100.0), "zero_gradient")
+def test_dead_units_are_found_and_their_control_is_not(recorder: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(train(recorder, -100.0), "zero_gradient")
     assert finding.subject.parameter == "0.weight"
-    assert not judged(train(recorder, 0.0), "zero_gradient")
+    assert not evaluated(train(recorder, 0.0), "zero_gradient")
 
 
-def test_a_vector_alone_is_a_note(synthetic: Any, judged: Any) -> None:
+def test_vector_alone_is_info(synthetic: Any, evaluated: Any) -> None:
     bias = ParameterRecord("conv.bias", (8,), "float32", "cpu", 8, module="conv", group="0/0")
     rms = {"conv.bias": [0.0] * 40, "conv.weight": [1e-3] * 40}
-    (finding,) = judged(synthetic(rms, records={"conv.bias": bias}), "zero_gradient")
+    (finding,) = evaluated(synthetic(rms, records={"conv.bias": bias}), "zero_gradient")
     assert (finding.severity, finding.subject.parameter) == (Severity.INFO, "conv.bias")

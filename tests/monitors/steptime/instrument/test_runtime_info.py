@@ -35,7 +35,7 @@ def rules(run: backlight.Run) -> set[str]:
     return {finding.rule for finding in evaluate_rules(run)}
 
 
-def test_a_loop_over_parameters_is_found_and_a_fused_optimizer_is_not(tmp_path: Path) -> None:
+def test_for_loop_optimizer_is_found_and_fused_is_not(tmp_path: Path) -> None:
     slow = train(tmp_path / "slow", foreach=False)
     (told,) = slow.events("runtime_info")
     assert told.payload["optimizers"] == [{"type": "AdamW", "tensors": 120, "fused": False, "foreach": False}]
@@ -46,7 +46,7 @@ def test_a_loop_over_parameters_is_found_and_a_fused_optimizer_is_not(tmp_path: 
     assert fused.events("runtime_info")[0].payload["optimizers"][0]["fused"] is True
 
 
-def test_nothing_is_claimed_of_optimizers_without_a_choice() -> None:
+def test_optimizers_without_foreach_count_as_foreach() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
     assert optimizer_groups(torch.optim.LBFGS(parameters))[0]["foreach"] is True
     assert optimizer_groups(torch.optim.SGD(parameters))[0] == {
@@ -54,7 +54,7 @@ def test_nothing_is_claimed_of_optimizers_without_a_choice() -> None:
     }  # fmt: skip
 
 
-def test_pauses_are_kept_until_they_are_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_are_kept_until_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[str, dict[str, Any], int | None]] = []
     lock = threading.Lock()
 
@@ -78,7 +78,7 @@ def test_pauses_are_kept_until_they_are_flushed(monkeypatch: pytest.MonkeyPatch)
     assert payload["seconds"] > 0
 
 
-def test_a_pause_is_recorded_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pause_is_recorded_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0.0, 0.25)  # every collection takes a quarter of a second
     monkeypatch.setattr(
         "backlight.monitors.steptime.monitor.time", SimpleNamespace(perf_counter=clock.__next__)
@@ -101,7 +101,7 @@ def test_a_pause_is_recorded_at_its_step(tmp_path: Path, monkeypatch: pytest.Mon
     assert {event.payload["seconds"] for event in pauses} == {0.25}
 
 
-def test_breaks_and_recompilations_of_a_real_compilation_are_found(tmp_path: Path) -> None:
+def test_graph_breaks_and_recompilations_are_found(tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = nn.Linear(4, 4)

@@ -22,7 +22,7 @@ def write(path: Path, seed: int, steps: int = 120, *, core_wait: float = 0.0, **
     return write_run(path, levels, steps=steps, changes=cold, runtime_info=info, seed=seed)
 
 
-def test_a_table_adds_up_and_its_warmup_is_cut(tmp_path: Path) -> None:
+def test_phases_add_up_and_warmup_is_cut(tmp_path: Path) -> None:
     table = read_phases(write(tmp_path / "run", 0))
     assert table is not None
     assert set(table.names) == set(PHASES)
@@ -34,7 +34,7 @@ def test_a_table_adds_up_and_its_warmup_is_cut(tmp_path: Path) -> None:
     assert not table.phase("clip").any()
 
 
-def test_a_slower_backward_is_found_in_its_phase(tmp_path: Path) -> None:
+def test_slower_backward_is_found_in_its_phase(tmp_path: Path) -> None:
     found = compare_times(write(tmp_path / "a", 0), write(tmp_path / "b", 1, backward=1.05))
     rows = {row.name: row for row in found.rows}
     assert found.rows[0].name == "step"
@@ -46,7 +46,7 @@ def test_a_slower_backward_is_found_in_its_phase(tmp_path: Path) -> None:
     assert found.verdict.endswith("; phases that differ: backward")
 
 
-def test_twins_seldom_differ_in_any_phase(tmp_path: Path) -> None:
+def test_controls_do_not_differ(tmp_path: Path) -> None:
     pairs = [
         compare_times(
             write(tmp_path / f"{s}-a", 2 * s, steps=40), write(tmp_path / f"{s}-b", 2 * s + 1, steps=40)
@@ -57,7 +57,7 @@ def test_twins_seldom_differ_in_any_phase(tmp_path: Path) -> None:
     assert not any(alarms)
 
 
-def test_what_a_busy_machine_may_explain_is_not_claimed(tmp_path: Path) -> None:
+def test_differences_within_core_waits_are_not_claimed(tmp_path: Path) -> None:
     calm = write(tmp_path / "a", 0)
     busy = compare_times(calm, write(tmp_path / "b", 1, core_wait=0.06, backward=1.05))
     assert not busy.rows[0].found
@@ -73,7 +73,7 @@ def test_what_a_busy_machine_may_explain_is_not_claimed(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_is_claimed_of_a_run_that_drifts(tmp_path: Path) -> None:
+def test_drifting_run_has_no_difference(tmp_path: Path) -> None:
     changes = {(step, "other"): 0.05 for step in range(40)}
     drifting = write_run(tmp_path / "drift", {"other": 0.08}, steps=80, changes=changes)
     found = compare_times(write(tmp_path / "a", 0, between=0.2), drifting)
@@ -81,14 +81,14 @@ def test_nothing_is_claimed_of_a_run_that_drifts(tmp_path: Path) -> None:
     assert "drift" in found.trouble[0]
 
 
-def test_a_phase_that_is_missing_or_negligible_is_not_tested(tmp_path: Path) -> None:
+def test_missing_or_negligible_phase_is_not_tested(tmp_path: Path) -> None:
     found = compare_times(write(tmp_path / "a", 0, data=0.0), write(tmp_path / "b", 1, optimizer=1e-4))
     rows = {row.name: row for row in found.rows}
     assert rows["data"].text == "not in both"
     assert rows["optimizer"].text == "too short to test"
 
 
-def test_too_few_steps_give_a_reason_and_no_numbers(tmp_path: Path) -> None:
+def test_too_few_steps_give_a_reason(tmp_path: Path) -> None:
     found = compare_times(write(tmp_path / "a", 0), write(tmp_path / "b", 1, steps=6))
     assert found.rows == ()
     assert found.verdict.startswith("step times are not compared: second run: 6 steps are too few")

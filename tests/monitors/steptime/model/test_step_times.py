@@ -27,7 +27,7 @@ def noisy(seed: int, steps: int = 120, level: float = 0.05, correlation: float =
     return values
 
 
-def test_the_warmup_is_found() -> None:
+def test_warmup_is_found() -> None:
     cold = np.concatenate([[2.0], 0.05 * (1 + 2.0 ** -np.arange(0, 8)), np.full(40, 0.05)])
     steady = find_steady(cold)
     assert steady.first == 2.0
@@ -45,14 +45,14 @@ def test_the_warmup_is_found() -> None:
         (np.full(10, 0.02), 10, "10 steps are too few"),
     ],
 )
-def test_a_series_without_one_level_says_why(series: Floats, warmup: int, trouble: str) -> None:
+def test_steady_part_and_its_trouble(series: Floats, warmup: int, trouble: str) -> None:
     steady = find_steady(series)
     assert (steady.warmup, len(steady.values)) == (warmup, len(series) - warmup)
     assert trouble in steady.trouble
     assert bool(trouble) == bool(steady.trouble)
 
 
-def test_an_outlier_moves_neither_the_warmup_nor_the_median() -> None:
+def test_outlier_changes_neither_warmup_nor_median() -> None:
     values = np.full(40, 0.02)
     values[[4, 20]] = 1.0
     steady = find_steady(values)
@@ -60,31 +60,31 @@ def test_an_outlier_moves_neither_the_warmup_nor_the_median() -> None:
     assert summarize(steady.values).median == 0.02
 
 
-def test_a_summary_gives_the_order_statistics() -> None:
+def test_summary_has_order_statistics() -> None:
     summary = summarize(np.arange(1.0, 102.0))
     assert (summary.count, summary.median, summary.mad, summary.p95) == (101, 51.0, 25.0, 96.0)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_summary_interval_has_its_coverage() -> None:
     held = [s.low <= 0.05 <= s.high for s in (summarize(noisy(seed)) for seed in range(200))]
     assert np.mean(held) >= 0.9
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
-def test_two_runs_of_the_same_seldom_differ(correlation: float) -> None:
+def test_equal_runs_rarely_differ(correlation: float) -> None:
     pairs = [
         (noisy(s, correlation=correlation), noisy(s + 10_000, correlation=correlation)) for s in range(150)
     ]
     assert np.mean([difference(*pair).is_significant for pair in pairs]) <= 0.05
 
 
-def test_three_percent_are_found_with_an_interval_that_holds_them() -> None:
+def test_three_percent_are_found_with_coverage() -> None:
     found = [difference(noisy(seed), noisy(seed + 10_000, level=0.05 * 1.03)) for seed in range(100)]
     assert np.mean([d.low <= 1.03 <= d.high for d in found]) >= 0.92
     assert np.mean([d.is_significant for d in found]) >= 0.95
 
 
-def test_pairs_cancel_what_disturbs_both() -> None:
+def test_pairing_cancels_shared_noise() -> None:
     random = np.random.default_rng(0)
     disturbance = np.exp(random.normal(0, 0.2, 12))
     before = 0.05 * disturbance * np.exp(random.normal(0, 0.004, 12))
@@ -115,19 +115,19 @@ def test_constant_series_differ_exactly() -> None:
         (lambda: paired_difference([0.1] * 2, [0.1] * 2), "2 pairs: an interval takes 3"),
     ],
 )
-def test_what_is_no_series_is_refused(call: object, message: str) -> None:
+def test_invalid_series_is_rejected(call: object, message: str) -> None:
     with pytest.raises(SeriesError, match=message):
         call()  # type: ignore[operator]
 
 
-def test_the_interval_of_pairs_is_that_of_scipy() -> None:
+def test_paired_interval_matches_scipy() -> None:
     before, after = noisy(0, 12), noisy(1, 12)
     found = paired_difference(before, after, 0.95)
     expected = stats.ttest_1samp(np.log(after / before), 0).confidence_interval(0.95)
     assert np.log([found.low, found.high]) == pytest.approx([expected.low, expected.high])
 
 
-def test_without_correlation_the_interval_is_that_of_welch() -> None:
+def test_uncorrelated_interval_matches_welch() -> None:
     # Steps are nearly uncorrelated; the standard error of their correlation widens the interval a little.
     before, after = (np.exp(np.random.default_rng(seed).normal(0, 0.01, 400)) for seed in (0, 1))
     found = difference(before, after, 0.95)

@@ -22,7 +22,7 @@ def control(ratio: float, high: float | None = None) -> dict[str, Any]:
     }
 
 
-def test_data_wait_without_a_control_is_a_hint(stored: Any, evaluated: Any) -> None:
+def test_data_wait_without_a_control_is_info(stored: Any, evaluated: Any) -> None:
     (found,) = evaluated(stored(WAITING), "data_bound")
     assert found.severity is Severity.INFO
     assert found.evidence[0].path == "scalars/phase/data"
@@ -37,19 +37,17 @@ def test_data_wait_confirmed_by_a_control_is_a_warning(stored: Any, evaluated: A
 
 
 @pytest.mark.parametrize("refuting", [control(0.97), control(0.8, 1.02), control(1.1)])
-def test_a_control_that_is_not_faster_refutes_it(
-    stored: Any, evaluated: Any, refuting: dict[str, Any]
-) -> None:
+def test_slower_control_refutes_the_data_wait(stored: Any, evaluated: Any, refuting: dict[str, Any]) -> None:
     assert not evaluated(stored(WAITING, profile=refuting), "data_bound")
 
 
-def test_a_loader_that_keeps_up_and_a_few_steps_are_silent(stored: Any, evaluated: Any) -> None:
+def test_fast_loader_and_short_run_have_no_finding(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(SOUND), "data_bound")
     assert not evaluated(stored(WAITING, steps=15), "data_bound")
     assert evaluated(stored(WAITING, steps=15), "data_bound", steady_steps=10)
 
 
-def test_a_looping_optimizer_is_found_where_it_takes_time(stored: Any, evaluated: Any) -> None:
+def test_for_loop_optimizer_is_found_if_it_takes_time(stored: Any, evaluated: Any) -> None:
     slow = SOUND | {"optimizer": 0.012}
     (found,) = evaluated(stored(slow, runtime_info=LOOP), "slow_optimizer")
     assert found.subject.phase == "optimizer"
@@ -74,7 +72,7 @@ def test_outliers_are_reported_by_cause(stored: Any, evaluated: Any) -> None:
     assert "gc.freeze()" in found[1].fix
 
 
-def test_a_short_pause_is_not_the_cause_of_a_long_step(stored: Any, evaluated: Any) -> None:
+def test_short_pause_is_not_the_cause_of_a_long_step(stored: Any, evaluated: Any) -> None:
     events = [(50, "garbage_collection", {"seconds": 0.01, "generation": 2})]
     (found,) = evaluated(stored(SOUND, changes={(50, "backward"): 0.5}, events=events), "outlier_steps")
     assert found.subject.phase == "backward"
@@ -88,7 +86,7 @@ def test_evaluation_in_the_loop_is_info_only(stored: Any, evaluated: Any) -> Non
     assert "evaluation inside the loop" in found.fix
 
 
-def test_usual_scatter_and_a_cold_start_are_no_outliers(stored: Any, evaluated: Any) -> None:
+def test_scatter_and_cold_start_are_no_outliers(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(SOUND, changes={(0, "backward"): 2.0}), "outlier_steps")
     # Far above the median, but without weight in the whole.
     assert not evaluated(stored(SOUND, changes={(30, "data"): 0.06}, steps=300), "outlier_steps")
@@ -104,13 +102,13 @@ LATE = {"data": 0.012, "backward": 0.03, "between": 0.018}
 WAITS = {"data": 0.001, "backward": 0.041, "between": 0.018}
 
 
-def test_a_late_rank_is_found_by_where_its_time_goes(stored: Any, evaluated: Any) -> None:
+def test_straggler_is_found_with_its_phase(stored: Any, evaluated: Any) -> None:
     (found,) = evaluated(stored(ranks=[WAITS, WAITS, LATE, WAITS]), "straggler")
     assert (found.subject.rank, found.subject.phase) == (2, "data")
     assert [evidence.value for evidence in found.evidence] == pytest.approx([0.012, 0.001], rel=0.05)
 
 
-def test_equal_ranks_and_ranks_that_do_not_wait_are_silent(stored: Any, evaluated: Any) -> None:
+def test_equal_ranks_and_ranks_without_waits_have_no_finding(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(ranks=[WAITS] * 4), "straggler")
     assert not evaluated(stored(LATE), "straggler")
     # Longer, and no rank waits for it: nothing is shared.

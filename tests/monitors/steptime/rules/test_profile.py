@@ -42,7 +42,7 @@ def test_launch_bound(stored: Any, evaluated: Any, device: Any, expected: int) -
         assert "torch.compile" in finding.fix
 
 
-def test_a_compiled_model_gets_another_fix(stored: Any, evaluated: Any) -> None:
+def test_launch_bound_fix_for_a_compiled_model(stored: Any, evaluated: Any) -> None:
     profile = {
         "step": {"median_ms": 50.0},
         "optimizations": [{"name": "compiled regions", "state": "on", "detail": "(model)"}],
@@ -80,7 +80,7 @@ def test_logits_are_compared_with_the_peak(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(profile=STEP | much_else), "logits_materialised")
 
 
-def test_recomputation_counts_outermost_modules_where_memory_is_free(stored: Any, evaluated: Any) -> None:
+def test_recomputation_sums_outermost_modules(stored: Any, evaluated: Any) -> None:
     modules = [module(f"blocks.{i}", 5, 10, 2.0) for i in range(3)] + [module("blocks.0.up", 2, 4, 1.0)]
     (found,) = evaluated(stored(profile=STEP | MEMORY | {"modules": modules}), "recompute_without_need")
     assert found.subject.module == "blocks.0"
@@ -99,7 +99,7 @@ def test_exposed_communication(stored: Any, evaluated: Any) -> None:
         assert not evaluated(stored(profile=STEP | {"exposed_communication": share}), "exposed_communication")
 
 
-def test_a_damaged_profile_is_ignored(stored: Any, evaluated: Any, tmp_path: Any) -> None:
+def test_damaged_profile_is_ignored(stored: Any, evaluated: Any, tmp_path: Any) -> None:
     from backlight.store.read.run import open_run
     from backlight.store.write.writer import RunWriter
 

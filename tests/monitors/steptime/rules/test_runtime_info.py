@@ -9,7 +9,7 @@ from backlight.records import Severity
 GIB = 2**30
 
 
-def test_threads_of_all_ranks_against_cores(stored: Any, evaluated: Any) -> None:
+def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
     facts = {"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
     (found,) = evaluated(stored(runtime_info=facts), "thread_oversubscription")
     assert [evidence.value for evidence in found.evidence] == [
@@ -49,7 +49,7 @@ def test_graph_breaks_with_their_reasons(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(runtime_info={"compilation": None}), "graph_breaks")
 
 
-def test_recompilations_beyond_the_usual_one(stored: Any, evaluated: Any) -> None:
+def test_repeated_recompilations_are_found(stored: Any, evaluated: Any) -> None:
     row = {
         "function": "forward",
         "line": "model.py:10",
