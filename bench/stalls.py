@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tes
 
 from overhead import Training  # noqa: E402 - in this directory
 
-from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score  # noqa: E402 - in this directory
+from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, findings_on, run_faults, score  # noqa: E402 - in this directory
 
 
 def heartbeat_cost(count: int = 200_000) -> float:
@@ -112,8 +112,8 @@ def launched(faults: list[Fault]) -> tuple[list[tuple[Fault, str, str, float | N
         run = Path(folder) / "run"
         findings, _, _ = run_faults(faults, run)
         for index, fault in enumerate(faults):
-            mine = about(fault, index, findings, alone=len(faults) == 1)
-            rows.append((fault, *score(fault, mine, script), lateness(mine, run)))
+            own = findings_on(fault, index, findings, alone=len(faults) == 1)
+            rows.append((fault, *score(fault, own, script), lateness(own, run)))
     kept = [f for f in faults if f.world > 1 or not f.lasting]
     if not kept:
         return rows, [], 0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -610,3 +611,9 @@ def gradients_by_grad() -> list[Tensor]:
             parameter.grad = grad
         optimizer.step()
     return ends(model)
+
+
+CASE_NAMES = [
+    name if index % 4 == 0 else pytest.param(name, marks=pytest.mark.full) for index, name in enumerate(CASES)
+]
+"""Names of all cases as test parameters; the default run takes every fourth."""

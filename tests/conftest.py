@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Every process that a test starts ends its interpreter as tests/exits says.
+# Processes started by tests load tests/exits/sitecustomize.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent / "exits"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
@@ -53,10 +53,21 @@ def _launches(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _settled() -> None:
-    # A watch looks for models among all objects of the process; what was imported or left over before a file
-    # of tests begins is out of that search, or each watch would cost as much as all libraries together.
+    # A watch searches all objects of the process for models. Objects that exist before a test file starts are
+    # frozen, so that the search does not visit every imported library.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def only_new_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the models that earlier tests left behind, on which the names of parameters depend."""
+    from backlight.capture.hub import HUB
+    from backlight.capture.modules import SeenModules
+
+    gc.collect()
+    gc.freeze()  # frozen objects are not found by gc.get_objects()
+    monkeypatch.setattr(HUB, "seen", SeenModules())
 
 
 def pytest_sessionfinish() -> None:

@@ -1,4 +1,4 @@
-"""Every command on a stored run, as a user would type it; and the surface that is frozen."""
+"""Commands on a stored run, and the list of commands and options."""
 
 from __future__ import annotations
 
@@ -14,29 +14,23 @@ import typer
 import backlight
 from backlight.cli import app as application
 from cases import CASES, build, loop
-from spoiled import write_spoiled
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "healthy"
     with backlight.watch(run=path, every=1):
         CASES["clipped_by_norm"].train()
     return path
 
 
-@pytest.fixture(scope="module")
-def sick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_spoiled(tmp_path_factory.mktemp("runs") / "sick")
-
-
-def test_findings(command: Run, sick: Path, healthy: Path) -> None:
-    code, out, _ = command("findings", sick)
+def test_findings(command: Run, run_with_nan: Path, healthy_run: Path) -> None:
+    code, out, _ = command("findings", run_with_nan)
     assert code == 0
     assert "last.weight" in out
-    code, out, _ = command("findings", sick, "--json")
+    code, out, _ = command("findings", run_with_nan, "--json")
     finding = next(f for f in json.loads(out) if f["rule"] == "non_finite")
     assert finding["severity"] == "error"
     assert finding["subject"]["parameter"] == "last.weight"
@@ -44,25 +38,25 @@ def test_findings(command: Run, sick: Path, healthy: Path) -> None:
     for key in ("title", "detail", "fix", "refuted_if"):
         assert finding[key]
     assert {"path", "step", "value", "unit"} <= set(finding["evidence"][0])
-    assert command("findings", sick, "--fail-on", "non_finite,error")[0] == 1
-    assert command("findings", healthy, "--fail-on", "non_finite,error")[0] == 0
-    code, _, errors = command("findings", sick, "--fail-on", "nonfinite")
+    assert command("findings", run_with_nan, "--fail-on", "non_finite,error")[0] == 1
+    assert command("findings", healthy_run, "--fail-on", "non_finite,error")[0] == 0
+    code, _, errors = command("findings", run_with_nan, "--fail-on", "nonfinite")
     assert code == 2
     assert "non_finite" in errors
 
 
-def test_report(command: Run, sick: Path, tmp_path: Path) -> None:
-    code, out, _ = command("report", sick, "--out", tmp_path / "page.html")
+def test_report(command: Run, run_with_nan: Path, tmp_path: Path) -> None:
+    code, out, _ = command("report", run_with_nan, "--out", tmp_path / "page.html")
     assert code == 0
     assert out.strip() == str(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert "last.weight" in page
     assert "Content-Security-Policy" in page
-    code, out, _ = command("report", sick, "--format", "md", "--out", tmp_path / "page.md")
+    code, out, _ = command("report", run_with_nan, "--format", "md", "--out", tmp_path / "page.md")
     assert "last.weight" in (tmp_path / "page.md").read_text()
 
 
-def test_groups_are_drawn(command: Run, tmp_path: Path) -> None:
+def test_report_shows_parameter_groups(command: Run, tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     groups = {"body": "first,norm", "head": "last"}
@@ -72,44 +66,44 @@ def test_groups_are_drawn(command: Run, tmp_path: Path) -> None:
     assert "body / head" in (tmp_path / "page.html").read_text()
 
 
-def test_export(command: Run, healthy: Path, tmp_path: Path) -> None:
+def test_export(command: Run, healthy_run: Path, tmp_path: Path) -> None:
     import pyarrow.parquet
 
     for suffix in ("csv", "parquet", "h5"):
-        code, out, errors = command("export", healthy, tmp_path / f"out.{suffix}")
+        code, out, errors = command("export", healthy_run, tmp_path / f"out.{suffix}")
         assert code == 0, errors
         assert all(Path(line).is_file() for line in out.split())
     table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
     assert table.num_rows == 4 * 6
-    code, _, errors = command("export", healthy, tmp_path / "out.csv")
+    code, _, errors = command("export", healthy_run, tmp_path / "out.csv")
     assert code == 2
     assert "out.csv" in errors
-    assert command("export", healthy, tmp_path / "out.csv", "--overwrite")[0] == 0
-    code, _, errors = command("export", healthy, tmp_path / "out.xls")
+    assert command("export", healthy_run, tmp_path / "out.csv", "--overwrite")[0] == 0
+    code, _, errors = command("export", healthy_run, tmp_path / "out.xls")
     assert code == 2
     assert ".parquet" in errors
 
 
-def test_compare(command: Run, healthy: Path, tmp_path: Path) -> None:
-    control = shutil.copytree(healthy, tmp_path / "control")
-    code, out, _ = command("compare", healthy, control)
+def test_compare(command: Run, healthy_run: Path, tmp_path: Path) -> None:
+    control = shutil.copytree(healthy_run, tmp_path / "control")
+    code, out, _ = command("compare", healthy_run, control)
     assert code == 0
     assert "loss" in out
     other = tmp_path / "other"
     with backlight.watch(run=other, every=1):
         CASES["tied"].train()
-    code, out, _ = command("compare", healthy, other)
+    code, out, _ = command("compare", healthy_run, other)
     assert code == 1
     assert "not comparable" in out
-    code, out, _ = command("compare", healthy, control, "--json")
+    code, out, _ = command("compare", healthy_run, control, "--json")
     assert json.loads(out)["comparable"] is True
 
 
-def test_compact_and_doctor(command: Run, healthy: Path) -> None:
-    code, out, _ = command("compact", healthy)
+def test_compact_and_doctor(command: Run, healthy_run: Path) -> None:
+    code, out, _ = command("compact", healthy_run)
     assert code == 0
     assert "MB after" in out
-    assert len(backlight.open_run(healthy).series_steps("gradient")) == 4
+    assert len(backlight.open_run(healthy_run).series_steps("gradient")) == 4
     code, out, _ = command("doctor")
     assert code == 0
     assert torch.__version__ in out
@@ -118,7 +112,7 @@ def test_compact_and_doctor(command: Run, healthy: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["findings", "report", "compact"])
-def test_what_is_no_run_is_refused(name: str, command: Run, tmp_path: Path) -> None:
+def test_missing_run_is_refused(name: str, command: Run, tmp_path: Path) -> None:
     code, _, errors = command(name, tmp_path / "nowhere")
     assert code == 2
     assert str(tmp_path / "nowhere") in errors
@@ -135,7 +129,7 @@ def test_version(command: Run) -> None:
     assert command("--version")[1] == f"backlight {backlight.__version__}\n"
 
 
-def test_commands_are_registered_once_however_often_main_is_called(command: Run) -> None:
+def test_repeated_main_registers_commands_once(command: Run) -> None:
     command("--version")
     before = len(application.app.registered_commands), len(application.app.registered_groups)
     command("--version")
@@ -149,7 +143,7 @@ def _commands() -> dict[str, typer.core.TyperCommand]:
     return found | {f"grok {name}": command for name, command in group.commands.items()}
 
 
-def test_the_surface_is_frozen() -> None:
+def test_commands_and_options_match_surface_json() -> None:
     """``surface.json`` holds every command with its options; a change of it is a change for users."""
     surface = {
         name: sorted(o for parameter in command.params for o in parameter.opts if o.startswith("-"))
@@ -158,7 +152,7 @@ def test_the_surface_is_frozen() -> None:
     assert surface == json.loads(Path(__file__).with_name("surface.json").read_text())
 
 
-def test_help_is_one_short_line_each() -> None:
+def test_help_texts_are_short() -> None:
     for name, command in _commands().items():
         summary = command.help.split("\n\n")[0]
         assert len(summary) <= 70, name

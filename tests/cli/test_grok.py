@@ -1,4 +1,4 @@
-"""``backlight grok``: the commands as a user types them."""
+"""``backlight grok``: commands, options and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_list_and_config(command: Run, tmp_path: Path) -> None:
     assert next(part for part in json.loads(out)["parts"] if part["name"] == "training")["times"] == 70
 
 
-def test_a_run_from_start_to_export(command: Run, tmp_path: Path) -> None:
+def test_run_resume_and_export(command: Run, tmp_path: Path) -> None:
     path = tmp_path / "run"
     code, out, errors = command(
         "grok", "run", "nanda", "--preset", "ci", "--steps", 50, "--set", "training.log_every=25",
@@ -68,24 +68,24 @@ def test_a_run_from_start_to_export(command: Run, tmp_path: Path) -> None:
         assert np.array_equal(stored[name]["value"][()], np.stack(values))
 
 
-def test_the_control_runs_beside_the_run(command: Run, tmp_path: Path) -> None:
+def test_control_runs_alongside_the_run(command: Run, tmp_path: Path) -> None:
     path = tmp_path / "run"
     code, _, errors = command(
         "grok", "run", "oracle", "--steps", 20, *SMALL, "--control", "random-labels", "--out", path
     )
     assert code == 0, errors
-    (told,) = backlight.open_run(tmp_path / "run-random-labels").events("grokking")
-    assert (told.payload["control"], told.payload["control_of"]) == ("random-labels", "run")
-    (told,) = backlight.open_run(path).events("grokking")
-    assert (told.payload["control"], told.payload["control_of"]) == ("", "")
-    mine, other = (
+    (event,) = backlight.open_run(tmp_path / "run-random-labels").events("grokking")
+    assert (event.payload["control"], event.payload["control_of"]) == ("random-labels", "run")
+    (event,) = backlight.open_run(path).events("grokking")
+    assert (event.payload["control"], event.payload["control_of"]) == ("", "")
+    run, other = (
         backlight.open_run(p).array("gradient/unembed.weight")[1][0]
         for p in (path, tmp_path / "run-random-labels")
     )
-    assert not np.array_equal(mine, other)
+    assert not np.array_equal(run, other)
 
 
-def test_estimate_says_what_does_not_fit(command: Run) -> None:
+def test_estimate_reports_what_does_not_fit(command: Run) -> None:
     code, out, errors = command("grok", "estimate", "oracle", "--set", "run.disk_free=900000000000000")
     assert code == 0, errors
     assert "Not even scalars alone fit" in out
@@ -96,7 +96,7 @@ def test_estimate_says_what_does_not_fit(command: Run) -> None:
     assert found["disk_bytes"] == sum(part["disk_bytes"] for part in found["parts"])
 
 
-def test_a_run_that_does_not_fit_is_refused(command: Run, tmp_path: Path) -> None:
+def test_run_that_does_not_fit_is_refused(command: Run, tmp_path: Path) -> None:
     huge = ("--set", "run.disk_free=900000000000000")
     code, _, errors = command("grok", "run", "oracle", *huge, "--degrade", "--out", tmp_path / "run")
     assert code == 2
@@ -104,20 +104,20 @@ def test_a_run_that_does_not_fit_is_refused(command: Run, tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
-def test_a_script_for_a_cluster(command: Run, tmp_path: Path) -> None:
+def test_slurm_script_is_written(command: Run, tmp_path: Path) -> None:
     file, logs = tmp_path / "job.sh", tmp_path / "runs" / "slurm"
 
-    def ask(script: Path) -> tuple[int, str, str]:
+    def write_script(script: Path) -> tuple[int, str, str]:
         return command(
             "grok", "run", "oracle", *SMALL, "--seeds", "0-2", "--slurm", "partition=gpu",
             "--slurm-script", script, "--out", tmp_path / "runs",
         )  # fmt: skip
 
-    code, _, errors = ask(tmp_path / "gone" / "job.sh")
+    code, _, errors = write_script(tmp_path / "missing" / "job.sh")
     assert code == 2
     assert "cannot be written: No such file or directory" in errors
     assert not logs.exists()
-    code, out, errors = ask(file)
+    code, out, errors = write_script(file)
     assert code == 0, errors
     assert logs.is_dir()  # sbatch makes none
     assert out.strip() == str(file)
@@ -127,7 +127,7 @@ def test_a_script_for_a_cluster(command: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_sweep_has_a_folder_for_each_run(command: Run, tmp_path: Path) -> None:
+def test_sweep_has_a_directory_per_run(command: Run, tmp_path: Path) -> None:
     line = ("grok", "run", "oracle", "--steps", 10, *SMALL, "--seeds", "0,1", "--out", tmp_path)
     code, out, errors = command(*line)
     assert code == 0, errors

@@ -1,4 +1,4 @@
-"""``backlight grok detect`` and ``compare`` on stored runs, as a user would type them."""
+"""``backlight grok detect`` and ``compare`` on stored runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_detect_as_json_has_everything(command: Command, runs: Path) -> None:
     assert second["facts"]["control"] == "random-labels"
 
 
-def test_a_run_that_cannot_be_judged_does_not_hide_the_others(command: Command, runs: Path) -> None:
+def test_detect_evaluates_the_other_runs_after_an_error(command: Command, runs: Path) -> None:
     code, out, errors = command("grok", "detect", runs / "bare", runs / "control")
     assert code == 2
     assert "memorised" in out
@@ -64,7 +64,7 @@ def test_a_run_that_cannot_be_judged_does_not_hide_the_others(command: Command, 
     assert errors.count("\n") == 1
 
 
-def test_chance_and_size_can_be_given(command: Command, runs: Path) -> None:
+def test_detect_takes_chance_and_test_size(command: Command, runs: Path) -> None:
     out = command("grok", "detect", runs / "oracle", "--test-size", 8, "--json")[1]
     assert json.loads(out)[0]["verdict"] == "insufficient-data"
     code, _, errors = command("grok", "detect", runs / "oracle", "--chance", 2)
@@ -72,7 +72,7 @@ def test_chance_and_size_can_be_given(command: Command, runs: Path) -> None:
     assert "0 <= chance < 1; got 2.0" in errors
 
 
-def test_compare_lays_runs_over_each_other(command: Command, runs: Path, tmp_path: Path) -> None:
+def test_compare_overlays_runs(command: Command, runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, out, errors = command(
         "grok", "compare", runs / "oracle", runs / "late", runs / "control", "--align", "--out", page
@@ -86,48 +86,48 @@ def test_compare_lays_runs_over_each_other(command: Command, runs: Path, tmp_pat
     assert "steps after generalisation" in text
 
 
-def test_numbers_stay_whole_at_eighty_columns(
+def test_compare_prints_whole_numbers_at_eighty_columns(
     command: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     out = command("grok", "compare", runs / "oracle", runs / "late")[1]
-    told = json.loads(command("grok", "compare", runs / "oracle", runs / "late", "--json")[1])
-    heads = {line.split()[0] for line in out.splitlines() if line.strip()}
-    assert set(told["measures"]) <= heads
+    result = json.loads(command("grok", "compare", runs / "oracle", runs / "late", "--json")[1])
+    first_words = {line.split()[0] for line in out.splitlines() if line.strip()}
+    assert set(result["measures"]) <= first_words
     assert max(map(len, out.splitlines())) <= 80
     rows = [line.split() for line in out.splitlines() if {"late", "oracle"} & set(line.split())]
-    values = [cell for row in rows[2:] for cell in row[1 + (row[0] in told["measures"]) :]]
-    assert len(values) >= 6 * len(told["measures"])
+    values = [cell for row in rows[2:] for cell in row[1 + (row[0] in result["measures"]) :]]
+    assert len(values) >= 6 * len(result["measures"])
     for cell in values:
         float(cell.replace(",", ""))  # raises where a number was cut or broken
 
 
-def test_without_a_control_no_column_speaks_of_it(command: Command, runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "oracle", tmp_path / "alone")
-    alone = command("grok", "detect", tmp_path / "alone")[1]
-    assert "No matched control was found" in alone
-    assert "control ends" not in alone
-    assert "no claim" not in alone
+def test_detect_without_a_control_has_no_control_column(command: Command, runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "oracle", tmp_path / "copy")
+    output = command("grok", "detect", tmp_path / "copy")[1]
+    assert "No matched control was found" in output
+    assert "control ends" not in output
+    assert "no claim" not in output
 
 
-def test_aligned_runs_generalise_at_nought(runs: Path) -> None:
+def test_aligned_runs_generalise_at_step_zero(runs: Path) -> None:
     names = ("oracle", "late")
-    laid = overlay([open_run(runs / name) for name in names], align=True)
+    overlaid = overlay([open_run(runs / name) for name in names], align=True)
     for name in names:
-        steps, values = laid.measures["test_accuracy"][name]
-        line = laid.runs[name][2].test_accuracy  # type: ignore[union-attr] # both were judged
-        assert values[steps == 0][0] >= line
-        assert values[steps == -10][0] < line
-    assert 0 in laid.table_steps()
+        steps, values = overlaid.measures["test_accuracy"][name]
+        threshold = overlaid.runs[name][2].test_accuracy  # type: ignore[union-attr] # both were evaluated
+        assert values[steps == 0][0] >= threshold
+        assert values[steps == -10][0] < threshold
+    assert 0 in overlaid.table_steps()
     plain = overlay([open_run(runs / name) for name in names])
     assert plain.measures["test_accuracy"]["oracle"][0][0] == 0
 
 
-def test_compare_as_json_holds_the_curves(command: Command, runs: Path) -> None:
+def test_compare_as_json_contains_the_curves(command: Command, runs: Path) -> None:
     out = command("grok", "compare", runs / "oracle", runs / "late", "--measure", "test_", "--json")[1]
-    told = json.loads(out)
-    assert set(told["measures"]) == {"test_accuracy", "test_loss"}
-    assert len(told["measures"]["test_accuracy"]["late"]["values"]) == 201
+    result = json.loads(out)
+    assert set(result["measures"]) == {"test_accuracy", "test_loss"}
+    assert len(result["measures"]["test_accuracy"]["late"]["values"]) == 201
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_compare_refuses_in_one_line(
     assert errors.count("\n") == 1
 
 
-def test_what_a_run_says_of_itself_is_text(command: Command, tmp_path: Path) -> None:
+def test_markup_in_a_run_is_printed_as_text(command: Command, tmp_path: Path) -> None:
     for name in ("one", "two"):
         writer = RunWriter.create(tmp_path / name, monitors=("grokking",))
         writer.event(0, "grokking", {"experiment": "[red]x[/nope]\x1b[31m", "control": "", "chance": 0.1})
@@ -164,13 +164,13 @@ def test_what_a_run_says_of_itself_is_text(command: Command, tmp_path: Path) -> 
         assert "\x1b" not in out
 
 
-def test_two_folders_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
+def test_directories_of_the_same_name_get_distinct_labels(runs: Path, tmp_path: Path) -> None:
     other = write_grokking_run(tmp_path / "oracle", Grok(steps=300))
-    laid = overlay([open_run(runs / "oracle"), other])
-    assert set(laid.runs) == {"oracle", "oracle (2)"}
+    overlaid = overlay([open_run(runs / "oracle"), other])
+    assert set(overlaid.runs) == {"oracle", "oracle (2)"}
 
 
-def test_report_writes_pictures(command: Command, runs: Path, tmp_path: Path) -> None:
+def test_report_writes_plots(command: Command, runs: Path, tmp_path: Path) -> None:
     code, out, _ = command(
         "report", runs / "bare", "--out", tmp_path / "page.html", "--plots", tmp_path / "plots"
     )

@@ -1,4 +1,4 @@
-"""``backlight open`` and ``backlight top`` as commands."""
+"""``backlight open`` and ``backlight top`` in processes of their own."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ WITHOUT_TORCH = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
-    from growing import Growing  # found beside the tests of the report
+    from growing import Growing  # in the directory of the report tests
 
-    grown = Growing(tmp_path_factory.mktemp("live") / "run")
-    grown.steps(30, broken=2)
-    grown.close()
-    return grown.path
+    growing = Growing(tmp_path_factory.mktemp("live") / "run")
+    growing.steps(30, broken=2)
+    growing.close()
+    return growing.path
 
 
-def test_one_frame_is_printed_without_torch(run: Path) -> None:
+def test_top_once_prints_one_frame_without_torch(run: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, "top", "--once", str(run)],
         capture_output=True, text=True, check=False, timeout=60,
@@ -44,7 +44,7 @@ def test_one_frame_is_printed_without_torch(run: Path) -> None:
     assert "non finite" in done.stdout
 
 
-def test_the_terminal_is_left_by_q_and_the_last_frame_stays(tmp_path: Path) -> None:
+def test_q_restores_the_terminal_and_prints_the_last_frame(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
     folder = tmp_path / "run"
     folder.mkdir()
@@ -56,10 +56,10 @@ def test_the_terminal_is_left_by_q_and_the_last_frame_stays(tmp_path: Path) -> N
     )  # fmt: skip
     os.close(follower)
     try:
-        seen = until(leader, b"Waiting for the first step")
-        assert b"\x1b[?1049h" in seen  # a screen of its own
+        output = read_until(leader, b"Waiting for the first step")
+        assert b"\x1b[?1049h" in output  # alternate screen
         os.write(leader, b"q")
-        rest = until(leader, b"Waiting for the first step")
+        rest = read_until(leader, b"Waiting for the first step")
         assert process.wait(timeout=20) == 0
         assert b"\x1b[?1049l" in rest
     finally:
@@ -68,20 +68,20 @@ def test_the_terminal_is_left_by_q_and_the_last_frame_stays(tmp_path: Path) -> N
         os.close(leader)
 
 
-def until(terminal: int, wanted: bytes) -> bytes:
-    seen = b""
+def read_until(terminal: int, expected: bytes) -> bytes:
+    output = b""
     end = time.monotonic() + 40
-    while wanted not in seen and time.monotonic() < end:
+    while expected not in output and time.monotonic() < end:
         if select.select([terminal], [], [], 0.2)[0]:
             try:
-                seen += os.read(terminal, 65536)
+                output += os.read(terminal, 65536)
             except OSError:
-                break  # the process left
-    assert wanted in seen
-    return seen
+                break  # the process has ended
+    assert expected in output
+    return output
 
 
-def test_the_page_is_served_until_the_terminal_says_stop(run: Path) -> None:
+def test_page_is_served_until_interrupted(run: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", WITHOUT_TORCH, "open", "--no-browser", str(run)],
         stderr=subprocess.PIPE,
@@ -98,11 +98,11 @@ def test_the_page_is_served_until_the_terminal_says_stop(run: Path) -> None:
         with opener.open(address[0], timeout=20) as page:
             assert b"<title>run" in page.read()
             assert "token" not in page.geturl()
-            news = page.geturl() + "news?after=0"
-        with opener.open(news, timeout=30) as answer:
+            updates = page.geturl() + "news?after=0"
+        with opener.open(updates, timeout=30) as answer:
             assert b"non_finite" in answer.read()
         with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(news, timeout=20)
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(updates, timeout=20)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 0
         assert "Traceback" not in process.stderr.read()
@@ -111,7 +111,9 @@ def test_the_page_is_served_until_the_terminal_says_stop(run: Path) -> None:
         process.communicate()
 
 
-def test_what_cannot_be_opened_is_refused_in_one_line(run: Path, tmp_path: Path, command: Command) -> None:
+def test_missing_run_and_taken_port_are_refused_in_one_line(
+    run: Path, tmp_path: Path, command: Command
+) -> None:
     for name in ("open", "top"):
         code, _, errors = command(name, tmp_path / "nothing")
         assert code == 2

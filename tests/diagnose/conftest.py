@@ -1,4 +1,4 @@
-"""Names of parameters must not depend on models that earlier tests of the same process left behind."""
+"""Fixtures of the commands that diagnose a script."""
 
 import sys
 from pathlib import Path
@@ -6,14 +6,17 @@ from typing import Protocol
 
 import pytest
 
-from earlier_models import _frozen, _no_models_of_others  # noqa: F401 - fixtures
-
 
 class Command(Protocol):
-    """Runs the command line in this process."""
+    """Function that runs a command in this process."""
 
     def __call__(self, *arguments: str) -> tuple[int, str, str]:
-        """Return its exit code, and what it and the script have printed."""
+        """Return exit code, standard output and standard error, including those of the script."""
+
+
+@pytest.fixture(autouse=True)
+def _only_new_models(only_new_models: None) -> None:
+    """Names of parameters must not depend on earlier tests."""
 
 
 @pytest.fixture

@@ -20,17 +20,17 @@ def fail(error: Exception) -> None:
 def test_forked_child_is_not_recorded(kind: type[Tape] | type[ValueTracker]) -> None:
     recorder = kind(ModuleCalls(), fail)
 
-    def seen() -> int:
+    def count() -> int:
         return recorder.operations if isinstance(recorder, ValueTracker) else len(recorder.operations)
 
     with recorder:
         torch.ones(2).add(1)
-        before = seen()
+        before = count()
         child = os.fork()
         if not child:
             torch.ones(2).add(1)
-            os._exit(int(seen() != before))
+            os._exit(int(count() != before))
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 0
         torch.ones(2).add(1)
-        assert seen() > before > 0
+        assert count() > before > 0

@@ -1,4 +1,4 @@
-"""Trainings with activation checkpointing that deserves a remark, each with its control."""
+"""Training functions whose activation checkpointing deserves a remark, each with its control."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings in which a parameter gets no gradient or no optimizer, each with its control."""
+"""Training functions in which a parameter gets no gradient or no optimizer, each with its control."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 4
 
 
 class Net(nn.Module):
-    """Three layers; ``change`` does something to what the first one gives."""
+    """Three layers; ``change`` is applied to the output of the first one."""
 
     def __init__(self, change: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Net(nn.Module):
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS) -> None:
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(wanted, lr=0.1) if optimizer is None else optimizer
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=0.1) if optimizer is None else optimizer
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(5, 4)).pow(2).mean().backward()
@@ -144,8 +144,8 @@ def not_in_the_loss(injected: bool) -> None:
 @fault(names=("last.weight", "last.bias"), cause="not in an optimizer", text="no optimizer holds it")
 def not_in_the_optimizer(injected: bool) -> None:
     model = Net()
-    wanted = [p for n, p in model.named_parameters() if not (injected and "last" in n)]
-    train(model, torch.optim.SGD(wanted, lr=0.1))
+    trainable = [p for n, p in model.named_parameters() if not (injected and "last" in n)]
+    train(model, torch.optim.SGD(trainable, lr=0.1))
 
 
 @fault(
@@ -160,7 +160,7 @@ def created_after_the_optimizer(injected: bool) -> None:
 
 
 class Absorbing(torch.autograd.Function):
-    """Its backward may return None for what wanted a gradient."""
+    """Its backward may return None for an input that requires a gradient."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, injected: bool) -> Tensor:
@@ -178,7 +178,7 @@ def none_from_a_custom_function(injected: bool) -> None:
 
 
 class Using(torch.autograd.Function):
-    """Takes a weight through its arguments, or behind autograd's back."""
+    """Takes a weight through its arguments, or without autograd's knowledge."""
 
     weight: Tensor
 
@@ -234,7 +234,7 @@ OVERWRITTEN = Fault("overwritten", overwritten, {})
 
 
 def adversarial(injected: bool) -> None:
-    """Generator and critic in turns: each is cut off from the other's loss on purpose."""
+    """Generator and critic are updated alternately: each is detached from the other's loss on purpose."""
     generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     of_critic = torch.optim.Adam(critic.parameters(), lr=1e-2)
     of_generator = torch.optim.Adam(generator.parameters(), lr=1e-2)
@@ -249,7 +249,7 @@ def adversarial(injected: bool) -> None:
 
 
 def grad_of_a_computed_tensor(injected: bool) -> None:
-    """A loop without optimizer updates by the ``.grad`` of a tensor that is no leaf."""
+    """A loop without optimizer updates by the ``.grad`` of a tensor that is not a leaf."""
     start = torch.ones(4, requires_grad=True)
     weight = start * 0.5 if injected else start  # HERE
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Trainings in which a NaN or an infinity is born, each with its control."""
+"""Training functions with the origin of a NaN or an infinity, each with its control."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FAULTS: dict[str, Fault] = {}
 fault = registrar(FAULTS)
 
 
-class At(Net):
-    """Does something at its third call."""
+class AtThirdCall(Net):
+    """Changes its forward pass at the third call."""
 
     calls = 0
 
@@ -29,7 +29,7 @@ class At(Net):
 
 @fault(step=2, phase="forward", value="NaN", operation="log", module="Logarithm", symptom="loss")
 def origin_in_forward(injected: bool) -> None:
-    class Logarithm(At):
+    class Logarithm(AtThirdCall):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
             return torch.log(hidden - 2 if now and injected else hidden + 2)  # HERE
 
@@ -38,7 +38,7 @@ def origin_in_forward(injected: bool) -> None:
 
 @fault(step=2, phase="forward", value="infinity", operation="exp", module="Exponential", symptom="loss")
 def overflow_in_forward(injected: bool) -> None:
-    class Exponential(At):
+    class Exponential(AtThirdCall):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
             grown = torch.exp(hidden * (1e4 if now and injected else 1.0))  # HERE
             return grown / grown.sum()
@@ -48,7 +48,7 @@ def overflow_in_forward(injected: bool) -> None:
 
 @fault(step=2, phase="backward", value="infinity", node="SqrtBackward0", module="Root", symptom="gradients")
 def origin_in_backward_only(injected: bool) -> None:
-    class Root(At):
+    class Root(AtThirdCall):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
             size = hidden * (0.0 if now and injected else 1.0)
             return hidden + torch.sqrt(size.square() + (0.0 if injected else 1e-6))  # HERE
@@ -57,7 +57,7 @@ def origin_in_backward_only(injected: bool) -> None:
 
 
 class Dividing(torch.autograd.Function):
-    """Its backward divides by zero where it is told to."""
+    """Its backward divides by zero where ``zero`` is set."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor, zero: bool) -> Tensor:
@@ -71,7 +71,7 @@ class Dividing(torch.autograd.Function):
 
 @fault(step=2, phase="backward", value="infinity", node="DividingBackward", symptom="gradients")
 def origin_in_a_custom_backward(injected: bool) -> None:
-    class WithFunction(At):
+    class WithFunction(AtThirdCall):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
             return Dividing.apply(hidden, now and injected)
 
@@ -80,11 +80,11 @@ def origin_in_a_custom_backward(injected: bool) -> None:
 
 @fault(step=2, phase="forward", value="NaN", operation="_softmax", symptom="loss", constant=True)
 def row_masked_entirely(injected: bool) -> None:
-    class Masked(At):
+    class Masked(AtThirdCall):
         def third(self, hidden: Tensor, now: bool) -> Tensor:
-            hidden_where = torch.zeros_like(hidden, dtype=torch.bool)
-            hidden_where[:, 0 if now and injected else 1 :] = True
-            scores = hidden.masked_fill(hidden_where, -math.inf)
+            mask = torch.zeros_like(hidden, dtype=torch.bool)
+            mask[:, 0 if now and injected else 1 :] = True
+            scores = hidden.masked_fill(mask, -math.inf)
             return torch.softmax(scores, -1)  # HERE
 
     train(Masked())
@@ -131,7 +131,7 @@ def origin_in_the_optimizer(injected: bool) -> None:
 
 
 def scaler_searches() -> int:
-    """A gradient scaler overflows on its way to a scale that fits: nothing is wrong. Return how often."""
+    """A gradient scaler overflows while it searches its scale, which is no fault. Return how often."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-12)

@@ -2,8 +2,8 @@
 
     python one_process.py SECONDS FAULT [FAULT ...]
 
-Each fault lasts SECONDS and then lets go, so that one process shows several; with SECONDS=0.01 it is the
-control. Two clean steps lie before each. The line that is at fault carries a mark ``# at: FAULT``.
+Each fault lasts SECONDS, so that one process runs several; with SECONDS=0.01 it is the control. Two steps
+without a fault precede each. The line at fault has the mark ``# at: FAULT``.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ LIBC = ctypes.PyDLL(None)
 now = time.monotonic
 
 
-def sleeps() -> None:
+def sleep() -> None:
     time.sleep(SECONDS)  # at: sleep
 
 
-def spins() -> None:
+def spin() -> None:
     end = now() + SECONDS
     while now() < end:  # at: spin
         pass
 
 
-def locks() -> None:
+def acquire_lock_twice() -> None:
     LOCK.acquire()
     LOCK.acquire(timeout=SECONDS)  # at: lock
     LOCK.release()
 
 
-def locks_in_another_order() -> None:
+def acquire_locks_in_opposite_order() -> None:
     def other() -> None:
         with SECOND_LOCK:
             held.set()
@@ -73,12 +73,12 @@ def locks_in_another_order() -> None:
     thread.join()
 
 
-def spins_in_c() -> None:
+def spin_in_c() -> None:
     count = int(RATE * SECONDS)
     collections.deque(itertools.repeat(0, count), maxlen=0)  # at: gil_spin
 
 
-def blocks_in_c() -> None:
+def block_in_c() -> None:
     mutex = ctypes.create_string_buffer(64)
     LIBC.pthread_mutex_lock(mutex)
     until = time.time() + SECONDS
@@ -86,10 +86,10 @@ def blocks_in_c() -> None:
     LIBC.pthread_mutex_timedlock(mutex, limit)  # at: gil_block
 
 
-def long_operation() -> None:
+def run_long_operation() -> None:
     size = 256
     end = now() + SECONDS
-    while now() < end and size < 20000:  # sized so that one call lasts about as long as asked
+    while now() < end and size < 20000:  # sized so that one call lasts about SECONDS
         begin = now()
         torch.mm(torch.ones(size, size), torch.ones(size, size))
         one = now() - begin
@@ -102,14 +102,14 @@ def long_operation() -> None:
 
 
 BACKWARD = {
-    "sleep": sleeps,
-    "spin": spins,
-    "lock": locks,
-    "gil_spin": spins_in_c,
-    "gil_block": blocks_in_c,
-    "long_op": long_operation,
-    "threads": locks,
-    "lock_order": locks_in_another_order,
+    "sleep": sleep,
+    "spin": spin,
+    "lock": acquire_lock_twice,
+    "gil_spin": spin_in_c,
+    "gil_block": block_in_c,
+    "long_op": run_long_operation,
+    "threads": acquire_lock_twice,
+    "lock_order": acquire_locks_in_opposite_order,
 }
 
 
@@ -143,7 +143,7 @@ class Short(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Two layers with a place for a fault between them."""
+    """Two layers with a fault between them."""
 
     def __init__(self, nodes: int) -> None:
         super().__init__()
@@ -163,27 +163,27 @@ class Net(nn.Module):
             for _ in range(int(20 * SECONDS)):
                 h = Short.apply(h, 0.001)
         if fault == "compile":
-            h = torch.compile(deep)(h)
+            h = torch.compile(compiled_rounds)(h)
         if fault == "nodes":
             for _ in range(self.nodes):
                 h = h * 1.0
         if fault == "checkpointed":
             for _ in range(20):
-                h = checkpoint(many, h, self.nodes // 40, use_reentrant=True)
+                h = checkpoint(multiply, h, self.nodes // 40, use_reentrant=True)
         if fault == "nested":
             h = nested(h, 70)
         h = Faulty.apply(h, BACKWARD.get(fault))
         return self.second(h)
 
 
-def many(h: torch.Tensor, count: int) -> torch.Tensor:
+def multiply(h: torch.Tensor, count: int) -> torch.Tensor:
     for _ in range(count):
         h = h * 1.0
     return h
 
 
-def deep(h: torch.Tensor) -> torch.Tensor:
-    """Compiles for at least as long as asked: every round is kernels of its own."""
+def compiled_rounds(h: torch.Tensor) -> torch.Tensor:
+    """Compiles for at least SECONDS: each round has its own kernels."""
     for n in range(int(6 * SECONDS)):
         h = torch.softmax(h @ h.T @ h, -1) + n
     return h
@@ -191,7 +191,7 @@ def deep(h: torch.Tensor) -> torch.Tensor:
 
 def nested(h: torch.Tensor, depth: int) -> torch.Tensor:
     if depth == 0:
-        return Faulty.apply(h, locks)
+        return Faulty.apply(h, acquire_lock_twice)
     return checkpoint(nested, h, depth - 1, use_reentrant=True)
 
 
@@ -219,7 +219,7 @@ class Data(Dataset[torch.Tensor]):
 
 
 class Sluggish:
-    """Takes its time to be written."""
+    """Takes SECONDS to pickle."""
 
     def __reduce__(self) -> Any:
         time.sleep(SECONDS)
@@ -227,8 +227,8 @@ class Sluggish:
 
 
 def fault_of(step: int) -> str:
-    index, place = divmod(step, 3)
-    return FAULTS[index] if place == 2 and index < len(FAULTS) else ""
+    index, offset = divmod(step, 3)
+    return FAULTS[index] if offset == 2 and index < len(FAULTS) else ""
 
 
 def between(fault: str, model: nn.Module) -> None:
@@ -270,7 +270,7 @@ def rate() -> float:
 def node_count() -> int:
     x = torch.ones(2, 8, requires_grad=True)
     begin = now()
-    many(x, 3000).sum().backward()
+    multiply(x, 3000).sum().backward()
     return int(SECONDS * 3000 / (now() - begin) * 2)
 
 

@@ -51,7 +51,7 @@ class Faulty(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """Two layers with a place for a fault between them."""
+    """Two layers with a fault between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,15 +65,15 @@ class Net(nn.Module):
 
 
 def fault_of(step: int, rank: int) -> str:
-    index, place = divmod(step, 2)
-    if place != 1 or index >= len(FAULTS):
+    index, offset = divmod(step, 2)
+    if offset != 1 or index >= len(FAULTS):
         return ""
     kind, at = FAULTS[index]
     return kind if at in {"all", str(rank)} else ""
 
 
 class Killing(Dataset[torch.Tensor]):
-    """Its worker does not survive the first item."""
+    """A data set whose worker is killed at the first item."""
 
     def __len__(self) -> int:
         return 1
@@ -84,7 +84,7 @@ class Killing(Dataset[torch.Tensor]):
 
 
 def fill_memory() -> None:
-    """Ask for more than the process may have: a limit of its own, so that the machine does not suffer."""
+    """Ask for more than the process may have: the process has its own limit."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), resource.RLIM_INFINITY))
     torch.ones(1 << 30)  # at: oom

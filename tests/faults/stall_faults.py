@@ -27,7 +27,7 @@ class Fault:
     """An injected fault and its expected diagnosis.
 
     ``kind`` None is a period without a diagnosis; ``line`` is the mark of the line at fault, empty where none
-    can be named; ``rank`` the cause; ``says`` a pattern of the detail. ``control`` is the argument of the
+    can be named; ``rank`` the cause; ``pattern`` matches the detail. ``control`` is the argument of the
     script for the control of a fault that does not end: ``all`` ranks do the same, or ``none`` does anything.
     """
 
@@ -40,7 +40,7 @@ class Fault:
     world: int = 1
     alone: bool = False
     slow: bool = False
-    says: str = ""
+    pattern: str = ""
     control: str = "all"
     builds: bool = False
 
@@ -57,11 +57,11 @@ class Fault:
 
 SECOND = "second.weight"
 ONE = (
-    Fault("sleep", "BLOCKED", line="sleep", parameter=SECOND, says="sleeps"),
+    Fault("sleep", "BLOCKED", line="sleep", parameter=SECOND, pattern="sleeps"),
     Fault("spin", "SPIN", line="spin", parameter=SECOND),
-    Fault("lock", "BLOCKED", line="lock", parameter=SECOND, says="waits for a lock"),
-    Fault("lock_order", "BLOCKED", line="lock_order", parameter=SECOND, says="waits for a lock"),
-    Fault("gil_spin", "SPIN", line="gil_spin", parameter=SECOND, says="holds the interpreter lock"),
+    Fault("lock", "BLOCKED", line="lock", parameter=SECOND, pattern="waits for a lock"),
+    Fault("lock_order", "BLOCKED", line="lock_order", parameter=SECOND, pattern="waits for a lock"),
+    Fault("gil_spin", "SPIN", line="gil_spin", parameter=SECOND, pattern="holds the interpreter lock"),
     Fault("gil_block", "BLOCKED", line="gil_block", parameter=SECOND),
     Fault("long_op", "LONG_OP", line="long_op", parameter=SECOND, slow=True),
     Fault("slow", "SLOW", parameter=SECOND),
@@ -69,18 +69,18 @@ ONE = (
     Fault("threads", "BLOCKED", line="lock"),
     Fault("thrash", "SLOW"),
     Fault("data", "PHASE", phase="data"),
-    Fault("worker_stopped", "PHASE", phase="data", says="1 of them stopped"),
-    Fault("feeder", "PHASE", phase="data", says="1 of them dead", alone=True, slow=True),
+    Fault("worker_stopped", "PHASE", phase="data", pattern="1 of them stopped"),
+    Fault("feeder", "PHASE", phase="data", pattern="1 of them dead", alone=True, slow=True),
     Fault("worker_killed", None, alone=True, slow=True),
     Fault("forward", "PHASE", phase="forward", line="forward"),
     Fault("between", "PHASE", phase="other", line="between"),
-    Fault("nodes", "SLOW", alone=True, builds=True, says=r"backward [\d,]+ of [\d,]+ nodes"),
+    Fault("nodes", "SLOW", alone=True, builds=True, pattern=r"backward [\d,]+ of [\d,]+ nodes"),
     Fault("checkpointed", "SLOW", alone=True, slow=True, builds=True),
     Fault("evaluation", None),
     Fault("save", None),
     Fault("compile", None, alone=True, slow=True),
     Fault("stop", "STOPPED", phase="other"),
-    Fault("kill", "DEAD", phase="other", says="SIGKILL", control="none"),
+    Fault("kill", "DEAD", phase="other", pattern="SIGKILL", control="none"),
 )
 _ranks = functools.partial(Fault, rank=1, world=3)
 RANKS = (
@@ -89,29 +89,34 @@ RANKS = (
     _ranks("spin", "SPIN", line="spin", slow=True),
     _ranks("stop", "STOPPED", phase="other", rank=0),
     _ranks("evaluation", None, rank=0),
-    _ranks("straggler", "SLOW", phase="", rank=2, says="straggler, not hung"),
-    _ranks("broadcast", "MISMATCH", says=r"rank 1 calls broadcast\(16 float32\), the others call all"),
-    _ranks("skip", "MISMATCH", slow=True, says="at collective 3 rank 1 calls all_gather"),
-    _ranks("add", "MISMATCH", slow=True, says="at collective 4 rank 1 calls all_reduce"),
-    _ranks("reorder", "MISMATCH", rank=2, slow=True, says="at collective 4 rank 2 calls barrier"),
-    _ranks("barrier", "MISMATCH", rank=0, slow=True, says="rank 0 calls barrier"),
-    _ranks("subgroup", "MISMATCH", rank=0, slow=True, says=r"#1 of group \[0, 1\]"),
-    _ranks("shape", "MISMATCH", slow=True, says=r"rank 1 calls all_reduce\(1048576 float32\)"),
-    _ranks("dtype", "MISMATCH", slow=True, says=r"rank 1 calls all_reduce\(16 int32\)"),
-    _ranks("fewer", "MISMATCH", slow=True, says="rank 1 calls barrier"),
-    _ranks("ends", "DEAD", phase="other", slow=True, says="has ended its training after step 1"),
-    _ranks("raise", "DEAD", phase="other", line="raise", says="ValueError: injected", control="none"),
-    _ranks("oom", "DEAD", phase="other", line="oom", slow=True, says="out of memory", control="none"),
+    _ranks("straggler", "SLOW", phase="", rank=2, pattern="straggler, not hung"),
+    _ranks("broadcast", "MISMATCH", pattern=r"rank 1 calls broadcast\(16 float32\), the others call all"),
+    _ranks("skip", "MISMATCH", slow=True, pattern="at collective 3 rank 1 calls all_gather"),
+    _ranks("add", "MISMATCH", slow=True, pattern="at collective 4 rank 1 calls all_reduce"),
+    _ranks("reorder", "MISMATCH", rank=2, slow=True, pattern="at collective 4 rank 2 calls barrier"),
+    _ranks("barrier", "MISMATCH", rank=0, slow=True, pattern="rank 0 calls barrier"),
+    _ranks("subgroup", "MISMATCH", rank=0, slow=True, pattern=r"#1 of group \[0, 1\]"),
+    _ranks("shape", "MISMATCH", slow=True, pattern=r"rank 1 calls all_reduce\(1048576 float32\)"),
+    _ranks("dtype", "MISMATCH", slow=True, pattern=r"rank 1 calls all_reduce\(16 int32\)"),
+    _ranks("fewer", "MISMATCH", slow=True, pattern="rank 1 calls barrier"),
+    _ranks("ends", "DEAD", phase="other", slow=True, pattern="has ended its training after step 1"),
+    _ranks("raise", "DEAD", phase="other", line="raise", pattern="ValueError: injected", control="none"),
+    _ranks("oom", "DEAD", phase="other", line="oom", slow=True, pattern="out of memory", control="none"),
     _ranks(
-        "worker", "DEAD", phase="data", line="worker", slow=True, says="DataLoader worker", control="none"
+        "worker", "DEAD", phase="data", line="worker", slow=True, pattern="DataLoader worker", control="none"
     ),
-    _ranks("kill", "DEAD", phase="other", says="SIGKILL", control="none"),
+    _ranks("kill", "DEAD", phase="other", pattern="SIGKILL", control="none"),
     _ranks("ddp_backward", "BLOCKED", line="backward", rank=2, parameter=SECOND, slow=True),
     _ranks("ddp_forward", "PHASE", phase="forward", line="ddp_forward", rank=0, slow=True),
     _ranks(
-        "ddp_branch", "DEAD", phase="", slow=True, says="Expected to have finished reduction", control="none"
+        "ddp_branch",
+        "DEAD",
+        phase="",
+        slow=True,
+        pattern="Expected to have finished reduction",
+        control="none",
     ),
-    _ranks("ddp_skip", "MISMATCH", slow=True, says="with 3 backward passes where the others are at 4"),
+    _ranks("ddp_skip", "MISMATCH", slow=True, pattern="with 3 backward passes where the others are at 4"),
 )
 LASTING = {
     "add", "barrier", "broadcast", "ddp_branch", "ddp_skip", "dtype", "ends", "fewer", "kill", "oom", "raise",
@@ -187,7 +192,7 @@ def wait_for_end_of_watchdog(directory: Path, timeout_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def about(fault: Fault, index: int, findings: list[Finding], *, alone: bool) -> list[Finding]:
+def findings_on(fault: Fault, index: int, findings: list[Finding], *, alone: bool) -> list[Finding]:
     """Return the findings on the fault with this number on the command line, all where it was alone."""
     if alone and fault.lasting:
         return findings
@@ -200,11 +205,11 @@ def score(fault: Fault, findings: list[Finding], script: Path) -> tuple[str, str
         return ("correct", "silent") if not findings else ("wrong", findings[0].detail)
     if not findings:
         return "inconclusive", "no finding"
-    # The graph of a long backward may take longer to build than the tests allow a forward, which is true.
-    about_it = [f for f in findings if not (fault.builds and f.subject.phase == "forward")]
-    if not about_it:
+    # Building the graph may exceed the timeout of the forward phase: that finding is correct as well.
+    relevant = [f for f in findings if not (fault.builds and f.subject.phase == "forward")]
+    if not relevant:
         return "inconclusive", findings[0].detail
-    scores = [_score(fault, finding, script) for finding in about_it]
+    scores = [_score(fault, finding, script) for finding in relevant]
     order = ("wrong", "correct", "inconclusive")
     return min(scores, key=lambda s: order.index(s[0]))
 
@@ -225,8 +230,8 @@ def _score(fault: Fault, finding: Finding, script: Path) -> tuple[str, str]:
         return ("inconclusive" if subject.line is None else "wrong"), f"line {subject.line}: {claim}"
     if fault.parameter and subject.parameter != fault.parameter:
         return ("inconclusive" if subject.parameter is None else "wrong"), f"parameter {subject.parameter}"
-    if fault.says and not re.search(fault.says, claim):
-        return "inconclusive", f"true, but not the cause: {claim}"
+    if fault.pattern and not re.search(fault.pattern, claim):
+        return "inconclusive", f"correct, but not the cause: {claim}"
     return "correct", claim
 
 

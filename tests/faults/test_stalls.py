@@ -17,14 +17,14 @@ import pytest
 from backlight.monitors.stalls.model.diagnosis import STARVED
 from backlight.store.read.run import open_run
 from faults import missing_gradients, non_finite
-from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, about, run_faults, score, step_of
+from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, findings_on, run_faults, score, step_of
 from ranks.launching import watching
 
 pytestmark = pytest.mark.alone
 
 TOGETHER = [f for f in ONE if not f.alone and not f.slow]
 # One of each kind; a lock is held in the test of the finding that is stored while it hangs.
-FIRST = [f for f in TOGETHER if f.name in {"sleep", "spin", "gil_spin", "slow"}]
+DEFAULT = [f for f in TOGETHER if f.name in {"sleep", "spin", "gil_spin", "slow"}]
 LOCKS = [f for f in TOGETHER if f.name in {"lock", "lock_order", "gil_block", "nested", "threads"}]
 ENDING = [f for f in RANKS if not f.lasting and not f.slow]
 
@@ -34,29 +34,29 @@ def check(faults: list[Fault], out: Path, **options: float) -> str:
     findings, log, _ = run_faults(faults, out, **options)
     wrong = []
     for index, fault in enumerate(faults):
-        mine = about(fault, index, findings, alone=len(faults) == 1)
-        result, why = score(fault, mine, script)
-        if len({f.subject.verdict for f in mine}) < len(mine):
-            wrong.append(f"{fault.name}: reported more than once: {[f.detail for f in mine]}")
-        # On a machine that gives the rank hardly a core, that is the diagnosis; it must not be another one.
+        own = findings_on(fault, index, findings, alone=len(faults) == 1)
+        result, why = score(fault, own, script)
+        if len({f.subject.verdict for f in own}) < len(own):
+            wrong.append(f"{fault.name}: reported more than once: {[f.detail for f in own]}")
+        # On an overloaded machine starvation is the correct diagnosis.
         if result != "correct" and STARVED not in why:
             wrong.append(f"{fault.name}: {result}: {why}")
-    others = {step_of(i, faults[0].world) for i in range(len(faults))}
-    wrong += [f.detail for f in findings if f.subject.step not in others and not faults[0].lasting]
+    expected = {step_of(i, faults[0].world) for i in range(len(faults))}
+    wrong += [f.detail for f in findings if f.subject.step not in expected and not faults[0].lasting]
     assert not wrong, "\n".join([*wrong, log[-4000:]])
-    lasted = dict(re.findall(r"^after (\w+) \d+ ([\d.]+)$", log, re.MULTILINE))
+    durations = dict(re.findall(r"^after (\w+) \d+ ([\d.]+)$", log, re.MULTILINE))
     for fault in faults:
         if fault.kind is None and not fault.lasting and fault.world == 1:
-            assert float(lasted[fault.name]) > STALL, "a period shorter than the timeout proves nothing"
+            assert float(durations[fault.name]) > STALL, "the period is shorter than the timeout"
     return log
 
 
 @pytest.mark.parametrize(
     "faults",
     [
-        pytest.param(FIRST, id="first"),
+        pytest.param(DEFAULT, id="default"),
         pytest.param(LOCKS, id="locks", marks=pytest.mark.full),
-        pytest.param([f for f in TOGETHER if f not in FIRST + LOCKS], id="others", marks=pytest.mark.full),
+        pytest.param([f for f in TOGETHER if f not in DEFAULT + LOCKS], id="others", marks=pytest.mark.full),
     ],
 )
 def test_faults_of_one_process(faults: list[Fault], tmp_path: Path) -> None:
@@ -78,12 +78,12 @@ def test_faults_of_ranks(tmp_path: Path) -> None:
     check(ENDING, tmp_path / "run")
 
 
-def test_a_first_backward_of_many_nodes_is_slow_and_not_hung(tmp_path: Path) -> None:
+def test_first_backward_of_many_nodes_is_slow(tmp_path: Path) -> None:
     fault = next(f for f in ONE if f.name == "nodes")
     log = check([fault], tmp_path / "run")
-    said = re.search(r"SLOW, not hung: backward ([\d,]+) of ([\d,]+) nodes, [\d.]+k?/s, ETA (\d+) s", log)
-    assert said is not None, log
-    done, total = (int(text.replace(",", "")) for text in said.groups()[:2])
+    reported = re.search(r"SLOW, not hung: backward ([\d,]+) of ([\d,]+) nodes, [\d.]+k?/s, ETA (\d+) s", log)
+    assert reported is not None, log
+    done, total = (int(text.replace(",", "")) for text in reported.groups()[:2])
     assert 0 < done < total
 
 
@@ -95,7 +95,7 @@ def test_a_first_backward_of_many_nodes_is_slow_and_not_hung(tmp_path: Path) -> 
         if f.name in {"broadcast", "kill", "raise", "ends"}
     ],
 )
-def test_a_rank_that_ends_the_run(fault: Fault, tmp_path: Path) -> None:
+def test_fault_that_ends_the_run(fault: Fault, tmp_path: Path) -> None:
     check([fault], tmp_path / "run")
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_ends_the_run(fault: Fault, tmp_path: Path) -> None:
     [f for f in (*ONE, *RANKS) if f.slow or f.alone or f.lasting],
     ids=lambda f: f"{f.name}-{f.world}",
 )
-def test_the_rest_of_the_suite(fault: Fault, tmp_path: Path) -> None:
+def test_remaining_faults(fault: Fault, tmp_path: Path) -> None:
     check([fault], tmp_path / "run")
 
 
@@ -121,7 +121,7 @@ def test_every_scenario_is_in_the_readme() -> None:
     ("faults", "options"),
     [
         pytest.param([f for f in RANKS if not f.lasting], {"seconds": 0.02}, id="ranks"),
-        # Every rank does what one did: skips the call, adds it, sends another dtype, ends earlier.
+        # Every rank has the same fault, so that the ranks agree.
         *(pytest.param([f], {"control": True}, id=f.name) for f in RANKS if f.lasting),
         *(pytest.param([f], {"seconds": 0.02}, id=f.name) for f in ONE if f.alone and not f.lasting),
     ],
@@ -147,7 +147,9 @@ def test_overloaded_machine_makes_no_diagnosis_wrong(names: tuple[str, ...], tmp
         for process in load:
             process.kill()
             process.wait()
-    scores = [score(f, about(f, index, findings, alone=False), script) for index, f in enumerate(faults)]
+    scores = [
+        score(f, findings_on(f, index, findings, alone=False), script) for index, f in enumerate(faults)
+    ]
     assert [s for s in scores if s[0] == "wrong"] == [], log
     assert sum(s[0] == "correct" for s in scores) >= len(scores) // 2, log
 
@@ -161,7 +163,7 @@ def test_finding_is_stored_while_the_process_hangs(tmp_path: Path) -> None:
     )  # fmt: skip
     try:
         line = process.stderr.readline().decode()
-        assert "BLOCKED: the main thread waits for a lock in locks, one_process.py:" in line
+        assert "BLOCKED: the main thread waits for a lock in acquire_lock_twice, one_process.py:" in line
         assert process.poll() is None
         read = [sys.executable, "-m", "backlight", "findings", str(out), "--json", "--fail-on", "stall"]
         deadline = time.monotonic() + 60
@@ -176,7 +178,7 @@ def test_finding_is_stored_while_the_process_hangs(tmp_path: Path) -> None:
         assert finding["subject"]["parameter"] == "second.weight"
         assert finding["refuted_if"]
         dump = open_run(out).read_evidence(finding["evidence"][0]["path"]).decode()
-        assert "in locks" in dump
+        assert "in acquire_lock_twice" in dump
         assert "a lock" in dump
         assert process.poll() is None
     finally:

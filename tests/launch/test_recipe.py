@@ -1,4 +1,4 @@
-"""A recipe is checked before it is called, and settings reach the functions that take them."""
+"""Recipes: checks before the call, settings, checkpoints."""
 
 import os
 from pathlib import Path
@@ -28,14 +28,14 @@ def loss(model, batch):
 """
 
 
-def written(folder: Path, text: str) -> Path:
+def write_recipe(folder: Path, text: str) -> Path:
     path = folder / "recipe.py"
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def test_settings_reach_the_functions_that_take_them(tmp_path: Path) -> None:
-    recipe = read_recipe(written(tmp_path, GOOD), {"dim": 6, "batch": 5, "bias": False})
+def test_settings_are_passed_to_the_functions_that_take_them(tmp_path: Path) -> None:
+    recipe = read_recipe(write_recipe(tmp_path, GOOD), {"dim": 6, "batch": 5, "bias": False})
     model = recipe.build_model()
     batch = next(recipe.batches(rank=1, world_size=2))
     assert isinstance(model, nn.Linear)
@@ -45,20 +45,20 @@ def test_settings_reach_the_functions_that_take_them(tmp_path: Path) -> None:
     assert recipe.loss(model, batch).shape == ()
 
 
-def test_more_settings_leave_the_first_recipe_alone(tmp_path: Path) -> None:
-    first = read_recipe(written(tmp_path, GOOD), {"dim": 6})
+def test_with_settings_returns_a_new_recipe(tmp_path: Path) -> None:
+    first = read_recipe(write_recipe(tmp_path, GOOD), {"dim": 6})
     second = first.with_settings({"dim": 8})
     assert first.build_model().in_features == 6  # type: ignore[union-attr]
     assert second.build_model().in_features == 8  # type: ignore[union-attr]
 
 
-def test_a_function_that_takes_everything_gets_everything(tmp_path: Path) -> None:
+def test_keyword_arguments_accept_every_setting(tmp_path: Path) -> None:
     text = GOOD.replace("dim=4, bias=True", "dim=4, bias=True, **settings")
-    recipe = read_recipe(written(tmp_path, text), {"dim": 6, "anything": 1})
+    recipe = read_recipe(write_recipe(tmp_path, text), {"dim": 6, "anything": 1})
     assert recipe.build_model().in_features == 6  # type: ignore[union-attr]
 
 
-def test_the_example_trains() -> None:
+def test_example_recipe_trains() -> None:
     recipe = read_recipe(EXAMPLE, {"dim": 16, "heads": 2, "n_blocks": 1, "seq": 16, "batch": 8, "lr": 1e-2})
     model = recipe.build_model()
     optimizer = recipe.build_optimizer(model)
@@ -78,7 +78,7 @@ def test_the_example_trains() -> None:
     assert list(recipe.split("head.weight", weight)) == ["head.weight"]
 
 
-def test_ranks_of_the_example_draw_from_disjoint_text() -> None:
+def test_ranks_of_the_example_draw_disjoint_batches() -> None:
     recipe = read_recipe(EXAMPLE, {"batch": 64, "seq": 32})
     rows = [{tuple(row.tolist()) for row in next(recipe.batches(rank, 2))[0]} for rank in (0, 1)]
     assert not rows[0] & rows[1]
@@ -96,19 +96,19 @@ def test_ranks_of_the_example_draw_from_disjoint_text() -> None:
         ("def broken(:", "fails when it is read: SyntaxError"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        read_recipe(written(tmp_path, text))
+        read_recipe(write_recipe(tmp_path, text))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no such recipe; expected a Python file"):
         read_recipe(tmp_path / "absent.py")
 
 
-def test_an_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
+def test_unknown_setting_suggests_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="takes the setting 'dimm'; did you mean 'dim'"):
-        read_recipe(written(tmp_path, GOOD), {"dimm": 3})
+        read_recipe(write_recipe(tmp_path, GOOD), {"dimm": 3})
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,8 @@ def test_an_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
         ("return model(batch).square().mean()", "return 1.0", "loss", "loss returned float"),
     ],
 )
-def test_what_a_function_returns_is_checked(
-    tmp_path: Path, old: str, new: str, call: str, message: str
-) -> None:
-    recipe = read_recipe(written(tmp_path, GOOD.replace(old, new)))
+def test_return_values_are_checked(tmp_path: Path, old: str, new: str, call: str, message: str) -> None:
+    recipe = read_recipe(write_recipe(tmp_path, GOOD.replace(old, new)))
     with pytest.raises(RecipeError, match=message):
         _called(recipe, call)
 
@@ -138,24 +136,24 @@ def _called(recipe: Recipe, call: str) -> None:
         recipe.loss(model, next(recipe.batches()))
 
 
-def test_batches_that_cannot_be_iterated_are_refused(tmp_path: Path) -> None:
+def test_batches_must_be_iterable(tmp_path: Path) -> None:
     text = (
         GOOD.split("def batches", maxsplit=1)[0]
         + "def batches(rank, world_size):\n    return 3\ndef loss(m, b):\n    return b\n"
     )
     with pytest.raises(RecipeError, match="batches returned int, expected an iterable"):
-        read_recipe(written(tmp_path, text)).batches()
+        read_recipe(write_recipe(tmp_path, text)).batches()
 
 
-def test_an_optimizer_that_is_not_there_is_asked_for(tmp_path: Path) -> None:
-    recipe = read_recipe(written(tmp_path, GOOD))
+def test_missing_build_optimizer_is_reported(tmp_path: Path) -> None:
+    recipe = read_recipe(write_recipe(tmp_path, GOOD))
     with pytest.raises(RecipeError, match=r"defines no build_optimizer; add `def build_optimizer\(model\)`"):
         recipe.build_optimizer(recipe.build_model())
 
 
 @pytest.mark.parametrize("wrapped", [None, "model", "state_dict"])
-def test_a_checkpoint_is_loaded(tmp_path: Path, wrapped: str | None) -> None:
-    recipe = read_recipe(written(tmp_path, GOOD))
+def test_checkpoint_is_loaded(tmp_path: Path, wrapped: str | None) -> None:
+    recipe = read_recipe(write_recipe(tmp_path, GOOD))
     saved, loaded = recipe.build_model(), recipe.build_model()
     state = {f"module.{name}": value for name, value in saved.state_dict().items()}
     torch.save(state if wrapped is None else {wrapped: state, "step": 3}, tmp_path / "c.pt")
@@ -163,15 +161,15 @@ def test_a_checkpoint_is_loaded(tmp_path: Path, wrapped: str | None) -> None:
     assert torch.equal(saved.weight, loaded.weight)  # type: ignore[arg-type]
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    recipe = read_recipe(written(tmp_path, GOOD))
+def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    recipe = read_recipe(write_recipe(tmp_path, GOOD))
     torch.save(nn.Linear(5, 2).state_dict(), tmp_path / "c.pt")
     with pytest.raises(RecipeError, match=r"c.pt: does not fit the model of .*size mismatch for weight"):
         recipe.load(recipe.build_model(), tmp_path / "c.pt")
 
 
-class Runs:
-    """Writes a file when it is unpickled."""
+class CreatesDirectory:
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -180,9 +178,9 @@ class Runs:
         return os.mkdir, (str(self.path), 0o700)
 
 
-def test_a_checkpoint_that_could_run_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:
-    torch.save({"model": Runs(tmp_path / "proof")}, tmp_path / "c.pt")
-    recipe = read_recipe(written(tmp_path, GOOD))
+def test_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": CreatesDirectory(tmp_path / "proof")}, tmp_path / "c.pt")
+    recipe = read_recipe(write_recipe(tmp_path, GOOD))
     with pytest.raises(RecipeError, match="refused, because it is not a file of tensors alone"):
         recipe.load(recipe.build_model(), tmp_path / "c.pt")
     assert not (tmp_path / "proof").exists()
@@ -191,14 +189,14 @@ def test_a_checkpoint_that_could_run_code_is_refused_and_runs_nothing(tmp_path: 
 @pytest.mark.parametrize(
     ("content", "message"), [(b"", "cannot be read"), (b"not a checkpoint", "refused|cannot be read")]
 )
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_checkpoint_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "c.pt").write_bytes(content)
-    recipe = read_recipe(written(tmp_path, GOOD))
+    recipe = read_recipe(write_recipe(tmp_path, GOOD))
     with pytest.raises(RecipeError, match=message):
         recipe.load(recipe.build_model(), tmp_path / "c.pt")
 
 
-def test_values_of_a_command_line() -> None:
+def test_settings_are_parsed_from_the_command_line() -> None:
     given = parse_settings(["dim=512", "lr=1e-3", "bias=False", "fast=true", "name=adam", "sizes=[1, 2]"])
     assert given == {"dim": 512, "lr": 1e-3, "bias": False, "fast": True, "name": "adam", "sizes": [1, 2]}
 
@@ -206,6 +204,6 @@ def test_values_of_a_command_line() -> None:
 @pytest.mark.parametrize(
     ("pairs", "message"), [(["dim"], "expected name=value"), (["a=1", "a=2"], "a is given twice")]
 )
-def test_pairs_that_are_none_are_refused(pairs: list[str], message: str) -> None:
+def test_invalid_settings_are_refused(pairs: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         parse_settings(pairs)

@@ -40,11 +40,11 @@ def python(folder: Path, *arguments: str, **environment: str) -> subprocess.Comp
     )  # fmt: skip
 
 
-def watched(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_watched(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return python(folder, "-m", "backlight", "run", "--out", "run", *arguments, **environment)
 
 
-def test_output_arguments_and_exceptions_are_the_scripts_own(tmp_path: Path) -> None:
+def test_output_arguments_and_exceptions_are_unchanged(tmp_path: Path) -> None:
     write(
         tmp_path,
         "train(3)\nimport atexit, __main__\natexit.register(lambda: print('at exit', model is not None))\n"
@@ -53,13 +53,13 @@ def test_output_arguments_and_exceptions_are_the_scripts_own(tmp_path: Path) -> 
         "def fail():\n    raise ValueError('of the script')\nfail()\n",
     )
     arguments = ("train.py", "--lr", "3", "--out", "x", "-h")
-    alone, seen = python(tmp_path, *arguments), watched(tmp_path, *arguments)
-    assert seen.stdout == alone.stdout
-    assert "['train.py', '--lr', '3', '--out', 'x', '-h'] __main__" in seen.stdout
-    assert "at exit True" in seen.stdout
-    assert seen.returncode == alone.returncode == 1
-    assert alone.stderr.startswith("to stderr\nTraceback")
-    assert seen.stderr.startswith(alone.stderr)
+    plain, watched = python(tmp_path, *arguments), run_watched(tmp_path, *arguments)
+    assert watched.stdout == plain.stdout
+    assert "['train.py', '--lr', '3', '--out', 'x', '-h'] __main__" in watched.stdout
+    assert "at exit True" in watched.stdout
+    assert watched.returncode == plain.returncode == 1
+    assert plain.stderr.startswith("to stderr\nTraceback")
+    assert watched.stderr.startswith(plain.stderr)
     run = backlight.open_run(tmp_path / "run")
     assert run.status is RunStatus.FAILED
     assert run.attempts[-1].argv[-4:] == ("3", "--out", "x", "-h")
@@ -67,7 +67,7 @@ def test_output_arguments_and_exceptions_are_the_scripts_own(tmp_path: Path) -> 
     assert len(run.series_steps("gradient")) == 3
 
 
-def test_an_interrupt_ends_the_process_by_its_signal_and_a_kill_leaves_a_readable_run(tmp_path: Path) -> None:
+def test_interrupted_and_killed_runs_are_readable(tmp_path: Path) -> None:
     write(tmp_path, "import time\ntrain(50)\nprint('trained', flush=True)\ntime.sleep(60)\n")
     interrupted, killed = (
         subprocess.Popen(
@@ -85,7 +85,7 @@ def test_an_interrupt_ends_the_process_by_its_signal_and_a_kill_leaves_a_readabl
     run = backlight.open_run(tmp_path / "interrupted")
     assert run.status is RunStatus.FAILED
     assert len(run.series_steps("gradient")) == 50
-    # The last step closes when the next begins; one step is what stays open.
+    # A step is closed when the next one begins, so the last step stays open.
     deadline = time.monotonic() + 60
     while len(backlight.open_run(tmp_path / "killed").series_steps("gradient")) < 49:
         assert time.monotonic() < deadline
@@ -98,7 +98,7 @@ def test_an_interrupt_ends_the_process_by_its_signal_and_a_kill_leaves_a_readabl
 
 
 @pytest.mark.full
-def test_a_module_and_a_package_import_of_its_own(tmp_path: Path) -> None:
+def test_module_with_a_package_import_is_run(tmp_path: Path) -> None:
     package = tmp_path / "mine"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -106,17 +106,17 @@ def test_a_module_and_a_package_import_of_its_own(tmp_path: Path) -> None:
         TRAIN + "from mine import other\ntrain(2)\nprint(__name__, __package__)\n"
     )
     (package / "other.py").write_text("")
-    seen = watched(tmp_path, "-m", "mine.train", "--flag")
-    assert seen.stdout == "__main__ mine\n", seen.stderr
-    assert seen.returncode == 0
+    watched = run_watched(tmp_path, "-m", "mine.train", "--flag")
+    assert watched.stdout == "__main__ mine\n", watched.stderr
+    assert watched.returncode == 0
 
 
 @pytest.mark.full
-def test_a_watched_script_under_coverage(tmp_path: Path) -> None:
+def test_coverage_measures_a_watched_script(tmp_path: Path) -> None:
     write(tmp_path, "train(3)\nif sys.argv[1:] == ['never']:\n    print('not covered')\n")
     coverage = ("-m", "coverage", "run", "--branch", "--include", "train.py")
-    seen = python(tmp_path, *coverage, "-m", "backlight", "run", "--out", "run", "train.py")
-    assert seen.returncode == 0, seen.stderr
+    watched = python(tmp_path, *coverage, "-m", "backlight", "run", "--out", "run", "train.py")
+    assert watched.returncode == 0, watched.stderr
     report = python(tmp_path, "-m", "coverage", "json", "-q", "-o", "coverage.json")
     assert report.returncode == 0, report.stderr
     (covered,) = json.loads((tmp_path / "coverage.json").read_text())["files"].values()
@@ -124,30 +124,30 @@ def test_a_watched_script_under_coverage(tmp_path: Path) -> None:
     assert [lines[n - 1] for n in covered["missing_lines"]] == ["    print('not covered')"]
 
 
-def test_steps_ends_the_script_cleanly_and_ranks_that_make_no_sense_are_one_warning(tmp_path: Path) -> None:
+def test_steps_ends_the_script_and_invalid_ranks_are_one_warning(tmp_path: Path) -> None:
     write(tmp_path, "try:\n    train(10**9)\nfinally:\n    print('cleaned up')\n")
-    seen = watched(tmp_path, "--steps", "5", "train.py", RANK="5", WORLD_SIZE="2")
-    assert (seen.returncode, seen.stdout) == (0, "cleaned up\n"), seen.stderr
+    watched = run_watched(tmp_path, "--steps", "5", "train.py", RANK="5", WORLD_SIZE="2")
+    assert (watched.returncode, watched.stdout) == (0, "cleaned up\n"), watched.stderr
     run = backlight.open_run(tmp_path / "run")
     assert run.status is RunStatus.FINISHED
     assert list(run.series_steps("gradient")) == [0, 1, 2, 3, 4]
-    first, *summary = seen.stderr.splitlines()
-    told = "backlight: the environment says RANK='5', WORLD_SIZE='2'"
-    assert first.startswith(f"train.py:0: RuntimeWarning: {told}")
-    assert summary[0] == "run"  # it is alone, and so it prints the summary of its run
+    first, *summary = watched.stderr.splitlines()
+    message = "backlight: the environment says RANK='5', WORLD_SIZE='2'"
+    assert first.startswith(f"train.py:0: RuntimeWarning: {message}")
+    assert summary[0] == "run"  # a single process prints the summary of its run
     assert "  other ranks: the environment says RANK='5', WORLD_SIZE='2'; expected whole" in summary
 
 
 @pytest.mark.full
-def test_workers_started_by_spawn_run_unwatched(tmp_path: Path) -> None:
+def test_spawned_workers_are_not_watched(tmp_path: Path) -> None:
     write(
         tmp_path,
         "import multiprocessing\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    train(2)\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        print(pool.map(square, [1, 2, 3]))\n",
     )
-    seen = watched(tmp_path, "train.py")
-    assert seen.stdout == "[1, 4, 9]\n", seen.stderr
+    watched = run_watched(tmp_path, "train.py")
+    assert watched.stdout == "[1, 4, 9]\n", watched.stderr
     assert len(backlight.open_run(tmp_path / "run").attempts) == 1
 
 
@@ -166,7 +166,7 @@ def test_workers_started_by_spawn_run_unwatched(tmp_path: Path) -> None:
         (["--out", "taken", "train.py"], "taken: is not a backlight run and not empty"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
+def test_refusals_are_one_line(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -199,12 +199,12 @@ def test_what_cannot_be_done_is_one_line(
         pytest.param("1 / 0", 1, marks=pytest.mark.full),
     ],
 )
-def test_what_a_module_made_lives_as_long_as_without_us(tmp_path: Path, end: str, code: int) -> None:
+def test_objects_of_a_module_live_until_exit(tmp_path: Path, end: str, code: int) -> None:
     ends = "import os\nclass Ends:\n    def __del__(self, write=os.write):\n        write(2, b'dropped')\n"
     write(tmp_path, ends, "ends.py")
     text = f"import sys\nfrom ends import Ends\nheld = Ends()\ntrain(2)\n{end}\n"
     write(tmp_path, text, "training.py")
-    seen = watched(tmp_path, "-m", "training")
-    assert seen.returncode == code
-    # Not when the module is over: the summary comes before.
-    assert seen.stderr.endswith("next: backlight report run\ndropped")
+    watched = run_watched(tmp_path, "-m", "training")
+    assert watched.returncode == code
+    # Dropped at exit, not at the end of the module: the summary comes first.
+    assert watched.stderr.endswith("next: backlight report run\ndropped")

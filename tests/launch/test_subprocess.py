@@ -1,4 +1,4 @@
-"""A command ends with all that it started, and no other process is ever ended."""
+"""A command's process tree is ended, and no other process."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def test_output_and_exit_code_are_returned() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n\n", "err\n")
 
 
-def test_a_timeout_ends_the_whole_tree(tmp_path: Path) -> None:
-    noted = tmp_path / "pid"
+def test_timeout_ends_the_process_tree(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
     with pytest.raises(subprocess.TimeoutExpired):
         run_in_own_session(
-            [sys.executable, "-IS", "-c", PARENT, str(noted)],
+            [sys.executable, "-IS", "-c", PARENT, str(pid_file)],
             limit=4,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-    child = int(noted.read_text())
+    child = int(pid_file.read_text())
     deadline = time.monotonic() + 10
-    while _runs(child) and time.monotonic() < deadline:
+    while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _runs(child)
+    assert not is_running(child)
 
 
-def _runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"  # a zombie has ended as well
+    return state != "Z"  # a zombie has ended
 
 
 MARKED = f"of-{uuid.uuid4().hex}"
@@ -92,14 +92,14 @@ print(subprocess.Popen([sys.executable, 'child.py'], **apart).pid)
 """
 
 
-def test_every_descendant_is_found_and_only_those_are_ended(
+def test_descendants_are_ended_and_no_other_process(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "child.py").write_text(SLEEPER)
     (tmp_path / "between.py").write_text(BETWEEN)
     bystander = start(SLEEPER, mark=f"not-{MARKED}")
-    # A child in a session of its own, and a grandchild whose parent is gone at once.
+    # A child in a session of its own, and a grandchild whose parent ends at once.
     leader = start(LEADER)
     assert bystander.stdout.readline() == "up\n"
     child, orphan = (int(word) for word in leader.stdout.readline().split())
@@ -114,7 +114,7 @@ def test_every_descendant_is_found_and_only_those_are_ended(
     assert bystander.poll() is None
 
 
-def test_what_ignores_the_first_signal_gets_the_second(start: Start) -> None:
+def test_process_that_ignores_sigterm_is_killed(start: Start) -> None:
     leader = start(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPER}")
     assert leader.stdout.readline() == "up\n"
     sent = ProcessTree(leader.pid, MARKED).end(grace=0.3)
@@ -122,7 +122,7 @@ def test_what_ignores_the_first_signal_gets_the_second(start: Start) -> None:
     assert leader.wait(5) == -signal.SIGKILL
 
 
-def test_a_stopped_process_is_ended(start: Start) -> None:
+def test_stopped_process_is_ended(start: Start) -> None:
     leader = start(SLEEPER)
     assert leader.stdout.readline() == "up\n"
     os.kill(leader.pid, signal.SIGSTOP)
@@ -133,7 +133,7 @@ def test_a_stopped_process_is_ended(start: Start) -> None:
     assert leader.wait(5) == -signal.SIGTERM
 
 
-def test_a_signal_never_reaches_another_process_with_the_pid(start: Start) -> None:
+def test_signal_is_not_sent_to_a_reused_pid(start: Start) -> None:
     leader = start(SLEEPER)
     assert leader.stdout.readline() == "up\n"
     now = read_process(leader.pid)

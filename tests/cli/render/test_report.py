@@ -1,4 +1,4 @@
-"""A command tells of panels in one line each, and leaves other warnings as they are."""
+"""A command prints each panel warning once and does not change other warnings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backlight.cli.render.report import report_panel_warnings
 from backlight.report.panel import PanelWarning
 
 
-def test_panels_are_told_once_and_other_warnings_as_always(capsys: pytest.CaptureFixture[str]) -> None:
+def test_panel_warnings_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="of another kind") as others, report_panel_warnings() as printed:
         for _ in range(2):
             warnings.warn("one panel", PanelWarning, stacklevel=1)
@@ -20,7 +20,7 @@ def test_panels_are_told_once_and_other_warnings_as_always(capsys: pytest.Captur
     assert [str(other.message) for other in others] == ["of another kind"]
 
 
-def test_a_filter_that_makes_errors_of_warnings_takes_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_panel_warnings_are_printed_despite_an_error_filter(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with report_panel_warnings() as printed:

@@ -55,11 +55,11 @@ def test_control_is_silent(fault: Fault) -> None:
 )
 def test_cases_stay_bit_identical(name: str) -> None:
     case = CASES[name]
-    alone = case.train()
+    plain = case.train()
     observer = CheckpointObserver(10**6, lambda: None)
     with observer:
         watched = case.train()
-    assert_equal(alone, watched)
+    assert_equal(plain, watched)
     assert [region.remarks for region in observer.regions if region.remarks] == []
 
 
@@ -76,7 +76,7 @@ for step in range(5):
 """
 
 
-def test_the_command(tmp_path: Path, command: Command) -> None:
+def test_command(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     code, out, errors = command("checkpoints", "--fail", "--json", "train.py")
     assert code == 1, errors

@@ -16,7 +16,7 @@ _precision = "fp32"
 
 
 class Deep(nn.Module):
-    """Blocks one after the other, some of them computed again in backward."""
+    """Blocks one after the other, recomputed in backward with checkpointing."""
 
     def __init__(self, start: nn.Module, blocks: list[nn.Module], end: nn.Module, checkpointing: str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Deep(nn.Module):
             if self.checkpointing == "none":
                 x = block(x)
             else:
-                # The state of the random number generator is no tensor of the step, and large next to these.
+                # The state of the random number generator is not a tensor of the step, and larger than these.
                 random = any(isinstance(module, nn.Dropout) for module in block.modules())
                 reentrant = self.checkpointing == "reentrant"
                 x = checkpoint(block, x, use_reentrant=reentrant, preserve_rng_state=random)
@@ -37,7 +37,7 @@ class Deep(nn.Module):
 
 
 class Residual(nn.Module):
-    """A block around which its input goes."""
+    """Layers with a residual connection."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``backlight memory`` as a user types it: on a script, on a recipe, and what it refuses."""
+"""``backlight memory`` on a script and on a recipe, and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print("end", sys.argv[1:])
 """
 
 
-def test_a_script_is_measured_and_stored(tmp_path: Path) -> None:
+def test_script_is_measured_and_stored(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     # In a process of its own: every tensor of this one would be held memory.
     command = [sys.executable, "-m", "backlight", "memory", "--json", "--out", "run", "train.py", "--its-own"]
@@ -66,7 +66,7 @@ def test_a_script_is_measured_and_stored(tmp_path: Path) -> None:
     assert (answer["device"], answer["allocator"], answer["trouble"]) == ("cpu", None, [])
     assert {m["name"] for m in answer["modules"]} >= {"", "0", "2"}
     assert "step 1" in done.stderr
-    assert "step 2" not in done.stderr  # ended as soon as the third update is done
+    assert "step 2" not in done.stderr  # ended after the third update
     source = Source(open_run(tmp_path / "run"))
     drawn = PANELS["memory_steps"].render(source)
     assert isinstance(drawn, Drawn)
@@ -78,7 +78,7 @@ def test_a_script_is_measured_and_stored(tmp_path: Path) -> None:
     assert [row[0] for row in table.data["tables"][0]["rows"]].count("2") == 1
 
 
-def test_a_recipe_is_predicted_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_is_predicted_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = "--fake --batch 2 --set seq=32 --checkpointing --json --budget 8M --out"
     with pytest.raises(SystemExit) as leaving:
         application.main(["memory", str(RECIPE), *given.split(), str(tmp_path / "run")])
@@ -125,7 +125,7 @@ def test_refusals_are_one_line(
     assert errors.count("\n") == 1
 
 
-def test_a_script_that_ends_too_early_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_that_ends_too_early_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     with pytest.raises(SystemExit) as leaving:
         application.main(["memory", "--warmup", "50", str(tmp_path / "train.py")])
@@ -142,7 +142,7 @@ def test_options_may_precede_or_follow_the_recipe() -> None:
     assert options == FakeOptions("r.py", ("seq=9", "batch=4", "n_blocks=3"), as_json=True)
 
 
-def test_a_run_without_memory_is_reported_as_not_measured(tmp_path: Path) -> None:
+def test_run_without_memory_is_reported_as_not_measured(tmp_path: Path) -> None:
     from backlight.store.write.writer import RunWriter
 
     RunWriter.create(tmp_path / "run").close()
@@ -153,7 +153,7 @@ def test_a_run_without_memory_is_reported_as_not_measured(tmp_path: Path) -> Non
         assert "backlight memory" in message.reason
 
 
-def test_the_allocator_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_allocator_statistics_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
     assert read_allocator() is None
     stats = {

@@ -1,4 +1,4 @@
-"""Predicted against measured memory, and what a prediction refuses."""
+"""Predicted against measured memory, and refusals."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def check(model: str, precision: str, optimizer: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids="-".join)
-def test_the_prediction_is_what_is_measured(case: tuple[str, str, str, str]) -> None:
+def test_prediction_equals_measurement(case: tuple[str, str, str, str]) -> None:
     check(*case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", list(combinations()), ids="-".join)
-def test_the_prediction_is_what_is_measured_over_the_matrix(case: tuple[str, str, str, str]) -> None:
+def test_prediction_equals_measurement_over_the_matrix(case: tuple[str, str, str, str]) -> None:
     check(*case)
 
 
@@ -101,32 +101,32 @@ def test_operations_with_workspaces_are_listed() -> None:
     assert "convolution" not in predicted({"model": "mlp"}).workspaces
 
 
-def test_kinds_of_a_prediction_are_those_of_the_model() -> None:
-    there = predicted({"model": "gpt_tied", "optimizer": "adamw"})
+def test_kinds_of_a_prediction_match_the_model() -> None:
+    prediction = predicted({"model": "gpt_tied", "optimizer": "adamw"})
     model = matrix.build_model("gpt_tied")
     held = sum(p.nbytes for p in model.parameters())
-    assert there.parameters == sum(p.numel() for p in model.parameters())
-    assert there.kinds[Kind.PARAMETERS] == held
+    assert prediction.parameters == sum(p.numel() for p in model.parameters())
+    assert prediction.kinds[Kind.PARAMETERS] == held
     # AdamW holds two moments, and a count of four bytes for each parameter.
-    assert there.kinds[Kind.OPTIMIZER_STATE] == 2 * held + 4 * len(list(model.parameters()))
-    assert sum(there.kinds.values()) == there.peak == there.peak_unrounded
-    logits = there.logits
+    assert prediction.kinds[Kind.OPTIMIZER_STATE] == 2 * held + 4 * len(list(model.parameters()))
+    assert sum(prediction.kinds.values()) == prediction.peak == prediction.peak_unrounded
+    logits = prediction.logits
     assert logits is not None
     elements = matrix.BATCH * matrix.SEQ * matrix.VOCABULARY
     assert logits.formula == elements * (4 + 4)
     assert logits.live_at_most == (logits.copies + 1) * logits.bytes == (logits.copies + 1) * elements * 4
 
 
-def test_rounding_is_that_of_the_allocator() -> None:
+def test_sizes_are_rounded_as_by_the_allocator() -> None:
     recipe = read_recipe(RECIPE, {"model": "mlp"})
     given = (recipe.build_model, partial(next, recipe.batches()), recipe.loss, recipe.build_optimizer)
-    there = predict_step(*given, granule=512)
-    assert there.peak % 512 == 0
-    assert there.peak > there.peak_unrounded
+    prediction = predict_step(*given, granule=512)
+    assert prediction.peak % 512 == 0
+    assert prediction.peak > prediction.peak_unrounded
 
 
 class Rates(nn.Module):
-    """Reads values where it is built."""
+    """Reads tensor values in its constructor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Rates(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("build", "how"),
+    ("build", "built_by"),
     [
         (lambda: nn.Linear(4, 4).bfloat16(), META),
         (
@@ -148,32 +148,32 @@ class Rates(nn.Module):
     ],
     ids=["type", "copies", "values", "both"],
 )
-def test_every_build_gives_the_same_model(build: Any, how: str) -> None:
+def test_fake_build_equals_the_real_model(build: Any, built_by: str) -> None:
     mode = fake_mode()
     real, (model, built) = build(), build_fake(build, mode)
-    assert built == how
+    assert built == built_by
     assert [(n, p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()] == [
         (n, p.shape, p.dtype, p.requires_grad) for n, p in real.named_parameters()
     ]
     assert all(type(t).__name__ != "Tensor" and t.device.type == "cpu" for t in model.parameters())
 
 
-def test_views_and_ties_survive() -> None:
+def test_views_and_ties_are_kept() -> None:
     base = torch.zeros(4, 6)
     one, other, again = as_fake((base[:, 1:], base[0], base), fake_mode())
     assert one.untyped_storage()._cdata == other.untyped_storage()._cdata == again.untyped_storage()._cdata
     assert (one.storage_offset(), one.stride()) == (1, (6, 1))
 
 
-def test_a_model_of_a_billion_parameters_takes_no_memory() -> None:
+def test_prediction_of_a_billion_parameters_takes_no_memory() -> None:
     path = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     recipe = read_recipe(path, {"dim": 8192, "n_blocks": 1, "vocabulary": 32000, "heads": 64, "batch": 2})
-    there = predict_step(
+    prediction = predict_step(
         recipe.build_model, lambda: next(recipe.batches()), recipe.loss, recipe.build_optimizer
     )
-    assert there.parameters > 1e9
-    assert there.peak > 16e9
+    assert prediction.parameters > 1e9
+    assert prediction.peak > 16e9
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     assert grown < 0.5e9
 
@@ -211,7 +211,7 @@ def loss(model, batch): return model(batch).square().mean()
         ("y = y @ torch.ones(3, 3)", r"fails on fake tensors: RuntimeError"),
     ],
 )
-def test_an_unpredictable_step_is_reported_with_its_line(tmp_path: Path, body: str, message: str) -> None:
+def test_unpredictable_step_is_reported_with_its_line(tmp_path: Path, body: str, message: str) -> None:
     path = tmp_path / "recipe.py"
     path.write_text(RECIPES.replace("{body}", body), encoding="utf-8")
     reply = answer(Request(path, {}))
@@ -221,7 +221,7 @@ def test_an_unpredictable_step_is_reported_with_its_line(tmp_path: Path, body: s
     assert "\n" not in reply
 
 
-def test_a_dead_prediction_process_is_reported(tmp_path: Path) -> None:
+def test_dead_prediction_process_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "recipe.py"
     dies = "import os\n" + RECIPES.replace("{body}", "os.abort()")
     path.write_text(dies, encoding="utf-8")
@@ -240,7 +240,7 @@ class InThisProcess(Predictor):
         return found
 
 
-def test_the_largest_batch_and_checkpointing_are_predictions() -> None:
+def test_largest_batch_and_checkpointing_savings_are_predicted() -> None:
     recipe, predictor = read_recipe(RECIPE, {"model": "mlp", "batch": 512}), InThisProcess()
     base = predictor.predict(recipe)
     fit = largest_batch(predictor, recipe, 20_000_000)

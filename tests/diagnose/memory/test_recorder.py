@@ -1,4 +1,4 @@
-"""The recorder: what is counted, once, of which kind and under which module."""
+"""Recorder: bytes by kind and module, each storage counted once."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_forward_and_backward_are_attributed_to_nested_modules() -> None:
     assert matrices == {"first.up", "first.down", "second.up", "second.down"}
 
 
-def test_a_tied_weight_is_counted_once() -> None:
+def test_tied_weight_is_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     recorder = Recorder([model])
@@ -107,7 +107,7 @@ def test_views_and_in_place_operations_allocate_nothing() -> None:
         assert len(recorder.log.storages) == count + 1
 
 
-def test_a_storage_at_a_reused_address_is_a_new_one() -> None:
+def test_storage_at_a_reused_address_is_a_new_one() -> None:
     recorder = Recorder([])
     with recorder:
         for _ in range(50):
@@ -120,18 +120,18 @@ def test_a_storage_at_a_reused_address_is_a_new_one() -> None:
 
 def test_recomputed_activations_belong_to_their_module() -> None:
     model = Net()
-    plain, again = Recorder([model], OperationCounter()), OperationCounter()
+    plain, recomputing = Recorder([model], OperationCounter()), OperationCounter()
     recorded(model, plain)
-    wrapped = Recorder([model], again)
+    wrapped = Recorder([model], recomputing)
     checkpoint_modules(model, ["first", "second"], wrapped.module)
     recorded(model, wrapped)
-    kept = [s for s in of(plain, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
-    less = [s for s in of(wrapped, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
-    assert sum(s.nbytes for s in less) < sum(s.nbytes for s in kept)
+    plain_storages = [s for s in of(plain, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
+    checkpointed = [s for s in of(wrapped, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
+    assert sum(s.nbytes for s in checkpointed) < sum(s.nbytes for s in plain_storages)
     recomputed = [s for s in of(wrapped, Kind.ACTIVATIONS) if s.phase == Phase.BACKWARD]
     assert {"first", "second"} <= {s.module for s in recomputed if "tanh" in s.operation}
     # The second product is not needed to compute the gradients: it is stopped before.
-    assert again.flops().recomputed == 2 * (2 * 16 * 8 * 32)
+    assert recomputing.flops().recomputed == 2 * (2 * 16 * 8 * 32)
 
 
 def test_recording_changes_nothing() -> None:
@@ -153,7 +153,7 @@ def test_recording_changes_nothing() -> None:
         assert torch.equal(one, other)
 
 
-def test_an_error_of_the_recorder_does_not_stop_the_step() -> None:
+def test_error_of_the_recorder_does_not_stop_the_step() -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("injected")
 
@@ -186,7 +186,7 @@ def test_sparse_gradients_are_counted_by_their_parts() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_only_one_kind_of_device_counts(device: str) -> None:
+def test_only_one_device_type_is_counted(device: str) -> None:
     recorder = Recorder([], device=device)
     with recorder:
         kept = [torch.empty(10, device="cpu"), torch.empty(20, device="meta")]

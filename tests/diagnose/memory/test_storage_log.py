@@ -41,7 +41,7 @@ def replay(log: StorageLog, granule: int) -> list[dict[int, int]]:
 
 @settings(deadline=None)
 @given(storage_logs(), st.sampled_from([1, 512]))
-def test_the_ledger_is_a_replay_of_its_events(log: StorageLog, granule: int) -> None:
+def test_account_equals_a_replay_of_the_events(log: StorageLog, granule: int) -> None:
     states = replay(log, granule)
     totals = [sum(state.values()) for state in states]
     account = Account(log, 0, granule)
@@ -56,7 +56,7 @@ def test_the_ledger_is_a_replay_of_its_events(log: StorageLog, granule: int) -> 
 
 @settings(deadline=None)
 @given(storage_logs(), st.integers(0, 59))
-def test_an_account_adds_up(log: StorageLog, start: int) -> None:
+def test_account_adds_up(log: StorageLog, start: int) -> None:
     start %= len(log.events)
     account = Account(log, start, 512)
     assert account.peak == max(account.curve)
@@ -74,6 +74,6 @@ def test_an_account_adds_up(log: StorageLog, start: int) -> None:
     assert account.curve[positions].tolist() == rows.sum(axis=0).tolist()
 
 
-def test_an_empty_log_has_no_peak() -> None:
+def test_empty_log_has_no_peak() -> None:
     with pytest.raises(ValueError, match="no memory was recorded from event 0 on"):
         _ = Account(StorageLog()).peak

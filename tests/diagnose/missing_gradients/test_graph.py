@@ -1,4 +1,4 @@
-"""Walk of the autograd graph: nodes, edges and leaves, and a long chain that survives it."""
+"""Walk of the autograd graph: nodes, edges, leaves, long chains."""
 
 from __future__ import annotations
 
@@ -141,15 +141,15 @@ def test_long_walk_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         walk([torch.ones((), requires_grad=True)])
 
 
-def test_other_errors_are_no_overwritten_tensor() -> None:
+def test_overwritten_tensor_is_recognised_by_the_message() -> None:
     assert find_overwritten("Trying to backward through the graph a second time", []) is None
     message = (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         "[torch.FloatTensor [3]] is at version 2; expected version 1 instead. Hint: enable anomaly detection"
     )
-    unseen = find_overwritten(message, [])
-    assert unseen.line is None
-    assert "the operation was not recorded" in unseen.text
+    unrecorded = find_overwritten(message, [])
+    assert unrecorded.line is None
+    assert "the operation was not recorded" in unrecorded.text
 
 
 def test_calls_survive_an_exception() -> None:

@@ -1,7 +1,4 @@
-"""Every injected reason is found, with its line, before backward where the graph allows.
-
-Controls are silent.
-"""
+"""Injected reasons are found with their line, before backward where possible; controls are silent."""
 
 from __future__ import annotations
 
@@ -17,11 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from backlight.capture.hub import HUB
 from backlight.diagnose.missing_gradients.observer import MissingGradientObserver, MissingGradients, Row
-from cases import CASES, assert_equal
+from cases import CASE_NAMES, CASES, assert_equal
 from diagnose.conftest import Command
 from faults.injection import Ended, Fault, Train, end, run_under
 from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
-from thinning import thinned
 
 
 def observe(train: Train, injected: bool, steps: int = 2) -> tuple[MissingGradients, list[Row]]:
@@ -89,14 +85,14 @@ def test_gradient_in_a_later_backward_removes_the_reason() -> None:
     assert answer.rows == []
 
 
-@pytest.mark.parametrize("name", thinned(CASES))
+@pytest.mark.parametrize("name", CASE_NAMES)
 def test_cases_stay_bit_identical_and_only_unmeasured_parameters_are_reported(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
-    alone = case.train()
+    plain = case.train()
 
     def end() -> None:
         raise AssertionError("ended too early")
@@ -104,7 +100,7 @@ def test_cases_stay_bit_identical_and_only_unmeasured_parameters_are_reported(
     observer = MissingGradientObserver(10**6, end)
     with observer:
         watched = case.train()
-    assert_equal(alone, watched)
+    assert_equal(plain, watched)
     assert {row.name for row in observer.answer.rows} == set(case.unmeasured)
     assert observer.answer.notes == []
 
@@ -151,7 +147,7 @@ def test_command_in_json(tmp_path: Path, command: Command) -> None:
     assert errors.startswith("step 0 []\n")
 
 
-def test_the_example(command: Command) -> None:
+def test_example(command: Command) -> None:
     example = Path(__file__).parents[3] / "examples" / "cut_gradient.py"
     code, out, errors = command("why-no-grad", "--json", str(example), "--plant")
     assert code == 0, errors

@@ -1,4 +1,4 @@
-"""Controls: which costs are suspected, what a control changes, and when a claim is withdrawn."""
+"""Controls: suspicions, effects of a control, confirmed and withdrawn claims."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from backlight.diagnose.profile.optimizations import LiveObjects, Optimization
 from backlight.diagnose.profile.run import ProfileOptions
 
 
-def profile(shares: dict[str, float], **more: Any) -> Any:
+def profile(shares: dict[str, float], **options: Any) -> Any:
     return SimpleNamespace(
         result=SimpleNamespace(
             phases={name: SimpleNamespace(share=share) for name, share in shares.items()},
-            optimizations=[Optimization("fused optimizer", more.get("fused", "off"), "")],
+            optimizations=[Optimization("fused optimizer", options.get("fused", "off"), "")],
         ),
-        observed=SimpleNamespace(live=LiveObjects(threads=more.get("threads", 1), cores=4)),
+        observed=SimpleNamespace(live=LiveObjects(threads=options.get("threads", 1), cores=4)),
         operations=SimpleNamespace(
-            operators=[SimpleNamespace(calls=10, host_ms=more.get("host", 10.0))],
-            copies=[SimpleNamespace(line=line, share=share) for line, share in more.get("copies", ())],
+            operators=[SimpleNamespace(calls=10, host_ms=options.get("host", 10.0))],
+            copies=[SimpleNamespace(line=line, share=share) for line, share in options.get("copies", ())],
         ),
     )
 
@@ -60,27 +60,27 @@ def profile(shares: dict[str, float], **more: Any) -> Any:
         (profile({}, copies=[("a.py:3 (f)", 0.04), ("a.py:4 (f)", 0.03), ("", 0.5)]), []),
     ],
 )
-def test_what_is_suspected(found: Any, expected: list[str]) -> None:
+def test_suspicions_of_a_profile(found: Any, expected: list[str]) -> None:
     assert [suspicion.name for suspicion in find_suspicions(found)] == expected
 
 
 def outcome(monkeypatch: pytest.MonkeyPatch, without: list[Any], with_it: list[Any]) -> Any:
-    taken: dict[bool, list[Any]] = {False: list(without), True: list(with_it)}
+    durations: dict[bool, list[Any]] = {False: list(without), True: list(with_it)}
     order: list[bool] = []
 
     def run(_profile: Any, _options: ProfileOptions, _what: Suspicion, *, module: bool, on: bool) -> float:
         order.append(on)
-        taken_ms = taken[on].pop(0)
-        if isinstance(taken_ms, str):
-            raise ControlRunError(taken_ms)
-        return taken_ms
+        duration = durations[on].pop(0)
+        if isinstance(duration, str):
+            raise ControlRunError(duration)
+        return duration
 
     monkeypatch.setattr(controls, "_run", run)
     (found,) = run_controls(profile({"data": 0.3}), ProfileOptions(), module=False, pairs=len(without))
     return found, order
 
 
-def test_a_control_that_is_faster_confirms_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faster_control_confirms_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     found, order = outcome(monkeypatch, [10, 11, 10.5, 10], [7, 7.8, 7.3, 7.1])
     assert found.confirmed
     assert found.low < found.ratio < found.high < 1
@@ -89,13 +89,13 @@ def test_a_control_that_is_faster_confirms_with_its_interval(monkeypatch: pytest
     assert order == [False, True, True, False, False, True, True, False]
 
 
-def test_a_control_that_changes_nothing_withdraws_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_effect_withdraws_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = outcome(monkeypatch, [10, 11, 10.5], [10.1, 10.8, 10.6])
     assert not found.confirmed
     assert found.text.startswith("withdrawn: waiting for data takes 30% of a step, but with the control")
 
 
-def test_a_control_that_fails_is_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_control_confirms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found, order = outcome(monkeypatch, [10, 10, 10], ["with the control: the script failed", 1, 1])
     assert not found.confirmed
     assert found.ratio is None
@@ -115,11 +115,8 @@ def test_two_pairs_are_too_few() -> None:
         run_controls(profile({}), ProfileOptions(), module=False, pairs=2)
 
 
-# What the controls do
-
-
 @pytest.mark.parametrize("on", [True, False])
-def test_a_cached_batch_is_the_first_one_as_often_as_the_loader_has_batches(on: bool) -> None:
+def test_cached_batch_repeats_the_first_batch(on: bool) -> None:
     with Control(CACHED_BATCH, on=on):
         loader = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2)
         batches = [batch.tolist() for _ in range(2) for (batch,) in loader]
@@ -129,7 +126,7 @@ def test_a_cached_batch_is_the_first_one_as_often_as_the_loader_has_batches(on: 
     assert [b.tolist() for (b,) in loader] == whole
 
 
-def test_no_clipping_leaves_gradients_alone() -> None:
+def test_no_clipping_keeps_gradients() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().mul(100).backward()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -146,7 +143,7 @@ def test_optimizers_are_fused(kind: Any) -> None:
     assert not kind(nn.Linear(2, 2).parameters(), lr=0.1).param_groups[0]["fused"]
 
 
-def test_one_thread_stays_one() -> None:
+def test_one_thread_cannot_be_changed_by_the_script() -> None:
     with Control(ONE_THREAD):
         torch.set_num_threads(2)
         assert torch.get_num_threads() == 1
@@ -160,7 +157,7 @@ LINE = 1 + next(i for i, line in enumerate(Path(__file__).read_text().splitlines
 
 
 @pytest.mark.parametrize(("line", "same"), [(LINE, True), (LINE + 1, False)])
-def test_the_copy_of_one_line_is_left_out(line: int, same: bool) -> None:
+def test_copy_of_one_line_is_skipped(line: int, same: bool) -> None:
     x = torch.ones(3)
     with Control(WITHOUT_LINE, f"{__file__}:{line}") as control:
         assert (cast(x) is x) == same
@@ -168,7 +165,7 @@ def test_the_copy_of_one_line_is_left_out(line: int, same: bool) -> None:
         control._mode.__exit__(None, None, None)
 
 
-def test_an_unknown_control_is_refused() -> None:
+def test_unknown_control_is_refused() -> None:
     with pytest.raises(ValueError, match="no control is called 'luck'; expected one of: cached batch"):
         Control("luck")
 
@@ -192,7 +189,7 @@ for batch in DataLoader(Data(), batch_size=2):
 
 
 @pytest.mark.full
-def test_a_slow_loader_is_confirmed_end_to_end(tmp_path: Path) -> None:
+def test_slow_loader_is_confirmed_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     command = [sys.executable, "-m", "backlight", "profile", "--json", "--confirm", "--pairs", "3"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Events at the boundaries of phases: read late, in order, without waiting inside a step."""
+"""Events at phase boundaries are read in order, without a wait inside a step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from backlight.records import Phase
 
 
 class Stream:
-    """A device with a manual clock, which passes events only on request."""
+    """A device with a manual clock, which completes events on request."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.passed = 0.0
         self.waits = 0
-        self.made = 0
+        self.created = 0
 
     def event(self) -> Event:
-        self.made += 1
+        self.created += 1
         return Event(self)
 
 
@@ -50,7 +50,7 @@ class Event:
 STEP = {"data": 1.0, "forward": 2.0, "loss": 3.0, "backward": 4.0, "other": 5.0}
 
 
-def play(phases: DevicePhases, stream: Stream) -> None:
+def run_step(phases: DevicePhases, stream: Stream) -> None:
     """One step: data 1 s, forward 2, loss 3, backward 4, rest 5."""
     for phase, seconds in STEP.items():
         phases.phase_changed(Phase(phase))
@@ -58,14 +58,14 @@ def play(phases: DevicePhases, stream: Stream) -> None:
     phases.end_step()
 
 
-def test_phases_are_read_when_the_device_has_passed_them() -> None:
+def test_phases_are_read_once_the_device_has_completed_them() -> None:
     stream = Stream()
     phases = DevicePhases(stream.event)
     for _ in range(3):
-        play(phases, stream)
+        run_step(phases, stream)
     assert phases.steps == []
     stream.passed = 40.0  # the end of the second step is at 30, of the third at 45
-    play(phases, stream)
+    run_step(phases, stream)
     assert phases.steps == [STEP]  # the first step has no begin
     assert stream.waits == 0
     phases.finish()
@@ -73,29 +73,29 @@ def test_phases_are_read_when_the_device_has_passed_them() -> None:
     assert phases.dropped_steps == 0
 
 
-def test_events_are_used_again() -> None:
+def test_events_are_reused() -> None:
     stream = Stream()
     phases = DevicePhases(stream.event)
     for _ in range(50):
-        play(phases, stream)
+        run_step(phases, stream)
         stream.passed = stream.now
     assert len(phases.steps) == 48
-    assert stream.made < 40
+    assert stream.created < 40
 
 
-def test_what_waits_too_long_is_dropped_steps_and_counted() -> None:
+def test_pending_steps_over_the_limit_are_dropped_and_counted() -> None:
     stream = Stream()
     phases = DevicePhases(stream.event)
     stream.passed = -1.0
     for _ in range(MAX_PENDING_STEPS + 6):
-        play(phases, stream)
+        run_step(phases, stream)
     assert phases.dropped_steps == 5
     assert stream.waits == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_long_backward_on_a_device_is_in_backward() -> None:
+def test_long_backward_on_a_device_is_measured_as_backward() -> None:
     model = nn.Linear(512, 512, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     phases, forwards = DevicePhases(), Forwards()

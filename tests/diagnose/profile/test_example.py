@@ -1,4 +1,4 @@
-"""The example with a slow loader and a needless cast: both are found, and stored in the run."""
+"""The example with a slow loader and a needless cast: both findings are stored in the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import backlight
 from backlight.cli import app as application
 
-pytestmark = pytest.mark.alone  # what is found rests on shares of time
+pytestmark = pytest.mark.alone  # the findings depend on shares of time
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "slow_step.py"
 CAST = 1 + next(i for i, line in enumerate(EXAMPLE.read_text().splitlines()) if "# the cast" in line)
@@ -25,7 +25,7 @@ def run_backlight(folder: Path, *arguments: str) -> subprocess.CompletedProcess[
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+def profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("example")
     done = run_backlight(
         folder, "profile", "--json", "--steps", "24", "--out", "run", str(EXAMPLE), "--decoding", "1"
@@ -34,14 +34,14 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, json.loads(done.stdout), done.stderr
 
 
-def test_both_faults_are_found(kept: tuple[Path, dict[str, Any], str]) -> None:
-    found = {finding["rule"]: finding for finding in kept[1]["findings"]}
+def test_both_faults_are_found(profile: tuple[Path, dict[str, Any], str]) -> None:
+    found = {finding["rule"]: finding for finding in profile[1]["findings"]}
     assert "phase/data" in found["data_bound"]["evidence"][0]["path"]
     assert f"slow_step.py:{CAST} (forward)" in found["copy_heavy"]["subject"]["line"]
 
 
-def test_the_run_holds_every_clocked_step(kept: tuple[Path, dict[str, Any], str]) -> None:
-    folder, answer, _ = kept
+def test_run_contains_every_timed_step(profile: tuple[Path, dict[str, Any], str]) -> None:
+    folder, answer, _ = profile
     run = backlight.open_run(folder / "run")
     forward = run.scalar("phase/forward")
     assert forward.unit == "s"
@@ -61,13 +61,13 @@ def test_the_run_holds_every_clocked_step(kept: tuple[Path, dict[str, Any], str]
     assert not list(folder.glob("*.gz"))
 
 
-def test_the_profilers_own_output_is_suppressed(kept: tuple[Path, dict[str, Any], str]) -> None:
-    assert "USDT" not in kept[2]
-    assert "profiler_start" not in kept[2]
+def test_output_of_the_profiler_is_suppressed(profile: tuple[Path, dict[str, Any], str]) -> None:
+    assert "USDT" not in profile[2]
+    assert "profiler_start" not in profile[2]
 
 
-def test_the_report_shows_it(kept: tuple[Path, dict[str, Any], str]) -> None:
-    run = kept[0] / "run"
+def test_report_shows_the_profile(profile: tuple[Path, dict[str, Any], str]) -> None:
+    run = profile[0] / "run"
     with pytest.raises(SystemExit) as leaving:
         application.main(["report", str(run)])
     assert leaving.value.code == 0
@@ -90,7 +90,7 @@ for _ in range(500):
 
 
 @pytest.mark.full
-def test_ranks_leave_together_and_the_first_is_traced(tmp_path: Path) -> None:
+def test_ranks_end_together_and_rank_0_is_traced(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "backlight"]
     command += ["profile", "--steps", "15", "--out", "run", "train.py"]

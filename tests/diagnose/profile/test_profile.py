@@ -1,4 +1,4 @@
-"""A profiled script: injected sleeps in their phase and module, phases that add up, a trace to open."""
+"""A profiled script: injected sleeps by phase and module, sum of phases, trace."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_injected_sleeps_are_in_their_modules(answer: tuple[Path, dict[str, Any]
     assert modules["again.0"]["backward_ms"] > 0
 
 
-def test_the_trace_holds_phases_and_steps(answer: tuple[Path, dict[str, Any]]) -> None:
+def test_trace_contains_phases_and_steps(answer: tuple[Path, dict[str, Any]]) -> None:
     folder, found = answer
     with gzip.open(folder / found["trace"], "rt", encoding="utf-8") as file:
         names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
@@ -133,14 +133,14 @@ def test_throughput_states_its_basis(answer: tuple[Path, dict[str, Any]]) -> Non
     assert "N = 144" in found["mfu_basis"]
 
 
-def test_what_is_missing_or_wrong_is_reported(
+def test_short_idle_and_refused_profiles_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT.replace("LAST", "5"), encoding="utf-8")
     (tmp_path / "idle.py").write_text("print('idle')\n", encoding="utf-8")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.tex").write_text("mine", encoding="utf-8")
+    (tmp_path / "run" / "thesis.tex").write_text("text", encoding="utf-8")
     codes, printed = [], []
     for arguments in (["train.py"], ["idle.py"], ["--out", "run", "train.py"]):
         with pytest.raises(SystemExit) as leaving:

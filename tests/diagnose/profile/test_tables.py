@@ -1,4 +1,4 @@
-"""Tables of steps that were traced in this process: sums, lines, shapes, optimizations in use."""
+"""Tables of steps traced in this process: sums, lines, shapes, optimizations."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from backlight.trace.step_operators import Operations, read_operations, split
 BATCH, LENGTH, HEADS, SIZE, WORDS = 2, 8, 2, 4, 11
 
 
-class Enough(BaseException):
-    """The observer has what it needs."""
+class ObservationEnded(BaseException):
+    """The observer has recorded enough steps."""
 
 
 class Model(nn.Module):
@@ -50,10 +50,10 @@ def observed(path: Path, traced: int = 2) -> ProfileObserver:
     words = torch.randint(0, WORDS, (400, LENGTH))
 
     def stop() -> None:
-        raise Enough
+        raise ObservationEnded
 
     observer = ProfileObserver(stop, 4, traced, path)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Enough), observer:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ObservationEnded), observer:
         # Another test of this process may have compiled something.
         patch.setattr("backlight.diagnose.profile.observer.has_compiled", lambda: False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -69,7 +69,7 @@ def observed(path: Path, traced: int = 2) -> ProfileObserver:
 
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProfileObserver, Trace, Trace, Operations]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProfileObserver, Trace, Trace, Operations]:
     path = tmp_path_factory.mktemp("traced") / "trace.json.gz"
     observer = observed(path)
     main, lines = split(read_trace(path), 2)
@@ -77,8 +77,8 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProfileObserver, Tr
     return observer, main, lines, read_operations(main, lines)
 
 
-def test_operators_of_a_phase_add_up_to_it(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
-    tables = taken[3]
+def test_operators_of_a_phase_add_up_to_it(traced: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
+    tables = traced[3]
     assert tables.traced_steps == 2
     assert tables.trace_sum_error < 1e-9
     assert {"data", "forward", "loss", "backward", "clip", "optimizer"} <= set(tables.traced_phases)
@@ -92,9 +92,9 @@ def test_operators_of_a_phase_add_up_to_it(taken: tuple[ProfileObserver, Trace, 
 
 
 def test_forward_and_backward_of_an_operator_are_joined(
-    taken: tuple[ProfileObserver, Trace, Trace, Operations],
+    traced: tuple[ProfileObserver, Trace, Trace, Operations],
 ) -> None:
-    joined = {(pair.forward, pair.backward): pair for pair in taken[3].joined}
+    joined = {(pair.forward, pair.backward): pair for pair in traced[3].joined}
     pair = joined["aten::embedding", "EmbeddingBackward0"]
     assert pair.calls == 1
     assert pair.forward_ms > 0
@@ -102,9 +102,9 @@ def test_forward_and_backward_of_an_operator_are_joined(
 
 
 def test_copies_have_the_source_line_of_their_call(
-    taken: tuple[ProfileObserver, Trace, Trace, Operations],
+    traced: tuple[ProfileObserver, Trace, Trace, Operations],
 ) -> None:
-    rows = [row for row in taken[3].copies if row.line.startswith(f"{__file__}:{LINE} (forward)")]
+    rows = [row for row in traced[3].copies if row.line.startswith(f"{__file__}:{LINE} (forward)")]
     ahead = [row for row in rows if not row.line.endswith("backward")]
     behind = [row for row in rows if row.line.endswith("(forward), backward")]
     assert [(row.source, row.target, row.calls, row.elements) for row in ahead] == [
@@ -114,9 +114,9 @@ def test_copies_have_the_source_line_of_their_call(
 
 
 def test_lines_are_traced_in_an_additional_step(
-    taken: tuple[ProfileObserver, Trace, Trace, Operations],
+    traced: tuple[ProfileObserver, Trace, Trace, Operations],
 ) -> None:
-    observer, main, lines, _ = taken
+    observer, main, lines, _ = traced
     assert observer.observed.has_lines
     assert len(observer.observed.traced) == 2
     used = [{trace.events.words["name"][code] for code in trace.events["name"]} for trace in (main, lines)]
@@ -125,7 +125,7 @@ def test_lines_are_traced_in_an_additional_step(
     assert lines_possible()
 
 
-def test_a_mode_of_the_script_forbids_lines(tmp_path: Path) -> None:
+def test_torch_function_mode_of_the_script_disables_lines(tmp_path: Path) -> None:
     with torch.device("cpu"):
         assert not LineRanges().begin()
         observer = observed(tmp_path / "trace.json", traced=1)
@@ -134,10 +134,10 @@ def test_a_mode_of_the_script_forbids_lines(tmp_path: Path) -> None:
     assert len(observer.observed.traced) == 1
 
 
-def test_operations_of_attention_are_those_of_its_shapes(
-    taken: tuple[ProfileObserver, Trace, Trace, Operations],
+def test_operations_of_attention_follow_from_its_shapes(
+    traced: tuple[ProfileObserver, Trace, Trace, Operations],
 ) -> None:
-    found = find_attention(taken[1], 2)
+    found = find_attention(traced[1], 2)
     assert found is not None
     assert found.calls == 1
     assert found.operations == 12 * BATCH * HEADS * LENGTH * LENGTH * SIZE
@@ -151,15 +151,15 @@ def test_operations_of_attention_are_those_of_its_shapes(
     assert "recomputation is not counted as work, which takes 2.0 ms of a step" in reached.mfu_basis
 
 
-def test_logits_are_those_of_the_loss(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
-    logits = taken[3].logits
+def test_logits_are_found_at_the_loss(traced: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
+    logits = traced[3].logits
     assert logits is not None
     assert logits.shape == (BATCH * LENGTH, WORDS)
     assert logits.itemsize == {"bfloat16": 2, "float": 4}[logits.dtype]
 
 
-def test_optimizations_in_use_are_found(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
-    observer, main, _, tables = taken
+def test_optimizations_in_use_are_found(traced: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
+    observer, main, _, tables = traced
     assert observer.observed.live is not None
     found = {o.name: o for o in find_optimizations(observer.observed.live, tables, attribute(main.events, 2))}
     assert (found["fused optimizer"].state, found["fused optimizer"].detail) == (ON, "AdamW: fused")
@@ -172,17 +172,17 @@ def test_optimizations_in_use_are_found(taken: tuple[ProfileObserver, Trace, Tra
 
 
 def test_optimizations_without_a_trace_are_not_measured(
-    taken: tuple[ProfileObserver, Trace, Trace, Operations],
+    traced: tuple[ProfileObserver, Trace, Trace, Operations],
 ) -> None:
-    live = taken[0].observed.live
+    live = traced[0].observed.live
     assert live is not None
     found = {o.name: o.state for o in find_optimizations(live, None, None)}
     assert found["fused attention"] == found["checkpointing"] == found["chunked loss"] == "not measured"
     assert found["fused optimizer"] == ON
 
 
-def test_the_observer_removes_its_hooks(taken: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
-    for model in taken[0].forwards.models:
+def test_observer_removes_its_hooks(traced: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
+    for model in traced[0].forwards.models:
         for module in model.modules():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks

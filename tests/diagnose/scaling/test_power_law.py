@@ -1,4 +1,4 @@
-"""Power laws with known exponents, and what is refused."""
+"""Power laws with known exponents, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_exponents_of_two_settings_are_found_exactly() -> None:
     assert law.at({"dim": 512, "layers": 4}) == pytest.approx(3e-3 * 512**2 * 2)
 
 
-def test_intervals_hold_the_exponent_as_often_as_they_say() -> None:
+def test_intervals_have_their_nominal_coverage() -> None:
     random = np.random.default_rng(0)
     sizes = [64, 96, 128, 192, 256]
     held = []
@@ -29,7 +29,7 @@ def test_intervals_hold_the_exponent_as_often_as_they_say() -> None:
     assert 0.92 <= np.mean(held) <= 0.98
 
 
-def test_what_may_be_linear_is_not_called_faster() -> None:
+def test_linear_growth_is_rarely_called_faster_than_linear() -> None:
     random = np.random.default_rng(1)
     sizes = [64, 96, 128, 192, 256]
     laws = [
@@ -56,8 +56,6 @@ def test_no_extrapolation_beyond_twice_the_range(size: int) -> None:
         ({"a": [1, 2, 4, 8], "b": [2, 4, 8, 16]}, [1, 2, 3, 4], "a and b move together"),
     ],
 )
-def test_what_cannot_be_fitted_says_why(
-    sizes: dict[str, list[float]], values: list[float], message: str
-) -> None:
+def test_invalid_points_are_refused(sizes: dict[str, list[float]], values: list[float], message: str) -> None:
     with pytest.raises(ScalingError, match=message):
         fit("step", sizes, values)

@@ -1,4 +1,4 @@
-"""A recipe over sizes: measured, out of memory as a result, time limits, what is refused."""
+"""Sweep of a recipe over sizes: measurements, out of memory, time limits, refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_axes_are_read_and_refused() -> None:
 
 @pytest.fixture
 def manual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the clock by one that only sleeps and the reading of it advance."""
+    """Replace the clock by one that advances by sleeps and readings only."""
     now = itertools.count(0)
     slept = 0.0
 
@@ -82,16 +82,16 @@ def test_phases_of_a_recipe_are_measured(recipe: Path) -> None:
 
 
 @pytest.mark.full
-def test_sizes_are_measured_and_one_without_memory_is_a_result(
+def test_sweep_measures_sizes_and_records_out_of_memory(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     found = sweep(
         recipe, {"dim": [50, 100, 200, 512]}, steps=16, at={"dim": 300},
-        on_point=lambda done, of: seen.append((done, of)),
+        on_point=lambda done, of: progress.append((done, of)),
     )  # fmt: skip
     assert [point.status for point in found.points] == ["measured"] * 3 + ["out of memory"]
-    assert seen[-1] == (4, 4)
+    assert progress[-1] == (4, 4)
     laws = {law.quantity: law.exponents[0] for law in found.laws}
     assert 0.8 <= laws["phase data"].value <= 1.1  # sleeps that are proportional to it
     assert found.expected["phase data"] == pytest.approx(30, rel=0.25)
@@ -103,7 +103,7 @@ def test_sizes_are_measured_and_one_without_memory_is_a_result(
     assert "dim=512: OutOfMemoryError: CUDA out of memory" in printed
 
 
-def test_a_size_that_takes_too_long_is_ended(recipe: Path) -> None:
+def test_point_over_the_time_limit_is_ended(recipe: Path) -> None:
     request = {"recipe": str(recipe), "settings": {"dim": 8}, "fake": False, "steps": 16, "max_memory": None}
     assert _ask(request, 0.5) == {"status": "did not finish", "message": "not within 0.5 s (--limit)"}
 
@@ -121,7 +121,7 @@ def test_errors_of_a_recipe_are_statuses(recipe: Path) -> None:
     assert "takes the setting 'width'" in found["message"]
 
 
-def test_what_cannot_be_swept_is_refused(recipe: Path, tmp_path: Path) -> None:
+def test_invalid_sweep_is_refused(recipe: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="nothing is swept"):
         sweep(recipe, {"dim": [8]})
     with pytest.raises(RecipeError, match="no such recipe"):
@@ -138,7 +138,7 @@ def test_settings_without_sizes_are_not_fitted() -> None:
 
 
 @pytest.mark.full
-def test_a_billion_parameters_are_predicted() -> None:
+def test_sweep_predicts_a_billion_parameters() -> None:
     example = Path(__file__).resolve().parents[3] / "examples" / "gpt_recipe.py"
     axes = {"dim": [1024, 1536, 2304], "n_blocks": [16], "seq": [512], "heads": [16]}
     found = sweep(example, axes, fake=True)

@@ -1,4 +1,4 @@
-"""Every layer is in one sweep, and what is held stays in the budget."""
+"""Each layer is in one sweep, and the held gradients fit the budget."""
 
 import math
 
@@ -14,7 +14,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1,
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(3, 20), st.integers(1, 8), st.integers(1, 10**6))
-def test_sweeps_fit_the_budget_and_leave_nothing_out(shapes, replicates, ranks, budget):
+def test_sweeps_fit_the_budget_and_contain_every_layer(shapes, replicates, ranks, budget):
     costs = [cost(*shape) for shape in shapes]
     sizes = [4 * p * q for p, q in shapes]
     planned = sweeps(costs, sizes, replicates=replicates, ranks=ranks, budget=budget)
@@ -38,6 +38,6 @@ def test_layers_that_fit_are_one_balanced_sweep():
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_layer_that_does_not_fit_has_its_own_sweep(ranks):
+def test_layer_that_does_not_fit_has_its_own_sweep(ranks):
     planned = sweeps([9, 1, 1], [1000, 10, 10], replicates=8, ranks=ranks, budget=400)
     assert [sweep.layers for sweep in planned] == [(0,), (1, 2)]

@@ -1,4 +1,4 @@
-"""Checkpoints come in the order in which a person counts, with the steps that their names say."""
+"""Checkpoints in natural order, with the steps of their names."""
 
 import pytest
 
@@ -15,21 +15,21 @@ from backlight.diagnose.spectra.checkpoints import find_checkpoints
         (["b2.pt", "b10.pt", "a10.pt"], ["*.pt"], [(0, 2), (1, 0), (2, 1)]),
     ],
 )
-def test_checkpoints_are_in_natural_order_with_the_steps_of_their_names(tmp_path, names, patterns, expected):
+def test_checkpoints_are_in_natural_order(tmp_path, names, patterns, expected):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     files = find_checkpoints([str(tmp_path / pattern) for pattern in patterns])
-    assert [(one.step, str(one.path.relative_to(tmp_path))) for one in files] == [
+    assert [(checkpoint.step, str(checkpoint.path.relative_to(tmp_path))) for checkpoint in files] == [
         (step, names[index]) for step, index in expected
     ]
 
 
-def test_the_freshly_built_model():
-    (one,) = find_checkpoints([])
-    assert (one.path, one.step, str(one)) == (None, 0, "the freshly built model")
+def test_no_pattern_is_the_freshly_built_model():
+    (checkpoint,) = find_checkpoints([])
+    assert (checkpoint.path, checkpoint.step, str(checkpoint)) == (None, 0, "the freshly built model")
 
 
-def test_nothing_matches(tmp_path):
+def test_pattern_without_a_match_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"nothing\*' matches no file in "):
         find_checkpoints([str(tmp_path / "nothing*")])

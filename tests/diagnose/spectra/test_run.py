@@ -1,4 +1,4 @@
-"""Spectra of a recipe: right, the same on any number of ranks, resumed after a kill, refused with reasons."""
+"""Spectra of a recipe: values, ranks, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def recipe(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The run of the recipe as it is, in one process."""
-    folder = tmp_path_factory.mktemp("whole")
+def reference(tmp_path_factory):
+    """The run of the unchanged recipe in one process."""
+    folder = tmp_path_factory.mktemp("reference")
     (folder / "recipe.py").write_text(RECIPE, encoding="utf-8")
     measure(folder / "recipe.py", folder / "run")
     return folder / "run"
 
 
-def changed(recipe, old, new):
+def replace_in(recipe, old, new):
     text = recipe.read_text(encoding="utf-8")
     assert old in text
     recipe.write_text(text.replace(old, new), encoding="utf-8")
@@ -91,8 +91,8 @@ def measure(recipe, out, **options):
     return measure_spectra(SpectraRequest(recipe=recipe, out=out, **{"replicates": 5, **options}))
 
 
-def equal(first, second):
-    """Return whether two runs hold the same numbers, to the bit."""
+def assert_equal_runs(first, second):
+    """Assert that two runs contain bitwise equal results."""
     one, other = open_run(first), open_run(second)
     assert layers(one) == layers(other)
     keys = [(m.step, m.parameter) for m in measurements(one)]
@@ -107,7 +107,7 @@ def equal(first, second):
 
 
 def test_results_equal_those_of_the_functions(recipe, tmp_path):
-    changed(recipe, "Dropout(0.1)", "Dropout(0.0)")
+    replace_in(recipe, "Dropout(0.1)", "Dropout(0.0)")
     outcome = measure(recipe, tmp_path / "run", settings={"batch": 10})
     assert (outcome.layers, outcome.measured, outcome.resumed, outcome.batch) == (5, 5, 0, 10)
     run = open_run(tmp_path / "run")
@@ -115,15 +115,15 @@ def test_results_equal_those_of_the_functions(recipe, tmp_path):
     assert set(left_out(run)) == {"conv.bias", "norm.weight", "norm.bias", "qkv.bias", "head.bias"}
     assert run.monitors == ("spectra",)
 
-    given = read_recipe(recipe, {"batch": 10})
+    loaded = read_recipe(recipe, {"batch": 10})
     # The weights that were measured follow from the seed.
     from backlight.monitors.spectra.instrument.replicate_gradient import seed_by
 
     seed_by(0, "model")
-    model = given.build_model()
+    model = loaded.build_model()
     found = []
     for replicate in range(5):
-        value = given.loss(model, next(given.batches(replicate, 5)))
+        value = loaded.loss(model, next(loaded.batches(replicate, 5)))
         found.append(torch.autograd.grad(value, [model.conv.weight, model.qkv.weight]))
     expected = {
         "conv.weight": spectral_echo([g[0].reshape(4, 3) for g in found]),
@@ -143,12 +143,12 @@ def test_results_equal_those_of_the_functions(recipe, tmp_path):
     assert table(run, 0, "conv.weight").measurement["stable_rank_gradient"] == pytest.approx(rank, rel=1e-4)
 
 
-def test_results_do_not_depend_on_how_work_is_spread(recipe, tmp_path, whole):
+def test_results_do_not_depend_on_budget_and_selection(recipe, tmp_path, reference):
     outcome = measure(recipe, tmp_path / "sweeps", budget=6000)
     assert outcome.sweeps > 2
-    equal(whole, tmp_path / "sweeps")
+    assert_equal_runs(reference, tmp_path / "sweeps")
     measure(recipe, tmp_path / "part", include=["qkv.weight:k", "conv"])
-    one, part = open_run(whole), open_run(tmp_path / "part")
+    one, part = open_run(reference), open_run(tmp_path / "part")
     for name in ("qkv.weight:k", "conv.weight"):
         np.testing.assert_array_equal(table(one, 0, name)["echo"], table(part, 0, name)["echo"])
     measure(recipe, tmp_path / "other", seed=1)
@@ -157,14 +157,14 @@ def test_results_do_not_depend_on_how_work_is_spread(recipe, tmp_path, whole):
 
 
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 7))])
-def test_ranks_change_nothing(recipe, tmp_path, whole, ranks):
+def test_results_do_not_depend_on_the_number_of_ranks(recipe, tmp_path, reference, ranks):
     arguments = ("--replicates", 5, "--budget", 9000, "--out", tmp_path / "several", "--json")
     started = start_ranks(ranks, "-m", "backlight", "spectra", recipe, *arguments)
     ended = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0] * ranks, ended
     answer = json.loads(ended[0][0])
     assert (answer["world_size"], answer["measured"], len(answer["layers"])) == (ranks, 5, 5)
-    equal(whole, tmp_path / "several")
+    assert_equal_runs(reference, tmp_path / "several")
     run = open_run(tmp_path / "several")
     owners = [event.rank for event in run.events("spectra_measured")]
     assert len(owners) == 5
@@ -172,9 +172,9 @@ def test_ranks_change_nothing(recipe, tmp_path, whole, ranks):
 
 
 @pytest.mark.full
-def test_an_error_of_one_rank_is_that_of_all(recipe, tmp_path):
+def test_error_of_one_rank_is_raised_on_every_rank(recipe, tmp_path):
     # Replicate 3 belongs to rank 1 of 2, and its batch leaves the head unused.
-    changed(
+    replace_in(
         recipe,
         "    x, y = batch\n",
         "    x, y = batch\n    if FIRST[3](x):\n        return model.qkv.weight.sum()\n",
@@ -195,8 +195,8 @@ def test_an_error_of_one_rank_is_that_of_all(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_killed_run_is_resumed(recipe, tmp_path, whole, ranks):
-    changed(recipe, "    x, y = batch\n", "    x, y = batch\n    time.sleep(0.1)\n")
+def test_killed_run_is_resumed(recipe, tmp_path, reference, ranks):
+    replace_in(recipe, "    x, y = batch\n", "    x, y = batch\n    time.sleep(0.1)\n")
     options = ("--replicates", 5, "--budget", 3000, "--out", tmp_path / "run")
     started = start_ranks(ranks, "-m", "backlight", "spectra", recipe, *options)
     try:
@@ -220,54 +220,54 @@ def test_a_killed_run_is_resumed(recipe, tmp_path, whole, ranks):
     run = open_run(tmp_path / "run")
     assert len(run.attempts) == 2
     assert len(run.events("spectra_measured")) == 5
-    equal(whole, tmp_path / "run")
+    assert_equal_runs(reference, tmp_path / "run")
     assert measure(recipe, tmp_path / "run").measured == 0
     assert len(open_run(tmp_path / "run").attempts) == 2
 
 
-def test_layers_whose_arrays_were_lost_are_measured_again(recipe, tmp_path, whole):
-    shutil.copytree(whole, tmp_path / "run")
+def test_layers_with_missing_arrays_are_measured_again(recipe, tmp_path, reference):
+    shutil.copytree(reference, tmp_path / "run")
     min((tmp_path / "run" / "attempt-000" / "arrays").iterdir()).unlink()
     outcome = measure(recipe, tmp_path / "run")
     assert outcome.measured >= 1
     assert outcome.measured + outcome.resumed == 5
-    equal(whole, tmp_path / "run")
+    assert_equal_runs(reference, tmp_path / "run")
 
 
-def test_a_deleted_run_directory_is_reported(recipe, tmp_path):
-    def vanish(stage):
+def test_deleted_run_directory_is_reported(recipe, tmp_path):
+    def delete_run(stage):
         if "sending" in stage.text:
             shutil.rmtree(tmp_path / "run")
 
-    asked = SpectraRequest(recipe=recipe, replicates=5, out=tmp_path / "run")
+    request = SpectraRequest(recipe=recipe, replicates=5, out=tmp_path / "run")
     with pytest.raises(SpectraError, match="run the same command again once that is fixed"):
-        measure_spectra(asked, vanish)
+        measure_spectra(request, delete_run)
 
 
-def test_checkpoints_in_their_order(recipe, tmp_path):
+def test_checkpoints_are_measured_in_order_and_resumed(recipe, tmp_path):
     model = read_recipe(recipe).build_model()
     for step in (10, 9):
         torch.save({"model": model.state_dict()}, tmp_path / f"step-{step}.pt")
         torch.nn.init.normal_(model.head.weight)
     stages = []
     pattern = str(tmp_path / "step-*.pt")
-    asked = SpectraRequest(recipe=recipe, checkpoints=[pattern], replicates=4, out=tmp_path / "run")
-    outcome = measure_spectra(asked, stages.append)
+    request = SpectraRequest(recipe=recipe, checkpoints=[pattern], replicates=4, out=tmp_path / "run")
+    outcome = measure_spectra(request, stages.append)
     assert [(c.step, c.path.name) for c in outcome.checkpoints] == [(9, "step-9.pt"), (10, "step-10.pt")]
     assert stages[-1].done == stages[-1].total == 10
     run = open_run(tmp_path / "run")
     weights = [m["stable_rank_weight"] for m in measurements(run, "head.weight")]
     assert len(set(weights)) == 2
     torch.save(model.state_dict(), tmp_path / "step-11.pt")
-    later = measure_spectra(asked)
+    later = measure_spectra(request)
     assert (later.measured, later.resumed) == (5, 10)
     torch.save(model.state_dict(), tmp_path / "step-9.pt")
     with pytest.raises(SpectraError, match=r"step 9 was measured on other weights \(.*step-9\.pt\)"):
-        measure_spectra(asked)
+        measure_spectra(request)
 
 
-def test_another_configuration_is_refused(recipe, tmp_path, whole):
-    shutil.copytree(whole, tmp_path / "run")
+def test_run_of_another_configuration_is_refused(recipe, tmp_path, reference):
+    shutil.copytree(reference, tmp_path / "run")
     with pytest.raises(
         SpectraError, match=r"another configuration \(--replicates was 5, is 6\); use the same"
     ):
@@ -275,7 +275,7 @@ def test_another_configuration_is_refused(recipe, tmp_path, whole):
     with pytest.raises(SpectraError, match="--method was auto, is svd"):
         measure(recipe, tmp_path / "run", method="svd")
     with pytest.raises(SpectraError, match=r"\(the recipe changed\)"):
-        measure(changed(recipe, "relu", "gelu"), tmp_path / "run")
+        measure(replace_in(recipe, "relu", "gelu"), tmp_path / "run")
     RunWriter.create(tmp_path / "foreign").close()
     writer = RunWriter.create(tmp_path / "foreign")
     writer.scalar(0, "loss", 1.0)
@@ -284,7 +284,7 @@ def test_another_configuration_is_refused(recipe, tmp_path, whole):
         measure(recipe, tmp_path / "foreign")
 
 
-REFUSED = {
+REFUSALS = {
     "one batch for all ranks": ("seed(1000 + rank)", "seed(7)", {}, "replicates 0 and 1 got the same batch"),
     "batches of two sizes": (
         "generator = torch", "batch += rank // 4\n    generator = torch", {},
@@ -315,32 +315,32 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_it_is_refused(recipe, tmp_path, case):
-    old, new, options, text = REFUSED[case]
+@pytest.mark.parametrize("case", REFUSALS)
+def test_invalid_recipe_or_option_is_refused(recipe, tmp_path, case):
+    old, new, options, text = REFUSALS[case]
     with pytest.raises(SpectraError, match=text):
-        measure(changed(recipe, old, new), tmp_path / "run", **options)
+        measure(replace_in(recipe, old, new), tmp_path / "run", **options)
 
 
-def test_batches_of_no_known_form(recipe, tmp_path):
-    changed(recipe, "import time\n", "import time\nfrom types import SimpleNamespace\n")
-    changed(recipe, "yield x, (x[:, :5] + torch.randn(batch, 5, generator=generator)).argmax(1)",
+def test_batch_of_an_unknown_type_has_no_noise_scale(recipe, tmp_path):
+    replace_in(recipe, "import time\n", "import time\nfrom types import SimpleNamespace\n")
+    replace_in(recipe, "yield x, (x[:, :5] + torch.randn(batch, 5, generator=generator)).argmax(1)",
             "yield SimpleNamespace(x=x, y=x[:, :5].argmax(1))")  # fmt: skip
-    changed(recipe, "x, y = batch\n", "x, y = batch.x, batch.y\n")
+    replace_in(recipe, "x, y = batch\n", "x, y = batch.x, batch.y\n")
     assert np.isnan(measure(recipe, tmp_path / "run").batch)
     numbers = table(open_run(tmp_path / "run"), 0, "head.weight").measurement
     assert np.isnan(numbers["noise_scale"])
     assert numbers["signal_share"] > 0
-    # The batches cannot be compared, but the gradients are.
-    changed(recipe, "seed(1000 + rank)", "seed(1000 + rank % 4)")
-    changed(recipe, "Dropout(0.1)", "Dropout(0.0)")
+    # Batches of this type cannot be compared, so the gradients are.
+    replace_in(recipe, "seed(1000 + rank)", "seed(1000 + rank % 4)")
+    replace_in(recipe, "Dropout(0.1)", "Dropout(0.0)")
     with pytest.raises(
         SpectraError, match="replicates 0 and 4 are the same, as if both came from the same data"
     ):
         measure(recipe, tmp_path / "other")
 
 
-def test_checkpoints_that_cannot_be_used(recipe, tmp_path):
+def test_unusable_checkpoints_are_refused(recipe, tmp_path):
     torch.save(torch.nn.Linear(3, 3).state_dict(), tmp_path / "other.pt")
     with pytest.raises(SpectraError, match=r"other\.pt: does not fit the model of .*recipe\.py"):
         measure(recipe, tmp_path / "run", checkpoints=[str(tmp_path / "other.pt")])
@@ -351,28 +351,28 @@ def test_checkpoints_that_cannot_be_used(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_other_types(recipe, tmp_path, whole, dtype):
+def test_dtypes_give_similar_results(recipe, tmp_path, reference, dtype):
     measure(recipe, tmp_path / "run", dtype=dtype)
     other = table(open_run(tmp_path / "run"), 0, "head.weight").measurement["signal_share"]
-    plain = table(open_run(whole), 0, "head.weight").measurement["signal_share"]
+    plain = table(open_run(reference), 0, "head.weight").measurement["signal_share"]
     assert other == pytest.approx(plain, abs=0.05)
     assert other != plain
 
 
-def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch):
+def test_gradients_held_stay_within_the_budget(tmp_path, monkeypatch):
     n_blocks = 3
-    live = {"now": 0, "peak": 0}
+    held = {"now": 0, "peak": 0}
     original = checkpoint_measurement.gradients
 
-    def less(size):
-        live["now"] -= size
+    def release(size):
+        held["now"] -= size
 
     def counted(*args, **kwargs):
         found = original(*args, **kwargs)
         for tensor in found.values():
-            live["now"] += tensor.nbytes
-            weakref.finalize(tensor, less, tensor.nbytes)
-        live["peak"] = max(live["peak"], live["now"])
+            held["now"] += tensor.nbytes
+            weakref.finalize(tensor, release, tensor.nbytes)
+        held["peak"] = max(held["peak"], held["now"])
         return found
 
     monkeypatch.setattr(checkpoint_measurement, "gradients", counted)
@@ -382,7 +382,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch):
         EXAMPLE, tmp_path / "run", settings=settings, budget=budget, exclude=["token", "head", "position"]
     )
     assert outcome.layers == 6 * n_blocks
-    assert budget / 2 < live["peak"] <= budget
+    assert budget / 2 < held["peak"] <= budget
 
 
 def test_injected_directions_are_found(tmp_path):
@@ -416,7 +416,7 @@ def loss(model, batch):
         np.testing.assert_allclose(one["echo"], other["echo"], atol=1e-5)
 
 
-def test_in_print(recipe, tmp_path, capsys):
+def test_command_prints_layers_and_json(recipe, tmp_path, capsys):
     arguments = ["spectra", str(recipe), "--replicates", "5", "--out", str(tmp_path / "run")]
     for extra in ([], ["--json"]):
         with pytest.raises(SystemExit) as leaving:

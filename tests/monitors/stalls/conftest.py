@@ -1,3 +1,21 @@
-"""Names of parameters must not depend on models that earlier tests of the same process left behind."""
+"""Fixtures of the stall tests: no models of earlier tests, and runtime directories of their own."""
 
-from earlier_models import _frozen, _no_models_of_others  # noqa: F401 - fixtures
+from pathlib import Path
+
+import pytest
+
+from backlight.monitors.stalls.model import runtime_dir
+
+
+@pytest.fixture(autouse=True)
+def _only_new_models(only_new_models: None) -> None:
+    """Names of parameters must not depend on earlier tests."""
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Parent of the runtime directories of the test, so that they can be counted."""
+    base = tmp_path / "shared"
+    base.mkdir()
+    monkeypatch.setattr(runtime_dir, "base", lambda: base)
+    return base

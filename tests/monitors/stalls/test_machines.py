@@ -53,12 +53,12 @@ class Machine:
         )
         self.watchdog = Watchdog(self.directory, run, run / "attempt-000", StallLimits(), host=f"node-{rank}")
 
-    def waits(self, seconds: float, text: bytes = b"all_reduce(8 float32) #4") -> None:
+    def wait_in_collective(self, seconds: float, text: bytes = b"all_reduce(8 float32) #4") -> None:
         self.state.slots[Slot.DISTRIBUTED] = 1
         self.state.enter_collective(GROUP, 4, CALL, SHAPE, text, blocking=True)
-        self.hangs(seconds)
+        self.hang(seconds)
 
-    def hangs(self, seconds: float, phase: Phase = Phase.OTHER) -> None:
+    def hang(self, seconds: float, phase: Phase = Phase.OTHER) -> None:
         self.state.slots[Slot.PHASE] = PHASES.index(phase)
         self.state.slots[Slot.HEARTBEAT] = time.monotonic_ns() - int(seconds * S)
         self.state.slots[Slot.PHASE_SINCE] = self.state.slots[Slot.HEARTBEAT]
@@ -71,10 +71,10 @@ def machines(folder: Path, run: Path) -> Iterator[tuple[Machine, Machine]]:
     try:
         yield found[0], found[1]
     finally:
-        for one, child in zip(found, children, strict=True):
+        for machine, child in zip(found, children, strict=True):
             child.kill()
             child.wait()
-            one.watchdog._writer.close()
+            machine.watchdog._writer.close()
 
 
 def stalls(run: Run) -> list[tuple[str | None, int | None, str]]:
@@ -84,15 +84,15 @@ def stalls(run: Run) -> list[tuple[str | None, int | None, str]]:
 def test_rank_that_waits_for_a_rank_of_another_machine(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with machines(tmp_path, run) as (here, there):
-        here.waits(40)
-        there.hangs(40, Phase.DATA)
-        assert here.watchdog.poll()
-        alone = stalls(open_run(run))
-        assert len(alone) == 1
-        assert alone[0][1] is None  # one machine alone names no rank
-        assert "1 of 2 ranks are not observable from this machine, so the cause is open" in alone[0][2]
-        assert there.watchdog.poll()
+    with machines(tmp_path, run) as (first, second):
+        first.wait_in_collective(40)
+        second.hang(40, Phase.DATA)
+        assert first.watchdog.poll()
+        partial = stalls(open_run(run))
+        assert len(partial) == 1
+        assert partial[0][1] is None  # one machine alone names no rank
+        assert "1 of 2 ranks are not observable from this machine, so the cause is open" in partial[0][2]
+        assert second.watchdog.poll()
     ((kind, rank, claim),) = stalls(open_run(run))
     assert (kind, rank) == ("PHASE", 1)
     assert "waiting for data" in claim
@@ -106,31 +106,31 @@ def test_rank_that_waits_for_a_rank_of_another_machine(
     capsys.readouterr()
 
 
-def test_machine_without_a_diagnosis_answers_a_question_once(tmp_path: Path, run: Path) -> None:
-    with machines(tmp_path, run) as (here, there):
-        here.waits(40)
-        there.state.slots[Slot.TIMEOUT] = 600 * S
-        there.hangs(20, Phase.DATA)  # within its own timeout, beyond that of the question
-        assert there.watchdog.poll()
+def test_machine_without_a_diagnosis_answers_a_request_once(tmp_path: Path, run: Path) -> None:
+    with machines(tmp_path, run) as (first, second):
+        first.wait_in_collective(40)
+        second.state.slots[Slot.TIMEOUT] = 600 * S
+        second.hang(20, Phase.DATA)  # within its own timeout, over that of the request
+        assert second.watchdog.poll()
         assert not list((run / "attempt-000").glob("watchdog-node-1.db"))
-        assert here.watchdog.poll()
-        there.watchdog._peers._next_poll = 0.0
-        assert there.watchdog.poll()
+        assert first.watchdog.poll()
+        second.watchdog._peers._next_poll = 0.0
+        assert second.watchdog.poll()
         before = len(open_run(run).events(peers.EVENT))
-        there.watchdog._peers._next_poll = 0.0
-        there.watchdog.poll()
-        assert len(open_run(run).events(peers.EVENT)) == before == 2  # a question is answered once
+        second.watchdog._peers._next_poll = 0.0
+        second.watchdog.poll()
+        assert len(open_run(run).events(peers.EVENT)) == before == 2  # a request is answered once
     ((kind, rank, _),) = stalls(open_run(run))
     assert (kind, rank) == ("PHASE", 1)
 
 
 def test_observations_of_a_machine_that_has_ended_count(tmp_path: Path, run: Path) -> None:
-    with machines(tmp_path, run) as (here, there):
-        there.state.close(RankStatus.FINISHED)
-        there.watchdog.run()
-        here.waits(40)
-        here.state.slots[Slot.BACKWARDS] = 4
-        here.watchdog.poll()
+    with machines(tmp_path, run) as (first, second):
+        second.state.close(RankStatus.FINISHED)
+        second.watchdog.run()
+        first.wait_in_collective(40)
+        first.state.slots[Slot.BACKWARDS] = 4
+        first.watchdog.poll()
     ((kind, rank, claim),) = stalls(open_run(run))
     assert (kind, rank) == ("DEAD", 1)
     assert "rank 1 has ended its training" in claim
@@ -138,25 +138,25 @@ def test_observations_of_a_machine_that_has_ended_count(tmp_path: Path, run: Pat
 
 @pytest.mark.full
 def test_two_stalls_of_a_run_are_two_diagnoses(tmp_path: Path, run: Path) -> None:
-    with machines(tmp_path, run) as (here, there):
+    with machines(tmp_path, run) as (first, second):
         for step, phase in ((3, Phase.DATA), (4, Phase.FORWARD)):
-            for one in (here, there):
-                one.state.slots[Slot.STEP] = step
-                one.state.slots[Slot.PROGRESS] += 1
-            here.waits(40)
-            there.hangs(40, phase)
-            here.watchdog.poll()
-            there.watchdog.poll()
-    said = stalls(open_run(run))
-    assert [(kind, rank) for kind, rank, _ in said] == [("PHASE", 1), ("PHASE", 1)]
-    assert ["forward" in claim for _, _, claim in said] == [False, True]
+            for machine in (first, second):
+                machine.state.slots[Slot.STEP] = step
+                machine.state.slots[Slot.PROGRESS] += 1
+            first.wait_in_collective(40)
+            second.hang(40, phase)
+            first.watchdog.poll()
+            second.watchdog.poll()
+    reported = stalls(open_run(run))
+    assert [(kind, rank) for kind, rank, _ in reported] == [("PHASE", 1), ("PHASE", 1)]
+    assert ["forward" in claim for _, _, claim in reported] == [False, True]
 
 
 def test_stored_observations_are_read(tmp_path: Path) -> None:
     observation = Observation(rank=3, ended="killed by SIGKILL", ended_at=5.0)
-    seen = unpack(pack(HostObservation((observation,), {3: None}, {GROUP: [0, 3]}, 4)))
-    assert (seen.world_size, seen.groups, seen.diagnoses) == (4, {GROUP: [0, 3]}, {3: None})
-    assert abs(seen.observations[0].ended_at - (time.time() - time.monotonic() + 5.0)) < 1.0
+    unpacked = unpack(pack(HostObservation((observation,), {3: None}, {GROUP: [0, 3]}, 4)))
+    assert (unpacked.world_size, unpacked.groups, unpacked.diagnoses) == (4, {GROUP: [0, 3]}, {3: None})
+    assert abs(unpacked.observations[0].ended_at - (time.time() - time.monotonic() + 5.0)) < 1.0
     assert unpack({"observations": [{}]}) is None
     assert join([]) is None
 
@@ -187,10 +187,21 @@ def test_launch_over_two_machines(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    watched = ["-m", "backlight", "run", "--monitors", "stalls", "--stall", "2", "--out", "run", str(script)]
-    started = [
+    script_arguments = [
+        "-m",
+        "backlight",
+        "run",
+        "--monitors",
+        "stalls",
+        "--stall",
+        "2",
+        "--out",
+        "run",
+        str(script),
+    ]
+    launches = [
         subprocess.Popen(
-            [*launch, "--node-rank", str(node), *watched],
+            [*launch, "--node-rank", str(node), *script_arguments],
             cwd=tmp_path,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -198,7 +209,7 @@ def test_launch_over_two_machines(tmp_path: Path) -> None:
         )
         for node in range(2)
     ]
-    assert [one.wait(120) for one in started] == [0, 0]
+    assert [launch.wait(120) for launch in launches] == [0, 0]
     ((kind, rank, claim),) = stalls(open_run(tmp_path / "run"))
     assert (kind, rank) == ("PHASE", 3)
     assert re.search(r"train\.py:8 .*Waiting for it: rank 0, 1, 2 in all_reduce", claim), claim

@@ -1,4 +1,4 @@
-"""The case behind this monitor: a first backward of a million nodes is slow, not hung, with its line.
+"""A first backward of a million nodes is diagnosed as slow, with its line.
 
 Without ``--stall``: the threshold follows the run, from a floor that is lowered here so that the test ends.
 """
@@ -64,19 +64,19 @@ optimizer.step()
 """
 
 
-@pytest.mark.parametrize("how", ["plain", "reentrant", "not-reentrant"])
-def test_first_backward_of_a_million_nodes(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "not-reentrant"])
+def test_first_backward_of_a_million_nodes(mode: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     config = tmp_path / "config.toml"
     config.write_text("[thresholds.stalls]\nfloor = 3.0\n")
     command = [sys.executable, "-m", "backlight", "run", "--monitors", "stalls", "--config", str(config)]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path / "run"), str(script), how],
+        [*command, "--out", str(tmp_path / "run"), str(script), mode],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # A busy machine may leave a moment undecided; it must never be called anything else.
+    # A busy machine may leave a sample inconclusive; no other diagnosis is allowed.
     stalls = [f for f in open_run(tmp_path / "run").stored_findings() if f.rule == "stall"]
     assert {f.subject.verdict for f in stalls} <= {"SLOW", "UNKNOWN"}, [f.detail for f in stalls]
     (found,) = [f for f in stalls if f.subject.verdict == "SLOW"]
@@ -88,7 +88,7 @@ def test_first_backward_of_a_million_nodes(how: str, tmp_path: Path) -> None:
     )
     assert share is not None, found.detail
     assert "(a Python loop), by " in found.detail
-    if how == "reentrant":
+    if mode == "reentrant":
         assert share[3]
         assert re.search(r"[\d,]+ nodes recomputed so far, remaining time not known", found.detail)
     else:

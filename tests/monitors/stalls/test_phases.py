@@ -12,22 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import backlight
-from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.shared_state import StateSnapshot, read_state
 from backlight.records import Phase
 
 
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    base = tmp_path / "shared"
-    base.mkdir()
-    monkeypatch.setattr(runtime_dir, "base", lambda: base)
-    return base
-
-
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No watchdog process: only the training process is tested."""
+def _no_watchdog_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backlight.monitors.stalls.monitor.StallMonitor._start_watchdog", lambda _self: None)
 
 

@@ -18,9 +18,8 @@ import backlight
 from backlight.monitors.stalls.instrument.backward_trace import Tracer
 from backlight.monitors.stalls.trace_monitor import traced_kinds
 from backlight.session.settings import Settings
-from cases import CASES, assert_equal, build
+from cases import CASE_NAMES, CASES, assert_equal, build
 from ranks.launching import run_ranks
-from thinning import thinned
 
 
 def trace(kinds: tuple[str, ...], train: object) -> list[dict[str, object]]:
@@ -34,19 +33,21 @@ def trace(kinds: tuple[str, ...], train: object) -> list[dict[str, object]]:
     return lines
 
 
-def short(name: str) -> str:
-    """Take off the root's class, which is printed while other models are alive."""
+def strip_root(name: str) -> str:
+    """Remove the class of the root, which is printed while other models exist."""
     return re.sub(r"^NormedMlp(#\d+)?\.?", "", name)
 
 
-def once(model: nn.Module) -> None:
+def run_backward(model: nn.Module) -> None:
     model(torch.randn(5, 4)).pow(2).mean().backward()
 
 
 def test_gradients_are_traced_in_the_order_of_backward() -> None:
     model = build()
-    lines = [line for line in trace(("gradients",), lambda: once(model)) if line["what"] == "gradient"]
-    names = [short(line["name"]) for line in lines]
+    lines = [
+        line for line in trace(("gradients",), lambda: run_backward(model)) if line["what"] == "gradient"
+    ]
+    names = [strip_root(line["name"]) for line in lines]
     assert sorted(names) == sorted(n for n, _ in model.named_parameters())
     assert {names.index("last.weight"), names.index("last.bias")} == {0, 1}
     assert [line["number"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -57,15 +58,15 @@ def test_gradients_are_traced_in_the_order_of_backward() -> None:
 
 def test_modules_are_traced_from_the_last_to_the_first() -> None:
     model = build()
-    lines = [line for line in trace(("modules",), lambda: once(model)) if line["what"] == "module"]
-    assert [short(line["name"]) for line in lines] == ["last", "", "norm", "first"]
+    lines = [line for line in trace(("modules",), lambda: run_backward(model)) if line["what"] == "module"]
+    assert [strip_root(line["name"]) for line in lines] == ["last", "", "norm", "first"]
 
 
 def test_removed_tracer_is_silent() -> None:
     model = build()
-    lines = trace(("gradients", "modules"), lambda: once(model))
+    lines = trace(("gradients", "modules"), lambda: run_backward(model))
     count = len(lines)
-    once(model)
+    run_backward(model)
     assert len(lines) == count
     assert not model.first.weight._post_accumulate_grad_hooks
 
@@ -78,26 +79,29 @@ def test_autograd_grad_traces_modules_and_no_parameter() -> None:
         torch.autograd.grad(model(x).pow(2).mean(), x)
 
     lines = trace(("gradients", "modules"), train)
-    whats = [line["what"] for line in lines]
-    assert whats == ["grad_begin", *["module"] * 4, "grad_end"]
-    assert [short(line["name"]) for line in lines[1:-1]] == ["last", "", "norm", "first"]
+    events = [line["what"] for line in lines]
+    assert events == ["grad_begin", *["module"] * 4, "grad_end"]
+    assert [strip_root(line["name"]) for line in lines[1:-1]] == ["last", "", "norm", "first"]
 
 
-ALL = ("gradients", "modules", "buckets")
-BY_HAND = {"functional_gradients": set[str](), "gradients_by_grad": {"grad_begin", "grad_end", "module"}}
-"""What is traced of cases without a backward."""
+ALL_KINDS = ("gradients", "modules", "buckets")
+WITHOUT_BACKWARD = {
+    "functional_gradients": set[str](),
+    "gradients_by_grad": {"grad_begin", "grad_end", "module"},
+}
+"""Traced events of cases that do not call backward."""
 
 
-@pytest.mark.parametrize("name", thinned(CASES))
+@pytest.mark.parametrize("name", CASE_NAMES)
 def test_tracing_changes_nothing(name: str) -> None:
     case = CASES[name]
     warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
-    ended: list[list[torch.Tensor]] = []
-    alone = case.train()
-    lines = trace(ALL, lambda: ended.append(case.train()))
-    assert_equal(alone, ended[0])
-    seen = {line["what"] for line in lines}
-    assert seen == BY_HAND.get(name, {"begin", "end", "gradient", "module"})
+    traced: list[list[torch.Tensor]] = []
+    plain = case.train()
+    lines = trace(ALL_KINDS, lambda: traced.append(case.train()))
+    assert_equal(plain, traced[0])
+    recorded = {line["what"] for line in lines}
+    assert recorded == WITHOUT_BACKWARD.get(name, {"begin", "end", "gradient", "module"})
 
 
 @pytest.mark.parametrize(
@@ -105,10 +109,10 @@ def test_tracing_changes_nothing(name: str) -> None:
 )
 def test_watch_with_trace_changes_nothing(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    alone = case.train()
-    with backlight.watch(run=tmp_path / "run", every=1, trace=ALL, monitors=("health",)):
+    plain = case.train()
+    with backlight.watch(run=tmp_path / "run", every=1, trace=ALL_KINDS, monitors=("health",)):
         traced = case.train()
-    assert_equal(alone, traced)
+    assert_equal(plain, traced)
     events = backlight.open_run(tmp_path / "run").events("trace")
     assert {event.payload["what"] for event in events} == {"begin", "end", "gradient", "module"}
     assert {event.step for event in events} == set(range(case.steps))
@@ -121,8 +125,8 @@ def test_long_chain_of_modules_is_traced_up_to_a_limit() -> None:
             y = cell(y)
         y.sum().backward()  # its nodes are released afterwards: more wrappers would overflow the stack
 
-    whats = [line["what"] for line in trace(("modules",), train)]
-    assert (whats.count("module"), whats.count("limit")) == (5000, 1)
+    events = [line["what"] for line in trace(("modules",), train)]
+    assert (events.count("module"), events.count("limit")) == (5000, 1)
 
 
 def test_kinds() -> None:
@@ -163,7 +167,7 @@ def test_lines_and_events_are_stored_when_backward_hangs(tmp_path: Path) -> None
     )  # fmt: skip
     try:
         assert process.stdout.readline() == "stuck\n"
-        # What was printed before is in the pipe already, and in the run: no interval has to pass.
+        # Earlier lines are already in the pipe and in the run, without waiting for a flush.
         run = backlight.open_run(tmp_path / "run")
         names = [e.payload["name"] for e in run.events("trace") if e.payload["what"] == "gradient"]
         assert sorted(names) == ["Linear#2.bias", "Linear#2.weight"]
@@ -201,14 +205,16 @@ def trace_ranks(folder: Path) -> list[subprocess.CompletedProcess[str]]:
     (folder / "train.py").write_text(DISTRIBUTED)
     kinds = "gradients,modules,buckets"
     done = run_ranks(folder, "-m", "backlight", "run", "--out", "run", "--trace", kinds, "train.py")
-    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    assert [process.returncode for process in done] == [0, 0], [process.stderr for process in done]
     return done
 
 
 @pytest.mark.full
-def test_traced_ranks_train_as_alone(tmp_path: Path) -> None:
+def test_tracing_leaves_ranks_unchanged(tmp_path: Path) -> None:
     traced = trace_ranks(tmp_path)
-    assert [one.stdout for one in run_ranks(tmp_path, "train.py")] == [one.stdout for one in traced]
+    assert [process.stdout for process in run_ranks(tmp_path, "train.py")] == [
+        process.stdout for process in traced
+    ]
 
 
 def test_buckets_over_two_ranks(tmp_path: Path) -> None:
@@ -216,7 +222,7 @@ def test_buckets_over_two_ranks(tmp_path: Path) -> None:
         lines = [line for line in done.stderr.splitlines() if line.startswith(f"[rank {rank}]")]
         steps = [[line for line in lines if f" step {n} " in line] for n in range(3)]
         assert "Sequential: 1 buckets (assignment of the first backward" in "\n".join(steps[0])
-        # Built anew in the order in which gradients came: a bucket is full with three layers of 160.8 kB.
+        # Rebuilt in the order in which gradients arrived: a bucket is full with three layers of 160.8 kB.
         first = [line.split(" ms ")[1] for line in steps[1] if "bucket" in line]
         assert first[0] == "Sequential: 2 buckets"
         assert "its all-reduce starts" in first[1]
@@ -229,8 +235,8 @@ def test_buckets_over_two_ranks(tmp_path: Path) -> None:
     # What DDP itself logs a step later agrees, apart from the note on no_sync.
     logged = [e for e in run.events("trace") if e.payload["what"] == "assignment" and e.step == 2]
     assert [e.payload["buckets"] for e in logged] == [e.payload["buckets"] for e in last]
-    held = [name for bucket in last[0].payload["buckets"] for name in bucket]
-    assert sorted(held) == sorted(f"{n}.{kind}" for n in range(4) for kind in ("weight", "bias"))
+    parameters = [name for bucket in last[0].payload["buckets"] for name in bucket]
+    assert sorted(parameters) == sorted(f"{n}.{kind}" for n in range(4) for kind in ("weight", "bias"))
     complete = [
         e.payload
         for e in run.events("trace")

@@ -56,9 +56,9 @@ def test_sample_holds_the_line_of_every_thread() -> None:
         assert parse_samples(json.loads(json.dumps([dataclasses.asdict(found)]))) == (found,)
         named = {t.name: t for t in found.threads}
         assert named["waiting"].frames[0].function.endswith("wait")
-        mine = user_frame(named["MainThread"])
-        assert mine.file == __file__
-        assert any(f.name in mine.function for f in traceback.extract_stack())
+        own = user_frame(named["MainThread"])
+        assert own.file == __file__
+        assert any(f.name in own.function for f in traceback.extract_stack())
     finally:
         gate.set()
         thread.join()

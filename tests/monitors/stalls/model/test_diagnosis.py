@@ -20,7 +20,7 @@ LIMITS = StallLimits()
 S = 10**9
 MAIN = 7
 ENGINE = Frame("/lib/torch/autograd/graph.py", 979, "_engine_run_backward")
-OURS = Frame("/home/me/ops.py", 22, "LockedFn.backward")
+USER = Frame("/home/me/ops.py", 22, "LockedFn.backward")
 TOP = Frame("/home/me/train.py", 5, "main")
 
 
@@ -47,13 +47,13 @@ def samples(
 
 def observation(state: StateSnapshot | None = None, **changes: Any) -> Observation:
     base = Observation(
-        rank=0, snapshots=(state or snapshot(),), samples=samples(OURS, ENGINE, TOP), cpu=0.0, thread_cpu=0.0,
+        rank=0, snapshots=(state or snapshot(),), samples=samples(USER, ENGINE, TOP), cpu=0.0, thread_cpu=0.0,
         names=("0.weight", "0.bias", "1.weight", "1.bias"),
     )  # fmt: skip
     return dataclasses.replace(base, **changes)
 
 
-def moved(*heartbeats: float) -> tuple[StateSnapshot, ...]:
+def backward_snapshots(*heartbeats: float) -> tuple[StateSnapshot, ...]:
     """Snapshots of a backward that began at 900 s, one heartbeat apart, all but the last at heartbeats."""
     states = [
         snapshot(
@@ -65,8 +65,8 @@ def moved(*heartbeats: float) -> tuple[StateSnapshot, ...]:
     return (*states[:-1], dataclasses.replace(states[-1], taken=1000 * S))
 
 
-def moving(*heartbeats: float, **changes: Any) -> Observation:
-    snapshots = moved(*heartbeats)
+def progressing(*heartbeats: float, **changes: Any) -> Observation:
+    snapshots = backward_snapshots(*heartbeats)
     return observation(snapshots[-1], snapshots=snapshots[-1:], history=snapshots, cpu=1.0, **changes)
 
 
@@ -76,9 +76,9 @@ def in_phase(phase: Phase, **changes: Any) -> StateSnapshot:
 
 CALL = Collective(1, 17, 2, 3, 960 * S, 0, "all_reduce(16 float32) #17")
 BUSY: dict[str, Any] = {"cpu": 1.0, "thread_cpu": 1.0}
-LOOP = samples(OURS, ENGINE, TOP, runs_bytecode=True)
+LOOP = samples(USER, ENGINE, TOP, runs_bytecode=True)
 NATIVE = samples(ENGINE, TOP)
-LINES = ((OURS,),)
+LINES = ((USER,),)
 EVERY_TENTH = tuple((10 * i, 0) for i in range(1, 10))
 K = DiagnosisKind
 CASES = {
@@ -91,18 +91,18 @@ CASES = {
         observation(samples=LOOP, **BUSY), K.SPIN, "SPIN: the main thread computes in LockedFn.backward",
     ),
     "loop that holds the interpreter lock": (
-        observation(samples=samples(OURS, ENGINE, TOP, source="faulthandler"), **BUSY), K.SPIN,
+        observation(samples=samples(USER, ENGINE, TOP, source="faulthandler"), **BUSY), K.SPIN,
         "in C code that holds the interpreter lock",
     ),
     "one native call": (
-        observation(samples=samples(OURS, ENGINE, TOP, runs_bytecode=False), **BUSY), K.LONG_OP,
+        observation(samples=samples(USER, ENGINE, TOP, runs_bytecode=False), **BUSY), K.LONG_OP,
         "one native call in LockedFn.backward",
     ),
     "Python or native": (
         observation(**BUSY), K.UNKNOWN, "whether it runs Python or native code is not known",
     ),
     "few samples": (
-        observation(samples=samples(OURS, ENGINE, count=2), **BUSY), K.UNKNOWN, "too few could be taken",
+        observation(samples=samples(USER, ENGINE, count=2), **BUSY), K.UNKNOWN, "too few could be taken",
     ),
     "no samples": (observation(samples=(), **BUSY), K.UNKNOWN, "did not finish in the time given"),
     "samples before the last heartbeat": (
@@ -126,9 +126,9 @@ CASES = {
         observation(thread_cpu=0.03, cpu=1.0, scheduled=0.05, slices_per_s=180.0, wait="a lock"), K.UNKNOWN,
         "starved of the interpreter lock",
     ),
-    "steady heartbeats": (moving(980, 986, 992), K.SLOW, "; the line that made the nodes is not known"),
+    "steady heartbeats": (progressing(980, 986, 992), K.SLOW, "; the line that made the nodes is not known"),
     "known line of the nodes": (
-        moving(980, 986, 992, graph_build=GraphBuild(0, 100, EVERY_TENTH, LINES)),
+        progressing(980, 986, 992, graph_build=GraphBuild(0, 100, EVERY_TENTH, LINES)),
         K.SLOW, "of the nodes come from ops.py:22, by 9 samples of forward",
     ),
     "native code": (
@@ -190,21 +190,21 @@ def test_subject_of_a_diagnosis() -> None:
 
 
 def test_moving_backward_is_slow_with_rate_and_eta() -> None:
-    then, between, now = moved(990, 995, 1000)
-    then = dataclasses.replace(then, nodes_done=20_000)
-    now = dataclasses.replace(now, nodes_done=145_000)
-    found = diagnose(observation(now, snapshots=(then, between, now), cpu=1.0), LIMITS)
+    first, middle, last = backward_snapshots(990, 995, 1000)
+    first = dataclasses.replace(first, nodes_done=20_000)
+    last = dataclasses.replace(last, nodes_done=145_000)
+    found = diagnose(observation(last, snapshots=(first, middle, last), cpu=1.0), LIMITS)
     assert found.kind is DiagnosisKind.SLOW
     assert "backward 145,000 of 1,000,000 nodes, 12.5k/s, ETA 68 s" in found.claim
 
 
 @pytest.mark.parametrize("heartbeats", [(1000,), (999, 1000), (993.5, 994, 994.5, 995, 995.5)])
 def test_few_heartbeats_before_a_hang_are_not_slow(heartbeats: tuple[float, ...]) -> None:
-    assert diagnose(moving(*heartbeats), LIMITS) is None
+    assert diagnose(progressing(*heartbeats), LIMITS) is None
 
 
 @pytest.mark.parametrize(
-    "frames", [(OURS, ENGINE, TOP), (ENGINE, TOP)], ids=["a line of Python", "native code"]
+    "frames", [(USER, ENGINE, TOP), (ENGINE, TOP)], ids=["a line of Python", "native code"]
 )
 @pytest.mark.parametrize("source", ["sampler", "faulthandler"])
 def test_samples_of_a_thread_that_waits_for_a_core_show_nothing(
@@ -216,8 +216,8 @@ def test_samples_of_a_thread_that_waits_for_a_core_show_nothing(
         starved = diagnose(observation(state, thread_cpu=ran, cpu=ran, **same), LIMITS)
         assert (starved.kind, starved.line) == (DiagnosisKind.UNKNOWN, None)
         assert "it waits for a core most of the time" in starved.claim
-    ran_on = diagnose(observation(state, thread_cpu=0.25, cpu=0.25, **same), LIMITS)
-    assert ran_on.kind is (DiagnosisKind.LONG_OP if frames[0] is ENGINE else DiagnosisKind.SPIN)
+    computing = diagnose(observation(state, thread_cpu=0.25, cpu=0.25, **same), LIMITS)
+    assert computing.kind is (DiagnosisKind.LONG_OP if frames[0] is ENGINE else DiagnosisKind.SPIN)
 
 
 def test_starved_phase_names_no_line_in_every_sample() -> None:
@@ -310,7 +310,7 @@ def test_timeout_follows_the_run_and_backward_always_has_one() -> None:
     assert not is_suspicious(snapshot(heartbeat=999 * S, phase_since=999 * S), LIMITS)
 
 
-def test_thresholds_are_refused_with_the_way_out() -> None:
+def test_unknown_threshold_suggests_the_nearest() -> None:
     with pytest.raises(ThresholdError, match=r"no threshold 'flor'; did you mean 'floor'"):
         LIMITS.override({"flor": 1})
     assert LIMITS.override({"floor": 5}).floor == pytest.approx(5.0)

@@ -69,7 +69,7 @@ def test_other_ends_of_a_stall_are_reported(
 
 
 @pytest.mark.alone
-def test_an_interrupted_hang_is_reported_as_interrupted(tmp_path: Path) -> None:
+def test_interrupted_hang_is_reported_as_interrupted(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import time, torch\n"
@@ -88,10 +88,10 @@ def test_an_interrupted_hang_is_reported_as_interrupted(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert "BLOCKED" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    said = process.stderr.read()
+    errors = process.stderr.read()
     process.wait(60)
     process.stderr.close()
-    assert "moves again" not in said
+    assert "moves again" not in errors
     deadline = time.monotonic() + 60
     while not (found := open_run(tmp_path / "run").events(ENDED)) and time.monotonic() < deadline:
         time.sleep(0.1)

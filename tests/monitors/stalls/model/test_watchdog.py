@@ -36,15 +36,6 @@ def train(steps: int, seconds: float = 0.0) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The runtime directories of the test, so that they can be counted."""
-    base = tmp_path / "shared"
-    base.mkdir()
-    monkeypatch.setattr(runtime_dir, "base", lambda: base)
-    return base
-
-
 def watchdog_pid(base: Path) -> int:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -93,8 +84,8 @@ def test_killed_watchdog_is_reported_and_training_continues(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "_CHECK_PERIODS", 1)
-    known: list[int] = []
-    monkeypatch.setattr(processes, "allow_tracing", known.append)
+    traced: list[int] = []
+    monkeypatch.setattr(processes, "allow_tracing", traced.append)
     plain = train(30)
 
     def train_until(is_reached: Callable[[], object]) -> None:
@@ -105,8 +96,8 @@ def test_killed_watchdog_is_reported_and_training_continues(
 
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         pid = watchdog_pid(directory)
-        train_until(lambda: known)
-        assert known == [pid]
+        train_until(lambda: traced)
+        assert traced == [pid]
         os.kill(pid, signal.SIGKILL)
         train_until(lambda: open_run(tmp_path / "run").events("unmeasured"))
         watched = train(30)
@@ -131,17 +122,17 @@ def test_full_shared_memory_is_reported_and_training_continues(
     assert not list(directory.iterdir())
 
 
-def test_signal_with_a_handler_of_the_user_is_left_alone(tmp_path: Path, directory: Path) -> None:
+def test_signal_handler_of_the_user_is_kept(tmp_path: Path, directory: Path) -> None:
     from backlight.monitors.stalls.model.stacks import DUMP_SIGNAL
 
-    def theirs(*_args: object) -> None:
+    def user_handler(*_args: object) -> None:
         return None
 
-    before = signal.signal(DUMP_SIGNAL, theirs)
+    before = signal.signal(DUMP_SIGNAL, user_handler)
     try:
         with backlight.watch(run=tmp_path / "run", monitors="stalls"):
             train(1)
-            assert signal.getsignal(DUMP_SIGNAL) is theirs
+            assert signal.getsignal(DUMP_SIGNAL) is user_handler
     finally:
         signal.signal(DUMP_SIGNAL, before)
     (event,) = open_run(tmp_path / "run").events("unmeasured")
@@ -186,9 +177,9 @@ def test_attach_to_a_stopped_process(
     time.sleep(0.1)
     with pytest.raises(SystemExit):
         main(["attach", str(child.pid), "--json"])
-    said = json.loads(capsys.readouterr().out)
-    assert said["diagnosis"]["kind"] == "STOPPED"
-    assert "the process was not started by backlight" in said["unseen"][0]
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["diagnosis"]["kind"] == "STOPPED"
+    assert "the process was not started by backlight" in printed["unseen"][0]
 
 
 @pytest.mark.parametrize(
