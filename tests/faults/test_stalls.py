@@ -27,6 +27,7 @@ TOGETHER = [f for f in ONE if not f.alone and not f.slow]
 DEFAULT = [f for f in TOGETHER if f.name in {"sleep", "spin", "gil_spin", "slow"}]
 LOCKS = [f for f in TOGETHER if f.name in {"lock", "lock_order", "gil_block", "nested", "threads"}]
 ENDING = [f for f in RANKS if not f.lasting and not f.slow]
+FIRST_OF_RANKS = [f for f in ENDING if f.name in {"backward", "evaluation"}]
 
 
 def check(faults: list[Fault], out: Path, **options: float) -> str:
@@ -74,8 +75,15 @@ def test_controls_have_no_finding(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("attempt-000/watchdog-*"))
 
 
-def test_faults_of_ranks(tmp_path: Path) -> None:
-    check(ENDING, tmp_path / "run")
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(FIRST_OF_RANKS, id="first"),
+        pytest.param([f for f in ENDING if f not in FIRST_OF_RANKS], id="others", marks=pytest.mark.full),
+    ],
+)
+def test_faults_of_ranks(faults: list[Fault], tmp_path: Path) -> None:
+    check(faults, tmp_path / "run")
 
 
 def test_first_backward_of_many_nodes_is_slow(tmp_path: Path) -> None:

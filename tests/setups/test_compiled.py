@@ -187,6 +187,7 @@ def test_compiled_training_is_measured(make: Callable[[str], Made], warm: bool, 
         assert graphs <= 1
 
 
+@pytest.mark.full
 def test_backward_in_a_compiled_function_is_not_observable(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="no backward gave gradients that hooks of parameters see"):
         run, _ = watched(whole, tmp_path / "run", warm=False)

@@ -70,9 +70,7 @@ def combinations() -> Iterator[tuple[str, str, str, str]]:
 
 SAMPLE = (
     ("mlp", "fp32", "adamw_foreach", "none"),
-    ("gpt", "fp32", "adamw", "non-reentrant"),
     ("gpt_tied", "bf16", "adamw_fused", "reentrant"),
-    ("encoder", "fp32", "adafactor", "none"),
     ("cnn", "autocast", "adamw", "none"),
 )
 

@@ -139,6 +139,7 @@ for step in range(4):
 """
 
 
+@pytest.mark.full
 def test_rank_of_the_origin(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
     done = run_ranks(tmp_path, "-m", "backlight", "nan", "--json", "train.py")

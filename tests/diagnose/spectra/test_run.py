@@ -156,7 +156,8 @@ def test_results_do_not_depend_on_budget_and_selection(recipe, tmp_path, referen
     assert not np.array_equal(other["echo"], table(one, 0, "qkv.weight:k")["echo"])
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 7))])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3, 7])
 def test_results_do_not_depend_on_the_number_of_ranks(recipe, tmp_path, reference, ranks):
     arguments = ("--replicates", 5, "--budget", 9000, "--out", tmp_path / "several", "--json")
     started = start_ranks(ranks, "-m", "backlight", "spectra", recipe, *arguments)

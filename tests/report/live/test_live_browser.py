@@ -114,6 +114,7 @@ def figure(driver: webdriver.Chrome, label: str) -> str:
 
 
 @pytest.mark.alone
+@pytest.mark.full
 def test_page_follows_a_run_to_its_end(look: Look, tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
