@@ -1,7 +1,7 @@
-"""The matrix of trainings that watching must neither change nor misread.
+"""Training setups that backlight must neither change nor misread.
 
-Each case trains a small model for a few steps and returns the tensors that it ends with. A case knows
-nothing of backlight; what a watch must say of it stands beside it as data.
+Each case trains a small model for a few steps and returns its final tensors. A case does not use backlight;
+what a watched run must record of it is given as data.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Train = Callable[[], list[Tensor]]
 
 
 def assert_equal(ones: list[Tensor], others: list[Tensor]) -> None:
-    """Check that two trainings ended with the same bits."""
+    """Check that two runs ended with the same bits."""
     for one, other in zip(ones, others, strict=True):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training and what is to be recorded of it.
+    """A training setup and what a watched run must record of it.
 
-    ``steps`` optimizer steps; parameters by name that are never measured; scalars that must be there; what is
-    ``said`` not to be measured.
+    ``unmeasured`` names parameters that are never measured, ``scalars`` are required, and ``gaps`` lists what
+    the run reports as not measured.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Case:
     scalars: tuple[str, ...] = ("lr/0/0",)
     events: tuple[str, ...] = ()
     backwards: int = 1
-    said: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ()
 
 
 CASES: dict[str, Case] = {}
 
 
 def case(**expected: object) -> Callable[[Train], Train]:
-    """Register a training under its function's name."""
+    """Register a training setup under the name of its function."""
 
     def decorate(train: Train) -> Train:
         CASES[train.__name__] = Case(train.__name__, train, **expected)  # type: ignore[arg-type]
@@ -81,12 +81,18 @@ def ends(*models: nn.Module) -> list[Tensor]:
     return [t.detach().clone() for m in models for t in m.state_dict().values() if isinstance(t, Tensor)]
 
 
+def build_with_sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def loop(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None = None,
     before_step: Callable[[nn.Module], object] = lambda _model: None,
     steps: int = STEPS,
 ) -> list[Tensor]:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in batches(steps):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
@@ -97,8 +103,7 @@ def loop(
 
 @case(scalars=("lr/0/0", "loss", "total_norm"))
 def plain() -> list[Tensor]:
-    model = build()
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return loop(build())
 
 
 @case()
@@ -141,23 +146,22 @@ def two_optimizers_one_backward() -> list[Tensor]:
 def adversarial() -> list[Tensor]:
     torch.manual_seed(0)
     generator, critic = nn.Linear(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    of_critic = torch.optim.Adam(critic.parameters(), lr=1e-2)
-    of_generator = torch.optim.Adam(generator.parameters(), lr=1e-2)
+    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2)
+    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-2)
     for x, _ in batches(STEPS):
         fake = generator(x[:, :2])
-        of_critic.zero_grad()
+        critic_optimizer.zero_grad()
         (critic(fake.detach()).mean() - critic(x).mean()).backward()
-        of_critic.step()
-        of_generator.zero_grad()
+        critic_optimizer.step()
+        generator_optimizer.zero_grad()
         (-critic(fake).mean()).backward()
-        of_generator.step()
+        generator_optimizer.step()
     return ends(generator, critic)
 
 
 @case(steps=2, backwards=2)
 def accumulation() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     for number, (x, y) in enumerate(batches(4)):
         (F.cross_entropy(model(x), y) / 2).backward()
         if number % 2:
@@ -168,54 +172,35 @@ def accumulation() -> list[Tensor]:
 
 @case(scalars=("clip/norm", "clip/limit", "clip/factor"))
 def clipped_by_norm() -> list[Tensor]:
-    model = build()
-    return loop(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1),
-    )
+    return loop(build(), before_step=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1))
 
 
 @case(scalars=("clip/norm", "clip/limit", "clip/factor"))
 def clipped_by_imported_name() -> list[Tensor]:
-    model = build()
-    return loop(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        lambda m: clip_by_imported_name(m.parameters(), 0.1),
-    )
+    return loop(build(), before_step=lambda m: clip_by_imported_name(m.parameters(), 0.1))
 
 
 @case(scalars=("clip/norm", "clip/limit", "clip/factor"))
 def clipped_in_two_halves() -> list[Tensor]:
-    model = build()
-
     def clip(model: nn.Module) -> None:
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
 
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1), clip)
+    return loop(build(), before_step=clip)
 
 
 @case(scalars=("clip/limit",))
 def clipped_by_value() -> list[Tensor]:
-    model = build()
-    return loop(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        lambda m: clip_value_by_imported_name(m.parameters(), 0.01),
-    )
+    return loop(build(), before_step=lambda m: clip_value_by_imported_name(m.parameters(), 0.01))
 
 
 @case(scalars=("clip/by_hand",), events=("clip_by_hand",))
 def clipped_by_hand() -> list[Tensor]:
-    model = build()
-
     def clip(model: nn.Module) -> None:
         for parameter in model.parameters():
             parameter.grad.clamp_(-0.01, 0.01)
 
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1), clip)
+    return loop(build(), before_step=clip)
 
 
 def scaled(
@@ -244,67 +229,44 @@ FUSED = partial(torch.optim.AdamW, lr=1e-2, fused=True)
 SCALED = ("loss", "scaler/scale", "scaler/skipped")
 
 
-@case(scalars=SCALED)
-def scaler() -> list[Tensor]:
-    return scaled(SGD)
+for _name, _train, _expected in (
+    ("scaler", partial(scaled, SGD), {}),
+    ("scaler_with_clipping", partial(scaled, SGD, clip=True), {"scalars": (*SCALED, "clip/norm")}),
+    ("scaler_with_fused", partial(scaled, FUSED), {}),
+    ("scaler_skips", partial(scaled, SGD, overflow_at=1), {"events": ("scaler_skip",)}),
+    ("scaler_skips_with_fused", partial(scaled, FUSED, overflow_at=1), {"events": ("scaler_skip",)}),
+):
+    CASES[_name] = Case(_name, _train, **{"scalars": SCALED, **_expected})
 
 
-@case(scalars=(*SCALED, "clip/norm"))
-def scaler_with_clipping() -> list[Tensor]:
-    return scaled(SGD, clip=True)
+def closure_loop(make: Callable[..., torch.optim.Optimizer], *, by_keyword: bool) -> list[Tensor]:
+    model = build()
+    optimizer = make(model.parameters())
+    for x, y in batches(STEPS):
 
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
 
-@case(scalars=SCALED)
-def scaler_with_fused() -> list[Tensor]:
-    return scaled(FUSED)
-
-
-@case(scalars=SCALED, events=("scaler_skip",))
-def scaler_skips() -> list[Tensor]:
-    return scaled(SGD, overflow_at=1)
-
-
-@case(scalars=SCALED, events=("scaler_skip",))
-def scaler_skips_with_fused() -> list[Tensor]:
-    return scaled(FUSED, overflow_at=1)
+        optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+    return ends(model)
 
 
 @case(backwards=3)
 def lbfgs() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    for x, y in batches(STEPS):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    return ends(model)
+    return closure_loop(partial(torch.optim.LBFGS, lr=0.1, max_iter=3), by_keyword=False)
 
 
 @case()
 def closure_by_keyword() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for x, y in batches(STEPS):
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure=closure)
-    return ends(model)
+    return closure_loop(partial(torch.optim.Adam, lr=1e-2), by_keyword=True)
 
 
 @case()
 def tied() -> list[Tensor]:
-    model = build(TiedEmbedding)
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return loop(build(TiedEmbedding))
 
 
 @case(unmeasured=("first.weight", "first.bias"))
@@ -315,7 +277,7 @@ def frozen() -> list[Tensor]:
 
 
 class WithSpare(NormedMlp):
-    """Has a layer that forward never calls."""
+    """Model with a layer that ``forward`` never calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,8 +286,7 @@ class WithSpare(NormedMlp):
 
 @case(unmeasured=("spare.weight", "spare.bias"), events=("no_grad_at_step",))
 def unused() -> list[Tensor]:
-    model = build(WithSpare)
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return loop(build(WithSpare))
 
 
 @case()
@@ -343,8 +304,7 @@ def group_added() -> list[Tensor]:
 
 @case(events=("parameters_changed",))
 def head_replaced() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     for number, (x, y) in enumerate(batches(STEPS)):
         if number == 2:
             model.last = nn.Linear(8, 5)
@@ -370,7 +330,7 @@ def sparse() -> list[Tensor]:
 
 
 class Transposing(nn.Module):
-    """Its weight's gradient is not contiguous."""
+    """Model whose weight gradient is not contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -382,12 +342,11 @@ class Transposing(nn.Module):
 
 @case()
 def non_contiguous() -> list[Tensor]:
-    model = build(Transposing)
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return loop(build(Transposing))
 
 
 class ComplexNet(nn.Module):
-    """One complex weight."""
+    """Model with one complex weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,8 +358,7 @@ class ComplexNet(nn.Module):
 
 @case()
 def complex_weights() -> list[Tensor]:
-    model = build(ComplexNet)
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return loop(build(ComplexNet))
 
 
 def typed(dtype: torch.dtype) -> list[Tensor]:
@@ -413,30 +371,18 @@ def typed(dtype: torch.dtype) -> list[Tensor]:
     return ends(model)
 
 
-@case()
-def bfloat16_weights() -> list[Tensor]:
-    return typed(torch.bfloat16)
-
-
-@case()
-def float16_weights() -> list[Tensor]:
-    return typed(torch.float16)
-
-
-@case()
-def float64_weights() -> list[Tensor]:
-    return typed(torch.float64)
+for _dtype in ("bfloat16", "float16", "float64"):
+    CASES[f"{_dtype}_weights"] = Case(f"{_dtype}_weights", partial(typed, getattr(torch, _dtype)))
 
 
 @case()
 def compiled() -> list[Tensor]:
     torch._dynamo.reset()
-    model = torch.compile(build(), backend="aot_eager")
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return loop(torch.compile(build(), backend="aot_eager"))
 
 
 class Checkpointed(NormedMlp):
-    """Recomputes its body in backward."""
+    """Model that recomputes its body in backward."""
 
     reentrant = False
 
@@ -449,27 +395,24 @@ class Checkpointed(NormedMlp):
 
 
 class CheckpointedReentrant(Checkpointed):
-    """Recomputes by a backward inside backward."""
+    """Model that recomputes with a backward inside backward."""
 
     reentrant = True
 
 
 @case()
 def checkpointing() -> list[Tensor]:
-    model = build(Checkpointed)
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return loop(build(Checkpointed))
 
 
 @case()
 def checkpointing_reentrant() -> list[Tensor]:
-    model = build(CheckpointedReentrant)
-    return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return loop(build(CheckpointedReentrant))
 
 
 @case()
 def exception_in_the_middle() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     for number, (x, y) in enumerate(batches(STEPS)):
         optimizer.zero_grad()
         try:
@@ -484,7 +427,7 @@ def exception_in_the_middle() -> list[Tensor]:
 
 
 class Failing(torch.autograd.Function):
-    """Raises in backward."""
+    """Operation that raises in backward."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -497,8 +440,7 @@ class Failing(torch.autograd.Function):
 
 @case()
 def exception_in_backward() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     for number, (x, y) in enumerate(batches(STEPS)):
         optimizer.zero_grad()
         if number == 1:
@@ -513,8 +455,7 @@ def exception_in_backward() -> list[Tensor]:
 
 @case(scalars=("batch", "loss"))
 def forked_workers() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     inputs = torch.cat([x for x, _ in batches(STEPS)])
     targets = torch.cat([y for _, y in batches(STEPS)])
     for x, y in DataLoader(
@@ -544,8 +485,7 @@ def optimizer_in_backward() -> list[Tensor]:
 
 @case()
 def copied_and_saved() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     control = model
     for x, y in batches(STEPS):
         optimizer.zero_grad()
@@ -557,7 +497,7 @@ def copied_and_saved() -> list[Tensor]:
 
 
 class EditsItsOutput(NormedMlp):
-    """The caller edits what it returns in place."""
+    """Model whose output the caller edits in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).clone()
@@ -579,15 +519,13 @@ def in_place_edit_of_output() -> list[Tensor]:
 
 @case()
 def saved_tensor_hooks() -> list[Tensor]:
-    model = build()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        return loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return loop(build())
 
 
-@case(backwards=0, said=NO_LOSS)
+@case(backwards=0, gaps=NO_LOSS)
 def functional_gradients() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     names = [name for name, _ in model.named_parameters()]
 
     def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -601,10 +539,9 @@ def functional_gradients() -> list[Tensor]:
     return ends(model)
 
 
-@case(backwards=0, said=NO_LOSS)
+@case(backwards=0, gaps=NO_LOSS)
 def gradients_by_grad() -> list[Tensor]:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     for x, y in batches(STEPS):
         found = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
         for parameter, grad in zip(model.parameters(), found, strict=True):

@@ -50,7 +50,7 @@ def test_case(case: Case, tmp_path: Path) -> None:
         assert scalar in logged, f"{scalar} is missing from {logged}"
     for kind in case.events:
         assert run.events(kind), f"no event {kind}: {run.events()}"
-    assert tuple(event.payload["what"] for event in run.events("unmeasured")) == case.said
+    assert tuple(event.payload["what"] for event in run.events("unmeasured")) == case.gaps
     assert set(run.scalar("backwards").values) >= {case.backwards}
 
 
