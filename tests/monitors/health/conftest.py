@@ -1,4 +1,4 @@
-"""Stored runs for the rules: from synthetic series, and from real small trainings measured by hand."""
+"""Stored runs for the rules: synthetic series, and small real runs measured with plain torch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Finding, Made, ParameterRecord, RunStatus
@@ -21,12 +22,12 @@ from health_runs import write_synthetic
 
 
 class HandRecorder:
-    """Measures a real training with plain torch, one tensor at a time, in float64: slow and obvious."""
+    """Recorder that measures a real run with plain torch, one tensor at a time, in float64."""
 
     def __init__(self, path: Path, model: nn.Module, *optimizers: torch.optim.Optimizer, **more: Any) -> None:
         self.path, self.model, self.optimizers, self.step = path, model, optimizers, 0
         self.every = more.pop("every", 1)
-        place = {
+        groups = {
             id(p): f"{o}/{g}"
             for o, optimizer in enumerate(optimizers)
             for g, group in enumerate(optimizer.param_groups)
@@ -46,7 +47,7 @@ class HandRecorder:
                     requires_grad=p.requires_grad,
                     module=name.rpartition(".")[0],
                     module_type=type(modules[name.rpartition(".")[0]]).__name__,
-                    group=place.get(id(p), ""),
+                    group=groups.get(id(p), ""),
                     unmeasured="" if p.requires_grad else "frozen",
                 )
                 for name, p in self.named
@@ -62,7 +63,7 @@ class HandRecorder:
         scaler: Any = None,
         **scalars: float,
     ) -> None:
-        """Measure the gradients that are there, clip, take the step, measure it."""
+        """Measure the gradients, clip them, take the step and measure the update."""
         scale = 1.0
         if scaler is not None:
             scale = scaler.get_scale()
@@ -78,8 +79,8 @@ class HandRecorder:
         total = float(np.sqrt(np.sum(floats[:, 0] ** 2)))
         values = {"loss": float(loss), "total_norm": total, "backwards": 1.0, **scalars}
         if clip is not None:
-            seen = float(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
-            values |= {"clip/norm": seen, "clip/limit": clip, "clip/factor": min(1.0, clip / (seen + 1e-6))}
+            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), clip))
+            values |= {"clip/norm": norm, "clip/limit": clip, "clip/factor": min(1.0, clip / (norm + 1e-6))}
         for o, one in enumerate(self.optimizers):
             values |= {f"lr/{o}/{g}": float(group["lr"]) for g, group in enumerate(one.param_groups)}
         before = [p.detach().clone() for _, p in self.named]
@@ -101,11 +102,37 @@ class HandRecorder:
             self.writer.scalars(self.step, values)
         self.step += 1
 
-    def missing(self) -> None:
-        """Write the event that the session writes about parameters without a gradient at the step."""
-        names = [n for n, p in self.named if p.requires_grad and p.grad is None]
-        if names:
-            self.writer.event(self.step, "no_grad_at_step", {"parameters": names})
+    def fit(
+        self,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        loss_of: Callable[[int], torch.Tensor],
+        *,
+        zero_every: int | None = 1,
+        **options: Any,
+    ) -> Run:
+        """Train ``steps`` steps on the loss of each step and close the run; ``options`` go to ``advance``."""
+        for step in range(steps):
+            if zero_every and step % zero_every == 0:
+                self.model.zero_grad()
+            loss = loss_of(step)
+            loss.backward()
+            missing = [n for n, p in self.named if p.requires_grad and p.grad is None]
+            if missing:
+                self.writer.event(self.step, "no_grad_at_step", {"parameters": missing})
+            self.advance(loss.detach(), optimizer, **options)
+        return self.close()
+
+    def classify(
+        self, optimizer: torch.optim.Optimizer, steps: int, *, batch: int = 16, inputs: int, classes: int = 3
+    ) -> Run:
+        """Fit random inputs whose class is the index of the largest of their first values."""
+
+        def loss_of(_step: int) -> torch.Tensor:
+            x = torch.randn(batch, inputs)
+            return functional.cross_entropy(self.model(x), x[:, :classes].argmax(1))
+
+        return self.fit(optimizer, steps, loss_of)
 
     def close(self) -> Run:
         self.writer.close(RunStatus.FINISHED)
@@ -127,7 +154,7 @@ def recorder(tmp_path: Path) -> Callable[..., HandRecorder]:
 
 
 def check_evidence(run: Run, finding: Finding) -> None:
-    """Every path of a finding leads to something in its run, with the value that it states."""
+    """Check that every evidence path exists in the run with the stated value."""
     assert finding.refuted_if
     assert finding.evidence
     for evidence in finding.evidence:
@@ -140,11 +167,11 @@ def check_evidence(run: Run, finding: Finding) -> None:
                 continue
             (name,) = names
             assert name in frame.names
-            if evidence.unit != frame.unit:  # a median or the like, as its unit says
+            if evidence.unit != frame.unit:  # an aggregate such as a median
                 continue
-            known = frame.values[frame.steps == evidence.step, frame.names.index(name)]
+            recorded = frame.values[frame.steps == evidence.step, frame.names.index(name)]
             assert isinstance(evidence.value, (int, float))
-            np.testing.assert_allclose(evidence.value, known[0])
+            np.testing.assert_allclose(evidence.value, recorded[0])
         elif kind == "scalars":
             scalar = run.scalar(rest)
             np.testing.assert_allclose(

@@ -37,14 +37,12 @@ def test_healthy_clipping_has_no_finding(synthetic: Any, evaluated: Any) -> None
 def train(recorder: Any, limit: float) -> Any:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rec = recorder(model, optimizer)
-    for _ in range(80):
+
+    def loss_of(_step: int) -> torch.Tensor:
         x = torch.randn(16, 8)
-        optimizer.zero_grad()
-        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        rec.advance(loss.detach(), optimizer, clip=limit)
-    return rec.close()
+        return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+    return recorder(model, optimizer).fit(optimizer, 80, loss_of, clip=limit)
 
 
 def test_low_limit_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:

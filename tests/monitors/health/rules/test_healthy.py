@@ -1,4 +1,4 @@
-"""Sound trainings of many kinds: no rule may call any of them ill. Remarks (info) are named one by one."""
+"""Healthy runs of many kinds have no finding above ``info``; expected ``info`` findings are listed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.nn import functional
 from backlight.records import Severity
 
 Make = Callable[..., Any]
-TRAININGS: dict[str, tuple[Callable[[Make], Any], frozenset[str]]] = {}
+SETUPS: dict[str, tuple[Callable[[Make], Any], frozenset[str]]] = {}
 
 
-def training(*remarks: str) -> Callable[[Callable[[Make], Any]], Callable[[Make], Any]]:
-    """Register a sound training and the rules that may remark on it."""
+def setup(*infos: str) -> Callable[[Callable[[Make], Any]], Callable[[Make], Any]]:
+    """Register a healthy training setup and the rules that may report ``info``."""
 
     def decorate(train: Callable[[Make], Any]) -> Callable[[Make], Any]:
-        TRAININGS[train.__name__] = (train, frozenset(remarks))
+        SETUPS[train.__name__] = (train, frozenset(infos))
         return train
 
     return decorate
@@ -44,33 +44,32 @@ def fit(
 ) -> Any:
     inputs, targets = blobs() if x is None else x
     schedule = more.pop("schedule", None)
-    for step in range(steps):
+
+    def loss_of(step: int) -> Tensor:
         chosen = torch.randint(0, len(inputs), (batch,)) if batch else slice(None)
         if schedule is not None:
             for group in optimizer.param_groups:
                 group["lr"] = schedule(step)
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(inputs[chosen]), targets[chosen])
-        loss.backward()
-        rec.advance(loss.detach(), optimizer, **more)
-    return rec.close()
+        return functional.cross_entropy(model(inputs[chosen]), targets[chosen])
+
+    return rec.fit(optimizer, steps, loss_of, **more)
 
 
-@training()
+@setup()
 def perceptron_sgd(make: Make) -> Any:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return fit(make(model, optimizer), model, optimizer, 120)
 
 
-@training()
+@setup()
 def perceptron_tiny_batches(make: Make) -> Any:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     return fit(make(model, optimizer), model, optimizer, 200, batch=2)
 
 
-@training()
+@setup()
 def adam_with_warm_up_and_decay_to_zero(make: Make) -> Any:
     model = mlp(depth=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -78,23 +77,23 @@ def adam_with_warm_up_and_decay_to_zero(make: Make) -> Any:
     return fit(make(model, optimizer), model, optimizer, 150, schedule=rate)
 
 
-@training()
+@setup()
 def full_batch_to_convergence(make: Make) -> Any:
     model = mlp(width=128)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     return fit(make(model, optimizer), model, optimizer, 250, batch=0, x=blobs(64))
 
 
-@training()
+@setup()
 def recorded_at_every_tenth_step(make: Make) -> Any:
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     return fit(make(model, optimizer, every=10), model, optimizer, 400)
 
 
-@training("vanishing")
+@setup("vanishing")
 def convolutions_with_batch_norm(make: Make) -> Any:
-    """The bias of a convolution in front of a batch norm has no effect; its gradient is rounding noise."""
+    """The bias of a convolution before a batch norm has no effect; its gradient is rounding error."""
     layers: list[nn.Module] = []
     for channels in (1, 8, 8, 8):
         layers += [nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
@@ -120,14 +119,14 @@ class Block(nn.Module):
         return x + self.mlp(self.second(x))
 
 
-class Language(nn.Module):
-    """A small pre-norm transformer over characters; the head is tied, or zero at the start."""
+class LanguageModel(nn.Module):
+    """Small pre-norm transformer over characters; its head is tied or zero-initialised."""
 
     def __init__(self, depth: int = 2, width: int = 32, tied: bool = True, vocabulary: int = 64) -> None:
         super().__init__()
-        self.embed, self.place = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
+        self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
         nn.init.normal_(self.embed.weight, std=0.02)
-        nn.init.normal_(self.place.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -137,7 +136,7 @@ class Language(nn.Module):
             nn.init.zeros_(self.head.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -151,35 +150,33 @@ def text() -> Tensor:
 def language(make: Make, model: nn.Module, steps: int, rate: float, warm: int, batch: int = 8) -> Any:
     tokens = text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
-    rec = make(model, optimizer)
-    for step in range(steps):
+
+    def loss_of(step: int) -> Tensor:
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, step / max(warm, 1))
         at = torch.randint(0, len(tokens) - 17, (batch,))
         rows = torch.stack([tokens[i : i + 17] for i in at])
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        rec.advance(loss.detach(), optimizer, clip=1.0)
-    return rec.close()
+        return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+    return make(model, optimizer).fit(optimizer, steps, loss_of, clip=1.0)
 
 
-@training("always_clipped")
+@setup("always_clipped")
 def transformer_tied(make: Make) -> Any:
-    return language(make, Language(), 150, 3e-3, 20)
+    return language(make, LanguageModel(), 150, 3e-3, 20)
 
 
-@training("always_clipped")
+@setup("always_clipped")
 def transformer_zero_head_long_warm_up(make: Make) -> Any:
-    return language(make, Language(tied=False), 150, 1e-3, 300)
+    return language(make, LanguageModel(tied=False), 150, 1e-3, 300)
 
 
-@training("always_clipped")
+@setup("always_clipped")
 def transformer_of_eight_blocks(make: Make) -> Any:
-    return language(make, Language(depth=8, tied=False), 80, 2e-3, 20)
+    return language(make, LanguageModel(depth=8, tied=False), 80, 2e-3, 20)
 
 
-@training("no_gradient")
+@setup("no_gradient")
 def frozen_backbone(make: Make) -> Any:
     model = mlp(depth=3)
     for p in model[:-1].parameters():
@@ -200,7 +197,7 @@ class Adapted(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
-@training("no_gradient")
+@setup("no_gradient")
 def low_rank_adapters_from_zero(make: Make) -> Any:
     model = nn.Sequential(*(Adapted(m) if isinstance(m, nn.Linear) else m for m in mlp(depth=3)))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
@@ -208,7 +205,7 @@ def low_rank_adapters_from_zero(make: Make) -> Any:
     return fit(make(model, optimizer), model, optimizer, 200, schedule=rate)
 
 
-@training()
+@setup()
 def embedding_with_rare_tokens(make: Make) -> Any:
     model = nn.Sequential(nn.Embedding(2000, 16), nn.Flatten(), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,7 +213,7 @@ def embedding_with_rare_tokens(make: Make) -> Any:
     return fit(make(model, optimizer), model, optimizer, 100, batch=8, x=(tokens, tokens[:, 0] % 4))
 
 
-@training()
+@setup()
 def recurrent(make: Make) -> Any:
     class Reader(nn.Module):
         def __init__(self) -> None:
@@ -232,7 +229,7 @@ def recurrent(make: Make) -> Any:
     return fit(make(model, optimizer), model, optimizer, 120, x=(x, x.sum((1, 2)).gt(0).long()), clip=5.0)
 
 
-@training()
+@setup()
 def two_optimizers_against_each_other(make: Make) -> Any:
     model = nn.ModuleDict({"generator": mlp(inputs=4, outputs=2), "critic": mlp(inputs=2, outputs=1)})
     first = torch.optim.Adam(model["generator"].parameters(), lr=1e-3, betas=(0.5, 0.9))
@@ -255,28 +252,25 @@ def two_optimizers_against_each_other(make: Make) -> Any:
     return rec.close()
 
 
-@training()
+@setup()
 def policy_gradient_with_sparse_rewards(make: Make) -> Any:
     model = mlp(inputs=4, outputs=3)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    rec = make(model, optimizer)
-    for _ in range(200):
+
+    def loss_of(_step: int) -> Tensor:
         states = torch.randn(16, 4)
         policy = torch.distributions.Categorical(logits=model(states))
         actions = policy.sample()
-        reward = (actions == states.argmax(1).clamp(max=2)).float() * (
-            torch.rand(16) < 0.3
-        ) + 0.1 * torch.randn(16)
-        optimizer.zero_grad()
-        loss = -(policy.log_prob(actions) * reward).mean()
-        loss.backward()
-        rec.advance(loss.detach(), optimizer)
-    return rec.close()
+        correct = (actions == states.argmax(1).clamp(max=2)).float()
+        reward = correct * (torch.rand(16) < 0.3) + 0.1 * torch.randn(16)
+        return -(policy.log_prob(actions) * reward).mean()
+
+    return make(model, optimizer).fit(optimizer, 200, loss_of)
 
 
-@training()
+@setup()
 def half_precision_with_a_scaler(make: Make) -> Any:
-    """Gradients of fp32 weights through an fp16 forward, scaled; the search for the scale skips steps."""
+    """fp32 weights with an fp16 forward and a scaler; the calibration of the scale skips steps."""
     model = mlp(depth=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=50)
@@ -301,15 +295,14 @@ SLOW = {
     "transformer_of_eight_blocks",
     "transformer_zero_head_long_warm_up",
 }
-"""Variants of trainings that others stand for."""
+"""Variants of setups that the default run covers."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] if n in SLOW else []) for n in sorted(TRAININGS)]
+    "name", [pytest.param(n, marks=[pytest.mark.full] if n in SLOW else []) for n in sorted(SETUPS)]
 )
 def test_healthy_run_has_no_finding(name: str, recorder: Make, evaluated: Make) -> None:
-    train, remarks = TRAININGS[name]
+    train, infos = SETUPS[name]
     findings = evaluated(train(recorder))
-    ill = [f"{f.rule}: {f.title}" for f in findings if f.severity is not Severity.INFO]
-    assert not ill
-    assert {f.rule for f in findings} <= remarks
+    assert not [f"{f.rule}: {f.title}" for f in findings if f.severity is not Severity.INFO]
+    assert {f.rule for f in findings} <= infos

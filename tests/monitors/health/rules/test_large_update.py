@@ -3,7 +3,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional
+
+from backlight.records import ParameterRecord
 
 
 def train(recorder: Any, rate: float, zero: bool = False, steps: int = 80) -> Any:
@@ -11,14 +12,7 @@ def train(recorder: Any, rate: float, zero: bool = False, steps: int = 80) -> An
     if zero:
         nn.init.zeros_(model[2].weight)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    rec = recorder(model, optimizer)
-    for _ in range(steps):
-        x = torch.randn(32, 10)
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), x[:, :4].argmax(1))
-        loss.backward()
-        rec.advance(loss.detach(), optimizer)
-    return rec.close()
+    return recorder(model, optimizer).classify(optimizer, steps, batch=32, inputs=10, classes=4)
 
 
 def test_high_rate_is_found_and_its_controls_are_not(recorder: Any, evaluated: Any) -> None:
@@ -26,9 +20,8 @@ def test_high_rate_is_found_and_its_controls_are_not(recorder: Any, evaluated: A
     assert finding.subject.parameter in {"0.weight", "2.weight"}
     assert finding.subject.step == 0
     assert finding.evidence[0].path.startswith("series/update/ratio/")
-    assert not evaluated(train(recorder, 1e-3), "large_update")
-    assert not evaluated(train(recorder, 1e-3, zero=True), "large_update")
-    assert not evaluated(train(recorder, 1e-3, zero=True, steps=200), "large_update")
+    for options in ({}, {"zero": True}, {"zero": True, "steps": 200}):
+        assert not evaluated(train(recorder, 1e-3, **options), "large_update")
 
 
 def test_only_lasting_large_updates_are_found(synthetic: Any, evaluated: Any) -> None:
@@ -57,8 +50,6 @@ def test_zero_initialised_weights_have_a_longer_start(synthetic: Any, evaluated:
 
 
 def test_vectors_are_ignored(synthetic: Any, evaluated: Any) -> None:
-    from backlight.records import ParameterRecord
-
     bias = ParameterRecord("bias", (8,), "float32", "cpu", 8, group="0/0")
     run = synthetic({"bias": [1e-3] * 80}, records={"bias": bias}, update={"bias": [0.5] * 80})
     assert not evaluated(run, "large_update")

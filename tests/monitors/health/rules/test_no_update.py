@@ -2,6 +2,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -21,26 +22,26 @@ def train(
     rate: Callable[[int], float] | None = None,
     steps: int = 30,
 ) -> Any:
-    rec = recorder(model, optimizer)
     dtype = next(model.parameters()).dtype
-    for step in range(steps):
+
+    def loss_of(step: int) -> torch.Tensor:
         if rate is not None:
             optimizer.param_groups[-1]["lr"] = rate(step)
         x = torch.randn(32, 6).to(dtype)
-        model.zero_grad()
-        loss = functional.cross_entropy(model(x), x[:, :3].argmax(1))
-        loss.backward()
-        rec.advance(loss.detach(), optimizer)
-    return rec.close()
+        return functional.cross_entropy(model(x), x[:, :3].argmax(1))
+
+    return recorder(model, optimizer).fit(optimizer, steps, loss_of)
 
 
-def test_zero_learning_rate_is_found(recorder: Any, evaluated: Any) -> None:
-    model = build()
-    run = train(recorder, model, torch.optim.SGD(model.parameters(), lr=0.0))
+@pytest.mark.parametrize(("rate", "dtype"), [(0.0, torch.float32), (1e-6, torch.bfloat16)])
+def test_rate_of_zero_or_below_resolution_is_found(
+    recorder: Any, evaluated: Any, rate: float, dtype: torch.dtype
+) -> None:
+    model = build().to(dtype)
+    run = train(recorder, model, torch.optim.SGD(model.parameters(), lr=rate))
     (finding,) = evaluated(run, "no_update")
     assert finding.severity is Severity.ERROR
-    assert finding.evidence[-1].path == "scalars/lr/0/0"
-    assert finding.evidence[-1].value == 0.0
+    assert (finding.evidence[-1].path, finding.evidence[-1].value) == ("scalars/lr/0/0", rate)
 
 
 def test_one_group_at_zero_is_a_warning(recorder: Any, evaluated: Any) -> None:
@@ -59,14 +60,6 @@ def test_optimizer_with_stale_tensors_is_found(recorder: Any, evaluated: Any) ->
     (finding,) = evaluated(train(recorder, model, optimizer), "no_update")
     assert finding.severity is Severity.WARNING
     assert finding.subject.parameter == "0.weight"
-
-
-def test_updates_below_bfloat16_resolution_are_found(recorder: Any, evaluated: Any) -> None:
-    model = build().to(torch.bfloat16)
-    run = train(recorder, model, torch.optim.SGD(model.parameters(), lr=1e-6))
-    (finding,) = evaluated(run, "no_update")
-    assert finding.severity is Severity.ERROR
-    assert finding.evidence[-1].path == "scalars/lr/0/0"
 
 
 def test_healthy_runs_have_no_finding(recorder: Any, evaluated: Any) -> None:
@@ -93,16 +86,16 @@ def test_zero_gradient_and_skipped_steps_do_not_count(synthetic: Any, evaluated:
 
 
 def test_update_below_fp32_resolution_is_no_evidence(synthetic: Any, evaluated: Any) -> None:
-    """A bias before a batch norm: its gradient is rounding error, and lr times it is below the spacing."""
+    """The gradient of a bias before a batch norm is rounding error; its update is below the spacing."""
     noise = {"conv.bias": [2e-8] * 30, "conv.weight": [1e-2] * 30}
     still = {"conv.bias": [0.0] * 30, "conv.weight": [1e-3] * 30}
     rate = {"lr/0/0": [0.1] * 30}
     assert not evaluated(synthetic(noise, update=still, weight=8.0, scalars=rate), "no_update")
-    # A gradient whose step fp32 can represent: something stops the weight.
+    # fp32 can represent this update: something stops the weight.
     large = noise | {"conv.bias": [1e-5] * 30}
     (finding,) = evaluated(synthetic(large, update=still, weight=8.0, scalars=rate), "no_update")
     assert (finding.severity, finding.subject.parameter) == (Severity.WARNING, "conv.bias")
-    # No weight moves at all: the rate is too small for every one of them.
+    # No weight changes: the rate is too small for all of them.
     none = {name: [0.0] * 30 for name in noise}
     (finding,) = evaluated(
         synthetic(noise, update=none, weight=8.0, scalars={"lr/0/0": [1e-9] * 30}), "no_update"

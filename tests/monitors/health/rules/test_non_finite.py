@@ -45,7 +45,7 @@ def test_finite_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
 
 
 class Distance(nn.Module):
-    """The root of a sum of squares: at zero its value is sound and its gradient is not."""
+    """Square root of a sum of squares: at zero its value is finite and its gradient is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,16 +58,14 @@ class Distance(nn.Module):
 def train(recorder: Any, poisoned: int | None) -> Any:
     model = Distance()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    rec = recorder(model, optimizer)
-    for step in range(30):
+
+    def loss_of(step: int) -> torch.Tensor:
         x = torch.randn(8, 4)
         if step == poisoned:
             x[3] = 0.0
-        optimizer.zero_grad()
-        loss = (model(x) - 1).square().mean()
-        loss.backward()
-        rec.advance(loss.detach(), optimizer)
-    return rec.close()
+        return (model(x) - 1).square().mean()
+
+    return recorder(model, optimizer).fit(optimizer, 30, loss_of)
 
 
 def test_square_root_at_zero_is_found_below_the_finite_layer(recorder: Any, evaluated: Any) -> None:

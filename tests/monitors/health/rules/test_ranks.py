@@ -11,7 +11,7 @@ MEDIAN = 1e-3
 
 @pytest.mark.parametrize(("times", "reported"), [(0.99, False), (1.01, True)])
 def test_replicas_differ_beyond_rounding_error(times: float, reported: bool, tmp_path: Path) -> None:
-    # A gradient that is zero but for rounding is another on each rank.
+    # A gradient that is zero up to rounding differs between ranks.
     apart = times * ROUNDING_SHARE * MEDIAN
     ranks = [
         {"a.weight": [1e-9 + rank * apart] * 10, "b.weight": [MEDIAN] * 10, "c.weight": [MEDIAN] * 10}

@@ -10,32 +10,24 @@ def train(recorder: Any, *, dtype: torch.dtype = torch.float16, loss_factor: flo
     """Weights in half precision without a loss scale."""
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    rec = recorder(model, optimizer)
-    for _ in range(30):
+
+    def loss_of(_step: int) -> torch.Tensor:
         x = torch.randn(16, 32)
-        optimizer.zero_grad()
-        loss = (model(x.to(dtype)).float() - x[:, :8]).square().mean() * loss_factor
-        loss.backward()
-        rec.advance(loss.detach(), optimizer)
-    return rec.close()
+        return (model(x.to(dtype)).float() - x[:, :8]).square().mean() * loss_factor
+
+    return recorder(model, optimizer).fit(optimizer, 30, loss_of)
 
 
 def test_small_fp16_gradients_are_found_and_controls_are_not(recorder: Any, evaluated: Any) -> None:
-    (finding,) = evaluated(
-        train(
-            recorder,
-        ),
-        "underflow",
-    )
+    (finding,) = evaluated(train(recorder), "underflow")
     assert finding.subject.parameter in {"0.weight", "2.weight"}
     assert finding.evidence[0].path.startswith("series/gradient/zero_share/")
-    assert not evaluated(train(recorder, loss_factor=1.0), "underflow")
-    assert not evaluated(train(recorder, dtype=torch.float32), "underflow")
-    assert not evaluated(train(recorder, dtype=torch.bfloat16), "underflow")
+    for options in ({"loss_factor": 1.0}, {"dtype": torch.float32}, {"dtype": torch.bfloat16}):
+        assert not evaluated(train(recorder, **options), "underflow")
 
 
 def autocast(recorder: Any, scale: float) -> Any:
-    """fp32 weights under autocast: the gradient is made in fp16 and cast, so that zeros tell."""
+    """fp32 weights under autocast: the gradient is computed in fp16 and cast, so underflow gives zeros."""
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10_000)

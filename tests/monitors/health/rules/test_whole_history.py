@@ -1,4 +1,4 @@
-"""Rules that look at a part of a run first say what they would say of all of it: by slow references."""
+"""Rules that read a part of a run first give the result of the whole run, by slow references."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Bools = NDArray[np.bool_]
 KINDS = ("plain", "grows", "tiny", "zero", "rare", "bursts", "dies", "wild")
 
 
-def drawn_values(draw: np.random.Generator, kind: str, steps: int) -> NDArray[np.float64]:
+def random_values(draw: np.random.Generator, kind: str, steps: int) -> NDArray[np.float64]:
     """Draw the rms of a parameter over steps: NaN where it was not measured."""
     values = np.exp(draw.normal(0, 0.5, steps)) * 10.0 ** draw.uniform(-4, 0)
     at = int(draw.integers(0, steps))
@@ -55,11 +55,11 @@ def drawn_values(draw: np.random.Generator, kind: str, steps: int) -> NDArray[np
     return values
 
 
-def drawn_run(path: Path, seed: int) -> Run:
+def random_run(path: Path, seed: int) -> Run:
     draw = np.random.default_rng(seed)
     steps = int(draw.choice([4, 40, 150, 500]))
     names = [f"blocks.{i}.weight" for i in range(int(draw.integers(2, 9)))]
-    rms = {name: drawn_values(draw, str(draw.choice(KINDS)), steps) for name in names}
+    rms = {name: random_values(draw, str(draw.choice(KINDS)), steps) for name in names}
     shares = {n: np.where(v == 0, 1.0, float(draw.choice([0.0, 0.5, 0.95]))) for n, v in rms.items()}
     moved = {n: np.exp(draw.normal(0, 1, steps)) * float(draw.choice([0.0, 1e-3, 3.0])) for n in names}
     for name in names[::2]:
@@ -104,7 +104,7 @@ def every_median(
     return np.arange(values_SP.shape[1]), running_median(values_SP, window, refresh, minimum)
 
 
-def counted_streaks(marks: history.Marks, steps: int, columns: int, window: int) -> tuple[Any, Any]:
+def reference_streaks(marks: history.Marks, steps: int, columns: int, window: int) -> tuple[Any, Any]:
     hits, measured = marks(slice(0, steps), np.arange(columns))
     lengths = []
     for column in range(columns):
@@ -120,20 +120,20 @@ def counted_streaks(marks: history.Marks, steps: int, columns: int, window: int)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
-    folder = tmp_path_factory.mktemp("runs")
-    return [drawn_run(folder / str(seed), seed) for seed in range(12)]
+    directory = tmp_path_factory.mktemp("runs")
+    return [random_run(directory / str(seed), seed) for seed in range(12)]
 
 
 def test_rules_match_a_reference_over_the_whole_run(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = [list(evaluate_rules(run)) for run in runs]
-    wanted = {"exploding", "vanishing", "zero_gradient", "no_update", "large_update", "non_finite"}
-    assert {finding.rule for found in quick for finding in found} >= wanted
+    optimised = [list(evaluate_rules(run)) for run in runs]
+    expected = {"exploding", "vanishing", "zero_gradient", "no_update", "large_update", "non_finite"}
+    assert {finding.rule for found in optimised for finding in found} >= expected
     monkeypatch.setattr(score, "medians_outrun", every_median)
     monkeypatch.setattr(vanishing, "ending", lambda measured_SP, window: 0)
     monkeypatch.setattr(vanishing, "CHUNK", 10**9)
     for module in (no_update, zero_gradient):
-        monkeypatch.setattr(module, "ending_streaks", counted_streaks)
-    assert quick == [list(evaluate_rules(run)) for run in runs]
+        monkeypatch.setattr(module, "ending_streaks", reference_streaks)
+    assert optimised == [list(evaluate_rules(run)) for run in runs]
 
 
 def test_health_series_matches_health_per_step(runs: list[Run]) -> None:
@@ -145,17 +145,17 @@ def test_health_series_matches_health_per_step(runs: list[Run]) -> None:
         vanishes = score.vanishing(rms, frame.measured, limits)
         norms = {"total_norm": total_norms(run, frame.steps), "clip_norm": clip_norms(run, frame.steps)}
         explodes = exploding(rms, frame.measured, medians, limits, **norms)
-        ill = (bad.values > 0) & frame.measured
+        non_finite = (bad.values > 0) & frame.measured
         scored = health_series(run)
-        expected = health(frame.measured, vanishes, explodes, ~ill.any(axis=1), limits)
+        expected = health(frame.measured, vanishes, explodes, ~non_finite.any(axis=1), limits)
         np.testing.assert_array_equal(scored.score, expected)
-        for mine, marks in (
+        for count, marks in (
             (scored.measured, frame.measured),
             (scored.vanishing, vanishes),
             (scored.exploding, explodes),
-            (scored.non_finite, ill),
+            (scored.non_finite, non_finite),
         ):
-            np.testing.assert_array_equal(mine, marks.sum(axis=1))
+            np.testing.assert_array_equal(count, marks.sum(axis=1))
 
 
 @given(
@@ -172,8 +172,8 @@ def test_every_value_above_its_median_is_kept(
 ) -> None:
     draw = np.random.default_rng(seed)
     values = np.exp(draw.normal(0, draw.choice([0.2, 3.0], 4), (steps, 4)))
-    for share, what in ((0.2, np.nan), (0.1, 0.0), (0.05, np.inf)):
-        values[draw.random((steps, 4)) < share] = what
+    for share, value in ((0.2, np.nan), (0.1, 0.0), (0.05, np.inf)):
+        values[draw.random((steps, 4)) < share] = value
     medians = running_median(values, window, refresh, minimum)
     columns, some = medians_outrun(values, window, refresh, minimum, factor)
     above = (medians > 0) & (values > factor * medians)
@@ -207,23 +207,23 @@ def test_end_of_the_run_matches_the_whole_run(seed: int, steps: int, window: int
         return hits[rows][:, columns], measured[rows][:, columns]
 
     lengths, ever = ending_streaks(marks, steps, 5, window)
-    expected, expected_ever = counted_streaks(marks, steps, 5, window)
+    expected, expected_ever = reference_streaks(marks, steps, 5, window)
     np.testing.assert_array_equal(lengths, expected)
     np.testing.assert_array_equal(ever, expected_ever)
 
 
 def test_only_unbroken_columns_are_read_further_back() -> None:
-    asked: list[tuple[slice, list[int]]] = []
+    requested: list[tuple[slice, list[int]]] = []
     hits = np.ones((1000, 3), dtype=np.bool_)
     hits[990, 0] = hits[10, 2] = False
 
     def marks(rows: slice, columns: NDArray[np.int64]) -> tuple[Bools, Bools]:
-        asked.append((rows, columns.tolist()))
+        requested.append((rows, columns.tolist()))
         return hits[rows][:, columns], np.ones_like(hits[rows][:, columns])
 
     lengths, _ = ending_streaks(marks, 1000, 3, 20)
     assert lengths.tolist() == [9, 1000, 989]
-    assert asked == [(slice(920, 1000), [0, 1, 2]), (slice(0, 1000), [1, 2])]
+    assert requested == [(slice(920, 1000), [0, 1, 2]), (slice(0, 1000), [1, 2])]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -231,7 +231,7 @@ def test_replaced_weights_match_the_median_ratio(seed: int, tmp_path: Path) -> N
     draw = np.random.default_rng(seed)
     names = ["a.weight", "b.weight", "c.weight"]
     ratios = large_update.UpdateLimits().update_ratio_once * np.exp(draw.normal(-0.3, 0.4, (60, 3)))
-    ratios[30:] *= 1e-6  # ratios that stay large are told otherwise
+    ratios[30:] *= 1e-6  # lasting large ratios are another finding
     run = write_synthetic(
         tmp_path / "run",
         dict.fromkeys(names, [0.1] * 60),

@@ -2,7 +2,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from backlight.records import ParameterRecord, Severity
 
@@ -23,9 +22,9 @@ def test_all_zero_is_an_error(synthetic: Any, evaluated: Any) -> None:
 
 def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     rms = {
-        "adapter, zero at first": [0.0] * 2 + [1e-3] * 38,
-        "healed": [0.0] * 25 + [1e-3] * 15,
-        "now and then": [0.0, 1e-3] * 20,
+        "zero-initialised adapter": [0.0] * 2 + [1e-3] * 38,
+        "recovered": [0.0] * 25 + [1e-3] * 15,
+        "intermittent": [0.0, 1e-3] * 20,
         "short": [float("nan")] * 30 + [0.0] * 10,
         "small": [1e-30] * 40,
     }
@@ -37,14 +36,7 @@ def train(recorder: Any, bias: float) -> Any:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     nn.init.constant_(model[0].bias, bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rec = recorder(model, optimizer)
-    for _ in range(40):
-        x = torch.randn(16, 8)
-        optimizer.zero_grad()
-        loss = functional.cross_entropy(model(x), x[:, :3].argmax(1))
-        loss.backward()
-        rec.advance(loss.detach(), optimizer)
-    return rec.close()
+    return recorder(model, optimizer).classify(optimizer, 40, inputs=8)
 
 
 def test_dead_units_are_found_and_their_control_is_not(recorder: Any, evaluated: Any) -> None:
