@@ -1,4 +1,4 @@
-"""Laws of the house that import-linter cannot see."""
+"""Architecture rules that import-linter cannot check."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_package_init_files_are_empty() -> None:
 
 
 def test_every_module_imports() -> None:
-    # A framework takes seconds to import, and Keras asks for its backend first: tests/integrations does it.
+    # tests/integrations imports the frameworks, which takes seconds.
     frameworks = ("lightning", "huggingface", "accelerate", "torchtitan")
     left_out = {f"backlight.integrations.{name}" for name in frameworks}
     for module in pkgutil.walk_packages([str(SOURCE)], "backlight."):
@@ -108,7 +108,7 @@ def device_modules(tree: ast.AST) -> Iterator[int]:
 
 
 def launcher_variables(tree: ast.AST) -> Iterator[int]:
-    """Yield the lines that name an environment variable of a launcher, as one reads it."""
+    """Yield the lines that name an environment variable of a launcher."""
     named = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|SLURM_\w+")
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and named.fullmatch(node.value):

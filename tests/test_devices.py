@@ -1,4 +1,4 @@
-"""Accelerators on a host that has none: nothing is measured, and nothing fails."""
+"""Device functions on a host without accelerator: no values and no errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def test_random_states_of_other_accelerators_are_not_restored() -> None:
     assert devices.accelerator_random_states() == []
     before = torch.get_rng_state()
     devices.set_accelerator_random_states([])
-    devices.set_accelerator_random_states([torch.zeros(16, dtype=torch.uint8)])  # saved where there was one
+    devices.set_accelerator_random_states(
+        [torch.zeros(16, dtype=torch.uint8)]
+    )  # saved on a host with an accelerator
     assert torch.equal(torch.get_rng_state(), before)
 
 

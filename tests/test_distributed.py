@@ -1,4 +1,4 @@
-"""Which rank this process is, whatever its environment says, and what a watch does where that is nonsense."""
+"""Rank and world size from the environment, and a watch with invalid launcher variables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_launcher_variables_give_rank_and_size() -> None:
     srun = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}
     assert world(srun) == World(2, 4)
     assert world(srun | torchrun) == World(3, 8, 1, 2)
-    # A batch script that starts one process is alone, however many tasks its job has.
+    # One process started by a batch script is a single process, whatever SLURM_NTASKS is.
     assert world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) == World()
 
 
@@ -113,7 +113,7 @@ def test_watch_with_invalid_variables_warns_once_and_trains(
     fingerprint = run.fingerprint()
     assert fingerprint is not None
     assert fingerprint.world_size == 1
-    # Another such process lives in the folder: this one goes beside it.
+    # Another such process uses the directory, so this one gets a new directory next to it.
     living = RunWriter.create(tmp_path / "taken")
     path, said, _ = train(tmp_path / "taken")
     living.close()

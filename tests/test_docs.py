@@ -1,4 +1,4 @@
-"""The words are true to the code: links lead somewhere, snippets run, every command has its line."""
+"""Docs match the code: links resolve, snippets run, every command is listed."""
 
 from __future__ import annotations
 

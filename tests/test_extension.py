@@ -1,4 +1,4 @@
-"""The example of an extension, installed and used through the command line as its users would."""
+"""The example extension, installed and used through the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for _ in range(30):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build and install the package into a folder of its own, without a network."""
+    """Build and install the package into a separate directory, offline."""
     folder = tmp_path_factory.mktemp("extension")
     shutil.copytree(EXAMPLE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]

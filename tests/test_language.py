@@ -81,7 +81,7 @@ def strings_of(path: Path) -> Iterator[tuple[int, str]]:
 
 @cache
 def found() -> dict[str, list[str]]:
-    """Return what is banned by file."""
+    """Return the banned words by file."""
     hits: dict[str, list[str]] = {}
     for path in sorted((ROOT / "src").rglob("*.py")):
         name = str(path.relative_to(ROOT))

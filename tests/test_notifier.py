@@ -1,4 +1,4 @@
-"""What a watch has to say: with the line that it is about, and as often as Python's filters let it."""
+"""Warnings of a watch: their source location, and Python's warning filters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user installs: the wheel carries its demo, and reads runs where there is no torch."""
+"""The wheel: it contains the demo, and reads runs without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path, wheel: Path, *, torch: bool) -> Path:
-    """Make an environment with the wheel, and of ours only what a reader needs, or everything."""
+    """Create an environment with the wheel and either the reader's dependencies or all packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python)]

@@ -1,4 +1,4 @@
-"""Processes and threads, read from the kernel."""
+"""Processes and threads from /proc."""
 
 from __future__ import annotations
 

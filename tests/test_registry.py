@@ -1,4 +1,4 @@
-"""Plug-ins of other distributions: taken whole, or named in one warning and left out."""
+"""Plug-ins of other distributions: loaded completely, or skipped with one warning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Plug = Callable[..., Registry[Any]]
 
 @pytest.fixture
 def plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plug:
-    """Install distributions with one module each, and return a registry whose group they are in."""
+    """Install distributions with one module each; return a registry of their entry-point group."""
 
     def install(*sources: str, value: str = "", holds: type = Rule) -> Registry[Any]:
         group = f"backlight.test{next(NUMBERS)}"
@@ -140,7 +140,7 @@ def test_warnings_as_errors_do_not_end_loading(plug: Plug, capfd: pytest.Capture
     assert "OSError: no disk" in capfd.readouterr().err
 
 
-# What is a plug-in's in use: the registry is told that the entry is one.
+# Failing plug-in entries in use: the registry is patched to list the entry as a plug-in's.
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Registry[Any]
 
 
 def third_party(result: Any = None, **hooks: Any) -> type[Monitor]:
-    """A monitor class of another distribution that adds ``result`` to the scalars of each step."""
+    """Return a third-party monitor class that adds ``result`` to the scalars of each step."""
 
     class Zebra(Monitor):
         name = "zebra"
@@ -285,7 +285,7 @@ def test_failing_plug_in_panel_is_replaced_by_a_reason(
     said = r"Panel 'zebra' could not be drawn: the plug-in 'strange' of strangers 1\.2 failed"
     with pytest.warns(PanelWarning, match=said) as told:
         panels = {panel.name: result for panel, result in rendered(Source(open_run(tmp_path / "run")))}
-    assert "\x1b" not in str(told[0].message)  # a terminal prints it
+    assert "\x1b" not in str(told[0].message)  # it is printed to a terminal
     gap = panels.pop("zebra")
     assert isinstance(gap, Failed)
     assert "the plug-in 'strange' of strangers 1.2 failed: " in gap.reason

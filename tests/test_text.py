@@ -1,4 +1,4 @@
-"""Numbers in the length that they deserve, and hostile text made visible; KEY=VALUE items."""
+"""Formatting of numbers, escaping of hostile text, and KEY=VALUE items."""
 
 from __future__ import annotations
 

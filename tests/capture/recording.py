@@ -1,4 +1,4 @@
-"""A sink that keeps what a tracker hands over, as clones."""
+"""A step sink that stores clones of what a step tracker passes to it."""
 
 from __future__ import annotations
 

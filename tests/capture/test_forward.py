@@ -1,4 +1,4 @@
-"""Forwards are heard of through one mechanism, whichever monitor is on."""
+"""Every monitor observes forwards through one set of hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def train(run: Path | None, monitors: tuple[str, ...], *, given: bool = False) -> tuple[nn.Module, list[int]]:
-    """Train two steps; return the model, and how many hooks it had at its forwards."""
+    """Train three steps; return the model and its number of forward hooks at each forward."""
     torch.manual_seed(3)
     hooks: list[int] = []
 
@@ -87,7 +87,7 @@ def test_process_is_searched_once_for_many_optimizers(
         real(seen)
 
     monkeypatch.setattr(SeenModules, "scan", scan)
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(9)]  # in no module: each would be searched for
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(9)]  # in no module, so each would start a search
     counted = []
     for count in (1, 9):
         optimizers = [torch.optim.SGD([p], lr=0.1) for p in parameters[:count]]

@@ -1,4 +1,4 @@
-"""The optimizers inside what frameworks hand out."""
+"""Optimizers inside the wrappers and containers of frameworks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sgd() -> torch.optim.SGD:
 
 
 class Passive(torch.optim.Optimizer):
-    """As Accelerate's: an optimizer by its type, which was never initialised as one."""
+    """A wrapper such as Accelerate's: a subclass of ``Optimizer`` whose ``__init__`` never ran."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -30,7 +30,7 @@ class Passive(torch.optim.Optimizer):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """One that calls another, and steps itself."""
+    """An optimizer that calls another one and has its own step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

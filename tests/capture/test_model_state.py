@@ -1,4 +1,4 @@
-"""Passes of our own: the model is as before, and no listener takes them for the training's."""
+"""Passes of backlight: they leave the model unchanged and no listener observes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backlight.capture.model_state import untouched
 
 
 class Counting(Listener):
-    """Counts forwards and computations of gradients."""
+    """Listener that counts forwards and gradient computations."""
 
     def __init__(self) -> None:
         self.forwards = self.grads = 0

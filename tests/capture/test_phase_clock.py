@@ -1,4 +1,4 @@
-"""Every moment belongs to one phase; the phases of injected sleeps are those of the sleeps."""
+"""Every moment belongs to one phase, and injected sleeps are assigned to their phase."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from backlight.records import Phase
 
 
 class Times:
-    """A clock that is set by hand."""
+    """A manual clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -36,7 +36,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Times:
 
 
 def played(clock: PhaseClock, times: Times, moves: str) -> None:
-    """Play moves such as ``+forward 3 -forward 1``: open, wait, close."""
+    """Run transitions such as ``+forward 3 -forward 1``: open, wait, close."""
     for move in moves.split():
         if move[0] == "+":
             clock.enter(Phase(move[1:]))
@@ -51,18 +51,18 @@ MOVES: dict[str, tuple[dict[str, float], float]] = {
         {"data": 2, "forward": 3, "loss": 1, "backward": 4},
         14,
     ),
-    # No backward comes: what follows the forward is not its loss.
+    # Without a backward, the time after the forward is not the loss.
     "+forward 3 -forward 1 +data 2 -data": ({"forward": 3, "data": 2}, 6),
     "+forward 3 -forward 1 +forward 2 -forward 1 +backward 1 -backward": (
         {"forward": 5, "loss": 2, "backward": 1},
         8,
     ),
-    # A closure: the optimizer keeps what is in none of the phases inside it.
+    # A closure: time in no inner phase counts as the optimizer's.
     "+optimizer 1 +forward 2 -forward 1 +backward 3 -backward 1 -optimizer": (
         {"optimizer": 2, "forward": 2, "loss": 1, "backward": 3},
         8,
     ),
-    # A model inside another: its end is not that of the outer forward.
+    # A nested model: its end does not end the outer forward.
     "+forward 1 +forward 2 -forward 3 -forward 1 +backward 1 -backward": (
         {"forward": 6, "loss": 1, "backward": 1},
         8,
@@ -102,7 +102,7 @@ def test_step_begins_where_the_previous_one_ended(times: Times) -> None:
 
 
 class Sink:
-    """Keeps the summaries."""
+    """Step sink that stores the summaries."""
 
     def __init__(self) -> None:
         self.summaries: list[StepSummary] = []
@@ -195,7 +195,7 @@ def test_injected_sleeps_are_assigned_to_their_phases(tracked: Callable[..., lis
         assert phases["loss"] >= NAP
         assert phases["backward"] >= 3 * NAP
         assert sum(phases.values()) <= summary.seconds
-        # A step ends with its optimizer: the evaluation after it belongs to the next one.
+        # A step ends with its optimizer, so the evaluation after it belongs to the next step.
         assert ("evaluation" in phases) == (summary is not summaries[0])
 
 

@@ -1,4 +1,4 @@
-"""Which rank a process is, by the process group where there is one, and the folder that ranks agree on."""
+"""Rank and world size from the process group, and the run directory that the ranks share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_launcher_variables_are_used_before_a_group_exists(monkeypatch: pytest.M
 
 
 def test_process_group_is_used_without_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As Lightning starts its processes: RANK is never set.
+    # Lightning starts its processes without setting RANK.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("MASTER_PORT", "1234")
@@ -66,7 +66,7 @@ def test_each_launch_has_one_run_directory(monkeypatch: pytest.MonkeyPatch, tmp_
     first = default_path("train.py", "a-1")
     assert first.parent == Path("runs")
     assert first.name.startswith("train-")
-    first.mkdir(parents=True)  # rank 0 has made it
+    first.mkdir(parents=True)  # rank 0 created it
     assert default_path("train.py", "a-1") == first
     assert default_path("train.py", "a-2") != first
     alone = default_path("train.py")

@@ -1,4 +1,4 @@
-"""Every case of the matrix: its steps are counted, its gradients are those that backward gave."""
+"""Every case of the matrix: steps are counted, and gradients equal those of backward."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cases import CASE_NAMES, CASES, Case, build, loop
 
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
-# Where .grad is not what backward left: gradients set by hand, or consumed inside backward.
+# Cases whose .grad differs from the result of backward: set by hand, or consumed inside backward.
 NOT_FROM_BACKWARD = {"functional_gradients", "gradients_by_grad", "optimizer_in_backward"}
 
 
 @pytest.fixture
 def truth(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Tensor]]:
-    """Gradients of all parameters after each backward, taken without any of our hooks."""
+    """Return the gradients of all parameters after each backward, taken without hooks of backlight."""
     seen: list[dict[int, Tensor]] = []
     original = torch.Tensor.backward
 
@@ -216,7 +216,7 @@ def test_module_with_a_reused_id_is_found() -> None:
     gone = torch.nn.Linear(1, 1)
     seen.note(gone)
     model = build()
-    seen._modules[id(model)] = seen._modules.pop(id(gone))  # as if the memory had been used again
+    seen._modules[id(model)] = seen._modules.pop(id(gone))  # as if the address had been reused
     del gone
     seen.note(model)
     assert model in seen.roots()

@@ -1,4 +1,4 @@
-"""Hosts that stand in for a cluster: network, host name and processes of their own, by kernel namespaces.
+"""Simulated cluster hosts: kernel namespaces with their own network, host name and processes.
 
 A network is two namespaces joined by a pair of virtual interfaces. What runs on a host sees another host
 name and only its own processes, so that a run directory looks to it as one that other machines share.
@@ -21,7 +21,7 @@ _TOOLS = ("ip", "unshare", "mount")
 
 @dataclass(frozen=True)
 class Host:
-    """One stand-in for a machine."""
+    """One simulated host."""
 
     name: str
     address: str
@@ -31,7 +31,7 @@ class Host:
     own: Path | None
 
     def command(self, line: list[str]) -> list[str]:
-        """Return what runs ``line`` on this host; its processes end with the first of them."""
+        """Return a command that runs ``line`` on this host; its processes end with the first one."""
         script = (
             f"hostname {self.name} && mount --bind {shlex.quote(str(self.folder / 'hosts'))} /etc/hosts"
             f" && export GLOO_SOCKET_IFNAME={self.interface}"
@@ -44,12 +44,12 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *inside, "sh", "-c", script]
 
     def storage(self, own: Path) -> Path:
-        """Return what this host alone sees at ``own``."""
+        """Return the directory that is mounted at ``own`` on this host only."""
         return own.with_name(f"{own.name}-{self.name}")
 
 
 def refusal() -> str:
-    """Return why hosts cannot be made here, empty where they can."""
+    """Return why simulated hosts are not available, or an empty string."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "namespaces need Linux and root"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -64,7 +64,7 @@ def refusal() -> str:
 
 @contextlib.contextmanager
 def pair(folder: Path, own: Path | None = None) -> Iterator[tuple[Host, Host]]:
-    """Give two hosts that reach one another, and take their network away again.
+    """Yield two connected hosts, and remove their network afterwards.
 
     They share all files, but what is below ``own``: there each has a folder of its own.
     """

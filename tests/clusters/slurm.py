@@ -1,4 +1,4 @@
-"""A Slurm of two hosts, as far as a batch script needs one: its environment, ``srun`` and ``scontrol``."""
+"""A minimal Slurm of two hosts for batch scripts: environment, ``srun`` and ``scontrol``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_batch(
     timeout: float = 120.0,
     **more: str,
 ) -> tuple[int, str]:
-    """Run a batch script as Slurm would on two nodes; return its exit code and output.
+    """Run a batch script as Slurm does on two nodes; return exit code and output.
 
     ``more`` stands in the environment of the job.
     """
@@ -27,7 +27,7 @@ def run_batch(
     tools.mkdir(exist_ok=True)
     _tool(tools / "scontrol", "\n".join(f"echo {host.name}" for host in hosts))
     lines = ['[ "$1" = --kill-on-bad-exit=1 ] && shift']
-    # Each argument travels as it is: "$@" cannot, because a host's command is text.
+    # Quote each argument: "$@" does not work, because a host's command is one string.
     lines += ['printf "#!/bin/bash\\nexec" > "$JOB/task"', 'printf " %q" "$@" >> "$JOB/task"']
     lines += [
         f'SLURM_NODEID={i} {shlex.join(host.command(["bash", str(folder / "task")]))} &\nps="$ps $!"'

@@ -1,4 +1,4 @@
-"""Ranks and launches that go wrong: the training goes on, and one line says what is missing."""
+"""Faulty ranks and launches: the training continues, and one line reports what is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_missing_and_early_destroyed_process_group(tmp_path: Path) -> None:
     for word in ("idle", "early"):
         code, said = watched(tmp_path / word, 4, word)
         assert code == 0, said
-        assert "Your training goes on unchanged" not in said  # as every warning of ours ends
+        assert "Your training goes on unchanged" not in said  # the usual end of a warning
         run = backlight.open_run(tmp_path / word)
         assert (run.status, run.attempts[0].ranks, run.losses) == (RunStatus.FINISHED, (0, 1), ())
         assert run.frame("gradient", "norm", rank=1).steps.tolist() == [0, 1, 2, 3]
@@ -64,7 +64,7 @@ def test_rank_without_backlight_is_reported(tmp_path: Path, other: int) -> None:
         assert "rank 1 does not see the run of rank 0 and writes a part of it" in said
         assert "attempt 0: rank 0 of 3 left no file" in run.losses
     assert run.attempts[0].ranks == tuple(r for r in range(3) if r != other)
-    # Replicated by DDP: every rank has the whole, so what is there says it all.
+    # DDP replicates parameters, so the remaining rank holds all of them.
     assert run.frame("gradient", "norm").measured.all()
 
 
@@ -100,7 +100,7 @@ def test_concurrent_launch_is_rejected_later_one_is_an_attempt(tmp_path: Path) -
         assert code != 0
         assert "is still being written by process" in said
         assert "(attempt 0); choose another --out" in said
-        assert "next: backlight report" not in said  # nothing of the other launch's run
+        assert "next: backlight report" not in said  # no data of the other launch
         assert first.poll() is None
         assert backlight.open_run(tmp_path / "run").status is RunStatus.RUNNING
     finally:

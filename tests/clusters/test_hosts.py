@@ -1,4 +1,4 @@
-"""The batch script on two hosts made of kernel namespaces: one folder, network storage, no shared folder."""
+"""The batch script on two simulated hosts: shared directory, network storage, no shared directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ON_NETWORK = """
 from backlight.store import filesystem
 filesystem.on_network = lambda path: True
 """
-"""As ``sitecustomize``: every process takes every folder for network storage."""
+"""A ``sitecustomize`` module that makes every directory count as network storage."""
 
 
 def script(folder: Path, out: str, *words: str) -> Path:
@@ -36,7 +36,7 @@ def script(folder: Path, out: str, *words: str) -> Path:
 
 
 def hosts_of(run: Path, attempt: int = 0) -> dict[int, str]:
-    """Return the host of every rank, as the rank itself says."""
+    """Return the host that each rank recorded."""
     documents = sorted((run / f"attempt-{attempt:03d}").glob("rank-*.json"))
     ranks = [json.loads(path.read_text()) for path in documents]
     first = json.loads((run / "manifest.json").read_text())["attempts"][attempt]["progress"]

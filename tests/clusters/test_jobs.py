@@ -1,4 +1,4 @@
-"""The parameters of a job, its batch script, and what is refused before anything is submitted."""
+"""Job parameters, the batch script, and errors that are raised before submission."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_script_forwards_signals_and_setup() -> None:
 
 
 def test_arguments_reach_the_nodes_unchanged(tmp_path: Path) -> None:
-    """The script is run by bash, with an srun that starts one node and a torchrun that prints."""
+    """Run the script in bash with a fake srun for one node and a fake torchrun that prints."""
     words = ("train.py", "a b", "it's", "$HOME", '"', "*", "--every")
     made = Job("x", words, tmp_path / "run")
     text = batch_script(made).replace(f"{sys.executable} -m torch.distributed.run", "printf '%s\\n' ran")

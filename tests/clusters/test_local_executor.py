@@ -1,4 +1,4 @@
-"""A job that really runs: submitit's executor of this machine, torchrun with two ranks on loopback."""
+"""A real job: the local executor of submitit and torchrun with two ranks on loopback."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_requeued_job_is_a_new_attempt(tmp_path: Path) -> None:
         time.sleep(0.1)
     controller = int(handle.job_id)
     children = Path(f"/proc/{controller}/task/{controller}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGUSR2)  # as submitit lets Slurm do before the limit
+    os.kill(int(children[0]), signal.SIGUSR2)  # as Slurm does before the time limit
     assert handle.exception() is None
     run = backlight.open_run(tmp_path / "run")
     assert [a.status for a in run.attempts] == [RunStatus.KILLED, RunStatus.FINISHED]

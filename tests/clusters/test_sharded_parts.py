@@ -1,4 +1,4 @@
-"""A sharded model with a rank that is missing: what its shard was is not known, and so is not given."""
+"""A sharded model with a missing rank: parameters with a missing shard are unmeasured."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_missing_shard_is_unmeasured(tmp_path: Path) -> None:
     assert run.attempts[0].ranks == (0, 2)
     frame = run.frame("gradient", "norm")
     assert frame.steps.tolist() == [0, 1, 2]
-    # Two rows of six are missing of the first; the second has one row, which rank 0 holds.
+    # The first lacks two of six rows; the second has one row, which rank 0 holds.
     assert dict(zip(frame.names, frame.measured.all(axis=0).tolist(), strict=True)) == {
         "0.weight": False,
         "1.weight": True,

@@ -1,4 +1,4 @@
-"""A small training with DDP for launched jobs: ``training.py STEPS [KEYWORD...]``.
+"""A small DDP training script for launched jobs: ``training.py STEPS [KEYWORD...]``.
 
 ``idle``: no process group at all. ``early``: it is destroyed before the last step. ``hang FILE``: the first
 start stays after its steps, until it is ended, and says so by making FILE.
@@ -39,7 +39,7 @@ if "hang" in WORDS:
     mark = Path(WORDS[-1])
     dist.barrier()
     if not mark.exists():
-        time.sleep(1.5)  # what is recorded is flushed
+        time.sleep(1.5)  # let the writer flush
         if RANK == 0:
             mark.touch()
         time.sleep(600)

@@ -25,7 +25,7 @@ def digest(model: nn.Module) -> str:
 
 
 class Net(L.LightningModule):
-    """A regression with a head that nothing uses."""
+    """A regression model with an unused head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(L.LightningModule):
 
 
 class Pair(L.LightningModule):
-    """Manual optimization: two models with an optimizer each, and a backward for each."""
+    """Manual optimization of two models with one optimizer and one backward each."""
 
     def __init__(self) -> None:
         super().__init__()

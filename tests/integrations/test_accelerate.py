@@ -18,7 +18,7 @@ import backlight
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    """Accelerate keeps whether gradients are to be applied for the whole process, also after an error."""
+    """Reset Accelerate's process-wide gradient state, which outlives an error."""
     yield
     from accelerate.state import GradientState
 
@@ -68,7 +68,7 @@ def test_gradients_and_accelerator_log_values_are_recorded(tmp_path: Path) -> No
     assert run.scalar("step", source="user").values.tolist() == [102.0, 104.0, 106.0, 107.0]
     assert len(run.scalar("train_loss", source="user").steps) == 4
     assert "note" not in run.scalar_names("user")
-    # Accelerate holds one batch back to know which is the last: recorded is the one that was trained on.
+    # Accelerate prefetches one batch; the recorded batch is the one that was trained on.
     assert run.scalar("batch").values.tolist() == [1.0, 3.0, 5.0, 7.0]
     assert found == [context.findings]
 

@@ -1,4 +1,4 @@
-"""The examples of the frameworks run, and say what is to be seen."""
+"""The framework examples run and print their findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A framework that is missing or too old: one clear error."""
+"""One clear error for a missing or outdated framework."""
 
 from __future__ import annotations
 

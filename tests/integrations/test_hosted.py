@@ -1,4 +1,4 @@
-"""What every framework's file stands on: a watch that cannot end the training that it is in."""
+"""The shared base of the framework integrations: errors of a watch never end the training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def hosted(run: Path | None, **more: Any) -> Hosted:
 
 
 class Loop:
-    """A training of two parameters."""
+    """A training loop with two parameters."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ def test_unusable_directory_warns_once_and_training_continues(tmp_path: Path) ->
     ) as told:
         host.begin([loop.model], [loop.optimizer], name="x")
     assert len(told) == 1
-    assert told[0].filename == __file__  # the line that called, none of backlight's
+    assert told[0].filename == __file__  # the caller's line, not one of backlight
     loop.steps(2)
     host.log({"a": 1.0})
     host.end()

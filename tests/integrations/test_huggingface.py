@@ -12,7 +12,7 @@ import backlight
 from integrations.torchrun import start
 
 pytestmark = [
-    # Of what transformers imports and how it uses torch; none is ours, and each is of one text.
+    # Warnings of transformers' imports and of its use of torch, each matched by its text.
     pytest.mark.filterwarnings("ignore:.*swigvarlink:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
 ]
@@ -91,7 +91,7 @@ def test_every_end_of_a_training_closes_its_run(tmp_path: Path, kind: type[BaseE
     assert run.status.value == "failed"
     assert run.last_step() == 2
     assert run.events("exception")[0].payload["type"] == kind.__name__
-    # The next training is watched as if nothing had been.
+    # The next run is watched normally.
     tiny.trainer(tmp_path, callback).train()
     assert len(backlight.open_run(tmp_path / "run").attempts) == 2
 

@@ -14,7 +14,7 @@ import backlight
 from integrations.torchrun import environment
 
 pytestmark = [
-    # Of Lightning's imports and its use of torch; none is ours, and each is of one text.
+    # Warnings of Lightning's imports and of its use of torch, each matched by its text.
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec:DeprecationWarning"),
@@ -50,7 +50,7 @@ def test_fit_is_recorded_and_weights_are_unchanged(
     assert run.status.value == "finished"
     assert run.last_step() + 1 == trainer.global_step == 8
     assert run.scalar("backwards").values.tolist() == [2.0] * 8
-    # Before clipping: the norm that clipping saw, which is above its limit.
+    # The norm before clipping, which exceeds the limit.
     total, before = run.scalar("total_norm").values, run.scalar("clip/norm").values
     np.testing.assert_allclose(total, before, rtol=1e-5)
     assert run.scalar("clip/limit").values.tolist() == [0.2] * 8

@@ -1,4 +1,4 @@
-"""Loops in the style of torchtitan, and what its trainer is asked for."""
+"""Loops in the style of torchtitan, and its trainer's interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from integrations.torchrun import start
 
 
 class Trainer:
-    """The outside of torchtitan's trainer: what the integration looks at, with a model of its own."""
+    """A stand-in for torchtitan's trainer with the attributes that the integration reads."""
 
     def __init__(self, restored: int = 0) -> None:
         torch.manual_seed(0)
@@ -42,7 +42,7 @@ class Trainer:
         self.metrics_processor.logger.log({"loss_metrics/global_avg_loss": loss.item()}, self.step)
 
     def train(self) -> None:
-        self.step = self.restored  # as its checkpointer does, at the begin of train()
+        self.step = self.restored  # as its checkpointer does at the start of train()
         data = iter([torch.ones(2, 4)] * 10)
         while self.step < self.restored + 3:
             self.step += 1
@@ -94,5 +94,5 @@ def test_sharded_norms_equal_those_used_by_clipping(tmp_path: Path, mode: str, r
     np.testing.assert_allclose(run.scalar("clip/norm").values, norms, rtol=1e-6)
     assert run.scalar("clip/limit").values.tolist() == [0.5] * 5
     assert run.scalar("backwards").values.tolist() == [2.0] * 5
-    # The container of optimizers has a learning rate of its own, which nobody uses.
+    # The optimizer container has its own, unused learning rate.
     np.testing.assert_allclose(run.scalar("lr/0/0").values, 0.01 * 0.5 ** np.arange(5))

@@ -1,4 +1,4 @@
-"""Starts the scripts of this folder on several ranks over gloo, and ends them."""
+"""Start the scripts of this directory on several ranks over gloo, and terminate them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a child: our sources and tests, after releases of a framework given here."""
+    """Return the environment of a child process, with the source and test directories on its path."""
     given = filter(None, [os.environ.get("PYTHONPATH")])
     paths = os.pathsep.join([*given, str(HERE.parent), str(Path(backlight.__file__).parents[1])])
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

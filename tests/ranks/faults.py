@@ -1,4 +1,4 @@
-"""Trainings on two ranks in which one of them does what the other does not; started by torchrun.
+"""Runs on two ranks with an injected fault on one of them; started by torchrun.
 
 torchrun --nproc-per-node 2 faults.py FOLDER FAULT[,FAULT...]
 """
@@ -21,7 +21,7 @@ from ranks.training_run import FOLDER, Training, report, sharded
 
 FAULTS: dict[str, Callable[[], Training]] = {}
 BAD = 2
-"""The step at which something happens, on rank 1."""
+"""The step of the fault on rank 1."""
 
 
 def fault(make: Callable[[], Training]) -> Callable[[], Training]:
@@ -66,7 +66,7 @@ def nan_shard() -> Training:
 
 
 class _Skipping(Training):
-    """One rank leaves a step out."""
+    """One rank skips a step."""
 
     def loop(self) -> None:
         for step in range(6):
@@ -89,7 +89,7 @@ def skip_ddp() -> Training:
 
 @fault
 def unreduced() -> Training:
-    """No rank knows of the others."""
+    """The ranks train independently."""
     return Training(build())
 
 
@@ -100,7 +100,7 @@ def nan_unreduced() -> Training:
 
 @fault
 def thawed() -> Training:
-    """A layer that was frozen when DDP was built is not reduced by it."""
+    """DDP does not reduce a layer that was frozen when DDP was built."""
     model = build()
     model.block.up.requires_grad_(False)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
@@ -109,7 +109,7 @@ def thawed() -> Training:
 
 
 class _Moved(Training):
-    """One rank moves a weight by itself."""
+    """One rank changes a weight."""
 
     def before_step(self, step: int) -> None:
         if dist.get_rank() == 1 and step == 0:
@@ -126,7 +126,7 @@ def moved() -> Training:
 
 
 class _Cut(Training):
-    """Tensors of two sizes under one name, as of stages that number their layers from 0."""
+    """Tensors of two sizes with one name, as in pipeline stages that number their layers from 0."""
 
     def loop(self) -> None:
         for step in range(3):
@@ -167,13 +167,13 @@ def reduced_ddp() -> Training:
 
 @fault
 def reduced_skip() -> Training:
-    """Rank 1 has a step less to hand over: rank 0 gives up on it, and has trained on."""
+    """Rank 1 sends one step less; rank 0 times out and continues training."""
     rank_norm_monitor.TIMEOUT_S = 3.0
     return _reduced(_Skipping(sharded()))
 
 
 class _Destroyed(Training):
-    """The process group is destroyed while the watch goes on, and each rank trains on alone."""
+    """The process group is destroyed during the watch, and each rank continues alone."""
 
     def loop(self) -> None:
         super().loop()

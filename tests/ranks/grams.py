@@ -1,4 +1,4 @@
-"""Grams and exchanged replicates of models that are wrapped or sharded; started by torchrun on two ranks.
+"""Grams and gathered replicates of wrapped and sharded models; started by torchrun on two ranks.
 
 torchrun --nproc-per-node 2 grams.py FOLDER
 """
@@ -37,7 +37,7 @@ def same(measured: Any, plain: Any) -> bool:
 
 
 def grams() -> dict[str, Any]:
-    """Measure the Gram of this rank's samples on a wrapped and on a sharded model."""
+    """Measure the Gram of this rank's samples on wrapped and sharded models."""
     samples = tuple(t.chunk(2)[dist.get_rank()] for t in batch(0))
     out: dict[str, Any] = {}
     before = collectives()
@@ -65,7 +65,7 @@ def grams() -> dict[str, Any]:
 
 
 def replicate(model: Net, rank: int, micro: int) -> dict[str, Tensor]:
-    """Return the gradients of one microbatch of a rank, alone."""
+    """Return the gradients of one microbatch of a rank."""
     x, y = (t.chunk(2)[rank].chunk(MICRO)[micro] for t in batch(0))
     model.zero_grad()
     (loss_of(model(x), y) / MICRO).backward()
@@ -73,7 +73,7 @@ def replicate(model: Net, rank: int, micro: int) -> dict[str, Tensor]:
 
 
 def exchange(make: Callable[[], Any]) -> dict[str, Any]:
-    """Bring the microbatches of both ranks together: four replicates of each matrix."""
+    """Gather the microbatches of both ranks: four replicates of each matrix."""
     original = StepMeasurement._layer
 
     def layer(self: Any, caught: Any, name: str, G: list[Tensor], *rest: Any) -> None:

@@ -1,4 +1,4 @@
-"""Starting trainings by torchrun, ended by their own process id when they take too long."""
+"""Start training scripts with torchrun, and terminate them by process id after a timeout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def watching(*arguments: object) -> list[str]:
 
 
 def torchrun(ranks: int, *arguments: object, timeout: float = 240.0, **environment: str) -> str:
-    """Run a script, or ``-m module``, on so many ranks; return what it wrote to standard error."""
+    """Run a script, or ``-m module``, on ``ranks`` ranks; return standard error."""
     status, said = launched(ranks, *arguments, timeout=timeout, **environment)
     assert status == 0, said[-4000:]
     return said
@@ -27,7 +27,7 @@ def torchrun(ranks: int, *arguments: object, timeout: float = 240.0, **environme
 def launched(
     ranks: int, *arguments: object, options: tuple[str, ...] = (), timeout: float = 240.0, **environment: str
 ) -> tuple[int, str]:
-    """Run a script on so many ranks; return the exit status and standard error."""
+    """Run a script on ``ranks`` ranks; return exit status and standard error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
     paths = os.pathsep.join([str(HERE.parent), os.environ["PYTHONPATH"]])
     running = subprocess.Popen(
@@ -41,7 +41,7 @@ def launched(
     try:
         _, said = running.communicate(timeout=timeout)
     except BaseException:
-        # torchrun starts its ranks in sessions of their own, and ends them where it is told to end.
+        # torchrun starts its ranks in new process groups, and terminates them when it gets SIGTERM.
         running.send_signal(signal.SIGTERM)
         try:
             running.communicate(timeout=20)
@@ -52,7 +52,7 @@ def launched(
 
 
 def run_ranks(folder: Path, *command: str, timeout: float = 120.0) -> list[subprocess.CompletedProcess[str]]:
-    """Run a Python command on two ranks without a launcher; return how each has ended."""
+    """Run a Python command on two ranks without a launcher; return their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""The model and the data of the trainings on several ranks, and what one process makes of the whole batch."""
+"""Model and data of the multi-rank tests, and the reference run of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TOKENS, WIDTH, HIDDEN, LENGTH, SAMPLES, STEPS = 11, 6, 10, 4, 8, 4
 
 
 class Block(nn.Module):
-    """Sizes that four ranks cannot share equally, and a parameter smaller than their number."""
+    """Sizes that four ranks cannot split evenly, and a parameter with fewer elements than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """An embedding, a block, a gate of three numbers, a branch that nothing uses, and a tied head."""
+    """An embedding, a block, a gate with three elements, an unused branch and a tied head."""
 
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def build(*, tied: bool = True, dtype: torch.dtype = torch.float64) -> Net:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return the whole batch of a step: tokens and targets; two tokens never come, so that zeros do."""
+    """Return tokens and targets of a step; two tokens never occur, so some gradients are zero."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, TOKENS - 2, (SAMPLES, LENGTH), generator=generator)
     return tokens, torch.randint(0, TOKENS, (SAMPLES, LENGTH), generator=generator)

@@ -1,4 +1,4 @@
-"""A training that knows nothing of backlight; FSDP2 on all ranks of a torchrun.
+"""An FSDP2 training script without backlight, for torchrun.
 
     torchrun --nproc-per-node K script.py FOLDER [kill]
 
@@ -22,7 +22,7 @@ from ranks.network import STEPS, adam, batch, build, loss_of
 torch.set_num_threads(1)
 FOLDER, START = Path(sys.argv[1]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 FOLDER.mkdir(parents=True, exist_ok=True)
-# A store of its own for each start: in that of the launcher, ranks may find addresses of the last one.
+# One store per start: in the launcher's store, ranks may find addresses of the previous start.
 dist.init_process_group(
     "gloo",
     init_method=f"file://{FOLDER.resolve()}/meeting-{START}",

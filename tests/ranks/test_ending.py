@@ -1,4 +1,4 @@
-"""Scripts under torchrun that know nothing of backlight: whole, with a rank that is killed, started again."""
+"""Unmodified scripts under torchrun: complete, with a killed rank, and restarted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_killed_rank_and_torchrun_restart(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run")
     first, second = run.attempts
     assert first.ranks == second.ranks == (0, 1)
-    # What was on its way in the last flush interval may be lost, and not more.
+    # At most the last flush interval may be lost.
     states = {state.rank: state for state in run.ranks(0)}
     assert states[1].status is RunStatus.KILLED
     assert states[1].last_step == 3
@@ -54,7 +54,7 @@ def test_killed_rank_and_torchrun_restart(tmp_path: Path) -> None:
     p = frame.names.index("block.up.weight")
     expected = [at["gradient", "norm", "block.up.weight"] for at in whole.at]
     np.testing.assert_allclose(frame.values[:4, p], expected, rtol=1e-9)
-    # The same training from its beginning, four steps later on the axis of the run.
+    # The restarted training, four steps later on the step axis of the run.
     again = run.frame("gradient", "norm", attempt=1)
     assert again.steps.tolist() == list(range(4, 10))
     np.testing.assert_allclose(again.values[:4, p], expected, rtol=1e-9)

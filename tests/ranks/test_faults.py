@@ -1,4 +1,4 @@
-"""What one rank does and the others do not: the training goes on as it would have, and the run says it."""
+"""Faults on one rank: the training continues unchanged, and the run reports the fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS = [*DIAGONAL, *(pytest.param(name, marks=pytest.mark.full) for name in REST
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all trainings that a selected test needs, in one launch."""
+    """Run all faults that the selected tests need, in one launch."""
     made = tmp_path_factory.mktemp("faults")
     every = any(
         item.get_closest_marker("full") for item in request.session.items if item.fspath == request.fspath
@@ -58,7 +58,7 @@ def test_bad_batch_is_attributed_to_its_rank(folder: Path) -> None:
     assert (finding.subject.step, finding.subject.rank) == (2, 1)
     assert "scalars/loss, rank 1" in {e.path for e in finding.evidence}
     assert run.spread("loss").first_non_finite() == (2, (1,))
-    gradient = run.frame("gradient", "non_finite", rank=0)  # by then all ranks have it
+    gradient = run.frame("gradient", "non_finite", rank=0)  # all ranks have it from here on
     assert gradient.values[2].sum() > 0
 
 
@@ -91,7 +91,7 @@ def test_skipped_step_is_reported_and_excluded_from_the_join(name: str, folder: 
     frame = run.frame("gradient", "norm")
     trained = [p for p, name in enumerate(frame.names) if not name.startswith("unused")]
     assert frame.measured[:2, trained].all()
-    # Rank 0 alone has the last step: whole parameters are known by it, shards are not.
+    # Only rank 0 has the last step: whole parameters are measured, shards are not.
     assert not frame.measured[2:5, trained].any()
     assert set(run.scalar("total_norm").steps) == ({0, 1} if name == "skip_shard" else {0, 1, 5})
 
@@ -179,7 +179,7 @@ def test_reduce_joins_the_norm_during_training(name: str, folder: Path) -> None:
     np.testing.assert_allclose(live.values, joined.values, rtol=1e-12)
     assert live.steps.tolist() == [0, 1, 2, 3]
     assert one["total_norm"] == [3, pytest.approx(joined.values[-1], rel=1e-12)]
-    # Which is what is counted, and what makes these collectives of ours.
+    # Only then are these collectives caused by backlight.
     assert one["collectives"][1] > one["collectives"][0]
 
 
@@ -189,7 +189,7 @@ def test_absent_rank_loses_the_joined_norm_only(folder: Path) -> None:
     assert one["same"]
     assert ["the norm over all ranks while the training runs" in text for text in one["warnings"]] == [True]
     run = open_run(folder / "reduced_skip")
-    assert run.scalar("reduced/total_norm").steps.tolist() == [0, 1]  # from then on ranks are out of step
+    assert run.scalar("reduced/total_norm").steps.tolist() == [0, 1]  # the ranks' steps differ from here on
     assert run.series_steps("gradient").tolist() == list(range(6))
 
 

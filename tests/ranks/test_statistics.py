@@ -1,4 +1,4 @@
-"""What the reader joins equals what one process measures of the whole batch, whatever the ranks hold."""
+"""Joined statistics equal those of one process on the whole batch, for every sharding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEVERAL_LOSSES = {"ddp_no_sync", "fsdp_accumulated", "pipeline", "pipeline_1f1b"
 
 @pytest.fixture(scope="module")
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Run every way that a selected test asks for, all ways of as many ranks in one launch."""
+    """Run every setup that the selected tests need, with one launch per number of ranks."""
     asked: dict[int, dict[str, None]] = {}
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
@@ -78,7 +78,7 @@ def test_joined_statistics_equal_those_of_the_whole_batch(way: str, ranks: int, 
     assert missing <= {"unused.weight", "unused.bias"}  # in no stage of a pipeline
     tolerance = 2e-5 if "float32" in way else 1e-9
     compared = 0
-    # Where rank 1 has no batch left, the gradient is that of the others alone.
+    # When rank 1 has no batch left, only the other ranks contribute to the gradient.
     steps = range(len(expected.at) - (way == "ddp_join"))
     for step in steps:
         for (series, column, name), value in expected.at[step].items():
@@ -86,7 +86,7 @@ def test_joined_statistics_equal_those_of_the_whole_batch(way: str, ranks: int, 
             if way == "sequence" and series == "gradient" and name in PARTIAL:
                 assert not found
                 continue
-            # What cancels in a sum is rounded by the size of its parts.
+            # A sum with cancellation is rounded relative to its terms.
             size = expected.at[step]["gradient", "norm", name] if column in {"sum", "mean"} else 0.0
             assert found[step] == pytest.approx(value, rel=tolerance, abs=tolerance * size), (column, name)
             compared += 1
@@ -104,7 +104,7 @@ def test_joined_statistics_equal_those_of_the_whole_batch(way: str, ranks: int, 
         fingerprint = run.fingerprint()
         assert fingerprint is not None
         assert fingerprint.parameter_count == elements
-        # No way of splitting a model makes it another one: runs of two ways can be compared.
+        # Sharding does not change the identity of a model, so runs of two setups are comparable.
         assert set(fingerprint.modules) == {(n, type(m).__name__) for n, m in expected.model.named_modules()}
     if "clipped" in way:
         np.testing.assert_allclose(run.scalar("clip/norm").values, expected.total, rtol=tolerance)

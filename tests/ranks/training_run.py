@@ -1,4 +1,4 @@
-"""Trainings on several ranks over gloo, each run unwatched and watched; started by torchrun.
+"""Training setups on several ranks over gloo, each run unwatched and watched; started by torchrun.
 
     torchrun --nproc-per-node K training_run.py FOLDER WAY[,WAY...]
 
@@ -52,11 +52,11 @@ class Training:
         self.settings: dict[str, Any] = {}
 
     def around(self, step: int, micro: int, last: bool) -> Any:
-        """Return what a microbatch runs in."""
+        """Return the context of a microbatch."""
         return contextlib.nullcontext()
 
     def before_step(self, step: int) -> None:
-        """Do something between backward and the optimizer."""
+        """Hook between backward and the optimizer step."""
 
     def loop(self) -> None:
         for step in range(STEPS):
@@ -107,7 +107,7 @@ def ddp_static() -> Training:
 
 @way
 def ddp_clipped() -> Training:
-    """Clipped before the step, which no statistic may see."""
+    """Clipped before the step, after the gradients were measured."""
 
     class Clipped(Training):
         def before_step(self, step: int) -> None:
@@ -117,7 +117,7 @@ def ddp_clipped() -> Training:
 
 
 class _Joined(Training):
-    """Rank 1 has one batch less; the others are shadowed by it."""
+    """Rank 1 has one batch less; DDP's join shadows its collectives."""
 
     def loop(self) -> None:
         with self.model.join():
@@ -154,7 +154,7 @@ def fsdp_float32() -> Training:
 
 @way
 def fsdp_kept() -> Training:
-    """Nothing is freed after forward."""
+    """Parameters are not resharded after forward."""
     return Training(sharded(reshard_after_forward=False))
 
 
@@ -169,14 +169,14 @@ def fsdp_clipped() -> Training:
 
 @way
 def flat() -> Training:
-    """FSDP1: parameters one behind the other, cut into equal pieces; some ranks hold nothing of some."""
+    """FSDP1: flattened parameters cut into equal pieces; some ranks hold no part of a parameter."""
     model, options = build(), {"device_id": torch.device("cpu"), "use_orig_params": True}
     model.block = FullyShardedDataParallel(model.block, **options)
     return Training(FullyShardedDataParallel(model, **options))
 
 
 class _Accumulated(Training):
-    """Neither reduced nor sharded again between microbatches."""
+    """Neither reduced nor resharded between microbatches."""
 
     def around(self, step: int, micro: int, last: bool) -> Any:
         self.model.set_requires_gradient_sync(last)
@@ -192,7 +192,7 @@ def fsdp_accumulated() -> Training:
 
 @way
 def fsdp_whole() -> Training:
-    """Parameters are still whole when backward ends."""
+    """Parameters are still unsharded when backward ends."""
 
     class Late(Training):
         def before_step(self, step: int) -> None:
@@ -232,7 +232,7 @@ def tensor() -> Training:
 
 @way
 def sequence() -> Training:
-    """The norm works on a part of the sequence: its weights are replicated, their gradients partial sums."""
+    """Sequence parallelism: norm weights are replicated, and their gradients are partial sums."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = build(tied=False)
     plan = {
@@ -305,12 +305,12 @@ def pipeline_1f1b() -> Training:
     return OneForward()
 
 
-# Running them
+# Running the setups
 
 
 @contextlib.contextmanager
 def told() -> Iterator[list[str]]:
-    """Keep the warnings."""
+    """Store the warnings."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -319,12 +319,12 @@ def told() -> Iterator[list[str]]:
 
 
 def collectives() -> int:
-    """Return how many collectives this rank has begun so far, in all groups, whoever began them."""
+    """Return the number of collectives that this rank has started in all groups."""
     return sum(group._get_sequence_number_for_group() for group in _world.pg_map)
 
 
 def report(name: str, make: Callable[[], Training]) -> None:
-    """Run a training unwatched and watched, and write what differs."""
+    """Run a setup unwatched and watched, and write the differences."""
     torch.manual_seed(0)
     plain = make()
     counts = [collectives()]

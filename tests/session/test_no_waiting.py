@@ -1,4 +1,4 @@
-"""On the step's path nothing reads a number from a device: the host would wait for all its work."""
+"""The step path reads no value from a device, which would synchronize the host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonz
 
 
 class Count(TorchDispatchMode):
-    """Counts the operations that make the host wait for a device."""
+    """Dispatch mode that counts operations that synchronize the host with a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def counting() -> Iterator[Count]:
         yield count
 
 
-# Trainings whose own step reads nothing: what is counted is ours.
+# Cases whose own step reads nothing, so every counted read is backlight's.
 @pytest.mark.parametrize(
     "name",
     [
@@ -54,7 +54,7 @@ def counting() -> Iterator[Count]:
     ],
 )
 def test_step_path_never_synchronizes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the code does on an accelerator, on a machine that may have none.
+    # Take the code path of an accelerator on the CPU.
     for module in (statistics, packed_matrices):
         monkeypatch.setattr(module, "is_host", lambda _device: False)
     with counting() as alone:
@@ -96,7 +96,7 @@ def test_one_transfer_per_step(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         CASES[name].train()
     sent = []
     original = transfer.start_copy
-    # Treat the host as a device: every table leaves by the transfer.
+    # Treat the host as a device: every table is copied by the transfer.
     monkeypatch.setattr(transfer, "_travels_alone", lambda _table: False)
     monkeypatch.setattr(
         transfer, "start_copy", lambda table: (sent.append(table.numel()), original(table))[1]

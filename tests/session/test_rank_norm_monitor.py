@@ -1,4 +1,4 @@
-"""What is said when the norm over all ranks can be joined no longer."""
+"""Warnings when the norm over all ranks can no longer be joined."""
 
 from __future__ import annotations
 

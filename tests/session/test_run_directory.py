@@ -1,4 +1,4 @@
-"""What rank 0 stores of a run when its own training is over: nothing that the rows of the others refute."""
+"""Findings that rank 0 stores at its end: none that rows of other ranks refute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 12
 
 
 def ranks(path: Path, trains: int | None = 1) -> list[RunWriter]:
-    """Two ranks that hold ``w`` half each; one trains ``late``; the second has not flushed."""
+    """Return writers of two ranks: each holds half of ``w``, one trains ``late``, the second is unflushed."""
     writers = [RunWriter.create(path, rank=r, world_size=2, run_id="x", flush_interval=60) for r in range(2)]
     for rank, writer in enumerate(writers):
         half = Placement(Layout.SHARD, (2,), (1,), (rank,))
@@ -48,7 +48,7 @@ def test_pending_rows_of_other_ranks_are_awaited(tmp_path: Path) -> None:
 def test_findings_of_unfinished_ranks_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_directory, "OTHER_RANKS_TIMEOUT_S", 0.0)
     first, second = ranks(tmp_path / "run")
-    # A shard of "w" alone has a gradient all the same; of "late" nothing is known here.
+    # The local shard of "w" has a gradient; for "late" no rank has stored one yet.
     (found,) = run_directory.final_findings(first, failed=False)
     assert (found.rule, found.subject.parameter) == ("no_gradient", "late")
     second.close()

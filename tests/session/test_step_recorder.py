@@ -1,4 +1,4 @@
-"""Which steps are recorded."""
+"""Sampling of recorded steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backlight.session.step_recorder import Sampling
 
 
 def simulate(sampling: Sampling, steps: int, step_seconds: float, cost: float) -> list[int]:
-    """Recorded steps of a training whose recorded steps cost ``cost`` seconds each."""
+    """Return the recorded steps of a run in which recording a step costs ``cost`` seconds."""
     recorded, spent = [], 0.0
     for step in range(steps):
         sampling.review(step, spent, step * step_seconds)

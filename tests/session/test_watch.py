@@ -1,4 +1,4 @@
-"""``watch`` over the matrix of trainings: nothing changes, and the run holds what it should."""
+"""``watch`` on the matrix of cases: training is unchanged, and the run is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backlight.records import RunStatus
 from cases import CASES, STEPS, Case, batches, build, ends, loop
 
 VARIANTS = {"adamw_foreach", "float64_weights", "parameter_groups", "clipped_in_two_halves", "scaler"}
-"""Of a mechanism that another case has as well."""
+"""Cases whose mechanism another case also covers."""
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_numbers_equal_those_of_a_manual_loop(tmp_path: Path) -> None:
 
 
 class Exchanging(torch.optim.SGD):
-    """Gives each parameter new memory instead of changing the old."""
+    """An optimizer that replaces the storage of each parameter instead of updating it in place."""
 
     def step(self, closure: object = None) -> None:
         for group in self.param_groups:
@@ -187,7 +187,7 @@ def test_every_and_steps(tmp_path: Path) -> None:
     run = backlight.open_run(tmp_path / "run")
     assert list(run.series_steps("gradient")) == [0, 3, 6]
     assert run.status is RunStatus.FINISHED
-    # A training of just the requested steps ends by itself.
+    # A run of exactly the requested steps ends by itself.
     with backlight.watch(model, optimizer, run=tmp_path / "exact", every=1, steps=4, monitors=("health",)):
         loop(model, optimizer, steps=4)
     assert list(backlight.open_run(tmp_path / "exact").series_steps("gradient")) == [0, 1, 2, 3]
@@ -256,7 +256,7 @@ def test_deleted_run_directory_is_one_warning(tmp_path: Path) -> None:
         with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, flush_interval=0.05) as watch:
             loop(model, optimizer)
             assert watch.findings == []
-            # At one moment: the writer thread may create a file while a folder is removed file by file.
+            # Rename first: the writer thread may create a file while rmtree runs.
             (tmp_path / "run").rename(tmp_path / "gone")
             shutil.rmtree(tmp_path / "gone")
             loop(model, optimizer)

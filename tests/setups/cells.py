@@ -1,4 +1,4 @@
-"""The cells of the matrix: what each monitor measures of a training in a setup, against the truth.
+"""The cells of the matrix: each monitor in each training setup against reference values.
 
 A check trains unwatched to learn the truth, trains watched, and compares. It returns an :class:`Outcome`
 whose text is what the program itself said; a wrong number is an ``AssertionError``.
@@ -51,7 +51,7 @@ PROBE = 5
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a cell: a word, and what the program said where something was not measured."""
+    """The result of a cell: a word, and the reasons for unmeasured data."""
 
     word: str
     said: str = ""
@@ -61,7 +61,7 @@ class Outcome:
 def watched(
     model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, monitors: str, **settings: Any
 ) -> Iterator[list[str]]:
-    """Watch, and collect the warnings of backlight; others are errors as in every test."""
+    """Watch, and collect the warnings of backlight; other warnings are errors."""
     said: list[str] = []
     wait()
     with warnings.catch_warnings(record=True) as caught:
@@ -73,12 +73,12 @@ def watched(
 
 
 def unmeasured(run: Run) -> list[str]:
-    """Return the reasons for which something was not measured, each once."""
+    """Return the distinct reasons for unmeasured data."""
     return list(dict.fromkeys(str(e.payload["reason"]) for e in run.events("unmeasured")))
 
 
 def silent(run: Run, said: list[str]) -> None:
-    """Assert that nothing was said to be missing."""
+    """Assert that no data was reported missing."""
     everyone = gathered(said)
     assert not unmeasured(run), unmeasured(run)
     assert not any(everyone), everyone
@@ -88,7 +88,7 @@ def silent(run: Run, said: list[str]) -> None:
 
 
 def truth_of_health(setup: Setup, overflow_at: int) -> list[dict[str, Any]]:
-    """Return what is true of each step: of this setup, or of one process on the whole batch."""
+    """Return the reference of each step: from this setup, or from one process on the whole batch."""
     alone = setup if setup.ranks == 1 else Setup("one process", clip=setup.clip)
     model, optimizer = training_setups.build(alone)
     out: list[dict[str, Any]] = []
@@ -125,7 +125,7 @@ GRADIENT: dict[str, Callable[[Tensor], float]] = {
 
 
 def health(setup: Setup, folder: Path) -> Outcome:
-    """Joined statistics of gradients and updates equal those of one process; losses and clips as well."""
+    """Check that joined statistics, losses and clips equal those of one process."""
     overflow_at = 1 if setup.scaled else -1
     truth = truth_of_health(setup, overflow_at)
     model, optimizer = training_setups.build(setup)
@@ -153,7 +153,7 @@ def health(setup: Setup, folder: Path) -> Outcome:
         wanted = [[float(truth[number][moment][name].norm()) for name in NAMES] for number in kept]
         assert frame.values == pytest.approx(np.array(wanted), **close), column
     losses = [step["loss"] for step in truth]
-    if setup.micro > 1:  # of the last microbatch alone, which the whole batch of one process is not
+    if setup.micro > 1:  # of the last microbatch only, unlike the loss of one process on the whole batch
         losses = np.mean(gathered(here), axis=0).tolist()
     assert run.scalar("loss").values == pytest.approx(losses, nan_ok=True, rel=1e-5)
     if setup.clip:
@@ -169,7 +169,7 @@ def health(setup: Setup, folder: Path) -> Outcome:
 
 
 def stalls(setup: Setup, folder: Path) -> Outcome:
-    """A backward that sleeps on the last rank is reported with its line, its rank and that it waits."""
+    """Check that a sleeping backward on the last rank is reported with its line, rank and state."""
     model, optimizer = training_setups.build(setup)
     asleep = rank() == setup.ranks - 1
     pauses = Pauses(backward=SLEEP if asleep else 0.0, step=2)
@@ -192,7 +192,7 @@ def stalls(setup: Setup, folder: Path) -> Outcome:
 
 
 def sample_loss(setup: Setup) -> Callable[[nn.Module, Batch], Tensor]:
-    """Return the loss summed over samples, in the precision in which the setup trains."""
+    """Return the summed loss in the precision of the setup."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast("cpu", setup.autocast, enabled=setup.autocast is not None):
@@ -208,7 +208,7 @@ def probe() -> Batch:
 
 
 def gram_by_hand(setup: Setup, state: dict[str, Tensor]) -> Tensor:
-    """Return the Gram of per-sample gradients of a plain net, sample by sample."""
+    """Return the Gram of per-sample gradients of a plain net, computed in a loop."""
     net = training_setups.net()
     net.load_state_dict(state)
     loss = sample_loss(setup)
@@ -222,7 +222,7 @@ def gram_by_hand(setup: Setup, state: dict[str, Tensor]) -> Tensor:
 
 
 def grokking(setup: Setup, folder: Path) -> Outcome:
-    """The stored Gram equals that of a loop over samples, and stored gradients are those of backward."""
+    """Check that the stored Gram equals a loop over samples and stored gradients equal backward's."""
     truth = truth_of_health(setup, -1)
     note = ""
     if setup.whole_only:
@@ -236,7 +236,7 @@ def grokking(setup: Setup, folder: Path) -> Outcome:
     silent(run, said)
     steps, matrices = run.array("gram/model/matrix")
     assert list(steps) == [0, 2]
-    # In low precision, samples that are taken one by one are rounded in another order.
+    # In low precision, a loop over samples rounds in a different order.
     close = 1e-4 if setup.autocast is None else 3e-2
     for step, matrix in zip(steps, matrices, strict=True):
         state = {n: w.float() for n, w in truth[step]["before"].items()}
@@ -261,7 +261,7 @@ def _geometry(setup: Setup, path: Path, **more: Any) -> tuple[Run, list[str]]:
 
 
 def _said(run: Run, said: list[str]) -> str:
-    """Return what the program said: its warnings, else the events of the run."""
+    """Return the reported reasons: warnings, else events of the run."""
     texts = [text for texts in gathered(said) for text in texts] or unmeasured(run)
     texts = [re.sub(r"^backlight: |\.? Your training goes on unchanged\.$", "", text) for text in texts]
     return " | ".join(dict.fromkeys(texts))
@@ -271,11 +271,11 @@ def _said(run: Run, said: list[str]) -> str:
 
 
 def spectra(setup: Setup, folder: Path) -> Outcome:
-    """Singular values, noise and echo of each layer are those of gradients taken one microbatch at a time."""
+    """Check singular values, noise and echo against gradients of single microbatches."""
     lone = setup.name == "plain"
     micro = 4
     setup = training_setups.replace(setup, micro=micro)
-    # The same net with the same arithmetic, on this rank's data alone.
+    # The same net with the same arithmetic on this rank's data.
     model = setup.wrap(training_setups.net(setup)) if not together() else training_setups.net()
     truth = training_setups.replicates(setup, model, 0)
     if lone:
@@ -311,7 +311,7 @@ def _mean_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _same(table: stored.Table, wanted: SpectralEcho) -> bool:
-    # Weaker directions are matched over replicates by roundings, where a layer's gradients have few at all.
+    # In layers with few directions, rounding decides how weaker ones are matched over replicates.
     k = wanted.identifiable
     ours = table.singular_values, table["pooled"][:k], table["echo"][:k], table.measurement["noise_sigma"]
     theirs = wanted.singular_values, wanted.pooled[:k], wanted.echo[:k], wanted.noise.sigma
@@ -333,7 +333,7 @@ PAUSES = Pauses(data=0.02, loss=0.03, backward=0.04)
 
 
 def steptime(setup: Setup, folder: Path) -> Outcome:
-    """Phases hold the sleeps that were put into them, and add up to the time of the loop."""
+    """Check that phases contain the injected sleeps and add up to the time of the loop."""
     model, optimizer = training_setups.build(setup)
     at: dict[str, list[float]] = {"gradients": [], "update": []}
 
@@ -342,7 +342,7 @@ def steptime(setup: Setup, folder: Path) -> Outcome:
 
     with watched(model, optimizer, folder / "run", "steptime", every=1) as said:
         training_setups.train(setup, model, optimizer, pauses=PAUSES, seen=seen)
-    # A step ends between the moments before and after its update, however busy the machine is.
+    # A step ends between the times before and after its update, on a busy machine as well.
     least = gathered(at["gradients"][-1] - at["update"][1])[0]
     most = gathered(at["update"][-1] - at["gradients"][1])[0]
     run = backlight.open_run(folder / "run")
@@ -356,7 +356,7 @@ def steptime(setup: Setup, folder: Path) -> Outcome:
         assert len(phases[f"phase/{phase}"]) == STEPS
         assert (phases[f"phase/{phase}"] > 0).all()
     assert "phase/between" not in phases
-    # The first two steps also hold what is set up once.
+    # The first two steps include one-time set-up.
     steps = np.sum([values[2:] for values in phases.values() if len(values) == STEPS], axis=0)
     assert least <= steps.sum() <= most, phases
     return Outcome(TESTED)
@@ -366,7 +366,7 @@ def steptime(setup: Setup, folder: Path) -> Outcome:
 
 
 def identical(setup: Setup, folder: Path) -> Outcome:
-    """Weights after a training, to the bit, with all monitors on and without any."""
+    """Check that weights are bit-identical with all monitors and without any."""
     ends = []
     for path in (None, folder / "run"):
         model, optimizer = training_setups.build(setup, drop=0.1)

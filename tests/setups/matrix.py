@@ -1,4 +1,4 @@
-"""The matrix of monitors and setups: what each cell must come to, and how its cells are run.
+"""The matrix of monitors and setups: expected results, and how its cells are run.
 
 python matrix.py FOLDER CELLS    under torchrun: runs cells (a JSON list of [monitor, setup]) on this rank
 """
@@ -35,14 +35,14 @@ EXPECTED: dict[Cell, tuple[str, str]] = {
     ("spectra", "TP"): (IN_PART, _IN_PART),
     ("spectra", "FSDP2 x TP"): (IN_PART, _IN_PART),
 }
-"""Word, and a pattern of what the program says, of the cells that are not measured without a word."""
+"""Expected word, and a pattern of the reported reason, of the cells that are not fully measured."""
 
 SECONDS = 240.0
-"""What a launch of several ranks may take."""
+"""Timeout of a launch of several ranks."""
 
 
 def expected(cell: Cell) -> tuple[str, str]:
-    """Return the word of a cell, and a pattern that what the program says must match."""
+    """Return the expected word of a cell and the pattern of its reported reason."""
     return EXPECTED.get(cell, (TESTED, "^$"))
 
 
@@ -77,7 +77,7 @@ def launch(cells: Sequence[Cell], folder: Path) -> dict[Cell, Outcome]:
 
 
 def main() -> None:
-    """Run cells on this rank; the first one writes what came out."""
+    """Run cells on this rank; the first rank writes the results."""
     import datetime
 
     import torch

@@ -1,4 +1,4 @@
-"""What the checks of the matrix need of several ranks; the same calls do nothing where there is one."""
+"""Collectives of the matrix checks; no-ops in a run of one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def rank() -> int:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return what every rank gave."""
+    """Return the values of all ranks."""
     if not together():
         return [value]
     out = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Run the whole matrix, store the results, and write the tables of the README and of docs/setups.md.
+"""Run the matrix, store the results, and write the tables of README and docs/setups.md.
 
 python tests/setups/table.py              all cells, then the tables; some minutes
 python tests/setups/table.py --stored     the tables alone, from the stored results
@@ -31,7 +31,7 @@ MARKS = {TESTED: "✓", IN_PART: "in part", REFUSED: "refused"}
 
 
 def run() -> dict[Cell, Outcome]:
-    """Run every cell, those of several ranks in one launch for each setup."""
+    """Run every cell; multi-rank setups take one launch each."""
     import torch
 
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def run() -> dict[Cell, Outcome]:
 
 
 def store(found: Mapping[Cell, Outcome]) -> None:
-    """Write results with the versions that they were found with.
+    """Write results with the versions they were measured with.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def store(found: Mapping[Cell, Outcome]) -> None:
 
 
 def stored() -> tuple[dict[str, str], dict[Cell, Outcome]]:
-    """Return versions and results as they are stored."""
+    """Return the stored versions and results."""
     data: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return data["versions"], {
         (c["monitor"], c["setup"]): Outcome(c["word"], c["said"]) for c in data["cells"]
@@ -81,7 +81,7 @@ def stored() -> tuple[dict[str, str], dict[Cell, Outcome]]:
 
 
 def rendered(versions: Mapping[str, str], found: Mapping[Cell, Outcome]) -> str:
-    """Return the table in Markdown, what the program said as notes below it."""
+    """Return the table in Markdown, with the reported reasons as notes below it."""
     notes: dict[str, int] = {}
     lines = [
         f"| | {' | '.join(f'`{monitor}`' for monitor in MONITORS)} | weights after training |",
@@ -107,7 +107,7 @@ def _escaped(text: str) -> str:
 
 
 def between(page: str) -> tuple[str, str, str]:
-    """Return what stands before, between and after the marks of a page.
+    """Split a page at its markers into the text before, between and after.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Compiled models, losses, steps and backwards: what is measured is true, what cannot be is said."""
+"""Compiled models, losses, steps and backwards: correct numbers, and a reason for missing ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import backlight
 from backlight.store.read import spectra as stored
 from setups.truth import STEPS, Noted, backward, batches, check, net, train
 
-# A compiler warns of what it meets on the way; it is not what is tested.
+# Compiler warnings are not under test.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 Fit = Callable[[], Noted]
@@ -25,7 +25,7 @@ MONITORS = "health,stalls,grokking,spectra,steptime"
 
 @dataclass(frozen=True)
 class Made:
-    """A training that is ready: what is watched, and the training itself."""
+    """A prepared run: the arguments of watch, and the training function."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -58,14 +58,14 @@ def in_place(backend: str) -> Made:
 
 
 def by_regions(backend: str) -> Made:
-    """One block is compiled, the rest is not."""
+    """Only one block is compiled."""
     model, optimizer = plain()
     model.middle = torch.compile(model.middle, backend=backend)  # type: ignore[assignment]
     return made(model, optimizer)
 
 
 def loss(backend: str) -> Made:
-    """The model is called inside a compiled function."""
+    """Call the model inside a compiled function."""
     model, optimizer = plain()
 
     @torch.compile(backend=backend, fullgraph=True)
@@ -81,7 +81,7 @@ def step(backend: str) -> Made:
 
 
 def autograd(backend: str) -> Made:
-    """Backward itself is compiled, around a compiled forward."""
+    """Compile backward around a compiled forward."""
     model, optimizer = plain()
 
     def compiled(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -92,7 +92,7 @@ def autograd(backend: str) -> Made:
 
 
 def whole(backend: str) -> Made:
-    """Forward, loss and backward are one compiled function, the step another."""
+    """Compile forward, loss and backward as one function and the step as another."""
     model, optimizer = plain()
     return made(
         model,
@@ -104,7 +104,7 @@ def whole(backend: str) -> Made:
 
 CASES = (wrapper, one_graph, in_place, by_regions, loss, step, autograd)
 NOT_SEPARATED = {in_place}
-"""Hooks on a model that is compiled in place would make it compile again: forward and loss are one rest."""
+"""Hooks would recompile a model compiled in place, so forward and loss are not split."""
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def sample_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def watched(
     make: Callable[[str], Made], path: Path, *, warm: bool, backend: str = "aot_eager"
 ) -> tuple[backlight.Run, int]:
-    """Train twice, once with all monitors on; return the run and how many graphs were compiled meanwhile."""
+    """Train unwatched and watched; return the run and the number of graphs compiled while watched."""
     alone = _fit(make(backend), warm=warm)
     torch._dynamo.reset()
     one = make(backend)
@@ -183,7 +183,7 @@ def test_compiled_training_is_measured(make: Callable[[str], Made], warm: bool, 
     else:
         assert found["forward"] == found["loss"] == STEPS
     if warm and make in {wrapper, one_graph, in_place, by_regions}:
-        # Hooks on the wrapper, of which there were none: at most one graph is compiled for them.
+        # The first hooks on the wrapper cause at most one more graph.
         assert graphs <= 1
 
 
@@ -211,7 +211,7 @@ def test_inductor_training_is_measured(make: Callable[[str], Made], tmp_path: Pa
 
 @pytest.mark.full
 def test_model_compiled_after_the_watch_began(tmp_path: Path) -> None:
-    """Nobody has given the model: it is found, then wrapped, and followed by its wrapper."""
+    """A model that was not passed to watch is found, and followed after it is wrapped."""
     alone = wrapper("aot_eager").fit()
     torch._dynamo.reset()
     with backlight.watch(run=tmp_path / "run", monitors="health,stalls,steptime", every=1, exact_updates=1):

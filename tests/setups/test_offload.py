@@ -1,4 +1,4 @@
-"""Tensors that are kept elsewhere, and types that differ within one training: the numbers stay true."""
+"""Correct numbers with offloaded tensors and mixed dtypes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_offloaded_saved_tensors(tmp_path: Path) -> None:
 
 
 def scaled(path: Path | None, scale: float) -> tuple[list[Tensor], list[float]]:
-    """Train two optimizers under one scaler in fp16 autocast; return weights and norms."""
+    """Train with two optimizers and one scaler in fp16 autocast; return weights and norms."""
     model = net()
     body = [p for name, p in model.named_parameters() if not name.startswith("last")]
     one, two = torch.optim.SGD(body, lr=0.1), torch.optim.AdamW(model.last.parameters(), lr=1e-2)
@@ -74,7 +74,7 @@ def test_two_optimizers_under_a_growing_and_skipping_scaler(scale: float, tmp_pa
     found = run.scalar("total_norm").values
     finite = np.isfinite(norms)
     assert list(np.isfinite(found)) == list(finite)
-    # A gradient that overflowed is recorded with its step, skipped, and the true ones are unscaled.
+    # An overflowed gradient is recorded and its step skipped; finite gradients are unscaled.
     np.testing.assert_allclose(found[finite], np.array(norms)[finite], rtol=1e-5)
 
 

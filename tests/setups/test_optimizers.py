@@ -1,4 +1,4 @@
-"""Optimizers of the ecosystem: gradients are those before the step, updates what each really changed."""
+"""Third-party optimizers: gradients before the step, and the actual updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def bits(name: str) -> Make:
-    """Return an optimizer of bitsandbytes; states of 4,096 numbers and more are kept in 8 bits."""
+    """Return a bitsandbytes optimizer; states of 4,096 elements or more are stored in 8 bits."""
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         package = pytest.importorskip("bitsandbytes")
@@ -52,7 +52,7 @@ def lookahead(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    """Hold the matrices alone, as it must."""
+    """Pass only matrices, which Muon requires."""
     kind = getattr(torch.optim, "Muon", None)
     if kind is None:
         pytest.skip(f"torch {torch.__version__} has no Muon")
@@ -89,7 +89,7 @@ EVERY = [
 ]
 
 
-# Optional packages warn of what they lack here, and torchao compiles its step.
+# Optional packages warn about missing extras, and torchao compiles its step.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", EVERY)
 def test_gradients_and_updates_are_correct(make: Make, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_gradients_and_updates_are_correct(make: Make, tmp_path: Path) -> None:
 
 
 def test_two_evaluations_record_the_gradient_at_the_weights(tmp_path: Path) -> None:
-    """SAM climbs, evaluates again there, and steps from where it was by what it found."""
+    """SAM climbs, evaluates again, and steps from the original weights with the second gradient."""
     package = pytest.importorskip("pytorch_optimizer")
 
     def run() -> Noted:

@@ -24,7 +24,7 @@ DIAGONAL: tuple[Cell, ...] = (
     ("identical", "bf16 autocast"),
 )
 RANKS: tuple[Cell, ...] = (("spectra", "FSDP2"), ("grokking", "TP"))
-"""Gradients and identity on ranks are those of ``ranks/test_statistics.py``."""
+"""``ranks/test_statistics.py`` covers gradients and identity on several ranks."""
 
 
 def check(cell: Cell, outcome: Outcome) -> None:

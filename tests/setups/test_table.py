@@ -1,4 +1,4 @@
-"""The tables of the README and of docs/setups.md are those of the stored results of the matrix."""
+"""The tables of README and docs/setups.md equal the stored results of the matrix."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Net(nn.Module):
-    """A residual block between two layers, with a gate so narrow that half of two ranks hold none of it."""
+    """A residual block between two layers, with a gate of which only one of two ranks holds a part."""
 
     def __init__(self, reentrant: bool | None = None, drop: float = 0.0) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ MATRICES = tuple(name for name, p in Net().named_parameters() if p.dim() == 2)
 
 @dataclass(frozen=True)
 class Setup:
-    """How to train.
+    """A training setup.
 
     ``wrap`` makes of a fresh net what is trained; ``micro`` backwards per step; ``layout`` is the number of
     ranks that share the data and the number that share a layer.
@@ -77,12 +77,12 @@ class Setup:
 
     @property
     def whole_only(self) -> bool:
-        """Whether no rank holds whole parameters."""
+        """Whether parameters are sharded on every rank."""
         return self.wrap in {sharded, split, sharded_and_split, offloaded, mixed}
 
     @property
     def ranks(self) -> int:
-        """How many processes train."""
+        """Number of processes."""
         return self.layout[0] * self.layout[1]
 
 
@@ -170,7 +170,7 @@ OTHERS: dict[str, Setup] = {
         Setup("DDP, accumulation", wrap=replicated, layout=(2, 1), micro=2, waiting=without_sync),
     )
 }
-"""Combinations, which are no columns of the matrix."""
+"""Combinations of setups that have no column in the matrix."""
 
 
 def net(setup: Setup | None = None, drop: float = 0.0) -> Net:
@@ -180,7 +180,7 @@ def net(setup: Setup | None = None, drop: float = 0.0) -> Net:
 
 
 def build(setup: Setup, drop: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model as it is trained, and its optimizer."""
+    """Return the wrapped model and its optimizer."""
     model = setup.wrap(net(setup, drop))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -193,12 +193,12 @@ def whole_batch(step: int) -> Batch:
 
 
 def share(setup: Setup) -> int:
-    """Return which part of the data this rank reads; ranks that share a layer read the same."""
+    """Return the data shard of this rank; ranks that share a layer read the same shard."""
     return dist.get_rank() // setup.layout[1] if setup.ranks > 1 else 0
 
 
 def microbatches(setup: Setup, step: int, part: int | None = None) -> list[Batch]:
-    """Return what one part of the ranks reads in a step."""
+    """Return the microbatches of one data shard in a step."""
     x, y = whole_batch(step)
     each = ROWS // setup.layout[0] // setup.micro
     begin = (share(setup) if part is None else part) * setup.micro
@@ -209,7 +209,7 @@ def microbatches(setup: Setup, step: int, part: int | None = None) -> list[Batch
 
 
 class Data(Dataset[Batch]):
-    """The microbatches of a training, one after the other; ``pause`` seconds before each."""
+    """Iterate over the microbatches of a run with ``pause`` seconds before each."""
 
     def __init__(self, setup: Setup, steps: int, pause: float = 0.0) -> None:
         self._all = [batch for step in range(steps) for batch in microbatches(setup, step)]
@@ -224,7 +224,7 @@ class Data(Dataset[Batch]):
 
 
 class Sleepy(torch.autograd.Function):
-    """Passes the gradient on, after a while."""
+    """Identity whose backward sleeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -239,7 +239,7 @@ class Sleepy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Pauses:
-    """Seconds that a training sleeps where it loads data, computes its loss, and goes backward.
+    """Seconds of sleep in data loading, loss and backward.
 
     With a step, only its first microbatch sleeps in loss and backward.
     """
@@ -265,7 +265,7 @@ def train(
     overflow_at: int = -1,
     seen: Callable[[str, int, Tensor | None], None] = lambda _moment, _step, _loss: None,
 ) -> None:
-    """Train; ``seen`` is told of ``gradients`` as backward left them and of each ``update``.
+    """Train; call ``observe`` with ``gradients`` after backward and with each ``update``.
 
     ``overflow_at`` is the step whose loss is infinite, which a gradient scaler skips.
     """
@@ -299,7 +299,7 @@ def train(
 
 
 def replicates(setup: Setup, model: nn.Module, step: int) -> list[dict[str, Tensor]]:
-    """Return the gradients of each microbatch of this rank alone, without any reduction."""
+    """Return the unreduced gradients of each microbatch of this rank."""
     out = []
     for x, y in microbatches(setup, step):
         model.zero_grad()
@@ -319,10 +319,10 @@ def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def local(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of what this rank holds of ``tensors``."""
+    """Return copies of the local parts of ``tensors``."""
     return [(t.to_local() if hasattr(t, "to_local") else t).detach().clone() for t in tensors]
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    """Return copies of what this rank holds of a model's state."""
+    """Return copies of the local parts of a model's state."""
     return local([*model.parameters(), *model.buffers()])

@@ -1,4 +1,4 @@
-"""A training that notes its own gradients and updates, and the check that a watch finds the same."""
+"""A training loop that records its own gradients and updates as reference for a watch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES, CLASSES = 32, 80
 
 
 class Net(nn.Module):
-    """Its last weight is large enough that 8-bit optimizers keep its state in 8 bits."""
+    """A net whose last weight is large enough for 8-bit optimizer states."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def norms(tensors: dict[str, Tensor | None]) -> dict[str, float]:
 
 @dataclass
 class Noted:
-    """What a training saw itself: norms of gradients and updates by step and parameter, and its end."""
+    """Reference values: norms of gradients and updates by step and parameter, and final weights."""
 
     gradients: list[dict[str, float]] = field(default_factory=list)
     updates: list[dict[str, float]] = field(default_factory=list)
@@ -77,7 +77,7 @@ def train(
     backward: Backward = backward,
     step: Callable[[], Any] | None = None,
 ) -> Noted:
-    """Train, and note gradients before each step and what it changed."""
+    """Train; record the gradients before each step and its update."""
     noted = Noted()
     torch.manual_seed(3)
     for x, y in batches():
@@ -93,7 +93,7 @@ def train(
 
 
 def watched(run: Callable[[], Noted], path: Path, **settings: Any) -> tuple[Noted, Run]:
-    """Train twice, once watched; assert that the weights and all norms are the same.
+    """Train unwatched and watched; assert equal weights and norms.
 
     Updates are compared where they are measured: a parameter that no optimizer holds has none.
     """
@@ -105,7 +105,7 @@ def watched(run: Callable[[], Noted], path: Path, **settings: Any) -> tuple[Note
 
 
 def check(alone: Noted, noted: Noted, path: Path) -> None:
-    """Assert that a watched training is the unwatched one, and that its run says what it noted."""
+    """Assert that the watched run equals the unwatched one and that its norms equal the reference."""
     assert all(torch.equal(one, other) for one, other in zip(alone.ends, noted.ends, strict=True))
     stored = backlight.open_run(path)
     assert stored.status is RunStatus.FINISHED

@@ -1,4 +1,4 @@
-"""Small runs to write and to break: tables, numbers that can be computed again, and killed processes."""
+"""Fixtures for small runs with reproducible numbers, killed writers and mounted file systems."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def make_table() -> Callable[..., tuple[ParameterRecord, ...]]:
 
 @pytest.fixture
 def record() -> Callable[..., tuple[ParameterRecord, ...]]:
-    """Record ``steps`` steps of gradients and a loss; the numbers follow from the step.
+    """Record ``steps`` steps of gradients and a loss that are functions of the step.
 
-    Given a path instead of a writer, they are a run that is finished.
+    Given a path instead of a writer, write a finished run.
     """
 
     def fill(
@@ -89,7 +89,7 @@ def record() -> Callable[..., tuple[ParameterRecord, ...]]:
 
 @pytest.fixture
 def start_victim(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a process that runs a body of code with a writer at hand, and return it once it prints ready."""
+    """Start a process that runs ``body`` with the preamble above; return it once it prints "ready"."""
     started: list[subprocess.Popen[str]] = []
 
     def start(path: Path, body: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
@@ -115,7 +115,7 @@ def start_victim(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]
 
 @pytest.fixture
 def killed(start_victim: Callable[..., subprocess.Popen[str]]) -> Callable[..., Path]:
-    """Run a body of code in another process, kill it with SIGKILL where it calls ``ready()``."""
+    """Run ``body`` in another process, and kill it with SIGKILL where it calls ``ready()``."""
 
     def kill(path: Path, body: str) -> Path:
         process = start_victim(path, body)
@@ -135,13 +135,13 @@ def digest_of(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def digest() -> Callable[[Path], dict[str, str]]:
-    """Return every name below a folder with a hash of its bytes."""
+    """Return a hash of every file below a directory."""
     return digest_of
 
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mount a small file system in memory, or skip where this process may not."""
+    """Mount a small tmpfs, or skip without the permission."""
     places: list[Path] = []
 
     def mount(options: str) -> Path:
@@ -164,7 +164,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 @pytest.fixture
 def read_only(mounted: Callable[..., Path]) -> Callable[[Path], Path]:
-    """Copy a folder onto a file system that is then made read-only, for root as well."""
+    """Copy a directory to a file system that is then remounted read-only, for root as well."""
 
     def make(path: Path) -> Path:
         place = mounted("size=64m")

@@ -1,4 +1,4 @@
-"""The page on the format names everything that a folder can hold."""
+"""The format page names everything that a run directory can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.autograd.backward`` and ``grad`` under observation take what they take and give what they give."""
+"""Patched ``torch.autograd.backward`` and ``grad`` accept the same arguments and return the same results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backlight.capture.hub import HUB, Listener
 
 
 class Events(Listener):
-    """Keeps the names of what is reported."""
+    """Listener that records the names of the reported events."""
 
     def __init__(self) -> None:
         self.said: list[str] = []

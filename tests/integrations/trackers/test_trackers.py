@@ -1,4 +1,4 @@
-"""Each tracker with its real package: what a training sends is read back by the tracker's own reader."""
+"""Each tracker with its real package: sent data is read back with the tracker's own reader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MONITORS = ("health", "steptime")
 
 
 def train(run: Path, tracker: str, *, poisoned: bool = True) -> list[float]:
-    """Train with the user's own step counting in tens; return the losses."""
+    """Train with a user step that counts in tens; return the losses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -49,7 +49,7 @@ def train(run: Path, tracker: str, *, poisoned: bool = True) -> list[float]:
 
 
 def events(folder: Path) -> Any:
-    # The reader of TensorBoard itself; the older one beside it does not know restarts of tensors.
+    # TensorBoard's own reader; the older event accumulator does not handle tensor restarts.
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder))
@@ -124,7 +124,7 @@ def test_unwritable_tensorboard_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match=r"tracker 'tensorboard' is left out: \w+Error.*file") as told:
         train(tmp_path / "run", f"tensorboard={tmp_path / 'file' / 'below'}")
-    assert told[0].filename == __file__  # the line that watches, though a thread of ours tells it
+    assert told[0].filename == __file__  # the line of the watch call, although a background thread warns
 
 
 # Prometheus
@@ -170,14 +170,14 @@ def test_prometheus_can_be_scraped_during_training(tmp_path: Path) -> None:
             try:
                 text = scrape(port)
             except OSError:
-                continue  # it listens from the first delivery on
+                continue  # the port opens with the first delivery
     told = metrics(text)
     run = ("run", "run")
     assert told["backlight_loss", (run,)] > 0
     assert told["backlight_learning_rate", (("group", "0"), ("optimizer", "0"), run)] == 0.1
     assert told["backlight_phase_seconds", (("phase", "backward"), run)] > 0
     with pytest.raises(OSError, match=r"refused"):
-        scrape(port)  # it goes with the training
+        scrape(port)  # the port closes with the run
 
 
 def test_prometheus_listens_on_loopback_only() -> None:
@@ -226,7 +226,7 @@ def test_prometheus_writes_a_textfile_for_the_collector(tmp_path: Path) -> None:
 
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """W&B that knows neither a user nor a network, and stops its service in the end."""
+    """Run W&B offline without a user, and stop its service afterwards."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONSOLE", "off")
@@ -243,7 +243,7 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.rglob("*.wandb")
-    for _ in range(200):  # W&B writes the file when finish() has returned already
+    for _ in range(200):  # W&B writes the file after finish() has returned
         records = list(map(Record.FromString, leveldb_records(path.read_bytes())))
         if records and records[-1].HasField("exit"):
             break
@@ -283,7 +283,7 @@ def leveldb_records(data: bytes) -> Iterator[bytes]:
 @pytest.mark.full
 def test_wandb_creates_its_own_run(tmp_path: Path, offline: Any) -> None:
     losses = train(tmp_path / "run", "wandb=somewhere")
-    assert offline.run is None  # what the script opens itself is its own
+    assert offline.run is None  # the script's own run stays its own
     *rows, summary = recorded(tmp_path / "run" / "export")
     assert [row["backlight/step"] for row in rows] == [10 * i for i in range(STEPS)]
     np.testing.assert_allclose([row["backlight/loss"] for row in rows], losses)
@@ -313,7 +313,7 @@ def test_wandb_replaces_findings_per_watch() -> None:
         fix="",
         refuted_if="",
     )
-    for _ in range(2):  # while it runs, and at the end
+    for _ in range(2):  # during the run, and at its end
         sink.findings([finding], 3)
     assert theirs.summary == {"backlight/findings/spike": "warning: of before\nwarning: a spike"}
     assert theirs.tags == ("backlight/spike",)
@@ -364,7 +364,7 @@ def test_wandb_does_not_wait_for_an_unreachable_server(
     monkeypatch.setattr(ours, "PATIENCE", 2.0)
     with pytest.warns(
         RuntimeWarning, match="'wandb' is left out: CommError: "
-    ):  # not: at the end of the patience
+    ):  # did not wait for the timeout
         train(tmp_path / "run", "wandb")
     assert open_run(tmp_path / "run").status.value == "finished"
 
@@ -387,7 +387,7 @@ def test_wandb_honours_the_timeout_of_the_user(tmp_path: Path, monkeypatch: pyte
 # MLflow
 
 QUIET = pytest.mark.filterwarnings(
-    # MLflow 3.17 with SQLAlchemy 2.1: its own models use what that release is about to drop.
+    # MLflow 3.17 uses features that SQLAlchemy 2.1 deprecates.
     "ignore:The ``noload`` loader strategy is deprecated",
     "ignore::DeprecationWarning:mlflow",
     "ignore::FutureWarning:mlflow",
@@ -448,10 +448,10 @@ def test_unreachable_mlflow_server_is_reported_quickly(
     train(tmp_path / "run", f"prometheus={tmp_path / 'run.prom'}")
     monkeypatch.setattr(ours, "ATTEMPTS", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "7")
-    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")  # set by us: gone again after the test
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")  # set here: removed after the test
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"  # taken, and nobody listens
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"  # bound, but no server listens
         with pytest.raises(TrackerError, match=f"'mlflow={address}' failed: MlflowException: API request"):
             send(open_run(tmp_path / "run"), f"mlflow={address}")
     assert mlflow.environment_variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES.get() == 1

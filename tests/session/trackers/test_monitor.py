@@ -1,4 +1,4 @@
-"""Trackers and the training: what they get, and that nothing they do reaches it."""
+"""Trackers: the data they receive, and isolation of the training from their errors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from backlight.session.trackers.replay import points_of, send
 from backlight.store.read.run import open_run
 
 MONITORS = ("health", "steptime")
-"""Without the watchdog of stalls, which is a process and says nothing of trackers."""
+"""Without stalls, whose watchdog process is irrelevant to trackers."""
 
 Opening = Callable[[str, Tracked, Any], Any]
 
 
 @dataclass
 class Kept:
-    """A sink that keeps what it gets."""
+    """A tracker sink that stores what it receives."""
 
     points: list[Point] = field(default_factory=list)
     found: list[Finding] = field(default_factory=list)
@@ -207,7 +207,7 @@ def test_failed_live_evaluation_leaves_the_training_unchanged(
 
 
 class Raises(Kept):
-    """A sink that raises where it is told to."""
+    """A tracker sink that raises in one method."""
 
     def __init__(self, where: str, error: BaseException) -> None:
         super().__init__()

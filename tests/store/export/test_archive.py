@@ -1,4 +1,4 @@
-"""An archive is written whole or not at all, and a name that will not do is refused beforehand."""
+"""Archives are written atomically, and invalid names are rejected beforehand."""
 
 from __future__ import annotations
 

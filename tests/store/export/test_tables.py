@@ -1,4 +1,4 @@
-"""A run as tables, and as frames of pandas and polars: null is not measured, NaN is NaN."""
+"""A run as tables, pandas and polars frames: null is unmeasured, NaN is NaN."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTILE = "a\udcff;'\"\n<b>"
 
 
 def write(path: Path, attempts: int = 1) -> Run:
-    """Write steps 0, 1, 2 of two parameters: the second is measured at step 1 only, and is NaN there."""
+    """Write steps 0 to 2 of two parameters; the second is measured at step 1 only, as NaN."""
     records = (
         ParameterRecord("first", (2, 2), "float32", "cpu", 4, group="0/0"),
         ParameterRecord(HOSTILE, (3,), "float32", "cpu", 3, aliases=("tied",)),

@@ -1,4 +1,4 @@
-"""Spectra in a long table: one row per step, layer and direction, and nothing where nothing was measured."""
+"""Spectra in a long table: one row per step, layer and direction; unmeasured values are empty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compressed arrays: exact, smaller, read only through filters that every build has."""
+"""Compressed arrays: exact, smaller, and limited to the filters of every HDF5 build."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ready()
 
 
 def content(run: Run) -> dict[str, object]:
-    """Return everything that a run holds, except the status of its attempts."""
+    """Return the content of a run without the status of its attempts."""
     return {
         "norm": run.frame("gradient", "norm").values.tolist(),
         "steps": run.series_steps("gradient").tolist(),
@@ -77,11 +77,11 @@ def test_compaction_is_idempotent(tmp_path: Path, killed: Callable[..., Path], d
 
 
 class Interrupt(BaseException):
-    """Stands for a kill: nothing catches it."""
+    """A simulated kill that no handler catches."""
 
 
 def compact_up_to(path: Path, point: int, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Compact until the change of a name number ``point``; tell whether it came to an end before."""
+    """Compact until rename or unlink number ``point``; return whether compaction finished before it."""
     left = [point]
     unlink, replace = Path.unlink, Path.replace
 
@@ -121,7 +121,7 @@ def test_interrupted_compaction_keeps_all_data(
         assert content(open_run(path)) == before
         if finished:
             break
-    # At least a database, a piece, the two pieces that it replaces, and the manifest.
+    # At least a database, a piece, the two pieces it replaces, and the manifest.
     assert point >= 5
 
 
@@ -131,7 +131,7 @@ def test_live_run_is_not_compacted(
     path = tmp_path / "run"
     start_victim(path, "writer = RunWriter.create(path); record(writer, 3); writer.flush(); ready()")
     before = digest(path)
-    # A reader of a living run takes its place in the shared memory, and only there.
+    # A reader of a live run writes to the shared memory file only.
     before.pop("attempt-000/rank-00000.db-shm")
     with pytest.raises(RunExistsError, match=r"rank 0 of attempt 0 \(process \d+ on .*\) is still writing"):
         compact(path)

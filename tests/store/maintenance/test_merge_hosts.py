@@ -1,4 +1,4 @@
-"""Ranks that do not see the run of rank 0, jobs that start again, and ranks that differ or are missing."""
+"""Ranks without access to the run of rank 0, restarted jobs, and missing or different ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Digest = Callable[[Path], dict[str, str]]
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Go over to another host."""
+    """Change the host name of this process."""
     return lambda name: monkeypatch.setattr(socket, "gethostname", lambda: name)
 
 
 def two_hosts(
     tmp_path: Path, host: Callable[[str], None], record: Record, launch: str = "job+0"
 ) -> list[Path]:
-    """Record four ranks of one launch: 0 and 1 on node0, 2 and 3 on node1, in folders of their own."""
+    """Record four ranks of one launch: 0 and 1 on node0, 2 and 3 on node1, in separate directories."""
     paths = []
     for name, ranks in (("node0", (0, 1)), ("node1", (2, 3))):
         host(name)
@@ -140,7 +140,7 @@ def test_restarted_job_takes_over_from_an_unreachable_host(
     tmp_path: Path, killed: Callable[..., Path], host: Callable[[str], None]
 ) -> None:
     path = killed(tmp_path / "run", "RunWriter.create(path, run_id='slurm-7+0'); ready()")
-    host("elsewhere")  # whether its process lives is not observable from there
+    host("elsewhere")  # its process is not observable from there
     assert open_run(path).status is RunStatus.RUNNING
     with pytest.raises(RunExistsError, match="is still being written"):
         RunWriter.create(path, run_id="slurm-8+0")

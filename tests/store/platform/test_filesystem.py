@@ -1,4 +1,4 @@
-"""Types of file systems, and the lock on network storage: a file that only one process can create."""
+"""File system types, and the lock on network storage: a file that only one process can create."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_unknown_file_system_counts_as_local(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every folder is network storage, where the kernel's locks have no effect."""
+    """Make every directory network storage without kernel locks."""
     monkeypatch.setattr(filesystem, "on_network", lambda _: True)
     monkeypatch.setattr(filesystem.fcntl, "flock", lambda *_: None)
 

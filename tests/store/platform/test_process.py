@@ -69,7 +69,7 @@ def test_zombie_is_not_alive() -> None:
     try:
         assert os.read(read, 1) == b""
         zombie = dataclasses.replace(ME, pid=child)
-        # The pipe closes a moment before the process is a zombie.
+        # The pipe closes shortly before the process is a zombie.
         for _ in range(1000):
             if zombie.alive() is False:
                 break

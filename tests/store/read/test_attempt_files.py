@@ -1,4 +1,4 @@
-"""Files of an attempt: waiting until all ranks have closed theirs."""
+"""Files of an attempt: wait until every rank has closed its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that are damaged, truncated, foreign or malicious: a clear error or a stated loss, nothing else."""
+"""Damaged, truncated, foreign and malicious directories: a clear error or a reported loss."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def database(path: Path) -> Path:
 
 
 def change(path: Path, *statements: str | tuple[str, tuple[Any, ...]]) -> None:
-    """Run statements on the database of the run at ``path``."""
+    """Execute statements in the database of the run at ``path``."""
     with contextlib.closing(sqlite3.connect(database(path))) as connection, connection:
         for statement in statements:
             connection.execute(*([statement] if isinstance(statement, str) else statement))
@@ -139,7 +139,7 @@ def test_unreadable_attempt_does_not_hide_the_other(run_path: Path, record: Reco
 
 
 def check_what_is_given(run: Run, numbers: Callable[..., np.ndarray]) -> int:
-    """Every number that is given must be right; return how many steps there are."""
+    """Check every returned number; return the number of steps."""
     frame = run.frame("gradient", "norm")
     for row, step in enumerate(frame.steps.tolist()):
         assert np.array_equal(frame.values[row], numbers(step)[:, 0])

@@ -1,4 +1,4 @@
-"""Incremental readings of a growing run equal whole readings and decode only new rows."""
+"""Incremental reads of a growing run equal full reads and decode only new rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_incremental_read_equals_full_read_at_every_length(tmp_path: Path) -> No
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each decoding of a test took."""
+    """Record the number of rows of each decode call."""
     decoded: list[int] = []
     whole = RankFile.block
 
@@ -106,7 +106,7 @@ def test_older_snapshot_is_served_from_the_cache(tmp_path: Path, decoded: list[i
     follow = open_growing()
     run.steps(20)
     early, whole = follow(run.path), open_run(run.path)
-    same(early, whole)  # read before the run goes on
+    same(early, whole)  # read before the run grows
     run.steps(100, broken=1)
     newest = follow(run.path)
     same(newest, open_run(run.path))
@@ -121,7 +121,7 @@ def test_older_snapshot_is_served_from_the_cache(tmp_path: Path, decoded: list[i
 
 def test_replaced_run_is_decoded_again(tmp_path: Path) -> None:
     follow = open_growing()
-    # A shorter one, and a longer one: 15 steps of it are as many as the other had.
+    # A shorter run, and a longer one whose first 15 steps equal the other's length.
     for amount in (60, 15, 40):
         run = Growing(tmp_path / "run", Plan(steps=amount, blocks=1))
         run.steps(7, broken=amount % 4)
@@ -140,7 +140,7 @@ def test_attempts_and_rewritten_steps_equal_a_full_read(tmp_path: Path) -> None:
     run.steps(30)
     follow = open_growing()
     follow(run.path).frame("gradient", "rms")
-    run.done = 20  # a loop that went back
+    run.done = 20  # a loop that rewound
     run.steps(25)
     same(follow(run.path), open_run(run.path))
     run.close()
@@ -157,7 +157,7 @@ def test_joined_ranks_equal_a_full_read(tmp_path: Path, sharded: bool) -> None:
     ranks = several(path, sharded=sharded)
     follow = open_growing()
     measured = []
-    # Level, one ahead, one that does not go on, one that catches up, nothing new, a loop that went back.
+    # Equal, one ahead, one stalled, one catching up, nothing new, a loop that rewound.
     for first, second, back in (
         (10, 10, 0),
         (9, 4, 0),
@@ -188,7 +188,7 @@ def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, decoded: list[int]) 
         newest.frame("gradient", "rms")
         assert len(newest.scalar("total_norm").steps) == ranks[0].done
         newest.frame("gradient", "rms")
-    assert decoded == [200, 200, 200, 200, 3, 3, 3, 3]  # rms needs two columns, the total one of them
+    assert decoded == [200, 200, 200, 200, 3, 3, 3, 3]  # rms needs two columns
     for rank in ranks:
         rank.close()
 
@@ -226,7 +226,7 @@ def test_older_snapshot_of_ranks_does_not_change(tmp_path: Path) -> None:
         for rank in ranks:
             rank.steps(7)
         readings.append((follow(path), open_run(path)))
-        same(readings[-1][1], readings[-1][1])  # read before the run goes on
+        same(readings[-1][1], readings[-1][1])  # read before the run grows
         follow(path).frame("gradient", "rms")
     for mine, whole in reversed(readings):
         same(mine, whole)

@@ -107,7 +107,7 @@ def test_joined_shards_and_replicas_equal_one_process(
     for column in COLUMNS:
         got, expected = run.frame("gradient", column), whole.frame("gradient", column)
         assert got.measured.all()
-        # Shards add up in another order.
+        # Shards are summed in another order.
         np.testing.assert_allclose(got.values, expected.values, rtol=1e-12, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Ranks whose columns together do not fit into memory are joined a few steps after the other."""
+"""Ranks whose columns exceed the memory limit are joined in windows of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = ("norm", "max_abs", "nan", "rms", "measured")
 
 
 def record(path: Path, ranks: int, steps: dict[int, range], launch: str) -> None:
-    """Record ranks that hold a row each of one parameter, at the steps of each, the last one twice."""
+    """Record ranks with one row each of a parameter at their given steps, the last step twice."""
     writers = [RunWriter.create(path, rank=r, world_size=ranks, run_id=launch) for r in range(ranks)]
     for rank, writer in enumerate(writers):
         place = Placement(Layout.SHARD, (ranks, 4), (1, 4), (rank, 0))

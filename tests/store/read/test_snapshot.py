@@ -1,4 +1,4 @@
-"""Connections of a reader: one to a complete file, none kept to a live one, none immutable next to a log."""
+"""Reader connections: one to a complete file, none kept to a live file, none immutable with a log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATABASE = Path("attempt-000") / "rank-00000.db"
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the URIs of all connections that readers open."""
+    """Record the URIs of all connections that readers open."""
     uris: list[str] = []
     connect = snapshot._connect
 

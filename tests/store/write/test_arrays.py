@@ -227,7 +227,7 @@ def test_one_array_is_found_without_opening_the_others(
     writer = RunWriter.create(tmp_path / "run")
     for name in range(20):
         writer.array(f"layer/{name}", 0, [float(name)])
-        writer.array(f"layer/{name}", 1, [[float(name)]])  # another shape, and so another group
+        writer.array(f"layer/{name}", 1, [[float(name)]])  # another shape and therefore another group
     writer.flush()
     opened: list[str] = []
     original = hdf5_pieces._info
@@ -246,7 +246,7 @@ def test_one_array_is_found_without_opening_the_others(
     opened.clear()
     assert run.array_info("layer/7").unit == "1"
     assert len(opened) == 2
-    # What comes later, in pieces that replace these, is found as well.
+    # Later arrays, in pieces that replace these, are found as well.
     writer.array("layer/7", 2, [9.0])
     writer.array("late", 2, [1.0])
     writer.close()

@@ -56,13 +56,13 @@ def test_run_of_any_length_fits_the_limit(tmp_path: Path, record: Record) -> Non
     assert np.diff(steps).max() >= 16
     assert len(run.scalar("loss").steps) == 30_001
     strides = [e.payload["stride"] for e in run.events("disk_limit")]
-    # 0 means that series have stopped, because scalars took the rest.
+    # 0 means that series have stopped because scalars used the rest.
     assert [s for s in strides if s] == sorted(s for s in strides if s)
     assert strides[0] == 4
     assert len(messages) == 1
     assert "of 2000000 bytes used" in messages[0]
     assert "every 4th recorded step" in messages[0]
-    # Scalars, which always go on, are 30,000 times 21 bytes of it.
+    # Scalars are never dropped and take 30,000 times 21 bytes of it.
     assert size < limit * 1.05
 
 

@@ -1,4 +1,4 @@
-"""A disk that fails during training: nothing is raised, one message is shown, and the loss is recorded."""
+"""Disk failures during training: no exception, one message, and a recorded loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Record = Callable[..., tuple[ParameterRecord, ...]]
 
 
 def go_on(writer: RunWriter, record: Record, start: int) -> None:
-    """Use every method that a training calls; none may raise."""
+    """Call every method that a watch calls; none may raise."""
     record(writer, 3, start=start)
     writer.event(start, "mark", {})
     writer.fingerprint(Fingerprint(script="late"))

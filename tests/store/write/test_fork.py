@@ -1,4 +1,4 @@
-"""Children of a training: they inherit a writer and must not touch what it writes."""
+"""Forked children of a training process inherit a writer and must not write with it."""
 
 from __future__ import annotations
 

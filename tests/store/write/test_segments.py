@@ -1,4 +1,4 @@
-"""Runs on network storage, where no database may be open: forced by telling the store that it is there."""
+"""Runs on (simulated) network storage, where no database may be open."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ready()
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Make every folder a network folder, and return where the local files go."""
+    """Make every directory network storage; return the directory of the local files."""
     local = tmp_path / "local"
     local.mkdir()
     monkeypatch.setattr(filesystem, "on_network", lambda _: True)
@@ -118,7 +118,7 @@ def test_compaction_merges_the_segments(
     shutil.copyfile(kept, tmp_path / "copy.db")
     compact(path)
     assert names(path / "attempt-000") == ["rank-00000.000000-000003.db", "rank-00000.json"]
-    # As if the compaction had been killed before it removed the last narrow file.
+    # As if compaction had been killed before it removed the last segment.
     shutil.copyfile(tmp_path / "copy.db", kept)
     run = open_run(path)
     assert run.frame("gradient", "norm").steps.tolist() == list(range(30))

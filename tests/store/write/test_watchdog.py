@@ -1,4 +1,4 @@
-"""What the watchdog writes, and that a reader joins it with what the ranks wrote."""
+"""Files of the watchdog, and their join with the files of the ranks."""
 
 from __future__ import annotations
 
