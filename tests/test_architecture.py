@@ -126,7 +126,7 @@ def test_devices_and_launcher_variables_have_one_owner(
         for path in SOURCE.rglob("*.py")
         for line in uses(ast.parse(path.read_text(encoding="utf-8")))
     }
-    assert {place for place in found if not place.startswith(f"{owner}:")} == set()
+    assert {use for use in found if not use.startswith(f"{owner}:")} == set()
     assert found
 
 

@@ -38,7 +38,7 @@ def test_launcher_variables_give_rank_and_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "variables",
     [
         {"RANK": "x", "WORLD_SIZE": "2"},
         {"RANK": "2", "WORLD_SIZE": "2"},
@@ -53,23 +53,31 @@ def test_launcher_variables_give_rank_and_size() -> None:
         {"RANK": "٣", "WORLD_SIZE": "8"},
     ],
 )
-def test_invalid_variables_mean_one_process(given: dict[str, str]) -> None:
-    found = world(given)
+def test_invalid_variables_mean_one_process(variables: dict[str, str]) -> None:
+    found = world(variables)
     assert (found.rank, found.size) == (0, 1)
     assert "expected whole numbers with 0 <= RANK < WORLD_SIZE" in found.problem
 
 
-@pytest.mark.parametrize(("given", "expected"), [("2", 2), ("0", 0), ("", None), ("abc", None), ("-1", None)])
+@pytest.mark.parametrize(
+    ("variables", "expected"), [("2", 2), ("0", 0), ("", None), ("abc", None), ("-1", None)]
+)
 def test_invalid_slurm_restart_count_is_none(
-    given: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+    variables: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", given)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", variables)
     assert slurm_restarts() == expected
 
 
 def test_restart_belongs_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}
-    for name, value in given.items():
+    variables = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "9",
+    }
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     found = []
     for restart in ("0", "1"):
@@ -100,12 +108,12 @@ def test_watch_with_invalid_variables_warns_once_and_trains(
     monkeypatch.setenv("LOCAL_RANK", "first")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "-")
     assert rank_and_size() == (0, 1)
-    path, said, weight = train(tmp_path / "run")
+    path, messages, weight = train(tmp_path / "run")
     assert path == tmp_path / "run"
     assert [
-        text for text in said if "RANK='seven', WORLD_SIZE='2'" in text and "watched alone" in text
-    ] == said
-    assert len(said) == 1
+        text for text in messages if "RANK='seven', WORLD_SIZE='2'" in text and "watched alone" in text
+    ] == messages
+    assert len(messages) == 1
     run = backlight.open_run(path)
     assert (run.attempts[0].world_size, run.losses) == (1, ())
     assert next(e.payload["what"] for e in run.events("unmeasured")) == "other ranks"
@@ -115,14 +123,14 @@ def test_watch_with_invalid_variables_warns_once_and_trains(
     assert fingerprint.world_size == 1
     # Another such process uses the directory, so this one gets a new directory next to it.
     living = RunWriter.create(tmp_path / "taken")
-    path, said, _ = train(tmp_path / "taken")
+    path, messages, _ = train(tmp_path / "taken")
     living.close()
     assert path.name.startswith("taken.process-")
-    assert f"watched alone in {path}" in said[0]
+    assert f"watched alone in {path}" in messages[0]
     assert torch.equal(weight, plain)
 
 
-def test_rank_document_holds_launcher_variables(tmp_path: Path) -> None:
+def test_rank_document_holds_the_options(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=2, monitors=("health",)):
@@ -133,21 +141,21 @@ def test_rank_document_holds_launcher_variables(tmp_path: Path) -> None:
 
 
 def test_doctor_reports_cluster_support(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def found(what: str) -> tuple[str, str]:
+    def find(what: str) -> tuple[str, str]:
         (check,) = [check for check in examine() if check.what == what]
         return check.state, check.meaning
 
     monkeypatch.setenv("PATH", str(tmp_path))
-    state, meaning = found("Slurm")
+    state, meaning = find("Slurm")
     assert state == "limited"
     assert "--slurm-script" in meaning
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
     pytest.importorskip("submitit")
-    assert found("Slurm") == ("ok", "backlight run --slurm nodes=2 submits a job")
-    assert found("ranks")[0] == "ok"
+    assert find("Slurm") == ("ok", "backlight run --slurm nodes=2 submits a job")
+    assert find("ranks")[0] == "ok"
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "x")
-    state, meaning = found("ranks")
+    state, meaning = find("ranks")
     assert state == "limited"
     assert "WORLD_SIZE='x'" in meaning

@@ -63,16 +63,16 @@ def run(installed: Path, name: str, rate: float) -> Path:
 
 @pytest.mark.full
 def test_extension_finds_the_fault_and_not_the_control(installed: Path) -> None:
-    sick, healthy = run(installed, "sick", 0.55), run(installed, "control", 0.01)
-    (finding,) = json.loads(backlight(installed, "findings", sick, "--json"))
+    faulty, control = run(installed, "faulty", 0.55), run(installed, "control", 0.01)
+    (finding,) = json.loads(backlight(installed, "findings", faulty, "--json"))
     assert finding["rule"] == "oscillating"
     assert finding["evidence"][0]["value"] > 0.9
-    assert json.loads(backlight(installed, "findings", healthy, "--json")) == []
-    lines = [json.loads(line) for line in (sick / "export" / "lines.jsonl").read_text().splitlines()]
+    assert json.loads(backlight(installed, "findings", control, "--json")) == []
+    lines = [json.loads(line) for line in (faulty / "export" / "lines.jsonl").read_text().splitlines()]
     assert lines[29]["oscillation/flipped"] > 0.9
     assert lines[-1]["finding"] == "oscillating"
-    backlight(installed, "report", sick, "--out", installed / "sick.html")
-    assert "Gradients that change their sign" in (installed / "sick.html").read_text()
+    backlight(installed, "report", faulty, "--out", installed / "faulty.html")
+    assert "Gradients that change their sign" in (installed / "faulty.html").read_text()
 
 
 @pytest.mark.full

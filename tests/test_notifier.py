@@ -14,20 +14,20 @@ from backlight.notifier import Notifier
 
 @pytest.mark.parametrize(("filters", "shown"), [("default", 1), ("always", 3)])
 def test_warning_filters_apply_to_repeated_runs(filters: str, shown: int, tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(filters)  # type: ignore[arg-type]  # one of those that there are
         for _ in range(3):
             Notifier(tmp_path).warn("ranks", "the environment makes no sense")
-    assert [warning.filename for warning in told] == [__file__] * shown
+    assert [warning.filename for warning in caught] == [__file__] * shown
 
 
 def test_background_warning_names_the_watch_call(tmp_path: Path) -> None:
     notifier = Notifier(tmp_path)
     thread = threading.Thread(target=notifier.warn, args=("disk", "it is full"))
-    with pytest.warns(RuntimeWarning, match="backlight: it is full") as told:
+    with pytest.warns(RuntimeWarning, match="backlight: it is full") as caught:
         thread.start()
         thread.join()
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("package", ["other", "backlight_extras"])

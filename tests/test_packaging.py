@@ -38,14 +38,14 @@ def environment(folder: Path, wheel: Path, *, torch: bool) -> Path:
     subprocess.run(
         [*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True
     )
-    ours = Path(sysconfig.get_path("purelib"))
-    theirs = next((folder / "lib").glob("python*")) / "site-packages"
-    for item in ours.iterdir():
-        if item.name.startswith(("backlight", "_backlight", "__editable__")) or (theirs / item.name).exists():
+    installed = Path(sysconfig.get_path("purelib"))
+    target = next((folder / "lib").glob("python*")) / "site-packages"
+    for item in installed.iterdir():
+        if item.name.startswith(("backlight", "_backlight", "__editable__")) or (target / item.name).exists():
             continue
         name = item.name.split("-")[0].lower()
         if torch or item.name in READER or name in READER:
-            (theirs / item.name).symlink_to(item)
+            (target / item.name).symlink_to(item)
     return python
 
 

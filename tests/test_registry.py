@@ -57,33 +57,33 @@ def plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plug:
     return install
 
 
-def told(of: Registry[Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as said:
+def plug_in_warnings(of: Registry[Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         list(of)
-    assert all(w.category is PlugInWarning for w in said)
-    return [str(w.message) for w in said]
+    assert all(w.category is PlugInWarning for w in caught)
+    return [str(w.message) for w in caught]
 
 
 def test_plug_in_module_registers_with_its_distribution(plug: Plug) -> None:
     found = plug("REGISTRY.add('silent', made('silent')); REGISTRY.add('loud', made('loud'))")
-    assert told(found) == []
+    assert plug_in_warnings(found) == []
     assert list(found) == ["loud", "silent"]
     (plug_in,) = found.plug_ins()
     assert (plug_in.kind, plug_in.name, plug_in.version) == ("rule", "plug0", "1.0")
     assert set(plug_in.entries) == {"silent", "loud"}
     assert found.origin("silent") is plug_in
-    assert found.origin("nobody's") is None
+    assert found.origin("unknown") is None
 
 
 def test_entry_point_may_name_the_entry_itself(plug: Plug) -> None:
     found = plug("it = made('silent')", value=":it")
-    assert told(found) == []
+    assert plug_in_warnings(found) == []
     assert list(found) == ["silent"]
 
 
 @pytest.mark.parametrize(
-    ("source", "value", "said"),
+    ("source", "value", "message"),
     [
         ("raise OSError('no disk')", "", "OSError: no disk"),
         ("raise SystemExit(4)", "", "SystemExit: 4"),
@@ -101,23 +101,25 @@ def test_entry_point_may_name_the_entry_itself(plug: Plug) -> None:
         ("Rule('x', 'health', 1, 'no function')", "", "TypeError: rule 'x': evaluate must be callable"),
     ],
 )
-def test_unusable_plug_in_warns_once_and_is_skipped(plug: Plug, source: str, value: str, said: str) -> None:
+def test_unusable_plug_in_warns_once_and_is_skipped(
+    plug: Plug, source: str, value: str, message: str
+) -> None:
     found = plug(source, value=value)
-    (warning,) = told(found)
+    (warning,) = plug_in_warnings(found)
     assert "rule plug-in 'plug0'" in warning
     assert " 1.0 could not be loaded and is left out: " in warning
-    assert said in warning
+    assert message in warning
     assert list(found) == []
-    assert told(found) == []
+    assert plug_in_warnings(found) == []
     (plug_in,) = found.plug_ins()
-    assert said in plug_in.problem
+    assert message in plug_in.problem
     assert plug_in.entries == ()
 
 
 def test_duplicate_name_skips_the_whole_second_plug_in(plug: Plug) -> None:
     first = "REGISTRY.add('same', made('same'))"
     found = plug(first, "REGISTRY.add('other', made('other'))\n" + first)
-    (warning,) = told(found)
+    (warning,) = plug_in_warnings(found)
     assert "'plug1'" in warning
     assert "DuplicateNameError: rule 'same' is registered twice" in warning
     assert list(found) == ["same"]
@@ -144,13 +146,13 @@ def test_warnings_as_errors_do_not_end_loading(plug: Plug, capfd: pytest.Capture
 
 
 @pytest.fixture
-def foreign(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Registry[Any], Any], None]]:
+def add_third_party(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Registry[Any], Any], None]]:
     added = []
 
     def add(to: Registry[Any], entry: Any) -> None:
         to.add(entry.name, entry)
         added.append((to, entry.name))
-        own = PlugIn(to.kind, "strange", "strange", "strangers", "1.2", (entry.name,))
+        own = PlugIn(to.kind, "acme", "acme", "acme-tools", "1.2", (entry.name,))
         monkeypatch.setattr(to, "_plug_ins", [own])
 
     yield add
@@ -189,8 +191,10 @@ def train(path: Path) -> nn.Module:
     return model
 
 
-def test_scalars_of_a_third_party_monitor_are_stored(tmp_path: Path, foreign: Callable[..., None]) -> None:
-    foreign(MONITORS, third_party({"one": 1.5, "loss": torch.tensor([2.5])}))
+def test_scalars_of_a_third_party_monitor_are_stored(
+    tmp_path: Path, add_third_party: Callable[..., None]
+) -> None:
+    add_third_party(MONITORS, third_party({"one": 1.5, "loss": torch.tensor([2.5])}))
     train(tmp_path / "run")
     run = open_run(tmp_path / "run")
     assert run.scalar("zebra/one").values.tolist() == [1.5] * 4
@@ -210,11 +214,11 @@ def test_scalars_of_a_third_party_monitor_are_stored(tmp_path: Path, foreign: Ca
     ids=["raises", "tensor", "text", "number"],
 )
 def test_failing_third_party_monitor_is_disabled(
-    tmp_path: Path, foreign: Callable[..., None], result: Any, error: str
+    tmp_path: Path, add_third_party: Callable[..., None], result: Any, error: str
 ) -> None:
     alone = train(tmp_path / "alone")
     monitor = third_party(result)
-    foreign(MONITORS, monitor)
+    add_third_party(MONITORS, monitor)
     with pytest.warns(RuntimeWarning, match=f"not measured: zebra from here on, after {error}") as warned:
         model = train(tmp_path / "run")
     assert len(warned) == 1
@@ -229,12 +233,12 @@ def test_failing_third_party_monitor_is_disabled(
 
 @pytest.mark.parametrize("hook", ["attach", "wants_step", "on_gradients_ready", "on_step_stored", "on_flush"])
 def test_error_in_any_hook_disables_that_monitor_only(
-    tmp_path: Path, foreign: Callable[..., None], hook: str
+    tmp_path: Path, add_third_party: Callable[..., None], hook: str
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("not here")
 
-    foreign(MONITORS, third_party({}, **{hook: broken}))
+    add_third_party(MONITORS, third_party({}, **{hook: broken}))
     with pytest.warns(RuntimeWarning, match="zebra from here on, after RuntimeError: not here") as warned:
         train(tmp_path / "run")
     assert len(warned) == 1
@@ -242,12 +246,12 @@ def test_error_in_any_hook_disables_that_monitor_only(
 
 
 def test_third_party_monitor_that_cannot_be_built_is_skipped(
-    tmp_path: Path, foreign: Callable[..., None]
+    tmp_path: Path, add_third_party: Callable[..., None]
 ) -> None:
     def broken(_settings: Any) -> None:
         raise RuntimeError("not here")
 
-    foreign(MONITORS, third_party({}, from_settings=staticmethod(broken)))
+    add_third_party(MONITORS, third_party({}, from_settings=staticmethod(broken)))
     with pytest.warns(PlugInWarning, match="the monitor 'zebra' is left out: RuntimeError: not here"):
         train(tmp_path / "unmade")
     assert len(open_run(tmp_path / "unmade").frame("gradient", "norm").steps) == 4
@@ -260,20 +264,20 @@ def write(path: Path) -> None:
 
 
 def test_raising_plug_in_rule_is_reported_with_its_distribution(
-    tmp_path: Path, foreign: Callable[..., None]
+    tmp_path: Path, add_third_party: Callable[..., None]
 ) -> None:
     def broken(*_: Any) -> Iterator[Any]:
         raise ZeroDivisionError("rule")
 
     write(tmp_path / "run")
-    foreign(RULES, Rule("zebra", "health", 1, broken))
-    with pytest.warns(RuleFailedWarning, match=r"rule 'zebra' .* which strangers 1\.2 adds, failed"):
+    add_third_party(RULES, Rule("zebra", "health", 1, broken))
+    with pytest.warns(RuleFailedWarning, match=r"rule 'zebra' .* which acme-tools 1\.2 adds, failed"):
         evaluate_rules(open_run(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("shown", [ZeroDivisionError("\x1b[31mpanel"), "a text"], ids=["raises", "text"])
 def test_failing_plug_in_panel_is_replaced_by_a_reason(
-    tmp_path: Path, foreign: Callable[..., None], shown: Any
+    tmp_path: Path, add_third_party: Callable[..., None], shown: Any
 ) -> None:
     def render(_source: Source) -> Any:
         if isinstance(shown, Exception):
@@ -281,12 +285,12 @@ def test_failing_plug_in_panel_is_replaced_by_a_reason(
         return shown
 
     write(tmp_path / "run")
-    foreign(PANELS, Panel("zebra", "Stripes", 1, (), render, monitor="health"))
-    said = r"Panel 'zebra' could not be drawn: the plug-in 'strange' of strangers 1\.2 failed"
-    with pytest.warns(PanelWarning, match=said) as told:
+    add_third_party(PANELS, Panel("zebra", "Stripes", 1, (), render, monitor="health"))
+    message = r"Panel 'zebra' could not be drawn: the plug-in 'acme' of acme-tools 1\.2 failed"
+    with pytest.warns(PanelWarning, match=message) as caught:
         panels = {panel.name: result for panel, result in rendered(Source(open_run(tmp_path / "run")))}
-    assert "\x1b" not in str(told[0].message)  # it is printed to a terminal
+    assert "\x1b" not in str(caught[0].message)  # it is printed to a terminal
     gap = panels.pop("zebra")
     assert isinstance(gap, Failed)
-    assert "the plug-in 'strange' of strangers 1.2 failed: " in gap.reason
+    assert "the plug-in 'acme' of acme-tools 1.2 failed: " in gap.reason
     assert any(isinstance(result, Drawn) for result in panels.values())

@@ -63,8 +63,8 @@ def test_each_forward_is_tracked_once(tmp_path: Path, monitors: tuple[str, ...],
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
     plain, _ = train(None, ())
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    for watched, unwatched in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(watched, unwatched)
     if "steptime" in monitors:
         run = backlight.open_run(tmp_path / "run")
         assert len(run.scalar("phase/forward").steps) == 3
@@ -82,9 +82,9 @@ def test_process_is_searched_once_for_many_optimizers(
     searches: list[int] = []
     real = SeenModules.scan
 
-    def scan(seen: SeenModules) -> None:
+    def scan(modules: SeenModules) -> None:
         searches.append(1)
-        real(seen)
+        real(modules)
 
     monkeypatch.setattr(SeenModules, "scan", scan)
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(9)]  # in no module, so each would start a search
@@ -105,13 +105,13 @@ def test_internal_forward_error_does_not_reach_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_self: object) -> None:
-        raise RuntimeError("broken board")
+        raise RuntimeError("broken heartbeat")
 
     monkeypatch.setattr("backlight.monitors.stalls.instrument.heartbeat.Heartbeat.forward_begin", broken)
     model, hooks = train(tmp_path / "run", ("stalls", "steptime"))
     assert len(hooks) == 3
     run = backlight.open_run(tmp_path / "run")
-    (event,) = [e for e in run.events("unmeasured") if "broken board" in str(e.payload.get("reason"))]
+    (event,) = [e for e in run.events("unmeasured") if "broken heartbeat" in str(e.payload.get("reason"))]
     assert event.payload["what"] == "stalls from here on"
     assert len(run.scalar("phase/forward").steps) == 3
     assert model.layer.weight.isfinite().all()

@@ -19,15 +19,15 @@ NOT_FROM_BACKWARD = {"functional_gradients", "gradients_by_grad", "optimizer_in_
 @pytest.fixture
 def truth(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Tensor]]:
     """Return the gradients of all parameters after each backward, taken without hooks of backlight."""
-    seen: list[dict[int, Tensor]] = []
+    recorded: list[dict[int, Tensor]] = []
     original = torch.Tensor.backward
 
     def backward(self: Tensor, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
-        seen.append({id(p): p.grad.detach().clone() for p in leaves() if p.grad is not None})
+        recorded.append({id(p): p.grad.detach().clone() for p in leaves() if p.grad is not None})
 
     monkeypatch.setattr(torch.Tensor, "backward", backward)
-    return seen
+    return recorded
 
 
 def leaves() -> list[Tensor]:
@@ -45,7 +45,7 @@ def test_steps_and_parameter_names(case: Case) -> None:
     measured = {name for step in sink.grads for name, grad in step.items() if grad is not None}
     for name in case.unmeasured:
         assert name not in measured
-    assert measured, "no gradient was seen at all"
+    assert measured, "no gradient was measured"
     assert not any(name.startswith(("_orig_mod", "optimizer")) for name in measured)
 
 
@@ -98,9 +98,9 @@ def test_gradients_equal_those_of_backward(name: str, truth: list[dict[int, Tens
     with tracking() as sink:
         CASES[name].train()
     for step, expected in zip(sink.grads, truth, strict=False):
-        kept = [g for g in step.values() if g is not None]
-        assert len(kept) >= 1
-        for grad in kept:
+        collected = [g for g in step.values() if g is not None]
+        assert len(collected) >= 1
+        for grad in collected:
             assert any(e.shape == grad.shape and torch.equal(e, grad) for e in expected.values())
 
 
@@ -143,7 +143,7 @@ def test_manual_weight_change_is_observed() -> None:
 def test_internal_error_does_not_reach_the_training() -> None:
     alone = CASES["plain"].train()
     with tracking() as sink:
-        sink.error = ZeroDivisionError("ours")
+        sink.error = ZeroDivisionError("injected")
         watched = CASES["plain"].train()
     assert sink.moments == ["step"], "the listener was not taken off after its error"
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
@@ -212,11 +212,11 @@ def test_existing_optimizer_is_tracked_from_its_first_clipping() -> None:
 def test_module_with_a_reused_id_is_found() -> None:
     from backlight.capture.modules import SeenModules
 
-    seen = SeenModules()
+    modules = SeenModules()
     gone = torch.nn.Linear(1, 1)
-    seen.note(gone)
+    modules.note(gone)
     model = build()
-    seen._modules[id(model)] = seen._modules.pop(id(gone))  # as if the address had been reused
+    modules._modules[id(model)] = modules._modules.pop(id(gone))  # as if the address had been reused
     del gone
-    seen.note(model)
-    assert model in seen.roots()
+    modules.note(model)
+    assert model in modules.roots()

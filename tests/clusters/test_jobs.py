@@ -45,7 +45,7 @@ def test_invalid_time_limits_are_rejected(limit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"ntasks_per_node": 8}, "ntasks_per_node=8: Slurm starts one torchrun per node"),
         ({"nodes": "two"}, "nodes=two: expected a whole number, at least 1"),
@@ -55,8 +55,8 @@ def test_invalid_time_limits_are_rejected(limit: str) -> None:
         ({"cluster": "local", "nodes": 2}, "one machine is one node; give nproc_per_node"),
     ],
 )
-def test_invalid_jobs_are_rejected(given: dict[str, object], said: str) -> None:
-    with pytest.raises(ClusterError, match=said):
+def test_invalid_jobs_are_rejected(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
         job(**given)
 
 
@@ -129,14 +129,14 @@ def test_values_with_spaces_stay_one_argument(tmp_path: Path) -> None:
     given = {"nodes": 2, "comment": "second try", "constraint": "a100|h100", "mem_gb": 64}
     text = batch_script(Job.of(given, ["train.py"], tmp_path / "my runs" / "big one"))
     lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
-    told = dict(
+    options = dict(
         part.removeprefix("--").split("=", 1) for line in lines for part in shlex.split(line) if "=" in part
     )
-    assert told["comment"] == "second try"
-    assert told["constraint"] == "a100|h100"
-    assert told["job-name"] == "big one"
-    assert told["output"] == f"{tmp_path}/my runs/big one.slurm/%j.out"
-    assert told["mem"] == "64G"
+    assert options["comment"] == "second try"
+    assert options["constraint"] == "a100|h100"
+    assert options["job-name"] == "big one"
+    assert options["output"] == f"{tmp_path}/my runs/big one.slurm/%j.out"
+    assert options["mem"] == "64G"
 
 
 def test_command_writes_the_script_or_fails(
@@ -149,8 +149,8 @@ def test_command_writes_the_script_or_fails(
     def call(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as leaving:
             application.main(["run", *arguments])
-        said = capsys.readouterr()
-        return int(leaving.value.code or 0), said.out, said.err
+        captured = capsys.readouterr()
+        return int(leaving.value.code or 0), captured.out, captured.err
 
     options = [
         "--slurm",

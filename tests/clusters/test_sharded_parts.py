@@ -36,8 +36,8 @@ dist.barrier(); dist.destroy_process_group()
 def test_missing_shard_is_unmeasured(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    code, said = launched(3, script, OUT=str(tmp_path / "run"))
-    assert code == 0, said
+    code, output = launched(3, script, OUT=str(tmp_path / "run"))
+    assert code == 0, output
     run = backlight.open_run(tmp_path / "run")
     assert run.losses == ("attempt 0: rank 1 of 3 left no file",)
     assert run.attempts[0].ranks == (0, 2)

@@ -24,7 +24,7 @@ if __name__ == "__main__":
         from backlight.integrations.lightning import BacklightCallback
 
         callbacks = [BacklightCallback()]
-    ways = {"devices": 2, "strategy": "ddp_find_unused_parameters_true", "gradient_clip_val": 0.2}
+    options = {"devices": 2, "strategy": "ddp_find_unused_parameters_true", "gradient_clip_val": 0.2}
     model = lit.Net()
-    lit.trainer(folder, *callbacks, **ways).fit(model, lit.data(), lit.data(16))
+    lit.trainer(folder, *callbacks, **options).fit(model, lit.data(), lit.data(16))
     (folder / f"digest-{os.environ['LOCAL_RANK']}").write_text(lit.digest(model))

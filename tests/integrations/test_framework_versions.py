@@ -56,6 +56,6 @@ def test_versions_are_compared_numerically(monkeypatch: pytest.MonkeyPatch, foun
 def test_extras_require_the_same_releases() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    stated = [entry for name in ("lightning", "huggingface", "dev") for entry in extras[name]]
+    required = [entry for name in ("lightning", "huggingface", "dev") for entry in extras[name]]
     for distribution in ("lightning", "transformers", "accelerate", "torchtitan"):
-        assert f"{distribution}>={OLDEST_RELEASES[distribution]}" in stated
+        assert f"{distribution}>={OLDEST_RELEASES[distribution]}" in required

@@ -39,10 +39,10 @@ def test_unusable_directory_warns_once_and_training_continues(tmp_path: Path) ->
     loop, host = Loop(), hosted(tmp_path / "taken")
     with pytest.warns(
         RuntimeWarning, match=r"Host.begin: not recorded: anything .* is a file.*goes on"
-    ) as told:
+    ) as caught:
         host.begin([loop.model], [loop.optimizer], name="x")
-    assert len(told) == 1
-    assert told[0].filename == __file__  # the caller's line, not one of backlight
+    assert len(caught) == 1
+    assert caught[0].filename == __file__  # the caller's line, not one of backlight
     loop.steps(2)
     host.log({"a": 1.0})
     host.end()
@@ -69,14 +69,14 @@ def test_only_numbers_are_logged_under_any_metric_name(tmp_path: Path) -> None:
 
 
 def test_raising_user_hook_is_reported(tmp_path: Path) -> None:
-    def mail_them(_findings: Any) -> None:
+    def send_mail(_findings: Any) -> None:
         raise OSError("no mail server")
 
-    loop, host = Loop(), hosted(tmp_path / "run", on_end=mail_them)
+    loop, host = Loop(), hosted(tmp_path / "run", on_end=send_mail)
     host.begin([loop.model], [loop.optimizer], name="x")
     loop.steps(1)
     with pytest.warns(
-        RuntimeWarning, match=r"Host.on_end: .*mail_them would have done, after OSError: no mail"
+        RuntimeWarning, match=r"Host.on_end: .*send_mail would have done, after OSError: no mail"
     ):
         host.end()
     assert backlight.open_run(tmp_path / "run").status.value == "finished"

@@ -29,12 +29,12 @@ def test_gradients_are_read_before_clipping_and_weights_are_unchanged(
     from backlight.integrations.huggingface import BacklightCallback
     from integrations import tiny
 
-    ways: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3}
-    plain = tiny.trainer(tmp_path, **ways)
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3}
+    plain = tiny.trainer(tmp_path, **options)
     plain.train()
     capsys.readouterr()
     callback = BacklightCallback(tmp_path / "run", every=1)
-    trainer = tiny.trainer(tmp_path, callback, **ways)
+    trainer = tiny.trainer(tmp_path, callback, **options)
     trainer.train()
     assert tiny.digest(trainer.model) == tiny.digest(plain.model)
 
@@ -126,9 +126,9 @@ def test_internal_error_warns_once_and_training_continues(
     trainer = tiny.trainer(tmp_path, BacklightCallback(tmp_path / "run"))
     with pytest.warns(
         RuntimeWarning, match=r"BacklightCallback.log: not recorded: what the framework"
-    ) as told:
+    ) as caught:
         trainer.train()
-    assert len([w for w in told if "backlight" in str(w.message)]) == 1
+    assert len([w for w in caught if "backlight" in str(w.message)]) == 1
     assert tiny.digest(trainer.model) == tiny.digest(plain.model)
     run = backlight.open_run(tmp_path / "run")
     assert run.status.value == "finished"
@@ -146,10 +146,10 @@ def test_invalid_setting_is_rejected_at_construction() -> None:
 @pytest.mark.parametrize("loop", ["trainer", "accelerate"])
 def test_two_ranks_write_one_run_with_correct_norms(tmp_path: Path, loop: str) -> None:
     digests = {}
-    for way in ("plain", "watched"):
-        said = start(2, "hf_ddp.py", str(tmp_path), loop, way)
-        assert said.count("next: backlight report") == (way == "watched")
-        digests[way] = [(tmp_path / way / f"digest-{rank}").read_text() for rank in range(2)]
+    for mode in ("plain", "watched"):
+        output = start(2, "hf_ddp.py", str(tmp_path), loop, mode)
+        assert output.count("next: backlight report") == (mode == "watched")
+        digests[mode] = [(tmp_path / mode / f"digest-{rank}").read_text() for rank in range(2)]
     assert digests["plain"] == digests["watched"]
     run = backlight.open_run(tmp_path / "watched" / "run")
     assert run.attempts[0].ranks == (0, 1)

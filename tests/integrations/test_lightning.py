@@ -40,10 +40,10 @@ def test_fit_is_recorded_and_weights_are_unchanged(
 ) -> None:
     from integrations.lit import digest
 
-    ways: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2, "log_every_n_steps": 2}
-    plain, _, _ = fit(tmp_path / "plain", watched=False, **ways)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2, "log_every_n_steps": 2}
+    plain, _, _ = fit(tmp_path / "plain", watched=False, **options)
     capsys.readouterr()
-    model, trainer, callback = fit(tmp_path, every=1, groups={"body": "net.*"}, **ways)
+    model, trainer, callback = fit(tmp_path, every=1, groups={"body": "net.*"}, **options)
     assert digest(model) == digest(plain)
 
     run = backlight.open_run(tmp_path / "run")
@@ -62,9 +62,9 @@ def test_fit_is_recorded_and_weights_are_unchanged(
     assert len(run.scalar("val_loss", source="user").steps) == 2
     assert {"unused.weight", "unused.bias"} == set(run.events("no_grad_at_step")[0].payload["parameters"])
     assert "no_gradient" in [finding.rule for finding in callback.findings]
-    said = capsys.readouterr().err
-    assert said.count("`unused.weight` and `unused.bias` never received a gradient") == 1
-    assert "next: backlight report" in said
+    output = capsys.readouterr().err
+    assert output.count("`unused.weight` and `unused.bias` never received a gradient") == 1
+    assert "next: backlight report" in output
 
 
 @pytest.mark.full
@@ -182,12 +182,12 @@ def test_internal_error_warns_once_and_fit_continues(tmp_path: Path, monkeypatch
     with pytest.warns(RuntimeWarning, match="injected") as caught:
         lit.trainer(tmp_path, callback, log_every_n_steps=1).fit(model, lit.data(), lit.data(16))
     assert lit.digest(model) == lit.digest(plain)
-    ours = [str(w.message) for w in caught if "backlight" in str(w.message)]
-    assert [text.split(":")[1].strip() for text in ours] == [
+    messages = [str(w.message) for w in caught if "backlight" in str(w.message)]
+    assert [text.split(":")[1].strip() for text in messages] == [
         "BacklightCallback.log",
         "BacklightCallback.on_end",
     ]
-    assert "what test_an_error_of_ours" in ours[1]
+    assert "what test_internal_error" in messages[1]
     run = backlight.open_run(tmp_path / "run")
     assert run.status.value == "finished"
     assert run.last_step() == 15
@@ -197,9 +197,9 @@ def test_internal_error_warns_once_and_fit_continues(tmp_path: Path, monkeypatch
 def test_ddp_on_two_ranks_writes_one_run_with_one_summary(tmp_path: Path) -> None:
     script = Path(__file__).parent / "lit_ddp.py"
     results = {}
-    for way in ("plain", "watched"):
+    for mode in ("plain", "watched"):
         done = subprocess.run(
-            [sys.executable, str(script), str(tmp_path), way],
+            [sys.executable, str(script), str(tmp_path), mode],
             env=environment(),
             capture_output=True,
             text=True,
@@ -207,8 +207,8 @@ def test_ddp_on_two_ranks_writes_one_run_with_one_summary(tmp_path: Path) -> Non
             check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        results[way] = [(tmp_path / way / f"digest-{rank}").read_text() for rank in range(2)]
-        assert done.stderr.count("next: backlight report") == (way == "watched")
+        results[mode] = [(tmp_path / mode / f"digest-{rank}").read_text() for rank in range(2)]
+        assert done.stderr.count("next: backlight report") == (mode == "watched")
     assert results["plain"] == results["watched"]
     (path,) = (tmp_path / "watched" / "runs").iterdir()
     assert path.name.startswith("Net-")

@@ -26,12 +26,12 @@ class Trainer:
         self.model_parts = [nn.Linear(4, 1)]
         optimizer = torch.optim.SGD(self.model_parts[0].parameters(), lr=0.1)
         self.optimizers = SimpleNamespace(optimizers=[optimizer], param_groups=[])
-        self.seen: list[tuple[dict[str, Any], int]] = []
+        self.logged: list[tuple[dict[str, Any], int]] = []
         self.metrics_processor = SimpleNamespace(logger=self)
         self.step = 0
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.seen.append((metrics, step))
+        self.logged.append((metrics, step))
 
     def train_step(self, data: Any) -> None:
         (optimizer,) = self.optimizers.optimizers
@@ -61,7 +61,7 @@ def test_trainer_is_watched_from_its_restored_step(tmp_path: Path) -> None:
     assert run.scalar("loss").steps.tolist() == [7, 8, 9]
     logged = run.scalar("loss_metrics/global_avg_loss", source="user")
     assert logged.steps.tolist() == [7, 8, 9]
-    np.testing.assert_allclose(logged.values, [m["loss_metrics/global_avg_loss"] for m, _ in trainer.seen])
+    np.testing.assert_allclose(logged.values, [m["loss_metrics/global_avg_loss"] for m, _ in trainer.logged])
     assert run.scalar("step", source="user").values.tolist() == [8.0, 9.0, 10.0]
 
 
@@ -81,14 +81,14 @@ def test_object_without_model_and_optimizers_is_rejected() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("mode", "ranks"), [("fsdp", 2), ("tp", 2), ("both", 4)])
 def test_sharded_norms_equal_those_used_by_clipping(tmp_path: Path, mode: str, ranks: int) -> None:
-    told = {}
-    for way in ("plain", "watched"):
-        start(ranks, "titan_loop.py", str(tmp_path), mode, way)
-        files = [tmp_path / f"{mode}-{way}-{rank}.json" for rank in range(ranks)]
-        told[way] = [json.loads(file.read_text()) for file in files]
-    assert told["plain"] == told["watched"]
+    results = {}
+    for variant in ("plain", "watched"):
+        start(ranks, "titan_loop.py", str(tmp_path), mode, variant)
+        files = [tmp_path / f"{mode}-{variant}-{rank}.json" for rank in range(ranks)]
+        results[variant] = [json.loads(file.read_text()) for file in files]
+    assert results["plain"] == results["watched"]
     run = backlight.open_run(tmp_path / f"{mode}-run")
-    norms = told["watched"][0]["norms"]
+    norms = results["watched"][0]["norms"]
     assert min(norms) > 0.5  # every step was clipped
     np.testing.assert_allclose(run.scalar("total_norm").values, norms, rtol=1e-5)
     np.testing.assert_allclose(run.scalar("clip/norm").values, norms, rtol=1e-6)

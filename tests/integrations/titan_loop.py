@@ -59,7 +59,7 @@ def sharded(mode: str) -> tuple[nn.Module, int]:
 
 
 if __name__ == "__main__":
-    out, mode, way = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    out, mode, variant = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     dist.init_process_group("gloo")
     model, reader = sharded(mode)
     config = default_adamw(lr=1e-2)
@@ -68,8 +68,8 @@ if __name__ == "__main__":
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers.optimizers]
     norms = []
     run = out / f"{mode}-run"
-    watching = watch([model], optimizers, run=run) if way == "watched" else contextlib.nullcontext()
-    with watching:
+    context = watch([model], optimizers, run=run) if variant == "watched" else contextlib.nullcontext()
+    with context:
         for step in range(5):
             optimizers.zero_grad()
             for micro in range(2):
@@ -83,6 +83,6 @@ if __name__ == "__main__":
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.to_local().detach().numpy().tobytes())  # type: ignore[attr-defined]
-    told = {"norms": norms, "digest": digest.hexdigest()}
-    (out / f"{mode}-{way}-{os.environ['RANK']}.json").write_text(json.dumps(told))
+    result = {"norms": norms, "digest": digest.hexdigest()}
+    (out / f"{mode}-{variant}-{os.environ['RANK']}.json").write_text(json.dumps(result))
     dist.destroy_process_group()

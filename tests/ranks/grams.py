@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import backlight
 from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
 from ranks.network import Net, adam, batch, build, loss_of
-from ranks.training_run import FOLDER, collectives, sharded, tensor_parallel, told
+from ranks.training_run import FOLDER, backlight_warnings, collectives, sharded, tensor_parallel
 
 MICRO = 2
 SEEN: dict[str, list[Tensor]] = {}
@@ -85,7 +85,7 @@ def exchange(make: Callable[[], Any]) -> dict[str, Any]:
     model, rank = make(), dist.get_rank()
     optimizer = adam(model)
     with (
-        told() as said,
+        backlight_warnings() as messages,
         backlight.watch(
             model,
             optimizer,
@@ -109,7 +109,7 @@ def exchange(make: Callable[[], Any]) -> dict[str, Any]:
         and all(any(torch.allclose(part, one[name], 1e-12) for part in parts) for one in alone)
         for name, parts in SEEN.items()
     }
-    return {"layers": right, "warnings": said}
+    return {"layers": right, "warnings": messages}
 
 
 def wrapped() -> Any:

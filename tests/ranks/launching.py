@@ -19,9 +19,9 @@ def watching(*arguments: object) -> list[str]:
 
 def torchrun(ranks: int, *arguments: object, timeout: float = 240.0, **environment: str) -> str:
     """Run a script, or ``-m module``, on ``ranks`` ranks; return standard error."""
-    status, said = launched(ranks, *arguments, timeout=timeout, **environment)
-    assert status == 0, said[-4000:]
-    return said
+    status, errors = launched(ranks, *arguments, timeout=timeout, **environment)
+    assert status == 0, errors[-4000:]
+    return errors
 
 
 def launched(
@@ -39,7 +39,7 @@ def launched(
         start_new_session=True,
     )
     try:
-        _, said = running.communicate(timeout=timeout)
+        _, errors = running.communicate(timeout=timeout)
     except BaseException:
         # torchrun starts its ranks in new process groups, and terminates them when it gets SIGTERM.
         running.send_signal(signal.SIGTERM)
@@ -48,7 +48,7 @@ def launched(
         except subprocess.TimeoutExpired:
             running.kill()
         raise
-    return running.returncode, said
+    return running.returncode, errors
 
 
 def run_ranks(folder: Path, *command: str, timeout: float = 120.0) -> list[subprocess.CompletedProcess[str]]:

@@ -36,8 +36,10 @@ def test_every_rank_watches_an_unmodified_torchrun_script(tmp_path: Path) -> Non
 @pytest.mark.full
 def test_killed_rank_and_torchrun_restart(tmp_path: Path) -> None:
     options = ("--max-restarts", "1")
-    status, said = launched(2, *watched(tmp_path / "run"), SCRIPT, tmp_path / "out", "kill", options=options)
-    assert status == 0, said[-2000:]
+    status, errors = launched(
+        2, *watched(tmp_path / "run"), SCRIPT, tmp_path / "out", "kill", options=options
+    )
+    assert status == 0, errors[-2000:]
     run = open_run(tmp_path / "run")
     first, second = run.attempts
     assert first.ranks == second.ranks == (0, 1)

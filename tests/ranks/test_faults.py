@@ -24,7 +24,7 @@ from ranks.launching import HERE, torchrun
 DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy_shard")
 REDUCED = ("reduced_shard", "reduced_ddp", "reduced_skip")
 REST = ("healthy", "nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "moved", "cut")
-WAYS = [*DIAGONAL, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
+FAULTS = [*DIAGONAL, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,13 @@ def found(run: Run, rule: str) -> list[Finding]:
     return [finding for finding in evaluate_rules(run) if finding.rule == rule]
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", FAULTS)
 def test_training_continues_unchanged(name: str, folder: Path) -> None:
     for rank in range(2):
-        seen: dict[str, Any] = json.loads((folder / f"{name}-{rank}.json").read_text())
-        assert seen["same"]
-        assert not seen["warnings"]
-        assert seen["collectives"][0] == seen["collectives"][1]
+        result: dict[str, Any] = json.loads((folder / f"{name}-{rank}.json").read_text())
+        assert result["same"]
+        assert not result["warnings"]
+        assert result["collectives"][0] == result["collectives"][1]
 
 
 def test_bad_batch_is_attributed_to_its_rank(folder: Path) -> None:

@@ -16,7 +16,7 @@ from ranks.launching import HERE, torchrun
 from ranks.network import Whole
 
 PARTIAL = {"block.norm.weight", "block.norm.bias"}
-"""Gradients that tensor parallelism leaves unreduced in the way ``sequence``."""
+"""Gradients that tensor parallelism leaves unreduced in the setup ``sequence``."""
 
 DIAGONAL = (*((w, 2) for w in ("ddp_no_sync", "fsdp_clipped", "flat", "sequence", "pipeline")),)
 REST = (
@@ -25,24 +25,24 @@ REST = (
     *((w, 4) for w in ("ddp", "fsdp", "fsdp_clipped", "flat", "hybrid", "fsdp_tensor")),
 )
 SEVERAL_LOSSES = {"ddp_no_sync", "fsdp_accumulated", "pipeline", "pipeline_1f1b"}
-"""Ways whose recorded loss is that of the last microbatch."""
+"""Setups whose recorded loss is that of the last microbatch."""
 
 
 @pytest.fixture(scope="module")
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run every setup that the selected tests need, with one launch per number of ranks."""
-    asked: dict[int, dict[str, None]] = {}
+    requested: dict[int, dict[str, None]] = {}
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
-        if callspec is not None and item.fspath == request.fspath and "way" in callspec.params:
-            asked.setdefault(callspec.params["ranks"], {})[callspec.params["way"]] = None
-    made: dict[int, Path] = {}
+        if callspec is not None and item.fspath == request.fspath and "setup" in callspec.params:
+            requested.setdefault(callspec.params["ranks"], {})[callspec.params["setup"]] = None
+    launched: dict[int, Path] = {}
 
-    def folder(way: str, ranks: int) -> Path:
-        if ranks not in made:
-            made[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
-            torchrun(ranks, HERE / "training_run.py", made[ranks], ",".join(asked[ranks]))
-        return made[ranks] / way
+    def folder(setup: str, ranks: int) -> Path:
+        if ranks not in launched:
+            launched[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            torchrun(ranks, HERE / "training_run.py", launched[ranks], ",".join(requested[ranks]))
+        return launched[ranks] / setup
 
     return folder
 
@@ -52,8 +52,8 @@ def whole(tied: bool, single: bool = False) -> Whole:
     return Whole(tied=tied, dtype=torch.float32 if single else torch.float64).run()
 
 
-def oracle(way: str) -> Whole:
-    return whole(not any(w in way for w in ("tensor", "sequence", "pipeline")), "float32" in way)
+def expected_of(setup: str) -> Whole:
+    return whole(not any(w in setup for w in ("tensor", "sequence", "pipeline")), "float32" in setup)
 
 
 def joined(run: Run, series: str, column: str, name: str) -> dict[int, float]:
@@ -63,27 +63,27 @@ def joined(run: Run, series: str, column: str, name: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("way", "ranks"), [*DIAGONAL, *(pytest.param(*one, marks=pytest.mark.full) for one in REST)]
+    ("setup", "ranks"), [*DIAGONAL, *(pytest.param(*one, marks=pytest.mark.full) for one in REST)]
 )
-def test_joined_statistics_equal_those_of_the_whole_batch(way: str, ranks: int, folders: Any) -> None:
-    path = folders(way, ranks)
-    seen = [json.loads((path.parent / f"{way}-{r}.json").read_text()) for r in range(ranks)]
-    assert [one["same"] for one in seen] == [True] * ranks
-    assert [one["warnings"] for one in seen] == [[]] * ranks
-    for one in seen:
+def test_joined_statistics_equal_those_of_the_whole_batch(setup: str, ranks: int, folders: Any) -> None:
+    path = folders(setup, ranks)
+    results = [json.loads((path.parent / f"{setup}-{r}.json").read_text()) for r in range(ranks)]
+    assert [one["same"] for one in results] == [True] * ranks
+    assert [one["warnings"] for one in results] == [[]] * ranks
+    for one in results:
         plain, watched = one["collectives"]
         assert plain == watched > 0
-    run, expected = open_run(path), oracle(way)
+    run, expected = open_run(path), expected_of(setup)
     missing = {n for n, _ in expected.model.named_parameters()} ^ set(run.frame("gradient", "norm").names)
     assert missing <= {"unused.weight", "unused.bias"}  # in no stage of a pipeline
-    tolerance = 2e-5 if "float32" in way else 1e-9
+    tolerance = 2e-5 if "float32" in setup else 1e-9
     compared = 0
     # When rank 1 has no batch left, only the other ranks contribute to the gradient.
-    steps = range(len(expected.at) - (way == "ddp_join"))
+    steps = range(len(expected.at) - (setup == "ddp_join"))
     for step in steps:
         for (series, column, name), value in expected.at[step].items():
             found = joined(run, series, column, name)
-            if way == "sequence" and series == "gradient" and name in PARTIAL:
+            if setup == "sequence" and series == "gradient" and name in PARTIAL:
                 assert not found
                 continue
             # A sum with cancellation is rounded relative to its terms.
@@ -92,33 +92,33 @@ def test_joined_statistics_equal_those_of_the_whole_batch(way: str, ranks: int, 
             compared += 1
     assert compared > 60 * len(steps)
     total = run.scalar("total_norm")
-    if way == "sequence":
+    if setup == "sequence":
         assert not len(total.steps)
     else:
         np.testing.assert_allclose(total.values[: len(steps)], expected.total[: len(steps)], rtol=tolerance)
-    if way not in SEVERAL_LOSSES:
+    if setup not in SEVERAL_LOSSES:
         loss = run.scalar("loss").values[: len(steps)]
         np.testing.assert_allclose(loss, expected.loss[: len(steps)], rtol=tolerance)
-    if "pipeline" not in way:  # of which rank 0 has one stage
+    if "pipeline" not in setup:  # of which rank 0 has one stage
         elements = sum(p.numel() for p in expected.model.parameters())
         fingerprint = run.fingerprint()
         assert fingerprint is not None
         assert fingerprint.parameter_count == elements
         # Sharding does not change the identity of a model, so runs of two setups are comparable.
         assert set(fingerprint.modules) == {(n, type(m).__name__) for n, m in expected.model.named_modules()}
-    if "clipped" in way:
+    if "clipped" in setup:
         np.testing.assert_allclose(run.scalar("clip/norm").values, expected.total, rtol=tolerance)
         assert set(run.scalar("clip/factor").values) == {1.0}
-    if way == "sequence":
-        said = [e.payload for e in run.events("unmeasured")]
-        assert all(name in said[0]["what"] for name in PARTIAL)
-        assert "partial sum" in said[0]["reason"]
+    if setup == "sequence":
+        unmeasured = [e.payload for e in run.events("unmeasured")]
+        assert all(name in unmeasured[0]["what"] for name in PARTIAL)
+        assert "partial sum" in unmeasured[0]["reason"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("way", "ranks"), [("fsdp", 4)])
-def test_empty_shard_is_recorded_without_elements(way: str, ranks: int, folders: Any) -> None:
-    run = open_run(folders(way, ranks))
+@pytest.mark.parametrize(("setup", "ranks"), [("fsdp", 4)])
+def test_empty_shard_is_recorded_without_elements(setup: str, ranks: int, folders: Any) -> None:
+    run = open_run(folders(setup, ranks))
     sizes = [run.frame("gradient", "numel", rank=r) for r in range(ranks)]
     p = sizes[0].names.index("gate")
     assert [int(frame.values[0, p]) for frame in sizes] == [1, 1, 1, 0]

@@ -1,8 +1,8 @@
 """Training setups on several ranks over gloo, each run unwatched and watched; started by torchrun.
 
-    torchrun --nproc-per-node K training_run.py FOLDER WAY[,WAY...]
+    torchrun --nproc-per-node K training_run.py FOLDER SETUP[,SETUP...]
 
-Each way writes what its rank saw as JSON into FOLDER, and its run into FOLDER/WAY.
+Each setup writes the result of its rank as JSON into FOLDER, and its run into FOLDER/SETUP.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ranks.network import STEPS, adam, batch, build, loss_of
 
 torch.set_num_threads(1)
 FOLDER = Path(sys.argv[1])
-WAYS: dict[str, Callable[[], Training]] = {}
+SETUPS: dict[str, Callable[[], Training]] = {}
 
 
 class Training:
@@ -77,15 +77,15 @@ def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
-def way(make: Callable[[], Training]) -> Callable[[], Training]:
-    WAYS[make.__name__] = make
+def setup(make: Callable[[], Training]) -> Callable[[], Training]:
+    SETUPS[make.__name__] = make
     return make
 
 
 # Replicated
 
 
-@way
+@setup
 def ddp() -> Training:
     return Training(DistributedDataParallel(build(), find_unused_parameters=True))
 
@@ -95,17 +95,17 @@ class _Unreduced(Training):
         return contextlib.nullcontext() if last else self.model.no_sync()
 
 
-@way
+@setup
 def ddp_no_sync() -> Training:
     return _Unreduced(DistributedDataParallel(build(), find_unused_parameters=True), micro=2)
 
 
-@way
+@setup
 def ddp_static() -> Training:
     return Training(DistributedDataParallel(build(), static_graph=True, gradient_as_bucket_view=True))
 
 
-@way
+@setup
 def ddp_clipped() -> Training:
     """Clipped before the step, after the gradients were measured."""
 
@@ -128,7 +128,7 @@ class _Joined(Training):
                 self.optimizer.step()
 
 
-@way
+@setup
 def ddp_join() -> Training:
     return _Joined(DistributedDataParallel(build(), find_unused_parameters=True))
 
@@ -142,23 +142,23 @@ def sharded(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-@way
+@setup
 def fsdp() -> Training:
     return Training(sharded())
 
 
-@way
+@setup
 def fsdp_float32() -> Training:
     return Training(sharded(torch.float32))
 
 
-@way
+@setup
 def fsdp_kept() -> Training:
     """Parameters are not resharded after forward."""
     return Training(sharded(reshard_after_forward=False))
 
 
-@way
+@setup
 def fsdp_clipped() -> Training:
     class Clipped(Training):
         def before_step(self, step: int) -> None:
@@ -167,7 +167,7 @@ def fsdp_clipped() -> Training:
     return Clipped(sharded())
 
 
-@way
+@setup
 def flat() -> Training:
     """FSDP1: flattened parameters cut into equal pieces; some ranks hold no part of a parameter."""
     model, options = build(), {"device_id": torch.device("cpu"), "use_orig_params": True}
@@ -185,12 +185,12 @@ class _Accumulated(Training):
         return contextlib.nullcontext()
 
 
-@way
+@setup
 def fsdp_accumulated() -> Training:
     return _Accumulated(sharded(), micro=2)
 
 
-@way
+@setup
 def fsdp_whole() -> Training:
     """Parameters are still unsharded when backward ends."""
 
@@ -204,7 +204,7 @@ def fsdp_whole() -> Training:
     return training
 
 
-@way
+@setup
 def hybrid() -> Training:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return Training(sharded(mesh=mesh))
@@ -224,13 +224,13 @@ def tensor_parallel(mesh: Any) -> Any:
     return parallelize_module(model, mesh, plan)
 
 
-@way
+@setup
 def tensor() -> Training:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return Training(tensor_parallel(mesh), shares=1, share=0)
 
 
-@way
+@setup
 def sequence() -> Training:
     """Sequence parallelism: norm weights are replicated, and their gradients are partial sums."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -246,7 +246,7 @@ def sequence() -> Training:
     return Training(model, shares=1, share=0)
 
 
-@way
+@setup
 def fsdp_tensor() -> Training:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = tensor_parallel(mesh["tensor"])
@@ -292,12 +292,12 @@ class _Pipeline(Training):
             self.optimizer.step()
 
 
-@way
+@setup
 def pipeline() -> Training:
     return _Pipeline()
 
 
-@way
+@setup
 def pipeline_1f1b() -> Training:
     class OneForward(_Pipeline):
         schedule = Schedule1F1B
@@ -309,13 +309,13 @@ def pipeline_1f1b() -> Training:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[list[str]]:
+def backlight_warnings() -> Iterator[list[str]]:
     """Store the warnings."""
-    said: list[str] = []
+    messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield said
-    said.extend(str(w.message) for w in caught if "backlight" in str(w.message))
+        yield messages
+    messages.extend(str(w.message) for w in caught if "backlight" in str(w.message))
 
 
 def collectives() -> int:
@@ -335,7 +335,7 @@ def report(name: str, make: Callable[[], Training]) -> None:
     counts.append(collectives())
     options = {"every": 1, "exact_updates": 1, **training.settings}
     with (
-        told() as said,
+        backlight_warnings() as messages,
         backlight.watch(training.model, training.optimizer, run=FOLDER / name, **options) as watch,
     ):
         training.loop()
@@ -343,7 +343,7 @@ def report(name: str, make: Callable[[], Training]) -> None:
     pairs = list(zip(plain.weights(), training.weights(), strict=True))
     result = {
         "same": bool(pairs) and all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs),
-        "warnings": said,
+        "warnings": messages,
         "total_norm": watch.total_norm,
         "collectives": [counts[1] - counts[0], counts[3] - counts[2]],
     }
@@ -354,7 +354,7 @@ def report(name: str, make: Callable[[], Training]) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     for name in sys.argv[2].split(","):
-        report(name, WAYS[name])
+        report(name, SETUPS[name])
     dist.destroy_process_group()
 
 

@@ -62,7 +62,7 @@ def test_step_path_never_synchronizes(name: str, tmp_path: Path, monkeypatch: py
     watch = backlight.watch(run=tmp_path / "run", every=1, histogram=True)
     with watch, counting() as watched:
         CASES[name].train()
-    assert watched.calls > alone.calls, "the mode saw nothing of ours"
+    assert watched.calls > alone.calls, "the mode counted no operation of backlight"
     assert watched.reads == alone.reads
 
 

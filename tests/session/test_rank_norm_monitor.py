@@ -18,8 +18,8 @@ from backlight.session.settings import Settings
     ("up", "words"), [(False, "the process group was destroyed before step 4 was joined"), (True, "injected")]
 )
 def test_destroyed_group_is_reported(monkeypatch: pytest.MonkeyPatch, up: bool, words: str) -> None:
-    told: list[str] = []
-    notifier: Any = SimpleNamespace(trouble=lambda error, what: told.append(f"{what}: {error}"))
+    messages: list[str] = []
+    notifier: Any = SimpleNamespace(trouble=lambda error, what: messages.append(f"{what}: {error}"))
     reducing = RankNormMonitor.from_settings(Settings.of({"reduce": True, "every": 2}))
     assert reducing is not None
     reducing.attach(SimpleNamespace(notifier=notifier))
@@ -34,6 +34,6 @@ def test_destroyed_group_is_reported(monkeypatch: pytest.MonkeyPatch, up: bool, 
     reducing.on_step_stored(StoredStep(3, (), {"backwards_seen": 1.0}, blobs))  # no rank joins an odd step
     reducing.on_step_stored(StoredStep(4, (), {"backwards_seen": 1.0}, blobs))
     reducing._work()
-    (said,) = told
-    assert said.startswith("the norm over all ranks while the training runs: ")
-    assert words in said
+    (message,) = messages
+    assert message.startswith("the norm over all ranks while the training runs: ")
+    assert words in message

@@ -37,10 +37,10 @@ def ranks(path: Path, trains: int | None = 1) -> list[RunWriter]:
 
 def test_pending_rows_of_other_ranks_are_awaited(tmp_path: Path) -> None:
     first, second = ranks(tmp_path / "run")
-    later = threading.Timer(0.3, second.close)
-    later.start()
+    timer = threading.Timer(0.3, second.close)
+    timer.start()
     assert not run_directory.final_findings(first, failed=False)
-    later.join()
+    timer.join()
     first.close()
     assert open_run(tmp_path / "run").frame("gradient", "norm").measured.all()
 

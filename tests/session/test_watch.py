@@ -90,7 +90,7 @@ def test_numbers_equal_those_of_a_manual_loop(tmp_path: Path) -> None:
             assert ratios[step, p] == pytest.approx(wanted, rel=1e-5)
 
 
-class Exchanging(torch.optim.SGD):
+class ReplacingSGD(torch.optim.SGD):
     """An optimizer that replaces the storage of each parameter instead of updating it in place."""
 
     def step(self, closure: object = None) -> None:
@@ -101,7 +101,7 @@ class Exchanging(torch.optim.SGD):
 
 def test_optimizer_that_replaces_storage_has_updates(tmp_path: Path) -> None:
     model = build()
-    optimizer = Exchanging(model.parameters(), lr=0.1)
+    optimizer = ReplacingSGD(model.parameters(), lr=0.1)
     with backlight.watch(
         model, optimizer, run=tmp_path / "run", every=1, exact_updates=1, monitors=("health",)
     ):
@@ -197,15 +197,16 @@ def test_internal_error_is_one_warning(tmp_path: Path, monkeypatch: pytest.Monke
     alone = CASES["plain"].train()
 
     def broken(*_: object) -> None:
-        raise ZeroDivisionError("ours")
+        raise ZeroDivisionError("injected")
 
     monkeypatch.setattr("backlight.monitors.health.monitor.statistics", lambda *_a, **_k: broken())
     with pytest.warns(
-        RuntimeWarning, match="not measured: gradient statistics from here on, after ZeroDivisionError: ours"
-    ) as told:
+        RuntimeWarning,
+        match="not measured: gradient statistics from here on, after ZeroDivisionError: injected",
+    ) as caught:
         with backlight.watch(run=tmp_path / "run", every=1):
             watched = CASES["plain"].train()
-    assert len(told) == 1
+    assert len(caught) == 1
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
     assert (
         "ZeroDivisionError" in backlight.open_run(tmp_path / "run").events("unmeasured")[0].payload["reason"]
@@ -217,11 +218,11 @@ def test_failed_start_leaves_the_training_unchanged(tmp_path: Path, monkeypatch:
     listeners = len(HUB.listeners)
 
     def broken(*_a: object, **_k: object) -> None:
-        raise ZeroDivisionError("ours")
+        raise ZeroDivisionError("injected")
 
     monkeypatch.setattr("backlight.session.writer_thread.WriterThread.start", broken)
-    told = "not measured: this training, which is not watched, after ZeroDivisionError: ours"
-    with pytest.warns(RuntimeWarning, match=told) as warned:
+    message = "not measured: this training, which is not watched, after ZeroDivisionError: injected"
+    with pytest.warns(RuntimeWarning, match=message) as warned:
         with backlight.watch(run=tmp_path / "run", every=1) as watch:
             watched = CASES["plain"].train()
             watch.log(accuracy=1.0)
@@ -252,7 +253,7 @@ def test_deleted_run_directory_is_one_warning(tmp_path: Path) -> None:
 
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(RuntimeWarning, match="can no longer be written") as told:
+    with pytest.warns(RuntimeWarning, match="can no longer be written") as caught:
         with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, flush_interval=0.05) as watch:
             loop(model, optimizer)
             assert watch.findings == []
@@ -261,24 +262,24 @@ def test_deleted_run_directory_is_one_warning(tmp_path: Path) -> None:
             shutil.rmtree(tmp_path / "gone")
             loop(model, optimizer)
             loop(model, optimizer)
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 def test_finding_triggers_detail(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
-    def spoil(model: torch.nn.Module) -> None:
+    def inject_nan(model: torch.nn.Module) -> None:
         if watch.step == 8:
             model.first.weight.grad[0, 0] = float("nan")
 
     with backlight.watch(
         model, optimizer, run=tmp_path / "run", every=8, detail=5, monitors=("health",)
     ) as watch:
-        whole = copy.deepcopy(model.state_dict())
+        initial = copy.deepcopy(model.state_dict())
         for number in range(10):
-            loop(model, optimizer, spoil, steps=1)
-            model.load_state_dict(whole)
+            loop(model, optimizer, inject_nan, steps=1)
+            model.load_state_dict(initial)
             assert any(f.rule == "non_finite" for f in watch.findings) == (number >= 8)
         loop(model, optimizer, steps=20)
     run = backlight.open_run(tmp_path / "run")

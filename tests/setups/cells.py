@@ -1,7 +1,7 @@
 """The cells of the matrix: each monitor in each training setup against reference values.
 
-A check trains unwatched to learn the truth, trains watched, and compares. It returns an :class:`Outcome`
-whose text is what the program itself said; a wrong number is an ``AssertionError``.
+A check trains unwatched for the reference, trains watched, and compares. It returns an :class:`Outcome`
+whose reason is the one that was reported; a wrong number is an ``AssertionError``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Outcome:
     """The result of a cell: a word, and the reasons for unmeasured data."""
 
     word: str
-    said: str = ""
+    reason: str = ""
 
 
 @contextlib.contextmanager
@@ -62,13 +62,13 @@ def watched(
     model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, monitors: str, **settings: Any
 ) -> Iterator[list[str]]:
     """Watch, and collect the warnings of backlight; other warnings are errors."""
-    said: list[str] = []
+    messages: list[str] = []
     wait()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with backlight.watch(model, optimizer, run=path, monitors=monitors, **settings):
-            yield said
-    said.extend(str(w.message) for w in caught if "backlight" in str(w.message))
+            yield messages
+    messages.extend(str(w.message) for w in caught if "backlight" in str(w.message))
     wait()
 
 
@@ -77,17 +77,17 @@ def unmeasured(run: Run) -> list[str]:
     return list(dict.fromkeys(str(e.payload["reason"]) for e in run.events("unmeasured")))
 
 
-def silent(run: Run, said: list[str]) -> None:
+def assert_nothing_missing(run: Run, messages: list[str]) -> None:
     """Assert that no data was reported missing."""
-    everyone = gathered(said)
+    of_all_ranks = gathered(messages)
     assert not unmeasured(run), unmeasured(run)
-    assert not any(everyone), everyone
+    assert not any(of_all_ranks), of_all_ranks
 
 
 # health
 
 
-def truth_of_health(setup: Setup, overflow_at: int) -> list[dict[str, Any]]:
+def reference_run(setup: Setup, overflow_at: int) -> list[dict[str, Any]]:
     """Return the reference of each step: from this setup, or from one process on the whole batch."""
     alone = setup if setup.ranks == 1 else Setup("one process", clip=setup.clip)
     model, optimizer = training_setups.build(alone)
@@ -98,7 +98,7 @@ def truth_of_health(setup: Setup, overflow_at: int) -> list[dict[str, Any]]:
 
     before = weights()
 
-    def seen(moment: str, _step: int, loss: Tensor | None) -> None:
+    def observe(moment: str, _step: int, loss: Tensor | None) -> None:
         nonlocal before
         if moment == "gradients":
             assert loss is not None
@@ -109,7 +109,7 @@ def truth_of_health(setup: Setup, overflow_at: int) -> list[dict[str, Any]]:
             out[-1]["update"] = {n: after[n] - before[n] for n in NAMES}
             before = after
 
-    training_setups.train(alone, model, optimizer, overflow_at=overflow_at, seen=seen)
+    training_setups.train(alone, model, optimizer, overflow_at=overflow_at, observe=observe)
     return out
 
 
@@ -127,37 +127,37 @@ GRADIENT: dict[str, Callable[[Tensor], float]] = {
 def health(setup: Setup, folder: Path) -> Outcome:
     """Check that joined statistics, losses and clips equal those of one process."""
     overflow_at = 1 if setup.scaled else -1
-    truth = truth_of_health(setup, overflow_at)
+    reference = reference_run(setup, overflow_at)
     model, optimizer = training_setups.build(setup)
     here: list[float] = []
 
-    def seen(_moment: str, _step: int, loss: Tensor | None) -> None:
+    def observe(_moment: str, _step: int, loss: Tensor | None) -> None:
         if loss is not None:
             here.append(loss.item())
 
-    with watched(model, optimizer, folder / "run", "health", every=1, exact_updates=1) as said:
-        training_setups.train(setup, model, optimizer, overflow_at=overflow_at, seen=seen)
+    with watched(model, optimizer, folder / "run", "health", every=1, exact_updates=1) as messages:
+        training_setups.train(setup, model, optimizer, overflow_at=overflow_at, observe=observe)
     close = {"rel": 1e-6, "abs": 1e-9} if setup.ranks == 1 else {"rel": 1e-4, "abs": 1e-6}
     run = backlight.open_run(folder / "run")
-    silent(run, said)
+    assert_nothing_missing(run, messages)
     for column, of in GRADIENT.items():
         frame = run.frame("gradient", column)
         assert frame.names == NAMES
         assert frame.measured.all(), f"{column}: {frame.measured}"
-        wanted = [[of(step["gradient"][name]) for name in NAMES] for step in truth]
-        assert frame.values.astype(float) == pytest.approx(np.array(wanted), nan_ok=True, **close), column
-    kept = [number for number in range(STEPS) if number != overflow_at]
+        expected = [[of(step["gradient"][name]) for name in NAMES] for step in reference]
+        assert frame.values.astype(float) == pytest.approx(np.array(expected), nan_ok=True, **close), column
+    updated = [number for number in range(STEPS) if number != overflow_at]
     for column, moment in (("update_norm", "update"), ("weight_norm", "before")):
         frame = run.frame("update", column)
-        assert list(frame.steps) == kept
-        wanted = [[float(truth[number][moment][name].norm()) for name in NAMES] for number in kept]
-        assert frame.values == pytest.approx(np.array(wanted), **close), column
-    losses = [step["loss"] for step in truth]
+        assert list(frame.steps) == updated
+        expected = [[float(reference[number][moment][name].norm()) for name in NAMES] for number in updated]
+        assert frame.values == pytest.approx(np.array(expected), **close), column
+    losses = [step["loss"] for step in reference]
     if setup.micro > 1:  # of the last microbatch only, unlike the loss of one process on the whole batch
         losses = np.mean(gathered(here), axis=0).tolist()
     assert run.scalar("loss").values == pytest.approx(losses, nan_ok=True, rel=1e-5)
     if setup.clip:
-        norms = [np.sqrt(sum(float(g.norm()) ** 2 for g in s["gradient"].values())) for s in truth]
+        norms = [np.sqrt(sum(float(g.norm()) ** 2 for g in s["gradient"].values())) for s in reference]
         assert run.scalar("clip/norm").values == pytest.approx(norms, nan_ok=True, rel=1e-4)
     if setup.scaled:
         skipped = [float(number == overflow_at) for number in range(STEPS)]
@@ -171,13 +171,13 @@ def health(setup: Setup, folder: Path) -> Outcome:
 def stalls(setup: Setup, folder: Path) -> Outcome:
     """Check that a sleeping backward on the last rank is reported with its line, rank and state."""
     model, optimizer = training_setups.build(setup)
-    asleep = rank() == setup.ranks - 1
-    pauses = Pauses(backward=SLEEP if asleep else 0.0, step=2)
-    with watched(model, optimizer, folder / "run", "stalls", stall=STALL) as said:
+    sleeps = rank() == setup.ranks - 1
+    pauses = Pauses(backward=SLEEP if sleeps else 0.0, step=2)
+    with watched(model, optimizer, folder / "run", "stalls", stall=STALL) as messages:
         wait_for_watchdog()
         training_setups.train(setup, model, optimizer, pauses=pauses)
     run = backlight.open_run(folder / "run")
-    silent(run, said)
+    assert_nothing_missing(run, messages)
     found = [f for f in run.stored_findings() if f.rule == "stall"]
     assert len(found) == 1, [f.detail for f in found]
     about = found[0].subject
@@ -207,7 +207,7 @@ def probe() -> Batch:
     return torch.randn(PROBE, FEATURES, generator=draw), torch.randint(CLASSES, (PROBE,), generator=draw)
 
 
-def gram_by_hand(setup: Setup, state: dict[str, Tensor]) -> Tensor:
+def expected_gram(setup: Setup, state: dict[str, Tensor]) -> Tensor:
     """Return the Gram of per-sample gradients of a plain net, computed in a loop."""
     net = training_setups.net()
     net.load_state_dict(state)
@@ -223,30 +223,30 @@ def gram_by_hand(setup: Setup, state: dict[str, Tensor]) -> Tensor:
 
 def grokking(setup: Setup, folder: Path) -> Outcome:
     """Check that the stored Gram equals a loop over samples and stored gradients equal backward's."""
-    truth = truth_of_health(setup, -1)
+    reference = reference_run(setup, -1)
     note = ""
     if setup.whole_only:
-        run, said = _geometry(setup, folder / "without")
+        run, messages = _geometry(setup, folder / "without")
         assert not [name for name in run.array_names() if name.startswith(("gram/", "agop/"))]
         assert not any(f"gradient/{name}" in run.array_names() for name in ("up.weight", "down.weight"))
-        gradients, gram = _said(run, said).split(" | ")
+        gradients, gram = _reasons(run, messages).split(" | ")
         assert "a sharded gradient is on this rank in part only; it is not stored" in gradients
         note = f"without measures={{'gather': True}}: {gram}"
-    run, said = _geometry(setup, folder / "run", **({"gather": True} if note else {}))
-    silent(run, said)
+    run, messages = _geometry(setup, folder / "run", **({"gather": True} if note else {}))
+    assert_nothing_missing(run, messages)
     steps, matrices = run.array("gram/model/matrix")
     assert list(steps) == [0, 2]
     # In low precision, a loop over samples rounds in a different order.
     close = 1e-4 if setup.autocast is None else 3e-2
     for step, matrix in zip(steps, matrices, strict=True):
-        state = {n: w.float() for n, w in truth[step]["before"].items()}
-        wanted = gram_by_hand(setup, state).numpy()
-        assert matrix == pytest.approx(wanted, rel=close, abs=close * float(np.abs(wanted).max()))
+        state = {n: w.float() for n, w in reference[step]["before"].items()}
+        expected = expected_gram(setup, state).numpy()
+        assert matrix == pytest.approx(expected, rel=close, abs=close * float(np.abs(expected).max()))
     for name in NAMES:
         steps, gradients = run.array(f"gradient/{name}")
         assert list(steps) == [0, 2]
         for step, gradient in zip(steps, gradients, strict=True):
-            assert gradient == pytest.approx(truth[step]["gradient"][name].numpy(), rel=1e-4, abs=1e-6)
+            assert gradient == pytest.approx(reference[step]["gradient"][name].numpy(), rel=1e-4, abs=1e-6)
     assert list(run.scalar("agop/trace").steps) == [0, 2]
     return Outcome(TESTED, note)
 
@@ -255,14 +255,14 @@ def _geometry(setup: Setup, path: Path, **more: Any) -> tuple[Run, list[str]]:
     model, optimizer = training_setups.build(setup)
     measures = {"every": 2, "gram": 1, "mean_gradient": 1, "window": 1, "vectors": 0, "agop": 1, **more}
     samples = (sample_loss(setup), probe())
-    with watched(model, optimizer, path, "grokking", measures=measures, samples=samples) as said:
+    with watched(model, optimizer, path, "grokking", measures=measures, samples=samples) as messages:
         training_setups.train(setup, model, optimizer)
-    return backlight.open_run(path), said
+    return backlight.open_run(path), messages
 
 
-def _said(run: Run, said: list[str]) -> str:
+def _reasons(run: Run, messages: list[str]) -> str:
     """Return the reported reasons: warnings, else events of the run."""
-    texts = [text for texts in gathered(said) for text in texts] or unmeasured(run)
+    texts = [text for texts in gathered(messages) for text in texts] or unmeasured(run)
     texts = [re.sub(r"^backlight: |\.? Your training goes on unchanged\.$", "", text) for text in texts]
     return " | ".join(dict.fromkeys(texts))
 
@@ -272,35 +272,36 @@ def _said(run: Run, said: list[str]) -> str:
 
 def spectra(setup: Setup, folder: Path) -> Outcome:
     """Check singular values, noise and echo against gradients of single microbatches."""
-    lone = setup.name == "plain"
+    single = setup.name == "plain"
     micro = 4
     setup = training_setups.replace(setup, micro=micro)
     # The same net with the same arithmetic on this rank's data.
     model = setup.wrap(training_setups.net(setup)) if not together() else training_setups.net()
-    truth = training_setups.replicates(setup, model, 0)
-    if lone:
+    reference = training_setups.replicates(setup, model, 0)
+    if single:
         setup = training_setups.replace(setup, micro=1)
     model, optimizer = training_setups.build(setup)
     settings: dict[str, Any] = {"spectra": {"timeout": 60.0}}
-    if lone:
+    if single:
         settings["spectra"]["split"] = micro
         settings["samples"] = (_mean_loss, training_setups.whole_batch(0))
-        truth = [{n: g * micro for n, g in part.items()} for part in truth]
-    with watched(model, optimizer, folder / "run", "spectra", every=2, **settings) as said:
+        reference = [{n: g * micro for n, g in part.items()} for part in reference]
+    with watched(model, optimizer, folder / "run", "spectra", every=2, **settings) as messages:
         training_setups.train(setup, model, optimizer)
-    everyone = gathered(truth)
+    of_all_ranks = gathered(reference)
     run = backlight.open_run(folder / "run")
     found = {(m.step, m.parameter) for m in stored.measurements(run)}
     measured = {name for _, name in found}
     for name in measured:
         assert {step for step, of in found if of == name} == {0, 2}
         table = stored.table(run, 0, name)
-        wanted = [spectral_echo([part[name] for part in parts], layer=name) for parts in everyone]
-        assert any(_same(table, one) for one in wanted), f"{name}: {_numbers(table, wanted)}"
+        expected = [spectral_echo([part[name] for part in parts], layer=name) for parts in of_all_ranks]
+        assert any(_same(table, one) for one in expected), f"{name}: {_numbers(table, expected)}"
     left_out = stored.left_out(run)
-    assert set(MATRICES) == measured | (set(left_out) & set(MATRICES)), (measured, left_out, _said(run, said))
+    reported = _reasons(run, messages)
+    assert set(MATRICES) == measured | (set(left_out) & set(MATRICES)), (measured, left_out, reported)
     if measured == set(MATRICES):
-        silent(run, said)
+        assert_nothing_missing(run, messages)
         return Outcome(TESTED)
     reasons = dict.fromkeys(f"{name}: {left_out[name]}" for name in MATRICES if name not in measured)
     return Outcome(IN_PART if measured else REFUSED, " | ".join(reasons))
@@ -310,21 +311,23 @@ def _mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def _same(table: stored.Table, wanted: SpectralEcho) -> bool:
+def _same(table: stored.Table, expected: SpectralEcho) -> bool:
     # In layers with few directions, rounding decides how weaker ones are matched over replicates.
-    k = wanted.identifiable
-    ours = table.singular_values, table["pooled"][:k], table["echo"][:k], table.measurement["noise_sigma"]
-    theirs = wanted.singular_values, wanted.pooled[:k], wanted.echo[:k], wanted.noise.sigma
-    signal = table.measurement["signal_share"], wanted.noise.signal_share
-    return all(
-        np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
-        for one, other in (*zip(ours, theirs, strict=True), signal)
+    k = expected.identifiable
+    noise, wanted = table.measurement, expected.noise
+    pairs = (
+        (table.singular_values, expected.singular_values),
+        (table["pooled"][:k], expected.pooled[:k]),
+        (table["echo"][:k], expected.echo[:k]),
+        (noise["noise_sigma"], wanted.sigma),
+        (noise["signal_share"], wanted.signal_share),
     )
+    return all(np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True) for one, other in pairs)
 
 
-def _numbers(table: stored.Table, wanted: list[SpectralEcho]) -> str:
+def _numbers(table: stored.Table, expected: list[SpectralEcho]) -> str:
     found = [table.singular_values, table.measurement.numbers, table["pooled"]]
-    return f"{found}, not any of {[(o.singular_values, o.noise, o.pooled) for o in wanted]}"
+    return f"{found}, not any of {[(o.singular_values, o.noise, o.pooled) for o in expected]}"
 
 
 # steptime
@@ -337,16 +340,16 @@ def steptime(setup: Setup, folder: Path) -> Outcome:
     model, optimizer = training_setups.build(setup)
     at: dict[str, list[float]] = {"gradients": [], "update": []}
 
-    def seen(moment: str, _step: int, _loss: Tensor | None) -> None:
+    def observe(moment: str, _step: int, _loss: Tensor | None) -> None:
         at[moment].append(time.perf_counter())
 
-    with watched(model, optimizer, folder / "run", "steptime", every=1) as said:
-        training_setups.train(setup, model, optimizer, pauses=PAUSES, seen=seen)
+    with watched(model, optimizer, folder / "run", "steptime", every=1) as messages:
+        training_setups.train(setup, model, optimizer, pauses=PAUSES, observe=observe)
     # A step ends between the times before and after its update, on a busy machine as well.
     least = gathered(at["gradients"][-1] - at["update"][1])[0]
     most = gathered(at["update"][-1] - at["gradients"][1])[0]
     run = backlight.open_run(folder / "run")
-    silent(run, said)
+    assert_nothing_missing(run, messages)
     phases = {n: run.scalar(n).values for n in run.scalar_names() if n.startswith("phase/")}
     for phase, pause in (("data", PAUSES.data), ("loss", PAUSES.loss), ("backward", PAUSES.backward)):
         values = phases[f"phase/{phase}"]
@@ -388,10 +391,10 @@ def identical(setup: Setup, folder: Path) -> Outcome:
         with run:
             training_setups.train(setup, model, optimizer, steps=6, overflow_at=1 if setup.scaled else -1)
         ends.append((training_setups.weights(model), torch.get_rng_state()))
-    (alone, drawn), (seen, drawn_too) = ends
-    same = all(torch.equal(one, other) for one, other in zip(alone, seen, strict=True))
+    (unwatched, drawn), (watched_weights, drawn_watched) = ends
+    same = all(torch.equal(one, other) for one, other in zip(unwatched, watched_weights, strict=True))
     assert gathered(same) == [True] * setup.ranks, "watching has changed the weights"
-    assert gathered(torch.equal(drawn, drawn_too)) == [True] * setup.ranks
+    assert gathered(torch.equal(drawn, drawn_watched)) == [True] * setup.ranks
     return Outcome(TESTED)
 
 

@@ -71,8 +71,8 @@ def launch(cells: Sequence[Cell], folder: Path) -> dict[Cell, Outcome]:
     results = folder / "outcomes.json"
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1500:]
     return {
-        (monitor, setup): Outcome(word, said)
-        for monitor, setup, word, said in json.loads(results.read_text())
+        (monitor, setup): Outcome(word, reason)
+        for monitor, setup, word, reason in json.loads(results.read_text())
     }
 
 
@@ -90,10 +90,10 @@ def main() -> None:
     for number, (monitor, setup) in enumerate(cells):
         try:
             outcome = measure(monitor, setup, folder / str(number))
-        except BaseException:  # noqa: BLE001 - whatever it is, the others must not wait
+        except BaseException:  # noqa: BLE001 - the other ranks must not wait
             print(f"{setup} x {monitor} on rank {dist.get_rank()}:\n{traceback.format_exc()}", flush=True)
             os._exit(1)
-        out.append([monitor, setup, outcome.word, outcome.said])
+        out.append([monitor, setup, outcome.word, outcome.reason])
     if dist.get_rank() == 0:
         (folder / "outcomes.json").write_text(json.dumps(out))
     dist.barrier()

@@ -58,10 +58,10 @@ def store(found: Mapping[Cell, Outcome]) -> None:
     """
     for cell, outcome in found.items():
         word, pattern = expected(cell)
-        if outcome.word != word or not re.search(pattern, outcome.said):
+        if outcome.word != word or not re.search(pattern, outcome.reason):
             raise SystemExit(f"{cell}: {outcome}, where the matrix says {word}: {pattern}")
     cells = [
-        {"monitor": monitor, "setup": setup, "word": o.word, "said": o.said}
+        {"monitor": monitor, "setup": setup, "word": o.word, "reason": o.reason}
         for (monitor, setup), o in found.items()
     ]
     versions = {
@@ -76,7 +76,7 @@ def stored() -> tuple[dict[str, str], dict[Cell, Outcome]]:
     """Return the stored versions and results."""
     data: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8"))
     return data["versions"], {
-        (c["monitor"], c["setup"]): Outcome(c["word"], c["said"]) for c in data["cells"]
+        (c["monitor"], c["setup"]): Outcome(c["word"], c["reason"]) for c in data["cells"]
     }
 
 
@@ -92,14 +92,14 @@ def rendered(versions: Mapping[str, str], found: Mapping[Cell, Outcome]) -> str:
         for monitor in CHECKS:
             outcome = found[monitor, setup]
             mark = "identical" if monitor == "identical" else MARKS[outcome.word]
-            if outcome.said:
-                said = re.sub(r"parameter '[\w.]+'", "a parameter", outcome.said)
-                mark += f" ({notes.setdefault(said, len(notes) + 1)})"
+            if outcome.reason:
+                reason = re.sub(r"parameter '[\w.]+'", "a parameter", outcome.reason)
+                mark += f" ({notes.setdefault(reason, len(notes) + 1)})"
             cells.append(mark)
         lines.append(f"| {setup} | {' | '.join(cells)} |")
-    lines += ["", *(f"({number}) {_escaped(said)}  " for said, number in notes.items())]
-    told = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "backlight")
-    return "\n".join([*lines, "", f"Ranks are processes on CPUs over gloo; {told}."])
+    lines += ["", *(f"({number}) {_escaped(reason)}  " for reason, number in notes.items())]
+    environment = ", ".join(f"{name} {number}" for name, number in versions.items() if name != "backlight")
+    return "\n".join([*lines, "", f"Ranks are processes on CPUs over gloo; {environment}."])
 
 
 def _escaped(text: str) -> str:

@@ -191,11 +191,11 @@ def test_compiled_training_is_measured(make: Callable[[str], Made], warm: bool, 
 def test_backward_in_a_compiled_function_is_not_observable(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="no backward gave gradients that hooks of parameters see"):
         run, _ = watched(whole, tmp_path / "run", warm=False)
-    said = {str(e.payload["what"]): str(e.payload["reason"]) for e in run.events("unmeasured")}
-    assert "a backward inside a compiled function; loss and time of backward are not recorded" in said.pop(
+    reasons = {str(e.payload["what"]): str(e.payload["reason"]) for e in run.events("unmeasured")}
+    assert "a backward inside a compiled function; loss and time of backward are not recorded" in reasons.pop(
         "loss and backward"
     )
-    assert set(said) == {"spectra"}
+    assert set(reasons) == {"spectra"}
     assert len(run.scalar("loss").steps) == 0
     assert not stored.measurements(run)
     assert len(run.array("gram/model/matrix")[0]) == STEPS

@@ -62,8 +62,8 @@ def scaled(path: Path | None, scale: float) -> tuple[list[Tensor], list[float]]:
 @pytest.mark.parametrize("scale", [256.0, 2.0**20], ids=["fits", "overflows"])
 def test_two_optimizers_under_a_growing_and_skipping_scaler(scale: float, tmp_path: Path) -> None:
     alone, norms = scaled(None, scale)
-    seen, _ = scaled(tmp_path / "run", scale)
-    assert all(torch.equal(one, other) for one, other in zip(alone, seen, strict=True))
+    watched_weights, _ = scaled(tmp_path / "run", scale)
+    assert all(torch.equal(one, other) for one, other in zip(alone, watched_weights, strict=True))
     run = backlight.open_run(tmp_path / "run")
     assert not run.events("unmeasured")
     scales, skipped = run.scalar("scaler/scale").values, run.scalar("scaler/skipped").values

@@ -29,18 +29,18 @@ RANKS: tuple[Cell, ...] = (("spectra", "FSDP2"), ("grokking", "TP"))
 
 def check(cell: Cell, outcome: Outcome) -> None:
     word, pattern = expected(cell)
-    assert outcome.word == word, outcome.said
-    assert re.search(pattern, outcome.said), outcome.said
+    assert outcome.word == word, outcome.reason
+    assert re.search(pattern, outcome.reason), outcome.reason
 
 
-def marked(cell: Cell) -> Any:
+def marked_cell(cell: Cell) -> Any:
     marks = [] if cell in DIAGONAL else [pytest.mark.full]
     if cell[0] == "stalls":
         marks.append(pytest.mark.alone)
     return pytest.param(cell, id=f"{cell[0]}-{cell[1]}", marks=marks)
 
 
-@pytest.mark.parametrize("cell", [marked(cell) for cell in ALL if cell in ALONE])
+@pytest.mark.parametrize("cell", [marked_cell(cell) for cell in ALL if cell in ALONE])
 def test_setups_in_one_process(cell: Cell, tmp_path: Path) -> None:
     check(cell, measure(*cell, tmp_path))
 

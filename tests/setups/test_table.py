@@ -18,7 +18,7 @@ def test_stored_results_cover_the_matrix_as_expected() -> None:
     for cell, outcome in found.items():
         word, pattern = expected(cell)
         assert outcome.word == word, cell
-        assert re.search(pattern, outcome.said), (cell, outcome.said)
+        assert re.search(pattern, outcome.reason), (cell, outcome.reason)
 
 
 @pytest.mark.parametrize("page", table.PAGES, ids=lambda page: page.name)

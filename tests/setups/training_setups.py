@@ -263,7 +263,7 @@ def train(
     steps: int = STEPS,
     pauses: Pauses | None = None,
     overflow_at: int = -1,
-    seen: Callable[[str, int, Tensor | None], None] = lambda _moment, _step, _loss: None,
+    observe: Callable[[str, int, Tensor | None], None] = lambda _moment, _step, _loss: None,
 ) -> None:
     """Train; call ``observe`` with ``gradients`` after backward and with each ``update``.
 
@@ -290,12 +290,12 @@ def train(
                     loss = loss * float("inf")
                 scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        seen("gradients", step, loss.detach())
+        observe("gradients", step, loss.detach())
         if setup.clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        seen("update", step, None)
+        observe("update", step, None)
 
 
 def replicates(setup: Setup, model: nn.Module, step: int) -> list[dict[str, Tensor]]:

@@ -18,7 +18,7 @@ import pytest
 from backlight.records import ParameterRecord
 from backlight.store.write.writer import RunWriter
 
-VICTIM = """
+PREAMBLE = """
 import sys, time
 import numpy as np
 from pathlib import Path
@@ -42,8 +42,10 @@ def ready():
 
 
 def table_of(names: list[str] | int) -> tuple[ParameterRecord, ...]:
-    listed = [f"layer{i}.weight" for i in range(names)] if isinstance(names, int) else names
-    return tuple(ParameterRecord(n, (i + 1, 2), "float32", "cpu", 2 * (i + 1)) for i, n in enumerate(listed))
+    names_of = [f"layer{i}.weight" for i in range(names)] if isinstance(names, int) else names
+    return tuple(
+        ParameterRecord(n, (i + 1, 2), "float32", "cpu", 2 * (i + 1)) for i, n in enumerate(names_of)
+    )
 
 
 def floats_at(step: int, P: int = 4) -> npt.NDArray[np.float64]:
@@ -88,12 +90,12 @@ def record() -> Callable[..., tuple[ParameterRecord, ...]]:
 
 
 @pytest.fixture
-def start_victim(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start_process(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a process that runs ``body`` with the preamble above; return it once it prints "ready"."""
     started: list[subprocess.Popen[str]] = []
 
     def start(path: Path, body: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        code = VICTIM + textwrap.dedent(body)
+        code = PREAMBLE + textwrap.dedent(body)
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(path)],
             stdout=subprocess.PIPE,
@@ -114,11 +116,11 @@ def start_victim(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]
 
 
 @pytest.fixture
-def killed(start_victim: Callable[..., subprocess.Popen[str]]) -> Callable[..., Path]:
+def killed(start_process: Callable[..., subprocess.Popen[str]]) -> Callable[..., Path]:
     """Run ``body`` in another process, and kill it with SIGKILL where it calls ``ready()``."""
 
     def kill(path: Path, body: str) -> Path:
-        process = start_victim(path, body)
+        process = start_process(path, body)
         process.kill()
         process.wait()
         return path
@@ -142,24 +144,24 @@ def digest() -> Callable[[Path], dict[str, str]]:
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mount a small tmpfs, or skip without the permission."""
-    places: list[Path] = []
+    mounts: list[Path] = []
 
     def mount(options: str) -> Path:
-        place = tmp_path / f"mounted-{len(places)}"
-        place.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        target = tmp_path / f"mounted-{len(mounts)}"
+        target.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(target)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
             pytest.skip(f"there is no mount command: {error}")
         if done.returncode:
             pytest.skip(f"this process may not mount a file system: {done.stderr.strip()}")
-        places.append(place)
-        return place
+        mounts.append(target)
+        return target
 
     yield mount
-    for place in places:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
+    for target in mounts:
+        subprocess.run(["umount", "--lazy", str(target)], check=True)
 
 
 @pytest.fixture
@@ -167,9 +169,9 @@ def read_only(mounted: Callable[..., Path]) -> Callable[[Path], Path]:
     """Copy a directory to a file system that is then remounted read-only, for root as well."""
 
     def make(path: Path) -> Path:
-        place = mounted("size=64m")
-        shutil.copytree(path, place / path.name)
-        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-        return place / path.name
+        target = mounted("size=64m")
+        shutil.copytree(path, target / path.name)
+        subprocess.run(["mount", "-o", "remount,ro", str(target)], check=True)
+        return target / path.name
 
     return make

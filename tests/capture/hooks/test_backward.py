@@ -16,25 +16,25 @@ class Events(Listener):
     """Listener that records the names of the reported events."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.reported: list[str] = []
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
-        self.said.append(f"backward of {len(roots)}")
+        self.reported.append(f"backward of {len(roots)}")
 
     def backward_end(self) -> None:
-        self.said.append("end")
+        self.reported.append("end")
 
     def backward_raised(self, error: BaseException) -> None:
-        self.said.append(type(error).__name__)
+        self.reported.append(type(error).__name__)
 
     def nested_begin(self) -> None:
-        self.said.append("nested")
+        self.reported.append("nested")
 
     def grad_begin(self, roots: Sequence[Tensor]) -> None:
-        self.said.append(f"grad of {len(roots)}")
+        self.reported.append(f"grad of {len(roots)}")
 
     def grad_end(self) -> None:
-        self.said.append("grad end")
+        self.reported.append("grad end")
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_gradients_are_reported_unchanged(events: Events) -> None:
     x = leaf()
     (grad,) = torch.autograd.grad((x * x).sum(), x)
     assert torch.equal(grad, 2 * x)
-    assert events.said == ["grad of 1", "grad end"]
+    assert events.reported == ["grad of 1", "grad end"]
 
 
 def test_every_argument_form_is_accepted(events: Events) -> None:
@@ -70,7 +70,7 @@ def test_every_argument_form_is_accepted(events: Events) -> None:
     assert torch.equal(x.grad, torch.full((3,), 5.0))
     torch.autograd.backward(tensors=[(x * 1).sum()])
     assert torch.equal(x.grad, torch.full((3,), 6.0))
-    begins = [said for said in events.said if " of " in said]
+    begins = [event for event in events.reported if " of " in event]
     assert begins == ["grad of 2", "grad of 1", "grad of 0", "backward of 0", "backward of 1"]
 
 
@@ -79,7 +79,7 @@ def test_function_transforms_pass_through(events: Events) -> None:
     assert torch.equal(torch.func.grad(lambda v: (v * v).sum())(x), 2 * x)
     hessian = torch.func.jacrev(torch.func.grad(lambda v: (v**3).sum()))(x)
     assert torch.allclose(hessian, torch.diag(6 * x))
-    assert events.said == []
+    assert events.reported == []
 
 
 def test_nested_backward_is_reported_as_nested(events: Events) -> None:
@@ -97,7 +97,7 @@ def test_nested_backward_is_reported_as_nested(events: Events) -> None:
             return grad
 
     Inner.apply(leaf()).sum().backward()
-    assert events.said == ["backward of 1", "nested", "nested", "end"]
+    assert events.reported == ["backward of 1", "nested", "nested", "end"]
 
 
 def test_backward_error_is_reported_before_the_end(events: Events) -> None:
@@ -105,7 +105,14 @@ def test_backward_error_is_reported_before_the_end(events: Events) -> None:
         torch.autograd.grad(torch.ones(()), leaf())
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch.ones(()).backward()
-    assert events.said == ["grad of 1", "RuntimeError", "grad end", "backward of 1", "RuntimeError", "end"]
+    assert events.reported == [
+        "grad of 1",
+        "RuntimeError",
+        "grad end",
+        "backward of 1",
+        "RuntimeError",
+        "end",
+    ]
     assert (HUB.backward_depth, HUB.grad_depth) == (0, 0)
 
 

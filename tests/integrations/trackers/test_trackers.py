@@ -66,9 +66,9 @@ def values(reader: Any, tag: str) -> list[tuple[int, Any]]:
 def test_tensorboard(tmp_path: Path) -> None:
     losses = train(tmp_path / "run", "tensorboard")
     reader = events(tmp_path / "run" / "export" / "tensorboard")
-    told = values(reader, "backlight/loss")
-    assert [step for step, _ in told] == [10 * i for i in range(STEPS)]
-    np.testing.assert_allclose([float(v) for _, v in told], losses, rtol=1e-6)
+    recorded_values = values(reader, "backlight/loss")
+    assert [step for step, _ in recorded_values] == [10 * i for i in range(STEPS)]
+    np.testing.assert_allclose([float(v) for _, v in recorded_values], losses, rtol=1e-6)
     assert {
         "backlight/total_norm",
         "backlight/lr/0/0",
@@ -106,8 +106,8 @@ def test_tensorboard_separates_two_runs_in_one_directory(tmp_path: Path) -> None
     for name in ("first", "second"):
         train(tmp_path / name, f"tensorboard={tmp_path / 'logs'}", poisoned=False)
     for name in ("first", "second"):
-        told = values(events(tmp_path / "logs" / name), "backlight/loss")
-        assert [step for step, _ in told] == [10 * i for i in range(STEPS)]
+        recorded_values = values(events(tmp_path / "logs" / name), "backlight/loss")
+        assert [step for step, _ in recorded_values] == [10 * i for i in range(STEPS)]
 
 
 @pytest.mark.parametrize(("name", "folder"), [("../../out", "out"), ("/etc", "etc"), ("", "run")])
@@ -122,9 +122,9 @@ def test_tensorboard_never_writes_outside_its_directory(tmp_path: Path, name: st
 
 def test_unwritable_tensorboard_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(RuntimeWarning, match=r"tracker 'tensorboard' is left out: \w+Error.*file") as told:
+    with pytest.warns(RuntimeWarning, match=r"tracker 'tensorboard' is left out: \w+Error.*file") as caught:
         train(tmp_path / "run", f"tensorboard={tmp_path / 'file' / 'below'}")
-    assert told[0].filename == __file__  # the line of the watch call, although a background thread warns
+    assert caught[0].filename == __file__  # the line of the watch call, although a background thread warns
 
 
 # Prometheus
@@ -171,11 +171,11 @@ def test_prometheus_can_be_scraped_during_training(tmp_path: Path) -> None:
                 text = scrape(port)
             except OSError:
                 continue  # the port opens with the first delivery
-    told = metrics(text)
+    recorded_values = metrics(text)
     run = ("run", "run")
-    assert told["backlight_loss", (run,)] > 0
-    assert told["backlight_learning_rate", (("group", "0"), ("optimizer", "0"), run)] == 0.1
-    assert told["backlight_phase_seconds", (("phase", "backward"), run)] > 0
+    assert recorded_values["backlight_loss", (run,)] > 0
+    assert recorded_values["backlight_learning_rate", (("group", "0"), ("optimizer", "0"), run)] == 0.1
+    assert recorded_values["backlight_phase_seconds", (("phase", "backward"), run)] > 0
     with pytest.raises(OSError, match=r"refused"):
         scrape(port)  # the port closes with the run
 
@@ -205,13 +205,13 @@ def test_prometheus_port_in_use(tmp_path: Path) -> None:
 def test_prometheus_writes_a_textfile_for_the_collector(tmp_path: Path) -> None:
     target = tmp_path / "backlight.prom"
     losses = train(tmp_path / "run", f"prometheus={target}")
-    told = metrics(target.read_text())
+    recorded_values = metrics(target.read_text())
     run = ("run", "run")
-    assert told["backlight_loss", (run,)] == pytest.approx(losses[-1])
-    assert told["backlight_step", (run,)] == 10 * (STEPS - 1)
-    assert told["backlight_findings", (("rule", "non_finite"), run, ("severity", "error"))] >= 1
+    assert recorded_values["backlight_loss", (run,)] == pytest.approx(losses[-1])
+    assert recorded_values["backlight_step", (run,)] == 10 * (STEPS - 1)
+    assert recorded_values["backlight_findings", (("rule", "non_finite"), run, ("severity", "error"))] >= 1
     assert [path.name for path in tmp_path.glob("*.prom*")] == ["backlight.prom"]
-    live = {key: value for key, value in told.items()}
+    live = {key: value for key, value in recorded_values.items()}
     target.unlink()
     send(open_run(tmp_path / "run"), f"prometheus={target}")
     assert metrics(target.read_text()) == pytest.approx(live, nan_ok=True)
@@ -297,12 +297,12 @@ def test_wandb_creates_its_own_run(tmp_path: Path, offline: Any) -> None:
 def test_wandb_replaces_findings_per_watch() -> None:
     from backlight.session.trackers.wandb import _Run
 
-    theirs = SimpleNamespace(
+    user_run = SimpleNamespace(
         summary={"backlight/findings/spike": "warning: of before"},
         tags=None,
         define_metric=lambda *_, **__: None,
     )
-    sink = _Run(None, theirs, own=False)
+    sink = _Run(None, user_run, own=False)
     finding = Finding(
         rule="spike",
         severity=Severity.WARNING,
@@ -315,8 +315,8 @@ def test_wandb_replaces_findings_per_watch() -> None:
     )
     for _ in range(2):  # during the run, and at its end
         sink.findings([finding], 3)
-    assert theirs.summary == {"backlight/findings/spike": "warning: of before\nwarning: a spike"}
-    assert theirs.tags == ("backlight/spike",)
+    assert user_run.summary == {"backlight/findings/spike": "warning: of before\nwarning: a spike"}
+    assert user_run.tags == ("backlight/spike",)
 
 
 @pytest.mark.full
@@ -324,21 +324,21 @@ def test_wandb_uses_the_open_run_without_advancing_its_step(tmp_path: Path, offl
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mine = offline.init(project="mine", dir=str(tmp_path / "mine"))
+    own_run = offline.init(project="own_run", dir=str(tmp_path / "own_run"))
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, trackers=["wandb"]) as watch:
         for step in range(5):
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             watch.log(accuracy=0.5)
-            mine.log({"mine": step}, step=step)
-    mine.finish()
+            own_run.log({"own_run": step}, step=step)
+    own_run.finish()
     assert not (tmp_path / "run" / "export").exists()
-    *rows, _ = recorded(tmp_path / "mine")
-    assert [row["mine"] for row in rows] == [0, 1, 2, 3, 4]
-    told = [row for row in rows if "backlight/loss" in row]
-    assert told
-    assert told[-1]["backlight/step"] == 4
+    *rows, _ = recorded(tmp_path / "own_run")
+    assert [row["own_run"] for row in rows] == [0, 1, 2, 3, 4]
+    recorded_values = [row for row in rows if "backlight/loss" in row]
+    assert recorded_values
+    assert recorded_values[-1]["backlight/step"] == 4
     assert not any("backlight/user/accuracy" in row for row in rows)
 
 
@@ -356,12 +356,12 @@ def test_wandb_without_credentials(tmp_path: Path, offline: Any, monkeypatch: py
 def test_wandb_does_not_wait_for_an_unreachable_server(
     tmp_path: Path, offline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backlight.session.trackers import wandb as ours
+    from backlight.session.trackers import wandb as wandb_tracker
 
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr(ours, "PATIENCE", 2.0)
+    monkeypatch.setattr(wandb_tracker, "PATIENCE", 2.0)
     with pytest.warns(
         RuntimeWarning, match="'wandb' is left out: CommError: "
     ):  # did not wait for the timeout
@@ -425,14 +425,14 @@ def test_mlflow_creates_its_own_run(tmp_path: Path, mlflow: Any) -> None:
 @pytest.mark.full
 @QUIET
 def test_mlflow_uses_the_open_run(tmp_path: Path, mlflow: Any) -> None:
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mine.db'}")
-    experiment = mlflow.create_experiment("mine", artifact_location=str(tmp_path / "artifacts"))
-    with mlflow.start_run(experiment_id=experiment) as mine:
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'own_run.db'}")
+    experiment = mlflow.create_experiment("own_run", artifact_location=str(tmp_path / "artifacts"))
+    with mlflow.start_run(experiment_id=experiment) as own_run:
         train(tmp_path / "run", "mlflow")
-        assert mlflow.active_run().info.run_id == mine.info.run_id
+        assert mlflow.active_run().info.run_id == own_run.info.run_id
         mlflow.log_metric("own", 1.0)
     client = mlflow.MlflowClient()
-    run = client.get_run(mine.info.run_id)
+    run = client.get_run(own_run.info.run_id)
     assert {"own", "backlight/loss"} <= set(run.data.metrics)
     assert "backlight/user/accuracy" not in run.data.metrics
     assert client.get_experiment_by_name("backlight") is None
@@ -443,10 +443,10 @@ def test_mlflow_uses_the_open_run(tmp_path: Path, mlflow: Any) -> None:
 def test_unreachable_mlflow_server_is_reported_quickly(
     tmp_path: Path, mlflow: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from backlight.session.trackers import mlflow as ours
+    from backlight.session.trackers import mlflow as mlflow_tracker
 
     train(tmp_path / "run", f"prometheus={tmp_path / 'run.prom'}")
-    monkeypatch.setattr(ours, "ATTEMPTS", "1")
+    monkeypatch.setattr(mlflow_tracker, "ATTEMPTS", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "7")
     monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")  # set here: removed after the test
     with socket.socket() as free:

@@ -33,7 +33,7 @@ Opening = Callable[[str, Tracked, Any], Any]
 
 
 @dataclass
-class Kept:
+class RecordingSink:
     """A tracker sink that stores what it receives."""
 
     points: list[Point] = field(default_factory=list)
@@ -83,24 +83,24 @@ def train(run: Path, trackers: Sequence[str] = (), *, steps: int = 6, fail: bool
 
 
 def test_points_are_sent_to_the_tracker(tmp_path: Path, register: Callable[..., None]) -> None:
-    kept, asked = Kept(), []
+    sink, opened = RecordingSink(), []
 
-    def opening(target: str, run: Tracked, active: Any) -> Kept:
-        asked.append((target, run.path, run.live, active))
-        return kept
+    def opening(target: str, run: Tracked, active: Any) -> RecordingSink:
+        opened.append((target, run.path, run.live, active))
+        return sink
 
     where = []
-    register("kept", opening, lambda: where.append(threading.current_thread()) or "the user's run")
-    train(tmp_path / "run", ["kept=there"])
-    assert asked == [("there", tmp_path / "run", True, "the user's run")]
+    register("recorder", opening, lambda: where.append(threading.current_thread()) or "the user's run")
+    train(tmp_path / "run", ["recorder=there"])
+    assert opened == [("there", tmp_path / "run", True, "the user's run")]
     assert where == [threading.main_thread()]
-    assert kept.threads == {"backlight-kept"}
-    assert kept.closed == [False]
-    assert [point.step for point in kept.points] == list(range(1000, 1006))
+    assert sink.threads == {"backlight-recorder"}
+    assert sink.closed == [False]
+    assert [point.step for point in sink.points] == list(range(1000, 1006))
     run = open_run(tmp_path / "run")
     losses = run.scalar("loss").values
-    assert [point.values["loss"] for point in kept.points] == losses.tolist()
-    names = set(kept.points[0].values)
+    assert [point.values["loss"] for point in sink.points] == losses.tolist()
+    names = set(sink.points[0].values)
     assert {
         "total_norm",
         "lr/0/0",
@@ -114,16 +114,16 @@ def test_points_are_sent_to_the_tracker(tmp_path: Path, register: Callable[..., 
     norms = run.frame("gradient", "norm")
     rows = [norms.names.index(name) for name in ("2.weight", "2.bias")]
     expected = np.sqrt((norms.values[:, rows] ** 2).sum(axis=1))
-    np.testing.assert_allclose([point.values["norm/2"] for point in kept.points], expected, rtol=1e-12)
-    (spread,) = kept.points[0].spreads.values()
+    np.testing.assert_allclose([point.values["norm/2"] for point in sink.points], expected, rtol=1e-12)
+    (spread,) = sink.points[0].spreads.values()
     assert np.isfinite(spread).all()
     assert len(spread) == 4
     assert "ratio/2" in names
-    assert not any(value.spreads for value in kept.points[1:4])  # updates are measured at every 4th step
+    assert not any(value.spreads for value in sink.points[1:4])  # updates are measured at every 4th step
 
 
 def test_stored_run_gives_the_points_sent_live(tmp_path: Path, register: Callable[..., None]) -> None:
-    live, stored = Kept(), Kept()
+    live, stored = RecordingSink(), RecordingSink()
     register("live", lambda *_: live)
     register("stored", lambda *_: stored)
     train(tmp_path / "run", ["live"])
@@ -140,53 +140,55 @@ def test_stored_run_gives_the_points_sent_live(tmp_path: Path, register: Callabl
 
 
 def test_findings_and_final_status_are_sent(tmp_path: Path, register: Callable[..., None]) -> None:
-    kept = Kept()
-    register("kept", lambda *_: kept)
+    sink = RecordingSink()
+    register("recorder", lambda *_: sink)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.raises(KeyError, match="own"):
         with backlight.watch(
-            model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers="kept"
+            model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers="recorder"
         ):
             for _ in range(3):
                 model(torch.full((2, 2), float("nan"))).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
             raise KeyError("own")
-    assert "non_finite" in {finding.rule for finding in kept.found}
-    assert kept.closed == [True]
-    assert all(np.isnan(point.values["loss"]) for point in kept.points)
+    assert "non_finite" in {finding.rule for finding in sink.found}
+    assert sink.closed == [True]
+    assert all(np.isnan(point.values["loss"]) for point in sink.points)
 
 
 def test_finding_is_sent_during_training(tmp_path: Path, register: Callable[..., None]) -> None:
     live: list[tuple[str, int]] = []
-    seen = threading.Event()
+    reported = threading.Event()
 
-    class Live(Kept):
+    class Live(RecordingSink):
         def findings(self, findings: Sequence[Finding], step: int) -> None:
             live.extend((finding.rule, step) for finding in findings)
-            seen.set()
+            reported.set()
             self.found = list(findings)
 
-    kept = Live()
-    register("kept", lambda *_: kept)
+    sink = Live()
+    register("recorder", lambda *_: sink)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers="kept"):
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers="recorder"
+    ):
         for step in range(5):
             model(torch.full((2, 2), float("nan") if step == 2 else 1.0)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert seen.wait(30), "nothing was sent before the end"
+        assert reported.wait(30), "nothing was sent before the end"
         assert live == [("non_finite", 2)]
-    assert [finding.rule for finding in kept.found].count("non_finite") == 1
+    assert [finding.rule for finding in sink.found].count("non_finite") == 1
 
 
 def test_failed_live_evaluation_leaves_the_training_unchanged(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, tried = Kept(), threading.Event()
-    register("kept", lambda *_: kept)
+    sink, tried = RecordingSink(), threading.Event()
+    register("recorder", lambda *_: sink)
 
     def broken(path: Path) -> Any:
         tried.set()
@@ -197,16 +199,16 @@ def test_failed_live_evaluation_leaves_the_training_unchanged(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with pytest.warns(RuntimeWarning, match="not measured: findings for trackers before .* OSError: gone"):
         with backlight.watch(
-            model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers="kept"
+            model, optimizer, run=tmp_path / "run", every=1, monitors=MONITORS, trackers="recorder"
         ):
             model(torch.full((2, 2), float("nan"))).sum().backward()
             optimizer.step()
             assert tried.wait(30)
-    assert "non_finite" in {finding.rule for finding in kept.found}
-    assert kept.closed == [False]
+    assert "non_finite" in {finding.rule for finding in sink.found}
+    assert sink.closed == [False]
 
 
-class Raises(Kept):
+class Raises(RecordingSink):
     """A tracker sink that raises in one method."""
 
     def __init__(self, where: str, error: BaseException) -> None:
@@ -242,21 +244,21 @@ class Raises(Kept):
 def test_raising_tracker_is_reported_once_and_disabled(
     tmp_path: Path, register: Callable[..., None], where: str, error: BaseException
 ) -> None:
-    kept, broken = Kept(), Raises(where, error)
+    sink, broken = RecordingSink(), Raises(where, error)
 
-    def opening(*_: Any) -> Kept:
+    def opening(*_: Any) -> RecordingSink:
         broken._at("open")
         return broken
 
     register("broken", opening, lambda: broken._at("active"))
-    register("kept", lambda *_: kept)
+    register("recorder", lambda *_: sink)
     alone = train(tmp_path / "alone")
-    with pytest.warns(RuntimeWarning, match="tracker 'broken' is left out") as told:
-        model = train(tmp_path / "run", ["broken", "kept"])
-    assert len([w for w in told if "broken" in str(w.message)]) == 1
+    with pytest.warns(RuntimeWarning, match="tracker 'broken' is left out") as caught:
+        model = train(tmp_path / "run", ["broken", "recorder"])
+    assert len([w for w in caught if "broken" in str(w.message)]) == 1
     for one, other in zip(model.parameters(), alone.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert len(kept.points) == 6
+    assert len(sink.points) == 6
     run = open_run(tmp_path / "run")
     assert run.status.value == "finished"
     (event,) = [e for e in run.events("unmeasured") if e.payload["what"] == "tracker broken"]
@@ -280,7 +282,7 @@ def test_hanging_tracker_is_abandoned_after_a_timeout(
     monkeypatch.setattr(monitor, "MAX_QUEUED_POINTS", 4)
     monkeypatch.setattr(monitor, "DELIVERY_PERIOD_S", 0.01)
     free = threading.Event()
-    register("stuck", lambda *_: free.wait(60) and Kept())
+    register("stuck", lambda *_: free.wait(60) and RecordingSink())
     try:
         with pytest.warns(
             RuntimeWarning, match=r"tracker 'stuck' did not come to an end .* 4 steps were not"
@@ -295,7 +297,7 @@ def test_slow_tracker_drops_the_oldest_points_and_warns(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "MAX_QUEUED_POINTS", 4)
-    kept, free = Kept(), threading.Event()
+    sink, free = RecordingSink(), threading.Event()
     stopped = monitor.Feed.ask_to_stop
 
     def ask(feed: Any, *, failed: bool) -> None:
@@ -303,10 +305,10 @@ def test_slow_tracker_drops_the_oldest_points_and_warns(
         free.set()
 
     monkeypatch.setattr(monitor.Feed, "ask_to_stop", ask)
-    register("slow", lambda *_: free.wait(60) and kept)
+    register("slow", lambda *_: free.wait(60) and sink)
     with pytest.warns(RuntimeWarning, match="'slow' was too slow: 5 steps were not sent"):
         train(tmp_path / "run", ["slow"], steps=9)
-    assert [point.step for point in kept.points] == [1005, 1006, 1007, 1008]
+    assert [point.step for point in sink.points] == [1005, 1006, 1007, 1008]
 
 
 def test_unknown_tracker_is_rejected_before_any_write(tmp_path: Path) -> None:
@@ -316,9 +318,9 @@ def test_unknown_tracker_is_rejected_before_any_write(tmp_path: Path) -> None:
 
 
 def test_only_the_first_rank_has_trackers(register: Callable[..., None]) -> None:
-    asked: list[int] = []
-    register("kept", lambda *_: Kept(), lambda: asked.append(1))
-    settings = Settings.of({"trackers": ["kept"]})
+    opened: list[int] = []
+    register("recorder", lambda *_: RecordingSink(), lambda: opened.append(1))
+    settings = Settings.of({"trackers": ["recorder"]})
     for rank in (1, 0):
         run: Any = SimpleNamespace(
             path=Path("run"),
@@ -332,7 +334,7 @@ def test_only_the_first_rank_has_trackers(register: Callable[..., None]) -> None
         several.on_step_start(0)
         several.on_step_stored(StoredStep(0, (), {"loss": 1.0}, {}))
         several.on_run_end([], failed=False)
-        assert len(asked) == 1 - rank
+        assert len(opened) == 1 - rank
 
 
 def test_shard_is_not_sent_as_the_whole_parameter() -> None:

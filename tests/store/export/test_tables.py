@@ -82,14 +82,14 @@ def test_series_table(run: Run) -> None:
 
 
 def test_only_requested_columns_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested = []
     frame = Run.frame
-    monkeypatch.setattr(Run, "frame", lambda self, s, c, **k: asked.append(c) or frame(self, s, c, **k))
+    monkeypatch.setattr(Run, "frame", lambda self, s, c, **k: requested.append(c) or frame(self, s, c, **k))
     list(tables_of(run)["gradient"].chunks({"step", "norm"}))
-    assert asked == ["norm"]
-    asked.clear()
+    assert requested == ["norm"]
+    requested.clear()
     list(tables_of(run)["gradient"].chunks({"parameter"}))
-    assert asked == ["measured"]
+    assert requested == ["measured"]
 
 
 def test_the_other_tables(run: Run) -> None:

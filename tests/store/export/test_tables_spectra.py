@@ -34,8 +34,8 @@ def test_spectra_run_exports_its_directions(run: Run, tmp_path: Path) -> None:
     rows = rows_of(made[0])
     assert len(rows) == 2 * (24 + 32 + 20)
     stored = table(run, 50, HEAD)
-    mine = [row for row in rows if row["parameter"] == HEAD and row["step"] == "50"]
-    assert [int(row["direction"]) for row in mine] == list(range(20))
+    head_rows = [row for row in rows if row["parameter"] == HEAD and row["step"] == "50"]
+    assert [int(row["direction"]) for row in head_rows] == list(range(20))
     for column, field in {
         "singular_value": "singular_value",
         "singular_value_low": "singular_value_low",
@@ -45,14 +45,14 @@ def test_spectra_run_exports_its_directions(run: Run, tmp_path: Path) -> None:
         "left_alignment": "left_alignment",
         "right_alignment": "right_alignment",
     }.items():
-        got = np.array([float(row[column] or "nan") for row in mine])
+        got = np.array([float(row[column] or "nan") for row in head_rows])
         np.testing.assert_array_equal(got, stored[field], err_msg=column)
-    first = mine[0]
+    first = head_rows[0]
     assert (first["layer"], first["shape"], first["replicates"]) == ("head", "20x36", "12")
     assert float(first["aspect_ratio"]) == pytest.approx(20 / 36)
     assert float(first["noise_scale"]) == stored.measurement["noise_scale"]
     assert float(first["noise_sigma"]) == pytest.approx(1e-3, rel=0.05)
-    assert {row["stable_rank_weight"] for row in mine} == {"8.5"}
+    assert {row["stable_rank_weight"] for row in head_rows} == {"8.5"}
 
 
 def test_unmeasured_values_are_empty(tmp_path: Path) -> None:

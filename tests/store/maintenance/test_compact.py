@@ -126,10 +126,10 @@ def test_interrupted_compaction_keeps_all_data(
 
 
 def test_live_run_is_not_compacted(
-    tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]], digest: Digest, record: Record
+    tmp_path: Path, start_process: Callable[..., subprocess.Popen[str]], digest: Digest, record: Record
 ) -> None:
     path = tmp_path / "run"
-    start_victim(path, "writer = RunWriter.create(path); record(writer, 3); writer.flush(); ready()")
+    start_process(path, "writer = RunWriter.create(path); record(writer, 3); writer.flush(); ready()")
     before = digest(path)
     # A reader of a live run writes to the shared memory file only.
     before.pop("attempt-000/rank-00000.db-shm")
@@ -230,7 +230,7 @@ ready()
 
 
 def test_running_watchdog_is_not_touched(
-    tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, start_process: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("backlight.store.write.database.BUSY_TIMEOUT_S", 0.05)
     RunWriter.create(tmp_path / "run").close()
@@ -240,6 +240,6 @@ watchdog = WatchdogWriter(path, path / "attempt-000")
 watchdog.event(3, "stall", {})
 ready()
 """
-    start_victim(tmp_path / "run", body)
+    start_process(tmp_path / "run", body)
     assert any("is in use" in note for note in compact(tmp_path / "run").notes)
     assert len(open_run(tmp_path / "run").events("stall")) == 1

@@ -74,7 +74,7 @@ def test_parts_are_joined(
     tmp_path: Path, host: Callable[[str], None], record: Record, digest: Digest
 ) -> None:
     run, part = two_hosts(tmp_path, host, record)
-    kept = digest(part)
+    part_before = digest(part)
     found = merge_hosts(run, [part])
     assert found.ranks == {0: [2, 3]}
     joined = open_run(run)
@@ -82,7 +82,7 @@ def test_parts_are_joined(
     assert [joined.scalar("rank", "user", rank=r).values.tolist() for r in range(4)] == [[0], [1], [2], [3]]
     assert joined.array("spectrum", rank=3)[1][0].tolist() == [3.0, 3.0]
     assert sorted(p.rsplit("/", 1)[1] for p in joined.evidence()) == [f"stack-{r}.txt" for r in range(4)]
-    assert digest(part) == kept
+    assert digest(part) == part_before
     before = digest(run)
     assert (merge_hosts(run, [part]).files, digest(run)) == (0, before)
     compact(run)
@@ -105,8 +105,8 @@ def test_later_launch_is_joined_to_its_own_attempt(
     run, part = two_hosts(tmp_path, host, record)
     assert [open_run(run).attempts[-1].index, open_run(part).attempts[-1].index] == [1, 0]
     assert merge_hosts(run, [part]).ranks == {1: [2, 3]}
-    stated = json.loads((run / "attempt-001" / "rank-00002.json").read_text())["progress"]["files"]
-    assert "attempt-001/rank-00002.db" in stated
+    files = json.loads((run / "attempt-001" / "rank-00002.json").read_text())["progress"]["files"]
+    assert "attempt-001/rank-00002.db" in files
     assert [a.ranks for a in open_run(run).attempts] == [(0,), (0, 1, 2, 3)]
     assert not [loss for loss in open_run(run).losses if "attempt 1" in loss]
 

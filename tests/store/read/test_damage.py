@@ -44,7 +44,7 @@ def change(path: Path, *statements: str | tuple[str, tuple[Any, ...]]) -> None:
             connection.execute(*([statement] if isinstance(statement, str) else statement))
 
 
-def use_everything(run: Run) -> None:
+def read_everything(run: Run) -> None:
     run.parameters()
     for name in run.scalar_names():
         run.scalar(name)
@@ -138,7 +138,7 @@ def test_unreadable_attempt_does_not_hide_the_other(run_path: Path, record: Reco
     )
 
 
-def check_what_is_given(run: Run, numbers: Callable[..., np.ndarray]) -> int:
+def check_numbers(run: Run, numbers: Callable[..., np.ndarray]) -> int:
     """Check every returned number; return the number of steps."""
     frame = run.frame("gradient", "norm")
     for row, step in enumerate(frame.steps.tolist()):
@@ -158,8 +158,8 @@ def test_truncated_database_returns_the_rest_and_reports_the_loss(
     except RunFormatError as error:
         assert "nothing in this run can be read" in str(error)  # noqa: PT017 - either outcome is right
         return
-    use_everything(run)
-    assert check_what_is_given(run, numbers) < STEPS
+    read_everything(run)
+    assert check_numbers(run, numbers) < STEPS
     assert run.losses
 
 
@@ -167,30 +167,30 @@ def test_flipped_bytes_never_give_wrong_numbers(run_path: Path, numbers: Callabl
     path = database(run_path)
     data = path.read_bytes()
     source = np.random.default_rng(0)
-    given, refused, stated = 0, 0, 0
+    returned, rejected, reported = 0, 0, 0
     for _ in range(60):
         broken = bytearray(data)
-        for place in source.integers(0, len(data), 20):
-            broken[place] ^= int(source.integers(1, 256))
+        for position in source.integers(0, len(data), 20):
+            broken[position] ^= int(source.integers(1, 256))
         path.write_bytes(broken)
         try:
             run = open_run(run_path)
         except RunFormatError:
-            refused += 1
+            rejected += 1
             continue
-        use_everything(run)
-        steps = check_what_is_given(run, numbers)
-        given += steps
+        read_everything(run)
+        steps = check_numbers(run, numbers)
+        returned += steps
         if steps < STEPS:
             assert run.losses
-            stated += 1
-    assert given > 0
-    assert stated > 10
+            reported += 1
+    assert returned > 0
+    assert reported > 10
 
 
 def test_damaged_row_is_skipped_and_reported(run_path: Path) -> None:
-    spoil = "UPDATE series_gradient SET floats = zeroblob(length(floats)) WHERE step = 7"
-    change(run_path, spoil, "UPDATE event SET payload = '{'")
+    damage = "UPDATE series_gradient SET floats = zeroblob(length(floats)) WHERE step = 7"
+    change(run_path, damage, "UPDATE event SET payload = '{'")
     run = open_run(run_path)
     assert run.frame("gradient", "norm").steps.tolist() == [s for s in range(STEPS) if s != 7]
     assert run.events() == ()
@@ -281,8 +281,8 @@ def test_truncated_piece_loses_only_its_arrays(run_path: Path) -> None:
 
 def test_flipped_byte_in_an_array_is_detected(run_path: Path) -> None:
     data = bytearray(piece(run_path).read_bytes())
-    place = data.index(np.arange(6.0).tobytes())
-    data[place + 9] ^= 1
+    position = data.index(np.arange(6.0).tobytes())
+    data[position + 9] ^= 1
     piece(run_path).write_bytes(data)
     run = open_run(run_path)
     assert run.array("gram")[1] == []
@@ -357,19 +357,19 @@ def test_random_manifest_raises_only_run_errors(run_path: Path) -> None:
     source = np.random.default_rng(1)
     nonsense = [None, -1, 10**30, "x", [], {}, True, 1.5, {"a": {"b": "c"}}, [[1]], "\udcff"]
 
-    def spoil(value: object) -> object:
+    def damage(value: object) -> object:
         if isinstance(value, dict):
             key = str(source.choice(sorted(value))) if value else None
-            return value if key is None else value | {key: spoil(value[key])}
+            return value if key is None else value | {key: damage(value[key])}
         if isinstance(value, list) and value and source.random() < 0.8:
-            return [spoil(value[0]), *value[1:]]
+            return [damage(value[0]), *value[1:]]
         return nonsense[int(source.integers(len(nonsense)))]
 
     opened = 0
     for _ in range(300):
-        (run_path / "manifest.json").write_text(json.dumps(spoil(original)))
+        (run_path / "manifest.json").write_text(json.dumps(damage(original)))
         try:
-            use_everything(open_run(run_path))
+            read_everything(open_run(run_path))
             opened += 1
         except RunFormatError:
             continue

@@ -23,29 +23,29 @@ COLUMNS = (("gradient", "rms"), ("gradient", "zero_share"), ("gradient", "non_fi
            ("gradient", "measured"), ("update", "ratio"))  # fmt: skip
 
 
-def same(one: Run, other: Run) -> None:
+def assert_same(one: Run, other: Run) -> None:
     for series, column in COLUMNS:
-        mine, theirs = one.frame(series, column), other.frame(series, column)
-        assert (mine.names, mine.unit) == (theirs.names, theirs.unit)
-        assert mine.values.dtype == theirs.values.dtype
-        np.testing.assert_array_equal(mine.steps, theirs.steps)
-        np.testing.assert_array_equal(mine.values, theirs.values)
-        np.testing.assert_array_equal(mine.measured, theirs.measured)
-        np.testing.assert_array_equal(mine.incomplete(), theirs.incomplete())
+        one_frame, other_frame = one.frame(series, column), other.frame(series, column)
+        assert (one_frame.names, one_frame.unit) == (other_frame.names, other_frame.unit)
+        assert one_frame.values.dtype == other_frame.values.dtype
+        np.testing.assert_array_equal(one_frame.steps, other_frame.steps)
+        np.testing.assert_array_equal(one_frame.values, other_frame.values)
+        np.testing.assert_array_equal(one_frame.measured, other_frame.measured)
+        np.testing.assert_array_equal(one_frame.incomplete(), other_frame.incomplete())
     for attempt in (None, -1):
-        mine_SR, theirs_SR = one.spread("loss", attempt=attempt), other.spread("loss", attempt=attempt)
-        assert mine_SR.ranks == theirs_SR.ranks
-        np.testing.assert_array_equal(mine_SR.values, theirs_SR.values)
+        one_SR, other_SR = one.spread("loss", attempt=attempt), other.spread("loss", attempt=attempt)
+        assert one_SR.ranks == other_SR.ranks
+        np.testing.assert_array_equal(one_SR.values, other_SR.values)
     for name, source in (
         ("total_norm", "backlight"),
         ("loss", "backlight"),
         ("phase/backward", "backlight"),
         ("train_accuracy", "user"),
     ):
-        mine_S, theirs_S = one.scalar(name, source), other.scalar(name, source)
-        assert mine_S.unit == theirs_S.unit
-        np.testing.assert_array_equal(mine_S.steps, theirs_S.steps)
-        np.testing.assert_array_equal(mine_S.values, theirs_S.values)
+        one_S, other_S = one.scalar(name, source), other.scalar(name, source)
+        assert one_S.unit == other_S.unit
+        np.testing.assert_array_equal(one_S.steps, other_S.steps)
+        np.testing.assert_array_equal(one_S.values, other_S.values)
 
 
 def test_incremental_read_equals_full_read_at_every_length(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_incremental_read_equals_full_read_at_every_length(tmp_path: Path) -> No
     follow = open_growing()
     for amount, broken in ((7, None), (1, 3), (40, None), (0, None), (90, 2)):
         run.steps(amount, broken=broken)
-        same(follow(run.path), open_run(run.path))
+        assert_same(follow(run.path), open_run(run.path))
     run.close()
-    same(follow(run.path), open_run(run.path))
+    assert_same(follow(run.path), open_run(run.path))
     assert follow(run.path).scalar("nothing").steps.size == 0
 
 
@@ -92,11 +92,11 @@ def test_returned_arrays_do_not_change(tmp_path: Path) -> None:
     run.steps(20)
     early = follow(run.path)
     frame, loss = early.frame("gradient", "rms"), early.scalar("loss")
-    kept = frame.values.copy()
+    before = frame.values.copy()
     run.steps(100, broken=1)
     assert len(follow(run.path).frame("gradient", "rms").steps) == 120
     assert len(frame.steps) == len(loss.steps) == 20
-    np.testing.assert_array_equal(frame.values, kept)
+    np.testing.assert_array_equal(frame.values, before)
     assert len(early.frame("gradient", "rms").steps) == 20
     run.close()
 
@@ -106,16 +106,16 @@ def test_older_snapshot_is_served_from_the_cache(tmp_path: Path, decoded: list[i
     follow = open_growing()
     run.steps(20)
     early, whole = follow(run.path), open_run(run.path)
-    same(early, whole)  # read before the run grows
+    assert_same(early, whole)  # read before the run grows
     run.steps(100, broken=1)
     newest = follow(run.path)
-    same(newest, open_run(run.path))
+    assert_same(newest, open_run(run.path))
     decoded.clear()
-    same(early, whole)
-    same(newest, newest)
+    assert_same(early, whole)
+    assert_same(newest, newest)
     assert decoded == []
     run.steps(5)
-    same(follow(run.path), open_run(run.path))
+    assert_same(follow(run.path), open_run(run.path))
     run.close()
 
 
@@ -127,7 +127,7 @@ def test_replaced_run_is_decoded_again(tmp_path: Path) -> None:
         run.steps(7, broken=amount % 4)
         run.steps(amount - 7, broken=amount % 4)
         run.close()
-        same(follow(run.path), open_run(run.path))
+        assert_same(follow(run.path), open_run(run.path))
         shutil.rmtree(run.path)
 
 
@@ -135,14 +135,14 @@ def test_attempts_and_rewritten_steps_equal_a_full_read(tmp_path: Path) -> None:
     path = tmp_path / "restarted"
     write_run(path, Plan(steps=60, blocks=1, attempts=2, user={"train_accuracy": 1.0}))
     follow = open_growing()
-    same(follow(path), open_run(path))
+    assert_same(follow(path), open_run(path))
     run = Growing(tmp_path / "run")
     run.steps(30)
     follow = open_growing()
     follow(run.path).frame("gradient", "rms")
     run.done = 20  # a loop that rewound
     run.steps(25)
-    same(follow(run.path), open_run(run.path))
+    assert_same(follow(run.path), open_run(run.path))
     run.close()
 
 
@@ -170,12 +170,12 @@ def test_joined_ranks_equal_a_full_read(tmp_path: Path, sharded: bool) -> None:
         ranks[0].done -= back
         ranks[0].steps(first, broken=3 if first == 6 else None)
         ranks[1].steps(second)
-        same(follow(path), open_run(path))
+        assert_same(follow(path), open_run(path))
         measured.append(int(follow(path).frame("gradient", "rms").measured.any(axis=1).sum()))
     assert measured == ([10, 19, 25, 25, 25, 33, 35] if not sharded else [10, 14, 14, 25, 25, 28, 31])
     for rank in ranks:
         rank.close()
-    same(follow(path), open_run(path))
+    assert_same(follow(path), open_run(path))
 
 
 def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
@@ -197,12 +197,12 @@ def test_scalar_names_are_read_once_per_file(tmp_path: Path, monkeypatch: pytest
     ranks = several(tmp_path / "run")
     for rank in ranks:
         rank.steps(9)
-    asked: list[Path] = []
+    requested: list[Path] = []
     rows = RankFile._rows
 
     def counting(file: RankFile, columns: str, table: str, *more: Any) -> list[tuple[Any, ...]]:
         if table == "scalar_name":
-            asked.append(file.path)
+            requested.append(file.path)
         return rows(file, columns, table, *more)
 
     monkeypatch.setattr(RankFile, "_rows", counting)
@@ -212,7 +212,7 @@ def test_scalar_names_are_read_once_per_file(tmp_path: Path, monkeypatch: pytest
         assert newest.spread(name).ranks == (0, 1)
     assert newest.frame("gradient", "rms").measured.all()
     assert "loss" in newest.scalar_names()
-    assert len(asked) == len(set(asked)) == 2
+    assert len(requested) == len(set(requested)) == 2
     for rank in ranks:
         rank.close()
 
@@ -226,10 +226,10 @@ def test_older_snapshot_of_ranks_does_not_change(tmp_path: Path) -> None:
         for rank in ranks:
             rank.steps(7)
         readings.append((follow(path), open_run(path)))
-        same(readings[-1][1], readings[-1][1])  # read before the run grows
+        assert_same(readings[-1][1], readings[-1][1])  # read before the run grows
         follow(path).frame("gradient", "rms")
-    for mine, whole in reversed(readings):
-        same(mine, whole)
+    for snapshot, whole in reversed(readings):
+        assert_same(snapshot, whole)
     for rank in ranks:
         rank.close()
 
@@ -242,7 +242,7 @@ def test_new_rows_are_joined_in_windows_beyond_the_memory_limit(
     follow = open_growing()
     for rank in ranks:
         rank.steps(20)
-    same(follow(path), open_run(path))
+    assert_same(follow(path), open_run(path))
     for rank, amount in zip(ranks, (30, 24), strict=True):
         rank.steps(amount)
     decoded.clear()
@@ -251,7 +251,7 @@ def test_new_rows_are_joined_in_windows_beyond_the_memory_limit(
     newest.frame("gradient", "rms")
     assert sum(decoded) == 54
     assert max(decoded) < 10
-    same(newest, open_run(path))
+    assert_same(newest, open_run(path))
     for rank in ranks:
         rank.close()
 
@@ -264,15 +264,15 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(tmp_path: Path, decoded:
     again = Growing(path)
     follow = open_growing()
     again.steps(20)
-    same(follow(path), open_run(path))
+    assert_same(follow(path), open_run(path))
     again.steps(4)
     newest = follow(path)
     decoded.clear()
     newest.frame("gradient", "rms")
     assert decoded == [4]
-    same(newest, open_run(path))
+    assert_same(newest, open_run(path))
     again.close()
-    same(follow(path), open_run(path))
+    assert_same(follow(path), open_run(path))
 
 
 def test_new_rank_offset_joins_its_step_again(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_new_rank_offset_joins_its_step_again(tmp_path: Path) -> None:
     newest = follow(path).frame("gradient", "rms")
     assert not newest.measured[5].any()
     assert newest.measured[6].all()
-    same(follow(path), open_run(path))
+    assert_same(follow(path), open_run(path))
     for rank in ranks:
         rank.close()
 
@@ -299,7 +299,7 @@ def test_replaced_ranks_are_decoded_again(tmp_path: Path) -> None:
         for rank in ranks:
             rank.steps(5, broken=amount % 3 or None)
             rank.steps(amount - 5)
-        same(follow(tmp_path / "run"), open_run(tmp_path / "run"))
+        assert_same(follow(tmp_path / "run"), open_run(tmp_path / "run"))
         for rank in ranks:
             rank.close()
         shutil.rmtree(tmp_path / "run")
@@ -311,5 +311,5 @@ def test_evicted_columns_are_decoded_again(tmp_path: Path, monkeypatch: pytest.M
     follow = open_growing()
     for _ in range(2):
         run.steps(10)
-        same(follow(run.path), open_run(run.path))
+        assert_same(follow(run.path), open_run(run.path))
     run.close()

@@ -165,8 +165,8 @@ def test_replica_is_read_from_the_rank_that_measured_it(tmp_path: Path) -> None:
 
 
 def test_parameter_of_one_rank_is_read_from_it(tmp_path: Path) -> None:
-    mine, yours = (ParameterRecord(n, (1,), "f", "cpu", 1) for n in "ab")
-    run = write_ranks(tmp_path, [[(mine, np.array([1.0]))], [(yours, np.array([2.0]))]])
+    joined, yours = (ParameterRecord(n, (1,), "f", "cpu", 1) for n in "ab")
+    run = write_ranks(tmp_path, [[(joined, np.array([1.0]))], [(yours, np.array([2.0]))]])
     assert run.frame("gradient", "norm").names == ("a", "b")
     assert run.frame("gradient", "norm").values.tolist() == [[1.0, 2.0]]
 

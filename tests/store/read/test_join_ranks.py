@@ -21,9 +21,9 @@ def record(path: Path, ranks: int, steps: dict[int, range], launch: str) -> None
     """Record ranks with one row each of a parameter at their given steps, the last step twice."""
     writers = [RunWriter.create(path, rank=r, world_size=ranks, run_id=launch) for r in range(ranks)]
     for rank, writer in enumerate(writers):
-        place = Placement(Layout.SHARD, (ranks, 4), (1, 4), (rank, 0))
+        placement = Placement(Layout.SHARD, (ranks, 4), (1, 4), (rank, 0))
         identifier = writer.parameter_table(
-            (ParameterRecord("w", (ranks, 4), "float32", "cpu", 4, placement=place),)
+            (ParameterRecord("w", (ranks, 4), "float32", "cpu", 4, placement=placement),)
         )
         source = np.random.default_rng(rank)
         for step in [*steps.get(rank, range(12)), 3]:
@@ -50,11 +50,11 @@ def test_windowed_join_equals_full_join(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(join_ranks, "WINDOW_BYTES", limit)
         parts = open_run(path)
         for column in COLUMNS:
-            mine, theirs = parts.frame("gradient", column), whole.frame("gradient", column)
-            np.testing.assert_array_equal(mine.steps, theirs.steps)
-            np.testing.assert_array_equal(mine.values, theirs.values)
-            np.testing.assert_array_equal(mine.measured, theirs.measured)
-            assert theirs.measured.any()
+            windowed, full = parts.frame("gradient", column), whole.frame("gradient", column)
+            np.testing.assert_array_equal(windowed.steps, full.steps)
+            np.testing.assert_array_equal(windowed.values, full.values)
+            np.testing.assert_array_equal(windowed.measured, full.measured)
+            assert full.measured.any()
         assert parts.losses == whole.losses
     assert len({window for window in calls if window is not None}) > 10
     monkeypatch.setattr(join_ranks, "WINDOW_BYTES", 10**9)

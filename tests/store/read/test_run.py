@@ -171,7 +171,7 @@ def test_private_copies_are_removed_with_the_run(
 
 
 def test_run_is_readable_during_writing(
-    tmp_path: Path, start_victim: Callable[..., subprocess.Popen[str]]
+    tmp_path: Path, start_process: Callable[..., subprocess.Popen[str]]
 ) -> None:
     path = tmp_path / "run"
     body = """
@@ -186,8 +186,8 @@ for step in range(10**9):
     if step % 7 == 0:
         writer.flush()
 """
-    victim = start_victim(path, body)
-    seen, until = [], time.monotonic() + 1.5
+    process = start_process(path, body)
+    counts, until = [], time.monotonic() + 1.5
     while time.monotonic() < until:
         run = open_run(path)
         frame = run.frame("gradient", "norm")
@@ -200,14 +200,14 @@ for step in range(10**9):
         steps, arrays = run.array("gram")
         assert all(a[0, 0] == np.sqrt(s + 2.0) for s, a in zip(steps, arrays, strict=True))
         assert (run.status, run.losses) == (RunStatus.RUNNING, ())
-        seen.append(len(frame.steps))
-    assert seen == sorted(seen)
-    assert seen[-1] > seen[0]
+        counts.append(len(frame.steps))
+    assert counts == sorted(counts)
+    assert counts[-1] > counts[0]
     names = {p.name for p in (path / "attempt-000").iterdir() if not p.name.startswith(".")}
     assert names <= {"rank-00000.db", "rank-00000.db-wal", "rank-00000.db-shm", "rank-00000.json", "arrays"}
-    victim.kill()
-    victim.wait()
-    assert len(open_run(path).series_steps("gradient")) >= seen[-1]
+    process.kill()
+    process.wait()
+    assert len(open_run(path).series_steps("gradient")) >= counts[-1]
 
 
 def test_readers_do_not_block_closing(tmp_path: Path, record: Record) -> None:
@@ -241,13 +241,13 @@ def test_read_only_directory_is_readable(
     tmp_path: Path, killed: Callable[..., Path], digest: Digest, read_only: Callable[[Path], Path]
 ) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
-    place = read_only(path)
-    before = digest(place)
-    run = open_run(place)
+    target = read_only(path)
+    before = digest(target)
+    run = open_run(target)
     assert len(run.series_steps("gradient")) == 30
     assert run.status is RunStatus.KILLED
     assert run.array("gram")[0].tolist() == [0]
-    assert digest(place) == before
+    assert digest(target) == before
 
 
 def test_reading_imports_neither_torch_nor_h5py(tmp_path: Path, record: Record) -> None:

@@ -42,7 +42,7 @@ def finished(tmp_path: Path, record: Record) -> Path:
     return tmp_path / "run"
 
 
-def query_everything(run: Run) -> None:
+def read_everything(run: Run) -> None:
     for column in ("norm", "rms", "nan"):
         assert run.frame("gradient", column).measured.shape == (5, 4)
     assert run.scalar("loss").steps.tolist() == list(range(5))
@@ -53,7 +53,7 @@ def query_everything(run: Run) -> None:
 
 
 def test_finished_run_is_read_through_one_connection(finished: Path, opened: list[str]) -> None:
-    query_everything(open_run(finished))
+    read_everything(open_run(finished))
     assert len(opened) == 1
     assert opened[0].endswith("immutable=1")
 
@@ -61,7 +61,7 @@ def test_finished_run_is_read_through_one_connection(finished: Path, opened: lis
 def test_changed_file_is_reopened(finished: Path, opened: list[str]) -> None:
     run = open_run(finished)
     os.utime(finished / DATABASE, ns=(1, 1))
-    query_everything(run)
+    read_everything(run)
     assert len(opened) == 2
 
 
@@ -70,7 +70,7 @@ def test_log_that_appears_later_is_read(finished: Path, opened: list[str]) -> No
     with contextlib.closing(sqlite3.connect(finished / DATABASE, isolation_level=None)) as other:
         other.execute("PRAGMA journal_mode = WAL")
         other.execute("INSERT INTO meta VALUES ('another', 'row')")
-        query_everything(run)
+        read_everything(run)
     assert not opened[-1].endswith("immutable=1")
 
 
@@ -80,7 +80,7 @@ def test_no_connection_to_a_live_file_is_kept(tmp_path: Path, record: Record, op
     writer.event(0, "kind", {"a": 1})
     writer.flush()
     run = open_run(tmp_path / "run")
-    query_everything(run)
+    read_everything(run)
     assert run._files[0]._snapshot._held is None
     assert not any(uri.endswith("immutable=1") for uri in opened)
     writer.close()

@@ -238,6 +238,6 @@ def test_directory_being_opened_by_another_process_is_awaited(tmp_path: Path) ->
 def test_manifest_holds_the_identity_of_the_writer(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    stated = ProcessIdentity.from_json(manifest["attempts"][0]["progress"]["process"])
-    assert stated == ProcessIdentity.of_this_process()
+    identity = ProcessIdentity.from_json(manifest["attempts"][0]["progress"]["process"])
+    assert identity == ProcessIdentity.of_this_process()
     writer.close()

@@ -22,7 +22,7 @@ from backlight.store.write.writer import RunWriter
 Record = Callable[..., tuple[ParameterRecord, ...]]
 
 
-def go_on(writer: RunWriter, record: Record, start: int) -> None:
+def continue_writing(writer: RunWriter, record: Record, start: int) -> None:
     """Call every method that a watch calls; none may raise."""
     record(writer, 3, start=start)
     writer.event(start, "mark", {})
@@ -35,9 +35,9 @@ def go_on(writer: RunWriter, record: Record, start: int) -> None:
 
 
 def test_full_disk_is_a_reported_loss(mounted: Callable[..., Path], record: Record) -> None:
-    place = mounted("size=2m")
+    target = mounted("size=2m")
     messages: list[str] = []
-    writer = RunWriter.create(place / "run", flush_interval=0.0, on_lost=messages.append)
+    writer = RunWriter.create(target / "run", flush_interval=0.0, on_lost=messages.append)
     stored = 0
     for start in range(0, 100_000, 500):
         record(writer, 500, start=start)
@@ -48,26 +48,26 @@ def test_full_disk_is_a_reported_loss(mounted: Callable[..., Path], record: Reco
     assert writer.lost is not None
     assert messages == [writer.lost]
     assert "full" in writer.lost or "No space left" in writer.lost
-    go_on(writer, record, 100_000)
+    continue_writing(writer, record, 100_000)
     writer.close()
     assert len(messages) == 1
-    run = open_run(place / "run")
+    run = open_run(target / "run")
     assert 0 < stored == len(run.series_steps("gradient"))
     assert np.array_equal(run.scalar("loss").values, 1.0 / np.arange(1, stored + 1))
 
 
 def test_loss_is_written_once_space_is_available(mounted: Callable[..., Path], record: Record) -> None:
-    place = mounted("size=2m")
-    (place / "ballast").write_bytes(b"x" * 1_500_000)
-    writer = RunWriter.create(place / "run", flush_interval=0.0)
+    target = mounted("size=2m")
+    (target / "ballast").write_bytes(b"x" * 1_500_000)
+    writer = RunWriter.create(target / "run", flush_interval=0.0)
     start = 0
     while writer.lost is None:
         record(writer, 200, start=start)
         writer.flush()
         start += 200
-    (place / "ballast").unlink()
+    (target / "ballast").unlink()
     writer.close(RunStatus.FINISHED)
-    run = open_run(place / "run")
+    run = open_run(target / "run")
     assert run.status is RunStatus.FINISHED
     assert any("recording stopped after step" in loss and "full" in loss for loss in run.losses)
 
@@ -76,8 +76,8 @@ def test_read_only_directory_is_rejected_before_training(
     read_only: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
-    place = read_only(tmp_path / "run")
-    for path in (place, place / "new"):
+    target = read_only(tmp_path / "run")
+    for path in (target, target / "new"):
         with pytest.raises(
             RunWriteError, match="cannot be written: Read-only file system; choose another --out"
         ):
@@ -100,7 +100,7 @@ def test_deleted_files_are_a_reported_loss(tmp_path: Path, record: Record, what:
         database.unlink()
         if what == "replaced":
             database.write_bytes(b"something else")
-    go_on(writer, record, 10)
+    continue_writing(writer, record, 10)
     writer.close()
     assert messages == [writer.lost]
     assert "was deleted or moved away while it was written" in messages[0]
@@ -162,7 +162,7 @@ def test_every_disk_error_is_a_loss_and_no_exception(
         patch.setattr(type(writer._db), "write", fail)
         record(writer, 3, start=3)
         writer.flush()
-    go_on(writer, record, 6)
+    continue_writing(writer, record, 6)
     writer.close(RunStatus.FAILED)
     assert len(messages) == 1
     assert str(error) in messages[0]

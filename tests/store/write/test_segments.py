@@ -96,9 +96,9 @@ def test_segments_are_read_as_one_file(
     assert [e.step for e in run.events("mark")] == [0, 10, 20]
     assert (run.attempts[0].ranks, run.losses) == ((0,), ())
     manifest = json.loads((path / "manifest.json").read_text())
-    stated = manifest["attempts"][0]["progress"]
-    assert stated["files"]["attempt-000/rank-00000.000001.db"]["series_gradient"] == 10
-    assert stated["local"] == ""
+    progress = manifest["attempts"][0]["progress"]
+    assert progress["files"]["attempt-000/rank-00000.000001.db"]["series_gradient"] == 10
+    assert progress["local"] == ""
 
 
 def test_compaction_merges_the_segments(
@@ -114,18 +114,18 @@ def test_compaction_merges_the_segments(
         writer.event(start, "mark", {})
         writer.flush()
     writer.close()
-    kept = path / "attempt-000" / segment_name(0, 1)
-    shutil.copyfile(kept, tmp_path / "copy.db")
+    segment = path / "attempt-000" / segment_name(0, 1)
+    shutil.copyfile(segment, tmp_path / "copy.db")
     compact(path)
     assert names(path / "attempt-000") == ["rank-00000.000000-000003.db", "rank-00000.json"]
     # As if compaction had been killed before it removed the last segment.
-    shutil.copyfile(tmp_path / "copy.db", kept)
+    shutil.copyfile(tmp_path / "copy.db", segment)
     run = open_run(path)
     assert run.frame("gradient", "norm").steps.tolist() == list(range(30))
     assert [e.step for e in run.events("mark")] == [0, 10, 20]
     assert run.losses == ()
     compact(path)
-    assert not kept.exists()
+    assert not segment.exists()
 
 
 def test_local_rows_are_reported_and_recovered_after_a_kill(

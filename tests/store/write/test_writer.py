@@ -212,7 +212,7 @@ def test_the_caller_may_reuse_its_arrays(tmp_path: Path) -> None:
     assert open_run(tmp_path / "run").frame("gradient", "norm").values.tolist() == [[1.0]]
 
 
-def test_partial_rows_of_a_step_are_merged(tmp_path: Path) -> None:
+def test_parts_of_a_step_are_read_separately(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     table = writer.parameter_table(TABLE)
     for part in range(3):
