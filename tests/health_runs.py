@@ -37,7 +37,7 @@ def write_synthetic(
     monitors: tuple[str, ...] = ("health",),
     writer: RunWriter | None = None,
 ) -> Run:
-    """Write series given as rms per parameter (NaN: not measured); ``zeros`` are shares of zeros."""
+    """Write series of the rms per parameter (NaN: not measured); ``zeros`` are shares of zeros."""
     table = [(records or {}).get(name) or parameter(name) for name in rms] + list(extra)
     count = len(next(iter(rms.values()))) if rms else 0
     steps = range(count) if steps is None else steps
@@ -54,13 +54,9 @@ def write_synthetic(
             if np.isnan(value) and not bad:
                 continue
             norm = value * np.sqrt(record.numel)
-            empty = (
-                record.numel
-                if value == 0
-                else round((zeros or {}).get(record.name, [0.0] * count)[row] * record.numel)
-            )
+            share = 1.0 if value == 0 else (zeros or {}).get(record.name, [0.0] * count)[row]
             floats[i] = (np.nan if bad else norm, np.nan if bad else norm / 2, 0.0)
-            ints[i] = (1, record.numel, empty, bad, 0)
+            ints[i] = (1, record.numel, round(share * record.numel), bad, 0)
             if update is not None and record.name in update:
                 norm = weight if isinstance(weight, float) else weight[row]
                 moved[i] = (update[record.name][row] * norm, norm)

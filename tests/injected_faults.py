@@ -1,4 +1,4 @@
-"""One injected fault for every rule, as a stored run: what the snapshot of the findings is made from."""
+"""One injected fault per rule as a stored run: the source of the findings snapshot."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ COPY = {
     "source": "float", "target": "c10::BFloat16", "contiguous": True, "line": "train.py:12 (step)",
     "calls": 8.0, "host_ms": 3.5, "device_ms": 0.0, "share": 0.07,
 }  # fmt: skip
+RECOMPILED = {
+    "function": "forward", "line": "model.py:10", "count": 7, "seconds": 12.5, "reason": "size mismatch",
+}  # fmt: skip
+LATE = {"data": 0.012, "backward": 0.03, "between": 0.018}
+WAITS = {"data": 0.001, "backward": 0.041, "between": 0.018}
 BLOCK = {"name": "blocks.0", "calls": 1.0, "forward_ms": 5.0, "backward_ms": 10.0, "recomputed_ms": 6.0}
 
 
@@ -139,35 +144,12 @@ FAULTS: dict[str, Fault] = {
         runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}}
     ),
     "outlier_steps": steptime(PHASES, changes={(30, "data"): 0.4, (40, "data"): 0.3}),
-    "recompilations": steptime(
-        runtime_info={
-            "compilation": {
-                "recompiled": [
-                    {
-                        "function": "forward",
-                        "line": "model.py:10",
-                        "count": 7,
-                        "seconds": 12.5,
-                        "reason": "size mismatch",
-                    }
-                ]
-            }
-        }
-    ),
+    "recompilations": steptime(runtime_info={"compilation": {"recompiled": [RECOMPILED]}}),
     "recompute_without_need": steptime(
         profile=STEP | {"memory": {"peak": GIB, "capacity": 16 * GIB}, "modules": [BLOCK]}
     ),
     "slow_optimizer": steptime(PHASES | {"optimizer": 0.012}, runtime_info=LOOP),
-    "straggler": steptime(
-        ranks=[
-            {
-                "data": 0.012 if rank == 2 else 0.001,
-                "backward": 0.03 if rank == 2 else 0.041,
-                "between": 0.018,
-            }
-            for rank in range(4)
-        ]
-    ),
+    "straggler": steptime(ranks=[WAITS, WAITS, LATE, WAITS]),
     "thread_oversubscription": steptime(
         runtime_info={"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
     ),
@@ -177,4 +159,4 @@ FAULTS: dict[str, Fault] = {
     "rank_collapse": spectra(update_ranks=(8.0, 7.0, 1.1)),
     "stall": stall,
 }
-"""A stored run by rule, in which the rule yields a finding."""
+"""Functions that write a run in which the rule has a finding, by rule."""

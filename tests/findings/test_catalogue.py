@@ -1,4 +1,4 @@
-"""Every rule has its page: sections in order, limits and example generated from the code."""
+"""Pages of the rules: sections in order; limits and examples are generated from the code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_page_has_its_sections_in_order(name: str) -> None:
     assert sections == [section for section in SECTIONS if section in sections]
     assert {"Symptom", "Fix", "When it is reported"} <= set(sections)
     assert "| threshold |" not in text  # limits are generated
-    assert "<!-- example -->" in text or name == "stall"  # whose example is a real diagnosis
+    assert "<!-- example -->" in text or name == "stall"  # its example is a real diagnosis
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,7 +53,7 @@ def test_page_lists_and_explains_every_limit(name: str) -> None:
     rows = re.findall(r"^\| `(\w+)` \|", shown, re.MULTILINE)
     assert [row for row in rows if row in limits] == limits
     for limit in limits:
-        assert re.search(rf"\b{limit}\b", text), f"{limit} is in no sentence of the page"
+        assert re.search(rf"\b{limit}\b", text), f"{limit} is not explained on the page"
 
 
 @pytest.mark.parametrize("name", NAMES)

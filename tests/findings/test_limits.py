@@ -1,4 +1,4 @@
-"""Limits of rules: declared once with reason and bounds, overridden by monitor and name."""
+"""Limits of rules: one declaration with reason and bounds, overrides by monitor and name."""
 
 from __future__ import annotations
 
@@ -88,9 +88,8 @@ def test_invalid_recorded_overrides_are_dropped_with_a_warning() -> None:
             "health", {"zero_window": 5, "of_the_future": 1.0, "spike_gap": 0}, {"spike_window": 80}
         )
     assert merged == {"zero_window": 5, "spike_window": 80}
-    assert ["of_the_future" in str(warned[0].message), "at least 1, got 0" in str(warned[1].message)] == [
-        True
-    ] * 2
+    assert "of_the_future" in str(warned[0].message)
+    assert "at least 1, got 0" in str(warned[1].message)
     assert with_overrides(SpikeLimits, merged) == SpikeLimits(spike_window=80)
     assert declared("no_such_monitor") == {}
 

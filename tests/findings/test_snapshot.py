@@ -1,4 +1,4 @@
-"""The text of the findings, held by one file; other tests assert rule, severity, subject and evidence."""
+"""The text of the findings is in one file; other tests check rule, severity, subject and evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Headless Chromium: what the tests of the page need of it; the fixtures stand in ``conftest.py``."""
+"""Headless Chromium for the tests of the page; the fixtures are in ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEEDS_CHROMIUM = [
     pytest.mark.browser,
     pytest.mark.skipif(
         not (CHROMIUM and CHROMEDRIVER),
-        reason="no Chromium with its driver here: apt-get install chromium-driver",
+        reason="Chromium or its driver is missing: apt-get install chromium-driver",
     ),
 ]
 
@@ -34,6 +34,4 @@ def wait(driver: webdriver.Chrome, until: Callable[[webdriver.Chrome], Any], sec
     try:
         return WebDriverWait(driver, seconds, 0.05).until(until)
     except TimeoutException:
-        raise AssertionError(
-            f"the page did not get there; its console: {driver.get_log('browser')}"
-        ) from None
+        raise AssertionError(f"the condition was not met; console: {driver.get_log('browser')}") from None

@@ -1,10 +1,11 @@
-"""The synthetic runs, importable by the tests of this folder, and the browser that opens their pages."""
+"""Import path of the synthetic runs, and the browser that opens their pages."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium import webdriver
@@ -13,6 +14,8 @@ from selenium.webdriver.chrome.service import Service
 sys.path.insert(0, str(Path(__file__).parent))
 
 from browser import CHROMEDRIVER, CHROMIUM, FLAGS, Open, wait
+from growing import Grow, Growing
+from synthetic import Plan
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +34,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chro
 
 @pytest.fixture
 def show(browser: webdriver.Chrome) -> Iterator[Open]:
-    """Open a page and wait until it says that it is ready; at the end the console must be silent."""
+    """Open a page and wait until it is ready; at the end the console must be empty."""
 
     def scheme(name: str) -> None:
-        # Without animations: a scroll that is under way on a busy machine would move what is clicked next.
+        # Without animations: a scroll in progress on a busy machine would move the next click target.
         features = {"prefers-color-scheme": name, "prefers-reduced-motion": "reduce"}
         media = {"features": [{"name": feature, "value": value} for feature, value in features.items()]}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
@@ -49,5 +52,19 @@ def show(browser: webdriver.Chrome) -> Iterator[Open]:
     scheme("light")
     yield opened
     browser.execute_script("try { localStorage.clear() } catch {}")
-    complaints = [entry["message"] for entry in browser.get_log("browser")]
-    assert complaints == []
+    assert [entry["message"] for entry in browser.get_log("browser")] == []
+
+
+@pytest.fixture
+def grow(tmp_path: Path) -> Iterator[Grow]:
+    """Write a run with some steps under ``tmp_path``; at the end it is closed."""
+    runs = []
+
+    def written(steps: int = 3, name: str = "run", plan: Plan | None = None, **options: Any) -> Growing:
+        runs.append(Growing(tmp_path / name, plan))
+        runs[-1].steps(steps, **options)
+        return runs[-1]
+
+    yield written
+    for run in runs:
+        run.close()

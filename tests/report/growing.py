@@ -1,8 +1,9 @@
-"""A stored run that grows step by step, for what looks at a run while it is written."""
+"""A stored run that grows step by step, for tests that read a run while it is written."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,24 +13,24 @@ from backlight.records import Layout, ParameterRecord, Placement, RunStatus
 from backlight.store.write.writer import RunWriter
 
 FLUSH = 200
-"""Steps that are written at once."""
+"""Steps between flushes."""
 
 MONITORS = ("health", "steptime")
 
 
 def shard_of(record: ParameterRecord, rank: int, world_size: int) -> ParameterRecord:
-    """Return the row of a parameter of which each rank holds an equal part along the first dimension."""
+    """Return the record of a parameter that is sharded evenly along its first dimension."""
     rows = record.shape[0] // world_size
     local = (rows, *record.shape[1:])
     offset = (rank * rows, *(0 for _ in record.shape[1:]))
-    place = Placement(Layout.SHARD, record.shape, local, offset)
-    return dataclasses.replace(record, numel=int(np.prod(local)), placement=place)
+    placement = Placement(Layout.SHARD, record.shape, local, offset)
+    return dataclasses.replace(record, numel=int(np.prod(local)), placement=placement)
 
 
 class Growing:
-    """Writes ``plan.steps`` steps at most, as many at a time as are asked for.
+    """Writer of at most ``plan.steps`` steps, some at a time.
 
-    ``sharded``: each rank holds a part of every parameter, and has its own numbers.
+    ``sharded``: each rank holds a part of every parameter and has its own values.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class Growing:
             if broken is not None and step == self.done + amount - 1:
                 floats[broken], integers[broken, 3] = np.nan, self._numel[broken]
             self.writer.append("gradient", step, self._table, floats, integers)
-            moved, seen = update_row(self._rms[step], self._numel, integers[:, 0], self._draw, 0.5)
-            self.writer.append("update", step, self._table, moved, seen)
+            moved, sampled = update_row(self._rms[step], self._numel, integers[:, 0], self._draw, 0.5)
+            self.writer.append("update", step, self._table, moved, sampled)
             total = float(np.sqrt(np.sum(floats[:, 0] ** 2)))
             self.writer.scalars(step, {
                 "loss": 3.0 / (1 + 0.01 * step), "total_norm": total, "lr/0/0": 0.1,
@@ -75,10 +76,14 @@ class Growing:
             })  # fmt: skip
             self.writer.scalars(step, {"train_accuracy": step / self.plan.steps}, source="user")
             if step % FLUSH == FLUSH - 1:
-                self.writer.flush()  # rows that the disk does not keep up with would be left out
+                self.writer.flush()  # the writer drops rows when the disk is too slow
         self.done += amount
         self.writer.flush()
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
         """End the run."""
         self.writer.close(status)
+
+
+Grow = Callable[..., Growing]
+"""Type of the fixture ``grow``."""

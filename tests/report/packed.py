@@ -1,4 +1,4 @@
-"""Packed arrays read back in Python, in the way of the page."""
+"""Decoder of the packed arrays of a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def unpack(node: dict[str, Any]) -> np.ndarray:
-    """Read a packed array in the way of ``assets/data.js``."""
+    """Read a packed array like ``assets/data.js``."""
     width = np.dtype(node["type"]).itemsize
     grouped = np.frombuffer(zlib.decompress(base64.b64decode(node["data"])), np.uint8)
     plain = grouped.reshape(width, -1).T.tobytes()

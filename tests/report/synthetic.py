@@ -1,6 +1,6 @@
-"""Stored runs that were never trained: what a report must show, injected where a test can find it.
+"""Synthetic stored runs for the report, with injected faults.
 
-``write_run`` draws plausible series from a fixed seed; a :class:`Plan` says what is wrong with the run.
+``write_run`` draws plausible series from a fixed seed; a :class:`Plan` lists the injected faults.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MEMORY: dict[str, Any] = {
         "events": 4,
     },
 }
-"""What ``backlight memory --out`` stores, of a step of four events."""
+"""Content that ``backlight memory --out`` stores for a step of four events."""
 
 PROFILE: dict[str, Any] = {
     "version": 1,
@@ -102,7 +102,7 @@ PROFILE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A run to write. Rows are indices into the parameters; a step of -1 means never."""
+    """Run to write. Rows are indices into the parameters; a step of -1 means never."""
 
     steps: int = 300
     every: int = 1
@@ -157,7 +157,7 @@ def records(plan: Plan) -> tuple[ParameterRecord, ...]:
 
 
 def rms_of(plan: Plan, steps: NDArray[np.int64], amount: int, seed: int | None = None) -> NDArray[np.float64]:
-    """Return rms values ``[S, P]``: a decaying level per parameter, noise, and what the plan injects."""
+    """Return rms values ``[S, P]``: a decaying level per parameter, noise and the injected faults."""
     draw = np.random.default_rng(plan.seed if seed is None else seed)
     level = 10 ** draw.uniform(-3.6, -2.2, amount)
     progress = steps / max(1, plan.steps)
@@ -224,8 +224,8 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         if at % 200 == 199:
             writer.flush()
         if plan.updates:
-            moved, seen = update_row(rms[at], numel, integers[:, 0], draw, step / plan.steps)
-            writer.append("update", step - first, table_id, moved, seen)
+            moved, sampled = update_row(rms[at], numel, integers[:, 0], draw, step / plan.steps)
+            writer.append("update", step - first, table_id, moved, sampled)
         if plan.histogram and at % 5 == 0:
             counts = histogram_row(rms[at], numel, integers[:, 0], draw)
             writer.append("histogram", step - first, table_id, np.zeros((len(table), 0)), counts)
@@ -244,7 +244,7 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         )
     if plan.stalled:
         watchdog = WatchdogWriter(path, path / f"attempt-{attempt:03d}")
-        watchdog.evidence("stall-rank-00000.txt", "taken by witness\n  at ops.py:22 in LockedFn.backward\n")
+        watchdog.evidence("stall-rank-00000.txt", "taken by watchdog\n  at ops.py:22 in LockedFn.backward\n")
         watchdog.event(last - first - 1, "stall", {"not_collected": {"0": ["py-spy: Permission denied"]}})
         watchdog.close()
     if plan.phases:
@@ -298,8 +298,8 @@ def histogram_row(
     bins = np.zeros((len(rms), HISTOGRAM_BINS), np.int64)
     for row in np.flatnonzero((rms > 0) & np.isfinite(rms) & (measured > 0)):
         values = np.abs(draw.normal(0, rms[row], min(256, numel[row])))
-        place = np.clip(np.frexp(values)[1] - 1 - HISTOGRAM_LOWEST, 0, HISTOGRAM_BINS - 1)
-        bins[row] = np.bincount(place, minlength=HISTOGRAM_BINS) * (numel[row] // min(256, numel[row]))
+        exponents = np.clip(np.frexp(values)[1] - 1 - HISTOGRAM_LOWEST, 0, HISTOGRAM_BINS - 1)
+        bins[row] = np.bincount(exponents, minlength=HISTOGRAM_BINS) * (numel[row] // min(256, numel[row]))
     return np.concatenate([measured[:, None], bins], 1)
 
 
@@ -393,7 +393,7 @@ def write_report(
 
 
 def health_of(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return a stand-in for the health score: 0 where a value is not finite, else close to 1."""
+    """Return a substitute for the health score: 0 where a value is not finite, else close to 1."""
     frame = run.frame("gradient", "rms")
     bad = (frame.measured & ~np.isfinite(frame.values)).any(axis=1)
     small = ((frame.values < 1e-8) & frame.measured).mean(axis=1)

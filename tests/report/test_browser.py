@@ -1,4 +1,4 @@
-"""The page in headless Chromium: it draws, it answers, it asks the network for nothing, it obeys no name."""
+"""The page in headless Chromium: drawing, interaction, no requests, hostile names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
 from synthetic import Plan, finding, health_of, write_report, write_run
 
 from backlight.analysis.overlay import as_page, overlay
@@ -89,7 +90,7 @@ def cells(driver: webdriver.Chrome, selector: str = "#heat-map .grid-map") -> np
 
 
 def picture(driver: webdriver.Chrome) -> str:
-    """Return the heat map as the browser encodes it, to be compared."""
+    """Return the heat map as a data URL, for comparisons."""
     return str(driver.execute_script("return document.querySelector('#heat-map .grid-map').toDataURL()"))
 
 
@@ -98,6 +99,14 @@ def colour(driver: webdriver.Chrome, name: str) -> list[int]:
         "return getComputedStyle(document.documentElement).getPropertyValue(arguments[0]).trim()", f"--{name}"
     )
     return [int(text[i : i + 2], 16) for i in (1, 3, 5)]
+
+
+def top_of(driver: webdriver.Chrome, element: WebElement) -> float:
+    return driver.execute_script("return arguments[0].getBoundingClientRect().top", element)
+
+
+def text_of(driver: webdriver.Chrome, selector: str) -> str:
+    return driver.find_element(By.CSS_SELECTOR, selector).text
 
 
 def share_of(pixels: np.ndarray, wanted: list[int]) -> float:
@@ -111,9 +120,9 @@ def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path) 
         for entry in driver.get_log("performance")
         if '"Network.requestWillBeSent"' in entry["message"]
     ]
-    # The browser's own start page makes requests as well.
-    asked = [each["request"]["url"] for each in sent if not each["documentURL"].startswith("chrome:")]
-    assert [url.split(":")[0] for url in asked] == ["file"]
+    # The start page of the browser makes requests as well.
+    requested = [each["request"]["url"] for each in sent if not each["documentURL"].startswith("chrome:")]
+    assert [url.split(":")[0] for url in requested] == ["file"]
     assert driver.find_element(By.TAG_NAME, "h1").text == "1 error, 1 warning, 2 notes"
     assert driver.title == "browser run · backlight"
     empty = "[...document.querySelectorAll('.panel-body')].filter((b) => !b.children.length).length"
@@ -145,7 +154,7 @@ def test_heat_map_distinguishes_values_zeros_gaps_and_nan(show: Open, page: Path
     assert share_of(pixels, colour(driver, "cell-zero")) > 0.005
     assert share_of(pixels, colour(driver, "cell-hatch")) > 0.001
     assert len(np.unique(np.ascontiguousarray(pixels).view(np.uint32))) > 60
-    legend = driver.find_element(By.CSS_SELECTOR, ".map-legend").text
+    legend = text_of(driver, ".map-legend")
     assert {"not measured", "exactly zero", "NaN or Inf"} <= set(legend.splitlines())
 
 
@@ -163,13 +172,10 @@ def test_heat_map_changes_with_the_column(show: Open, page: Path) -> None:
 def test_click_on_a_finding_shows_its_evidence(show: Open, page: Path) -> None:
     driver = show(page)
     section = driver.find_element(By.ID, "panel-parameters")
-    assert driver.execute_script("return arguments[0].getBoundingClientRect().top", section) > 900
+    assert top_of(driver, section) > 900
     driver.find_element(By.CSS_SELECTOR, ".finding.warning a.title").click()
-    wait(
-        driver,
-        lambda d: 0 <= d.execute_script("return arguments[0].getBoundingClientRect().top", section) < 200,
-    )
-    assert driver.find_element(By.CSS_SELECTOR, ".range").text.startswith("steps 140 to 160")
+    wait(driver, lambda d: 0 <= top_of(d, section) < 200)
+    assert text_of(driver, ".range").startswith("steps 140 to 160")
     assert driver.find_element(By.CSS_SELECTOR, ".detail h3").text == "blocks.0.attn.qkv.weight"
     chosen = driver.find_element(By.CSS_SELECTOR, "#roster tr.chosen")
     assert chosen.get_attribute("data-row") == "3"
@@ -181,11 +187,8 @@ def test_click_on_a_finding_shows_its_evidence(show: Open, page: Path) -> None:
     driver.execute_script("scrollTo(0, 0)")
     driver.find_element(By.LINK_TEXT, "scalars/clip/factor").click()
     norms = driver.find_element(By.ID, "panel-total_norm")
-    wait(
-        driver,
-        lambda d: 0 <= d.execute_script("return arguments[0].getBoundingClientRect().top", norms) < 300,
-    )
-    assert driver.find_element(By.CSS_SELECTOR, ".range").text.startswith("steps 110 to 130")
+    wait(driver, lambda d: 0 <= top_of(d, norms) < 300)
+    assert text_of(driver, ".range").startswith("steps 110 to 130")
     assert not driver.find_elements(By.LINK_TEXT, "evidence/dump.txt")
 
 
@@ -194,13 +197,13 @@ def test_tooltip_has_the_recorded_value(show: Open, page: Path, run: Run) -> Non
     canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", canvas)
     canvas.send_keys(*([Keys.ARROW_DOWN] * 2), *([Keys.ARROW_RIGHT] * 5))
-    tip = driver.find_element(By.CSS_SELECTOR, "#heat-map .tip").text
+    tip = text_of(driver, "#heat-map .tip")
     frame = run.frame("gradient", "rms")
     value = frame.values[5, 2]
     assert tip.splitlines()[0] == frame.names[2]
     assert "step 5" in tip
     shown = float(tip.splitlines()[-1])
-    # The map of this run is quantised: three digits are shown.
+    # The map of this run is quantised to three digits.
     assert shown == pytest.approx(value, rel=6e-3)
     canvas.send_keys(Keys.ENTER)
     wait(driver, lambda d: d.find_element(By.CSS_SELECTOR, ".detail h3").text == frame.names[2])
@@ -213,7 +216,7 @@ def test_small_run_shows_six_digits(show: Open, tmp_path: Path) -> None:
     canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'}); arguments[0].focus()", canvas)
     canvas.send_keys(*([Keys.ARROW_DOWN] * 4), *([Keys.ARROW_RIGHT] * 7))
-    tip = driver.find_element(By.CSS_SELECTOR, "#heat-map .tip").text
+    tip = text_of(driver, "#heat-map .tip")
     assert tip.splitlines()[-1] == number(float(run.frame("gradient", "rms").values[7, 4]), 6)
 
 
@@ -270,7 +273,7 @@ def test_drag_zooms_every_chart(show: Open, page: Path) -> None:
 
 
 def contrast_is_enough(driver: webdriver.Chrome) -> None:
-    """Check text against what is behind it."""
+    """Check the contrast of text and background."""
 
     def light(name: str) -> float:
         linear = [
@@ -349,15 +352,15 @@ def test_policy_blocks_an_injected_script(show: Open, tmp_path: Path, run: Run) 
     target.write_text(text)
     driver = show(target)
     assert driver.title != "owned"
-    (complaint,) = driver.get_log("browser")
-    assert "Content Security Policy" in complaint["message"]
+    (message,) = driver.get_log("browser")
+    assert "Content Security Policy" in message["message"]
 
 
 def test_empty_run_has_no_empty_chart(show: Open, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False))
     driver = show(write_report(run, [], tmp_path / "report.html"))
     assert driver.find_element(By.TAG_NAME, "h1").text == "Nothing was measured"
-    assert "No optimizer step was seen" in driver.find_element(By.CSS_SELECTOR, ".verdict").text
+    assert "No optimizer step was seen" in text_of(driver, ".verdict")
     assert "Exponent histogram" in driver.find_element(By.ID, "not-measured").text
     assert driver.find_elements(By.ID, "heat-map") == []
     charts = driver.find_elements(By.CSS_SELECTOR, ".uplot")
@@ -378,14 +381,14 @@ def test_failed_panel_shows_its_error(
         driver = show(write_report(run, [], tmp_path / "report.html"))
     titles = [head.text for head in driver.find_elements(By.CSS_SELECTOR, ".panel h2")]
     assert titles == [known[0].title, "Wrong", known[1].title]
-    said = driver.find_element(By.CSS_SELECTOR, "#panel-wrong .empty").text
-    assert said == "Panel 'wrong' could not be drawn: LookupError: no <b>column</b>."
+    text = text_of(driver, "#panel-wrong .empty")
+    assert text == "Panel 'wrong' could not be drawn: LookupError: no <b>column</b>."
     assert driver.find_elements(By.CSS_SELECTOR, "#panel-total_norm .uplot")
 
 
 def test_many_findings_of_one_rule_are_folded(show: Open, tmp_path: Path, run: Run) -> None:
-    alike = [finding(parameter.name, i) for i, parameter in enumerate(run.parameters())]
-    driver = show(write_report(run, alike, tmp_path / "report.html"))
+    similar = [finding(parameter.name, i) for i, parameter in enumerate(run.parameters())]
+    driver = show(write_report(run, similar, tmp_path / "report.html"))
     assert len(driver.find_elements(By.CSS_SELECTOR, ".finding")) == 3
     driver.find_element(By.XPATH, "//button[contains(., 'Show 48 more')]").click()
     assert len(driver.find_elements(By.CSS_SELECTOR, ".finding")) == 51
@@ -405,18 +408,18 @@ def test_grokking_run_shows_times_and_control(show: Open, tmp_path: Path) -> Non
         "Correlation with the test accuracy",
         "Spectrum over time",
     ]
-    legend = driver.find_element(By.CSS_SELECTOR, "#panel-learning_curves .legend").text
+    legend = text_of(driver, "#panel-learning_curves .legend")
     assert {"memorised (30, 40]", "generalised (990, 1,000]", "test accuracy, control"} <= set(
         legend.splitlines()
     )
     gaps = driver.find_element(By.ID, "not-measured").text
     assert "Monitors not watched" in gaps
     assert "Exponent histogram" not in gaps
-    table = driver.find_element(By.CSS_SELECTOR, "#panel-correlations table").text
+    table = text_of(driver, "#panel-correlations table")
     assert "follows, and the control does not" in table
     assert "the control shows the same" in table
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
-    # The stretch of the second time is painted: its column of pixels is green where its neighbour is white.
+    # The interval of the second time is painted: its columns are green next to white ones.
     green = driver.execute_script(
         "const c = document.querySelector('#panel-learning_curves canvas');"
         "const d = c.getContext('2d').getImageData(0, Math.round(c.height / 3), c.width, 1).data;"
@@ -437,5 +440,5 @@ def test_overlaid_runs_are_one_page(show: Open, tmp_path: Path) -> None:
     assert driver.find_element(By.ID, "headline").text == "2 runs overlaid"
     charts = driver.find_elements(By.CSS_SELECTOR, ".uplot")
     assert len(charts) > 15
-    legend = driver.find_element(By.CSS_SELECTOR, "#panel-learning .legend").text
+    legend = text_of(driver, "#panel-learning .legend")
     assert set(legend.splitlines()) >= {"a", "b"}

@@ -1,4 +1,4 @@
-"""The spectra on the page: the slider and the chooser lead through steps and layers, by keyboard as well."""
+"""The spectra on the page: steps and layers are selected by slider, list and keyboard."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def figures(driver: webdriver.Chrome) -> dict[str, str]:
     }
 
 
-def told(run: Run, parameter: str, step: int) -> dict[str, float]:
+def recorded(run: Run, parameter: str, step: int) -> dict[str, float]:
     return next(dict(m.numbers) for m in measurements(run, parameter) if m.step == step)
 
 
@@ -72,19 +72,19 @@ def test_steps_and_layers_are_selected_by_keyboard(show: Open, page: Path, run: 
     label = f"{UP} · 32 \N{MULTIPLICATION SIGN} 32"
     choice = Select(driver.find_element(By.ID, "spectra-layer"))
     assert choice.first_selected_option.text == label
-    assert figures(driver)["noise edge"] == number(told(run, UP, 200)["edge"], 3)
+    assert figures(driver)["noise edge"] == number(recorded(run, UP, 200)["edge"], 3)
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     slider = driver.find_element(By.ID, "spectra-step")
     slider.send_keys(Keys.ARROW_LEFT)
     assert readout(driver) == slider.get_attribute("aria-valuetext") == "step 100"
-    assert figures(driver)["signal share"] == number(told(run, UP, 100)["signal_share"], 3)
+    assert figures(driver)["signal share"] == number(recorded(run, UP, 100)["signal_share"], 3)
     wait(driver, lambda d: painted(d) != shown)
     before = painted(driver)
     choice.select_by_value(QKV)
     body = driver.find_element(By.CSS_SELECTOR, "#panel-spectra .panel-body")
     wait(driver, lambda _: body.get_attribute("data-layer") == QKV)
-    assert readout(driver) == "step 100"  # it stays
-    assert figures(driver)["noise scale"] == number(told(run, QKV, 100)["noise_scale"], 3)
+    assert readout(driver) == "step 100"  # it is kept
+    assert figures(driver)["noise scale"] == number(recorded(run, QKV, 100)["noise_scale"], 3)
     wait(driver, lambda d: painted(d) != before)
 
 
@@ -120,10 +120,10 @@ def test_layer_without_directions_shows_a_reason(show: Open, tmp_path: Path) -> 
     plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     source = source_of(write_spectra_run(tmp_path / "run", plan))
     driver = show(write_page(render_page(source), tmp_path / "page.html"))
-    said = [
+    reasons = [
         p.text for p in driver.find_elements(By.CSS_SELECTOR, "#panel-spectra .empty") if p.is_displayed()
     ]
-    assert said == ["Nothing here was measured at this step."] * 5
+    assert reasons == ["Nothing here was measured at this step."] * 5
 
 
 @pytest.mark.full

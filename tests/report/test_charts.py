@@ -1,4 +1,4 @@
-"""Lines of a chart: one that would hide another is drawn so that both are seen."""
+"""Overlapping lines of a chart are marked so that both stay visible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_overlapping_lines_are_counted() -> None:
     broken = np.where(STEPS > 30, np.nan, flat)
     assert over(Line("a", STEPS, broken), Line("b", STEPS, broken)) == [0, 1]
     assert over(Line("a", STEPS, broken + np.nan), Line("b", STEPS, broken)) == [0, 0]
-    # Of runs of different length those steps count that both have; a few that differ change nothing.
+    # Only steps of both lines count; a few different values change nothing.
     other = np.where(STEPS % 5 == 0, 0.3, flat)
     assert over(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS, other)) == [0, 1]
     assert over(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS[60:], flat[60:])) == [0, 0]
@@ -30,14 +30,15 @@ def test_overlapping_lines_are_counted() -> None:
 
 def test_distance_on_a_logarithmic_axis_is_in_decades() -> None:
     decades = np.logspace(-6, 0, 100)
-    lines = [Line("a", STEPS, decades), Line("b", STEPS, 2 * decades)]
-    assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 0]
-    lines = [Line("a", STEPS, decades), Line("b", STEPS, 1.01 * decades)]
-    assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 1]
-    # A 0, which has no place there, does not make the axis longer.
-    begun = np.where(STEPS > 0, decades, 0.0)
-    lines = [Line("a", STEPS, begun), Line("b", STEPS, 2 * begun)]
-    assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == [0, 0]
+    # A value of 0 does not extend a logarithmic axis.
+    from_zero = np.where(STEPS > 0, decades, 0.0)
+    for first, second, expected in (
+        (decades, 2 * decades, [0, 0]),
+        (decades, 1.01 * decades, [0, 1]),
+        (from_zero, 2 * from_zero, [0, 0]),
+    ):
+        lines = [Line("a", STEPS, first), Line("b", STEPS, second)]
+        assert [line["over"] for line in chart(lines, Axis("", log=True))["lines"]] == expected
 
 
 def test_distance_is_relative_to_the_chart_height() -> None:

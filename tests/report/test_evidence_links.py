@@ -1,4 +1,4 @@
-"""Evidence leads to the panel that shows it, and inside it to its parameter and step."""
+"""Evidence links to its panel, parameter and step."""
 
 from __future__ import annotations
 

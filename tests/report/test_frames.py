@@ -1,4 +1,4 @@
-"""Fewer numbers, and no spike lost."""
+"""Reduction of series without loss of extremes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_reduction_keeps_extremes_and_non_finite_counts(
     for b in range(len(buckets)):
         inside = (steps >= buckets.first[b]) & (steps <= buckets.last[b])
         for p in range(values.shape[1]):
-            seen = values[inside & measured[:, p], p]
-            finite = seen[np.isfinite(seen)]
-            assert reduced.measured[b, p] == len(seen)
-            assert reduced.broken[b, p] == len(seen) - len(finite)
+            recorded = values[inside & measured[:, p], p]
+            finite = recorded[np.isfinite(recorded)]
+            assert reduced.measured[b, p] == len(recorded)
+            assert reduced.broken[b, p] == len(recorded) - len(finite)
             if len(finite):
                 assert reduced.low[b, p] == finite.min()
                 assert reduced.high[b, p] == finite.max()

@@ -1,4 +1,4 @@
-"""The findings in Markdown; names of a run do not become markup."""
+"""Findings in Markdown; names of a run are escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in the cell of a notebook: what it says, that nothing in it runs, and that names stay text."""
+"""A run in a notebook cell: content, no scripts, escaped names."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import backlight
 from backlight.records import Finding, Severity, Subject
 from backlight.report.notebook import MOST, findings_html, run_html
 from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
+
+
+def text_finding(text: str, subject: Subject, severity: Severity) -> Finding:
+    texts = dict.fromkeys(("rule", "title", "detail", "fix", "refuted_if"), text)
+    return Finding(severity=severity, subject=subject, evidence=(), **texts)
 
 
 def test_run_shows_verdict_figures_and_findings(tmp_path: Path) -> None:
@@ -37,17 +43,8 @@ def test_html_has_no_scripts_or_requests(tmp_path: Path) -> None:
 
 
 def test_names_are_escaped() -> None:
-    evil = "<script>alert(1)</script>&\"'"
-    finding = Finding(
-        rule=evil,
-        severity=Severity.ERROR,
-        title=evil,
-        detail=evil,
-        subject=Subject(parameter=evil, step=1),
-        evidence=(),
-        fix=evil,
-        refuted_if=evil,
-    )
+    hostile = "<script>alert(1)</script>&\"'"
+    finding = text_finding(hostile, Subject(parameter=hostile, step=1), Severity.ERROR)
     alone = finding._repr_html_()
     assert "<script" not in alone
     assert alone.count("&lt;script&gt;") == 6  # rule, title, detail, where, fix, refuted if
@@ -58,23 +55,12 @@ def test_names_are_escaped() -> None:
 
 
 def test_many_findings_are_counted() -> None:
-    one = Finding(
-        rule="rule",
-        severity=Severity.INFO,
-        title="title",
-        detail="detail",
-        subject=Subject(),
-        evidence=(),
-        fix="look",
-        refuted_if="not",
-    )
+    one = text_finding("text", Subject(), Severity.INFO)
     assert "and 5 more findings" in findings_html([one] * (MOST + 5))
     assert findings_html([]) == "<div>No findings.</div>"
 
 
 def test_empty_run_is_shown(tmp_path: Path) -> None:
-    from backlight.store.write.writer import RunWriter
-
     RunWriter.create(tmp_path / "run").close()
     run = open_run(tmp_path / "run")
     shown = run_html(run, [])

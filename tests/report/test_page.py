@@ -1,4 +1,4 @@
-"""The page as a file: whole, offline, locked, without torch, and hostile names inert."""
+"""The page as a file: atomic, offline, with a strict policy, without torch, hostile names escaped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTILE = "</script><img src=x onerror=window.owned=1><!--"
 
 
 class Elements(HTMLParser):
-    """Every element with its attributes, and the text of those that hold code."""
+    """Parser that collects elements with attributes and the text of scripts, styles and titles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ def test_page_makes_no_requests(page: str) -> None:
     assert "url(" not in css
     assert "@import" not in css
     code = "".join(elements.content["script"][1:])
-    for way_out in ("fetch(", "XMLHttpRequest", "WebSocket", "sendBeacon", "import(", "innerHTML", "eval("):
-        assert way_out not in code
+    for call in ("fetch(", "XMLHttpRequest", "WebSocket", "sendBeacon", "import(", "innerHTML", "eval("):
+        assert call not in code
 
 
 def test_finding_has_its_evidence_link(page: str) -> None:
@@ -213,7 +213,7 @@ def failing(source: Source) -> Any:
 
 WRONG = {
     "raises": (failing, "LookupError: no such column in synthetic."),
-    "gives_a_list": (lambda source: [], "TypeError: it returned list, not Drawn or NotMeasured."),
+    "returns_a_list": (lambda source: [], "TypeError: it returned list, not Drawn or NotMeasured."),
     "draws_an_object": (lambda source: Drawn("lines", {"values": object()}), "TypeError: "),
 }
 
@@ -233,7 +233,7 @@ def test_failing_panel_is_named_and_the_others_are_drawn(
     assert model["panels"][1:] == whole
     gap = model["panels"][0]
     assert gap["missing"].startswith(f"Panel '{name}' could not be drawn: {why}")
-    assert any(said["reason"] == gap["missing"] for said in model["verdict"]["unmeasured"])
+    assert any(item["reason"] == gap["missing"] for item in model["verdict"]["unmeasured"])
 
 
 def test_command_reports_failing_panels(
@@ -247,19 +247,19 @@ def test_command_reports_failing_panels(
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["report", str(run.path), "--plots", str(plots)])
     out, err = capfd.readouterr()
-    told = "backlight: Panel 'raises' could not be drawn: LookupError: no such column in synthetic."
-    assert err.splitlines().count(told) == 1
+    message = "backlight: Panel 'raises' could not be drawn: LookupError: no such column in synthetic."
+    assert err.splitlines().count(message) == 1
     assert "Traceback" not in err
     assert out.splitlines()[0] == str(run.path / "report.html")
-    assert told.partition("Panel ")[2] in (run.path / "report.html").read_text()
+    assert message.partition("Panel ")[2] in (run.path / "report.html").read_text()
     assert (plots / "total_norm.svg").is_file()
     archive = tmp_path / "run.tar.gz"
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["report", str(run.path), "--bundle", str(archive)])
     out, err = capfd.readouterr()
-    assert (out, err) == (f"{archive}\n", f"{told}\n")
+    assert (out, err) == (f"{archive}\n", f"{message}\n")
     with tarfile.open(archive) as packed:
         (name,) = [name for name in packed.getnames() if name.endswith("/report.html")]
         page = packed.extractfile(name)
         assert page is not None
-        assert told.partition("Panel ")[2] in page.read().decode()
+        assert message.partition("Panel ")[2] in page.read().decode()

@@ -1,4 +1,4 @@
-"""Every panel: found without a list, drawn from a run that has its series, and a reason where it has not."""
+"""Every panel draws a run with its series, and gives a reason for a run without."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FULL = Plan(
     groups={"lower": "blocks.0", "upper": "blocks.1"},
 )
 ALONE = [panel for panel in in_order() if not panel.several]
-"""Panels of a run of one process; those of several ranks are drawn by tests/ranks."""
+"""Panels of a run of one process; panels of several ranks are tested in tests/ranks."""
 
 ALWAYS = {"events", "fingerprint", "health", "updates"}
 

@@ -1,4 +1,4 @@
-"""The pictures: one for every panel that is one, in both formats, with what the page shows."""
+"""Plots: one per panel with a picture, in both formats, with the values of the page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import builtins
 import errno
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from backlight.report.page import rendered
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
 from backlight.report.plots import panels, writer
 from backlight.report.plots.style import colours
-from backlight.report.plots.writer import write_plots
+from backlight.report.plots.writer import write_animations, write_plots
 from backlight.report.source import Source
 from grokking_runs import Grok, write_grokking_run
 
@@ -144,11 +145,17 @@ def test_colours_match_the_page() -> None:
     assert {f"tone-{name}" for name in (*panels.TONES, "health", "loss", "limit")} <= set(tones)
 
 
-def test_file_instead_of_directory_is_rejected(full: Source, tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [write_plots, write_animations])
+def test_file_instead_of_directory_is_rejected(full: Source, tmp_path: Path, write: Any) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="is a file; --plots takes a folder"):
-        write_plots(full, tmp_path / "file")
+        write(full, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_run_without_spectra_has_no_animations(tmp_path: Path) -> None:
+    without = write_run(tmp_path / "run", Plan(steps=5))
+    assert write_animations(Source(without), tmp_path / "plots") == ()
 
 
 def test_missing_matplotlib_error_names_the_extra(
@@ -161,7 +168,7 @@ def test_missing_matplotlib_error_names_the_extra(
     def blocked(name: str, *rest: object) -> object:
         if name.split(".", maxsplit=1)[0] == "matplotlib":
             raise ModuleNotFoundError(f"No module named {name!r}", name="matplotlib")
-        return real(name, *rest)  # type: ignore[arg-type] # passed on as it came
+        return real(name, *rest)  # type: ignore[arg-type] # passed on unchanged
 
     monkeypatch.setattr(builtins, "__import__", blocked)
     with pytest.raises(ModuleNotFoundError) as refused:
@@ -174,7 +181,6 @@ def test_spectra_are_written_as_gif_and_frames(tmp_path: Path) -> None:
     from PIL import Image
 
     from backlight.report.plots import spectra as pictures
-    from backlight.report.plots.writer import write_animations
     from spectra_runs import Injected, write_spectra_run
 
     source = Source(
@@ -201,13 +207,3 @@ def test_spectra_are_written_as_gif_and_frames(tmp_path: Path) -> None:
     echo = figure.axes[1].get_lines()[0].get_ydata()
     stored = np.sort(np.asarray(result.data["layers"][0]["table"])[-1, 1])
     assert np.array_equal(np.sort(np.asarray(echo, np.float32)), stored, equal_nan=True)
-
-
-def test_animations_need_a_directory(full: Source, tmp_path: Path) -> None:
-    from backlight.report.plots.writer import write_animations
-
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="is a file; --plots takes a folder"):
-        write_animations(full, tmp_path / "file")
-    without = write_run(tmp_path / "run", Plan(steps=5))
-    assert write_animations(Source(without), tmp_path / "plots") == ()

@@ -1,4 +1,4 @@
-"""A run that measured step times alone is told as one, and is not said to have measured nothing."""
+"""Report of a run that recorded step times only."""
 
 from pathlib import Path
 
@@ -23,9 +23,9 @@ def source(tmp_path: Path) -> Source:
 
 
 def test_headline_reports_step_times(source: Source) -> None:
-    said = outcome(source)
-    assert said.headline == "No findings"
-    assert said.detail.startswith("The times of 20 steps were measured.")
+    result = outcome(source)
+    assert result.headline == "No findings"
+    assert result.detail.startswith("The times of 20 steps were measured.")
 
 
 def test_step_time_sums_all_phases(source: Source) -> None:

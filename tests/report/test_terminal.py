@@ -1,4 +1,4 @@
-"""Findings in a terminal: aligned, within its width, and inert."""
+"""Findings in a terminal: alignment, width, hostile names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said first: never more than what was measured."""
+"""The verdict never claims more than was measured."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
 
+def writers_of(tmp_path: Path, ranks: int) -> list[RunWriter]:
+    return [
+        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", monitors=("health",))
+        for rank in range(ranks)
+    ]
+
+
 def test_findings_set_tone_and_headline(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=10))
     findings = [
@@ -24,20 +31,20 @@ def test_findings_set_tone_and_headline(tmp_path: Path) -> None:
         finding("embed.weight", 4),
         finding("embed.weight", 3, severity=Severity.WARNING),
     ]
-    said = outcome(Source(run, findings))
-    assert (said.tone, said.headline) == ("error", "2 errors, 1 warning, 1 note")
-    assert said.detail == "Gradients of all 51 parameters were measured at 10 steps."
-    assert said.losses == ()
-    assert said.unmeasured == ()
+    result = outcome(Source(run, findings))
+    assert (result.tone, result.headline) == ("error", "2 errors, 1 warning, 1 note")
+    assert result.detail == "Gradients of all 51 parameters were measured at 10 steps."
+    assert result.losses == ()
+    assert result.unmeasured == ()
 
 
 def test_no_findings_lists_what_was_not_checked(tmp_path: Path) -> None:
     plan = Plan(steps=10, unmeasured={7: "frozen", 9: "frozen", 30: "unused in forward"}, updates=False)
-    said = outcome(Source(write_run(tmp_path / "run", plan)))
-    assert (said.tone, said.headline) == ("clear", "No findings")
-    assert "48 of 51 parameters" in said.detail
-    assert "Only recorded data was checked" in said.detail
-    gaps = {(gap.what, gap.reason): gap.names for gap in said.unmeasured}
+    result = outcome(Source(write_run(tmp_path / "run", plan)))
+    assert (result.tone, result.headline) == ("clear", "No findings")
+    assert "48 of 51 parameters" in result.detail
+    assert "Only recorded data was checked" in result.detail
+    gaps = {(gap.what, gap.reason): gap.names for gap in result.unmeasured}
     assert gaps["2 parameters", "frozen"] == ("blocks.0.ln_2.weight", "blocks.0.mlp.up.weight")
     assert gaps["1 parameter", "unused in forward"] == ("blocks.2.attn.out.bias",)
     assert gaps["update", "the optimizer steps inside backward"] == ()
@@ -45,29 +52,26 @@ def test_no_findings_lists_what_was_not_checked(tmp_path: Path) -> None:
 
 def test_nothing_measured_is_not_healthy(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=10, gradients=False, updates=False))
-    said = outcome(Source(run))
-    assert (said.tone, said.headline) == ("unmeasured", "Nothing was measured")
-    assert said.detail.startswith("No optimizer step was seen. Nothing can be said")
-    words = f"{said.headline} {said.detail} {said.status}".casefold()
+    result = outcome(Source(run))
+    assert (result.tone, result.headline) == ("unmeasured", "Nothing was measured")
+    assert result.detail.startswith("No optimizer step was seen. Nothing can be said")
+    words = f"{result.headline} {result.detail} {result.status}".casefold()
     assert "healthy" not in words
     assert "no findings" not in words
 
 
 def test_killed_run_reports_attempts_and_losses(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=40, attempts=2, killed=True))
-    said = outcome(Source(run))
-    assert said.status.startswith("the process ended without closing the run")
-    assert "2 attempts (restarted at step 20)" in said.status
-    assert said.losses
-    assert "attempt 1" in said.losses[0]
+    result = outcome(Source(run))
+    assert result.status.startswith("the process ended without closing the run")
+    assert "2 attempts (restarted at step 20)" in result.status
+    assert result.losses
+    assert "attempt 1" in result.losses[0]
 
 
-@pytest.mark.parametrize(("every", "said"), [(1, ()), (2, ("1 parameter at 3 of 6 steps",))])
-def test_partly_recorded_shards_are_unmeasured(tmp_path: Path, every: int, said: tuple[str, ...]) -> None:
-    writers = [
-        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", monitors=("health",))
-        for rank in (0, 1)
-    ]
+@pytest.mark.parametrize(("every", "expected"), [(1, ()), (2, ("1 parameter at 3 of 6 steps",))])
+def test_partly_recorded_shards_are_unmeasured(tmp_path: Path, every: int, expected: tuple[str, ...]) -> None:
+    writers = writers_of(tmp_path, 2)
     for rank, writer in enumerate(writers):
         places = (
             Placement(Layout.SHARD, (8, 4), (4, 4), (4 * rank, 0)),
@@ -89,33 +93,30 @@ def test_partly_recorded_shards_are_unmeasured(tmp_path: Path, every: int, said:
         writer.close()
     source = Source(open_run(tmp_path / "run"))
     gaps = [gap for gap in outcome(source).unmeasured if gap.reason == APART]
-    assert tuple(gap.what for gap in gaps) == said
-    assert [gap.names for gap in gaps] == [("split",)] * len(said)
+    assert tuple(gap.what for gap in gaps) == expected
+    assert [gap.names for gap in gaps] == [("split",)] * len(expected)
     assert source.unmeasured_parameters == {}
 
 
-@pytest.mark.parametrize(("at", "said"), [((2, 2), "2 parameters at 2"), ((1, 2), "2 parameters at up to 2")])
+@pytest.mark.parametrize(("at", "text"), [((2, 2), "2 parameters at 2"), ((1, 2), "2 parameters at up to 2")])
 def test_parameters_lacking_different_steps_are_bounded(
-    tmp_path: Path, at: tuple[int, int], said: str
+    tmp_path: Path, at: tuple[int, int], text: str
 ) -> None:
     source = Source(write_run(tmp_path / "run", Plan(steps=5)))
     apart = np.zeros_like(source.coverage.apart)
     apart[:2] = at
     source.coverage = dataclasses.replace(source.coverage, apart=apart)
-    assert [gap.what for gap in outcome(source).unmeasured if gap.reason == APART] == [f"{said} of 5 steps"]
+    assert [gap.what for gap in outcome(source).unmeasured if gap.reason == APART] == [f"{text} of 5 steps"]
 
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_joined_part_is_complete(tmp_path: Path, joined: bool) -> None:
-    writers = [
-        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", monitors=("health",))
-        for rank in range(1 + joined)
-    ]
+    writers = writers_of(tmp_path, 1 + joined)
     writers[-1].event(None, "unmeasured", {"what": OTHERS, "reason": "rank 1 found no running attempt"})
     for writer in reversed(writers):
         writer.close()
-    said = outcome(Source(open_run(tmp_path / "run")))
-    assert [gap.what for gap in said.unmeasured] == ([] if joined else [OTHERS])
+    result = outcome(Source(open_run(tmp_path / "run")))
+    assert [gap.what for gap in result.unmeasured] == ([] if joined else [OTHERS])
 
 
 def test_performance_hints_do_not_change_the_headline(tmp_path: Path) -> None:

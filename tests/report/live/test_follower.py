@@ -1,4 +1,4 @@
-"""A run that is followed: what is said of it, what is read again, and what a page is sent."""
+"""Following a run: its state, what is read again, and what a page is sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from growing import Growing
+from growing import Grow, Growing
 from packed import unpack
 from synthetic import Plan, finding
 
@@ -29,17 +29,33 @@ from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run, Scalar, open_run
 
 
-def none(run: Run) -> list[Finding]:
-    return []
-
-
-def follow(path: Path, calls: list[Run] | None = None) -> Followed:
-    def judge(run: Run) -> list[Finding]:
+def follow(path: Path, calls: list[Run] | None = None, cells: int | None = None) -> Followed:
+    def evaluate(run: Run) -> list[Finding]:
         if calls is not None:
             calls.append(run)
         return []
 
-    return Followed(path, judge, Source, open_run)
+    def read(run: Run, findings: Sequence[Finding]) -> Source:
+        return Source(run, findings, **({"cells": cells} if cells else {}))
+
+    return Followed(path, evaluate, read, open_run)
+
+
+def content(followed: Followed | Several, name: str, **options: Any) -> dict[str, Any]:
+    sent = followed.panel(name, **options)
+    assert sent is not None
+    return json.loads(sent[1])
+
+
+def figures(followed: Followed) -> dict[str, str]:
+    return {f["label"]: f["value"] for f in followed.head().get("verdict", {}).get("figures", ())}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_run_state_from_empty_directory_to_end(tmp_path: Path) -> None:
@@ -56,7 +72,7 @@ def test_run_state_from_empty_directory_to_end(tmp_path: Path) -> None:
     it.look()
     assert it.stand.word is Standing.WAITING
     assert "the run began" in it.stand.detail
-    assert "verdict" not in it.head()  # which would say that nothing was measured
+    assert "verdict" not in it.head()  # it would report that nothing was measured
     run.steps(4)
     it.look()
     assert (it.stand.word, it.stand.detail) == (
@@ -70,9 +86,8 @@ def test_run_state_from_empty_directory_to_end(tmp_path: Path) -> None:
     assert it.stand.over
 
 
-def test_failed_run_reports_the_exception(tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(2)
+def test_failed_run_reports_the_exception(grow: Grow) -> None:
+    run = grow(2)
     run.close(RunStatus.FAILED)
     it = follow(run.path)
     it.look()
@@ -82,7 +97,7 @@ def test_failed_run_reports_the_exception(tmp_path: Path) -> None:
 
 def test_killed_writer_is_stale(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    child = os.fork()  # a process that is gone, without the seconds of a fresh interpreter
+    child = os.fork()  # a dead process without the start-up time of a new interpreter
     if not child:
         Growing(path).steps(5)
         os._exit(9)
@@ -91,12 +106,11 @@ def test_killed_writer_is_stale(tmp_path: Path) -> None:
     it.look()
     assert it.stand.word is Standing.STALE
     assert "ended without closing the run; the last recorded step is 4" in it.stand.detail
-    assert not it.stand.over  # it may be taken up again
+    assert not it.stand.over  # it may be resumed
 
 
-def test_unchanged_run_is_read_once(tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(3)
+def test_unchanged_run_is_read_once(grow: Grow) -> None:
+    run = grow(3)
     run.close()
     calls: list[Run] = []
     it = follow(run.path, calls)
@@ -106,34 +120,27 @@ def test_unchanged_run_is_read_once(tmp_path: Path) -> None:
     assert (len(calls), it.version) == (1, 1)
 
 
-def test_nothing_is_read_without_a_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_read_without_a_client(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "PATIENCE", 0.2)
     monkeypatch.setattr(follower, "PAUSE", 0.01)
-    run = Growing(tmp_path / "run")
-    run.steps(3)
+    run = grow(3)
     calls: list[Run] = []
     it = follow(run.path, calls)
     it.start()
-    until = time.monotonic() + 10
-    while not calls and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_for(lambda: bool(calls))
     time.sleep(0.5)
     amount = len(calls)
     run.steps(3)
     time.sleep(0.3)
     assert len(calls) == amount
     it.touch()
-    while len(calls) == amount and time.monotonic() < until:
-        time.sleep(0.01)
-    assert len(calls) > amount
+    wait_for(lambda: len(calls) > amount)
     it.close()
     assert not [thread for thread in threading.enumerate() if thread.name in {"follow run", "reduce run"}]
-    run.close()
 
 
-def test_unreadable_run_keeps_the_last_content(tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(3)
+def test_unreadable_run_keeps_the_last_content(grow: Grow) -> None:
+    run = grow(3)
     run.close()
     it = follow(run.path)
     it.look()
@@ -144,9 +151,8 @@ def test_unreadable_run_keeps_the_last_content(tmp_path: Path) -> None:
     assert it.head()["run"]["name"] == "run"
 
 
-def test_panel_is_sent_once_until_it_changes(tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(30)
+def test_panel_is_sent_once_until_it_changes(grow: Grow) -> None:
+    run = grow(30)
     it = follow(run.path)
     it.look()
     stamp, text = it.panel("total_norm")  # type: ignore[misc]  # there is one
@@ -161,39 +167,35 @@ def test_panel_is_sent_once_until_it_changes(tmp_path: Path) -> None:
     assert {"health", "total_norm", "parameters", "phases"} <= named
     with pytest.raises(KeyError):
         it.panel("nothing")
-    run.close()
 
 
-def test_panel_size_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the heat map one column is sent, with as many cells as a screen can show."""
-    run = Growing(tmp_path / "run", Plan(steps=1500, blocks=1))
+def test_panel_size_does_not_grow_with_the_run(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One column of the heat map is sent, with as many cells as a screen shows."""
+    run = grow(0, plan=Plan(steps=1500, blocks=1))
     sizes = []
     for amount in (500, 1000):
         run.steps(amount)
-        it = Followed(run.path, none, lambda of, found: Source(of, found, cells=3000), open_run)
+        it = follow(run.path, cells=3000)
         it.look()
-        _, text = it.panel("parameters", column="ratio")  # type: ignore[misc]  # there is one
-        data = json.loads(text)["data"]
+        panel = content(it, "parameters", column="ratio")
+        data = panel["data"]
         assert [c["name"] for c in data["columns"] if c["high"]] == ["ratio"]
         assert data["columns"][0]["name"] == "rms"
         high = unpack(next(c for c in data["columns"] if c["high"])["high"])
         assert high.size <= 3000
-        sizes.append(len(text))
+        sizes.append(len(json.dumps(panel)))
     assert sizes[1] < 1.2 * sizes[0]
-    run.close()
 
 
-def test_expensive_reduction_is_deferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expensive_reduction_is_deferred(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "PACE", 1e9)
     monkeypatch.setattr(follower, "QUICK", -1.0)
-    run = Growing(tmp_path / "run")
-    run.steps(10)
+    run = grow(10)
     it = follow(run.path)
     it.look()
     run.steps(5)
     assert it.look()
-    figures = {f["label"]: f["value"] for f in it.head()["verdict"]["figures"]}
-    assert figures["steps recorded"] == "15"
+    assert figures(it)["steps recorded"] == "15"
     assert it.source is not None
     assert len(it.source.frames.buckets) == 10
     assert not it.catch_up()  # too soon
@@ -201,18 +203,16 @@ def test_expensive_reduction_is_deferred(tmp_path: Path, monkeypatch: pytest.Mon
     assert it.catch_up()
     assert len(it.source.frames.buckets) == 15
     assert not it.catch_up()
-    run.close()
 
 
-def test_findings_are_sent_before_panels_are_read(tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(5)
-    told: list[tuple[int, str]] = []
+def test_findings_are_sent_before_panels_are_read(grow: Grow) -> None:
+    run = grow(5)
+    headlines: list[tuple[int, str]] = []
     found: list[Finding] = []
 
     def gather(of: Run, findings: Sequence[Finding]) -> Source:
         if it.source is not None:
-            told.append((it.version, it.head()["verdict"]["headline"]))
+            headlines.append((it.version, it.head()["verdict"]["headline"]))
         return Source(of, findings)
 
     it = Followed(run.path, lambda of: list(found), gather, open_run)
@@ -220,26 +220,23 @@ def test_findings_are_sent_before_panels_are_read(tmp_path: Path) -> None:
     run.steps(5, broken=2)
     found.append(finding(run.names[2], 9))
     it.look()
-    assert told == [(2, "1 error")]
+    assert headlines == [(2, "1 error")]
     assert it.version == 3
-    run.close()
 
 
-def test_zoomed_panel_has_the_recorded_values(tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run", Plan(steps=300, blocks=1))
-    run.steps(300)
-    it = Followed(run.path, none, lambda of, found: Source(of, found, cells=48 * 15), open_run)
+def test_zoomed_panel_has_the_recorded_values(grow: Grow) -> None:
+    run = grow(300, plan=Plan(steps=300, blocks=1))
+    it = follow(run.path, cells=48 * 15)
     it.look()
-    whole = json.loads(it.panel("parameters")[1])["data"]  # type: ignore[index]  # there is one
+    whole = content(it, "parameters")["data"]
     assert (whole["exact"], whole["window"]) == (False, False)
-    close = json.loads(it.panel("parameters", between=(100, 139))[1])["data"]  # type: ignore[index]  # there is one
+    close = content(it, "parameters", between=(100, 139))["data"]
     assert (close["exact"], close["window"]) == (True, True)
     np.testing.assert_array_equal(unpack(close["first"]), np.arange(100, 140))
     recorded = open_run(run.path).frame("gradient", "rms").values[100:140].T
     np.testing.assert_array_equal(unpack(close["columns"][0]["high"]), recorded)
-    nothing = json.loads(it.panel("parameters", between=(900, 950))[1])  # type: ignore[index]  # there is one
+    nothing = content(it, "parameters", between=(900, 950))
     assert "missing" in nothing
-    run.close()
 
 
 def test_several_runs_are_overlaid(tmp_path: Path) -> None:
@@ -254,13 +251,13 @@ def test_several_runs_are_overlaid(tmp_path: Path) -> None:
     head = over.head()
     assert head["stand"]["word"] == "live"
     assert [panel["name"] for panel in head["panels"]][:3] == ["runs", "loss", "total_norm"]
-    rows = json.loads(over.panel("runs")[1])["data"]["rows"]  # type: ignore[index]  # there is one
+    rows = content(over, "runs")["data"]["rows"]
     assert [row[:3] for row in rows] == [
         ["run", "live", "10"],
         ["run (2)", "live", "20"],
         ["third", "waiting", "0"],
     ]
-    chart = json.loads(over.panel("loss")[1])["data"]["charts"][0]  # type: ignore[index]  # there is one
+    chart = content(over, "loss")["data"]["charts"][0]
     assert [line["label"] for line in chart["lines"]] == ["run", "run (2)"]
     values = unpack(chart["lines"][1]["values"])
     np.testing.assert_allclose(values, 3.0 / (1 + 0.01 * np.arange(20)))
@@ -286,9 +283,8 @@ def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
     assert not list((tmp_path / "empty").iterdir())
 
 
-def test_failing_rule_and_panel_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(3)
+def test_failing_rule_and_panel_are_reported(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = grow(3)
 
     def broken(of: Run) -> list[Finding]:
         raise ZeroDivisionError(f"in a rule about {of.name}")
@@ -304,20 +300,13 @@ def test_failing_rule_and_panel_are_reported(tmp_path: Path, monkeypatch: pytest
     panel = next(panel for panel in it.head()["panels"] if panel["name"] == "phases")
     assert panel["missing"].startswith("Panel 'phases' could not be drawn: TypeError")
     assert panel["kind"] == "failed"
-    assert json.loads(it.panel("total_norm")[1])["kind"] == "lines"  # type: ignore[index]  # there is one
-    run.close()
+    assert content(it, "total_norm")["kind"] == "lines"
 
 
-def test_failing_run_is_named_and_the_others_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    its = []
-    for name in ("one", "two"):
-        run = Growing(tmp_path / name)
-        run.steps(6)
-        run.close()
-        its.append(follow(run.path))
-        its[-1].look()
+def test_failing_run_is_named_and_the_others_are_drawn(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+    its = [follow(grow(6, name).path) for name in ("one", "two")]
+    for it in its:
+        it.look()
     whole = Source.scalar
 
     def scalar(held: Source, name: str, **more: Any) -> Scalar:
@@ -331,14 +320,14 @@ def test_failing_run_is_named_and_the_others_are_drawn(
     over = Several(its)
     names = [panel["name"] for panel in over.head()["panels"]]
     assert {"runs", "loss", "total_norm", "times"} <= set(names)
-    loss = json.loads(over.panel("loss")[1])  # type: ignore[index]  # there is one
+    loss = content(over, "loss")
     assert [line["label"] for line in loss["data"]["charts"][0]["lines"]] == ["two"]
     assert loss["remarks"] == ["Not drawn: one: LookupError: no such rows."]
-    norm = json.loads(over.panel("total_norm")[1])  # type: ignore[index]  # there is one
+    norm = content(over, "total_norm")
     assert norm["kind"] == "failed"
-    said = "one: ZeroDivisionError: norm; two: ZeroDivisionError: norm."
-    assert norm["data"]["reason"] == f"Panel 'total_norm' could not be drawn: {said}"
-    rows = json.loads(over.panel("runs")[1])["data"]["rows"]  # type: ignore[index]  # there is one
+    message = "one: ZeroDivisionError: norm; two: ZeroDivisionError: norm."
+    assert norm["data"]["reason"] == f"Panel 'total_norm' could not be drawn: {message}"
+    rows = content(over, "runs")["data"]["rows"]
     assert rows[0][-1] == "could not be read: LookupError: no such rows"
     assert rows[1][2] == "6"
 
@@ -351,52 +340,40 @@ def failing(source: Source) -> Drawn:
     raise LookupError(f"no such column in {source.run.name}")
 
 
-def test_failing_panel_is_named_and_following_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_panel_is_named_and_following_continues(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "PAUSE", 0.01)
     known = in_order()
     wrong = [
         drawing("raises", failing),
-        drawing("raises_elsewhere", failing, monitor="spectra"),  # a monitor that did not watch
+        drawing("raises_unwatched", failing, monitor="spectra"),  # a monitor that did not watch
         drawing("returns_a_list", lambda source: []),
         drawing("draws_an_object", lambda source: Drawn("lines", {"values": object()})),
     ]
     monkeypatch.setattr(follower, "in_order", lambda: [*wrong, *known])
-    run = Growing(tmp_path / "run")
-    run.steps(3)
+    run = grow(3)
     it = follow(run.path)
     it.start()
-    until = time.monotonic() + 30
     for steps in ("3", "8"):
-        while time.monotonic() < until:
-            figures = {f["label"]: f["value"] for f in it.head().get("verdict", {}).get("figures", ())}
-            if figures.get("steps recorded") == steps:
-                break
-            time.sleep(0.02)
-        assert figures["steps recorded"] == steps
+        wait_for(lambda steps=steps: figures(it).get("steps recorded") == steps, 30)
         panels = {panel["name"]: panel for panel in it.head()["panels"]}
-        said = "Panel 'raises' could not be drawn: LookupError: no such column in run."
-        assert panels["raises"]["missing"] == said
-        assert panels["raises_elsewhere"]["missing"] == said.replace("raises", "raises_elsewhere")
+        message = "Panel 'raises' could not be drawn: LookupError: no such column in run."
+        assert panels["raises"]["missing"] == message
+        assert panels["raises_unwatched"]["missing"] == message.replace("raises", "raises_unwatched")
         assert "returned list, not Drawn" in panels["returns_a_list"]["missing"]
-        _, text = it.panel("draws_an_object") or ("", "{}")
-        content = json.loads(text)
-        assert content["kind"] == panels["raises"]["kind"] == "failed"
-        assert "TypeError" in content["data"]["reason"]
+        panel = content(it, "draws_an_object")
+        assert panel["kind"] == panels["raises"]["kind"] == "failed"
+        assert "TypeError" in panel["data"]["reason"]
         assert "missing" not in panels["total_norm"]
-        assert said in [gap["reason"] for gap in it.head()["verdict"]["unmeasured"]]
+        assert message in [gap["reason"] for gap in it.head()["verdict"]["unmeasured"]]
         run.steps(5)
     assert it.stand.word is Standing.LIVE
     it.close()
-    run.close()
 
 
-def test_threads_survive_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_survive_errors(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("PAUSE", 0.01), ("LONGEST_REST", 0.05), ("PACE", 0.0), ("QUICK", -1.0)):
         monkeypatch.setattr(follower, name, value)
-    run = Growing(tmp_path / "run")
-    run.steps(3)
+    run = grow(3)
     broken = threading.Event()
     whole = follower._files
 
@@ -409,40 +386,32 @@ def test_threads_survive_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     it = follow(run.path)
     it.start()
 
-    def comes(wanted: Callable[[], bool]) -> None:
-        until = time.monotonic() + 20
-        while not wanted():
-            assert time.monotonic() < until, it.stand
-            time.sleep(0.01)
-
-    comes(lambda: it.stand.word is Standing.LIVE)
+    wait_for(lambda: it.stand.word is Standing.LIVE)
     broken.set()
-    comes(lambda: it.stand.detail == "Following the run failed: ZeroDivisionError: in the files")
+    wait_for(lambda: it.stand.detail == "Following the run failed: ZeroDivisionError: in the files")
     version = it.version
     time.sleep(0.3)
-    assert it.version == version  # said once
+    assert it.version == version  # reported once
     broken.clear()
-    comes(lambda: it.stand.word is Standing.LIVE)
+    wait_for(lambda: it.stand.word is Standing.LIVE)
     late = it._reduce
 
     def reducing(source: Source) -> None:
         raise KeyError("in the frames")
 
-    it._reduce = reducing  # type: ignore[method-assign]  # as a column would fail that is read late
+    it._reduce = reducing  # type: ignore[method-assign]  # like a column that is read late and fails
     run.steps(3)
-    comes(lambda: "Reducing the run failed: KeyError" in it.stand.detail)
-    it._reduce = late  # type: ignore[method-assign]  # it is whole again
+    wait_for(lambda: "Reducing the run failed: KeyError" in it.stand.detail)
+    it._reduce = late  # type: ignore[method-assign]  # it works again
     run.steps(3)
-    comes(lambda: it.stand.word is Standing.LIVE)
-    comes(lambda: it.source is not None and len(it.source.frames.buckets) == 9)
+    wait_for(lambda: it.stand.word is Standing.LIVE)
+    wait_for(lambda: it.source is not None and len(it.source.frames.buckets) == 9)
     assert all(thread.is_alive() for thread in it._threads)
     it.close()
-    run.close()
 
 
-def test_failing_response_reports_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(3)
+def test_failing_response_reports_the_error(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = grow(3)
     run.close()
     it = follow(run.path)
     it.look()
@@ -451,10 +420,10 @@ def test_failing_response_reports_the_error(tmp_path: Path, monkeypatch: pytest.
         raise OSError("the disk went away")
 
     monkeypatch.setattr(verdict, "outcome", outcome)
-    told = it.head()
-    assert "run" not in told
-    assert told["stand"] == {
+    head = it.head()
+    assert "run" not in head
+    assert head["stand"] == {
         "word": "unreadable",
         "detail": "Showing it failed: OSError: the disk went away",
-        "over": told["stand"]["over"],
+        "over": head["stand"]["over"],
     }

@@ -1,4 +1,4 @@
-"""Who gets something of a live page, and who gets a status and nothing else."""
+"""Which requests the live page answers, and which get only a status."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -15,8 +16,8 @@ import pytest
 from backlight.report.live.server import COOKIE, LiveServer
 
 
-class Shown:
-    """A subject without a run behind it."""
+class Subject:
+    """Subject of a live page without a run."""
 
     name = "</title><script>alert(1)</script>"
     version = 4
@@ -32,15 +33,22 @@ class Shown:
         return None if have == "stamp" else ("stamp", json.dumps({"name": {"loss": "loss"}[name]}))
 
 
+@contextmanager
+def serving(live: LiveServer) -> Iterator[LiveServer]:
+    thread = threading.Thread(target=live.run)
+    thread.start()
+    try:
+        yield live
+    finally:
+        live.stop()
+        thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    made = LiveServer({"run-0": Shown(), "run-1": Shown()})
-    thread = threading.Thread(target=made.run)
-    thread.start()
-    yield made
-    made.stop()
-    thread.join(timeout=20)
-    assert not thread.is_alive()
+    with serving(LiveServer({"run-0": Subject(), "run-1": Subject()})) as live:
+        yield live
 
 
 @pytest.fixture
@@ -49,7 +57,7 @@ def client(server: LiveServer) -> Iterator[httpx.Client]:
         yield client
 
 
-def let_in(client: httpx.Client, server: LiveServer) -> str:
+def log_in(client: httpx.Client, server: LiveServer) -> str:
     answer = client.get(f"/?token={server.guard.token}")
     assert answer.status_code == 303
     return answer.headers["location"]
@@ -57,13 +65,13 @@ def let_in(client: httpx.Client, server: LiveServer) -> str:
 
 def test_token_is_exchanged_for_a_cookie(client: httpx.Client, server: LiveServer) -> None:
     answer = client.get(f"/?token={server.guard.token}")
-    place = answer.headers["location"]
-    assert re.fullmatch(r"/[0-9a-f]{12}/", place)
-    assert server.guard.token not in place
+    root = answer.headers["location"]
+    assert re.fullmatch(r"/[0-9a-f]{12}/", root)
+    assert server.guard.token not in root
     cookie = answer.headers["set-cookie"]
-    assert {"HttpOnly", "SameSite=Lax", f"Path={place}"} <= set(cookie.split("; "))
-    assert client.get(place).headers["location"] == f"{place}run-0/"
-    page = client.get(f"{place}run-0/")
+    assert {"HttpOnly", "SameSite=Lax", f"Path={root}"} <= set(cookie.split("; "))
+    assert client.get(root).headers["location"] == f"{root}run-0/"
+    page = client.get(f"{root}run-0/")
     assert page.status_code == 200
     assert page.headers["referrer-policy"] == "no-referrer"
     assert page.headers["cache-control"] == "no-store"
@@ -76,54 +84,53 @@ def test_token_is_exchanged_for_a_cookie(client: httpx.Client, server: LiveServe
 def test_missing_token_is_forbidden(client: httpx.Client, server: LiveServer, path: str) -> None:
     answer = client.get(path)
     assert (answer.status_code, answer.content) == (403, b"")
-    place = let_in(client, server)
+    root = log_in(client, server)
     client.cookies.clear()
     for below in ("", "run-0/", "run-0/news", "run-0/panel/loss"):
-        answer = client.get(place + below)
-        assert (answer.status_code, answer.content) == (403, b"")
-        answer = client.get(place + below, headers={"cookie": f"{COOKIE}=wrong; {COOKIE}"})
-        assert (answer.status_code, answer.content) == (403, b"")
+        for headers in ({}, {"cookie": f"{COOKIE}=wrong; {COOKIE}"}):
+            answer = client.get(root + below, headers=headers)
+            assert (answer.status_code, answer.content) == (403, b"")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
 def test_only_get_and_head_are_allowed(client: httpx.Client, server: LiveServer, method: str) -> None:
-    place = let_in(client, server)
-    for path in (f"/?token={server.guard.token}", f"{place}run-0/", f"{place}run-0/panel/loss"):
+    root = log_in(client, server)
+    for path in (f"/?token={server.guard.token}", f"{root}run-0/", f"{root}run-0/panel/loss"):
         answer = client.request(method, path)
         assert (answer.status_code, answer.content) == (405, b"")
         assert answer.headers["allow"] == "GET, HEAD"
-    assert client.head(f"{place}run-0/").status_code == 200
+    assert client.head(f"{root}run-0/").status_code == 200
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1]:80"]
 )
 def test_foreign_host_header_is_rejected(client: httpx.Client, server: LiveServer, host: str) -> None:
-    place = let_in(client, server)
-    for path in (f"/?token={server.guard.token}", f"{place}run-0/"):
+    root = log_in(client, server)
+    for path in (f"/?token={server.guard.token}", f"{root}run-0/"):
         answer = client.get(path, headers={"host": host})
         assert (answer.status_code, answer.content) == (421, b"")
 
 
 @pytest.mark.parametrize("host", ["localhost:9000", "LOCALHOST", "127.0.0.1:80", "127.0.0.1"])
 def test_local_host_names_are_accepted(client: httpx.Client, server: LiveServer, host: str) -> None:
-    place = let_in(client, server)
-    assert client.get(f"{place}run-0/", headers={"host": host}).status_code == 200
+    root = log_in(client, server)
+    assert client.get(f"{root}run-0/", headers={"host": host}).status_code == 200
 
 
 def test_cross_site_request_is_rejected(client: httpx.Client, server: LiveServer) -> None:
-    place = let_in(client, server)
+    root = log_in(client, server)
     foreign = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
-    answer = client.get(f"{place}run-0/panel/loss", headers=foreign)
+    answer = client.get(f"{root}run-0/panel/loss", headers=foreign)
     assert (answer.status_code, answer.content) == (403, b"")
-    page = client.get(f"{place}run-0/")
+    page = client.get(f"{root}run-0/")
     assert page.headers["x-frame-options"] == "DENY"
     assert page.headers["cross-origin-resource-policy"] == "same-origin"
     assert "access-control-allow-origin" not in page.headers
 
 
 def test_policy_allows_only_the_own_server(client: httpx.Client, server: LiveServer) -> None:
-    page = client.get(f"{let_in(client, server)}run-0/")
+    page = client.get(f"{log_in(client, server)}run-0/")
     policy = dict(part.split(maxsplit=1) for part in page.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == policy["frame-ancestors"] == policy["form-action"] == "'none'"
     assert policy["connect-src"] == "'self'"
@@ -135,18 +142,18 @@ def test_policy_allows_only_the_own_server(client: httpx.Client, server: LiveSer
 
 
 def test_panel_and_news_responses(client: httpx.Client, server: LiveServer) -> None:
-    place = let_in(client, server)
-    answer = client.get(f"{place}run-0/panel/loss")
+    root = log_in(client, server)
+    answer = client.get(f"{root}run-0/panel/loss")
     assert (answer.json(), answer.headers["x-stamp"]) == ({"name": "loss"}, "stamp")
-    assert client.get(f"{place}run-0/panel/loss?have=stamp").status_code == 204
-    assert client.get(f"{place}run-0/panel/nothing").status_code == 404
-    assert client.get(f"{place}run-7/").status_code == 404
-    assert client.get(f"{place}run-0/news?after=3").json() == {
+    assert client.get(f"{root}run-0/panel/loss?have=stamp").status_code == 204
+    assert client.get(f"{root}run-0/panel/nothing").status_code == 404
+    assert client.get(f"{root}run-7/").status_code == 404
+    assert client.get(f"{root}run-0/news?after=3").json() == {
         "news": 4,
         "parameters": ["much"],
         "table": "t",
     }
-    assert "parameters" not in client.get(f"{place}run-0/news?after=x&table=t").json()
+    assert "parameters" not in client.get(f"{root}run-0/news?after=x&table=t").json()
 
 
 def test_port_in_use_error_names_the_option() -> None:
@@ -157,19 +164,14 @@ def test_port_in_use_error_names_the_option() -> None:
         with pytest.raises(
             OSError, match=rf"port {port} of 127.0.0.1 .* in use; give another one with --port"
         ):
-            LiveServer({"run-0": Shown()}, port)
+            LiveServer({"run-0": Subject()}, port)
 
 
 def test_early_connection_waits() -> None:
-    made = LiveServer({"run-0": Shown()})
-    with socket.create_connection(("127.0.0.1", made.port), timeout=5) as early:
-        thread = threading.Thread(target=made.run)
-        thread.start()
+    live = LiveServer({"run-0": Subject()})
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as early, serving(live):
         early.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert early.recv(64).startswith(b"HTTP/1.1 403")
-    made.stop()
-    thread.join(timeout=20)
-    assert not thread.is_alive()
 
 
 def test_server_listens_on_loopback_only(server: LiveServer) -> None:

@@ -1,4 +1,4 @@
-"""The live page in headless Chromium: it follows a training in place, and takes nothing from who looks."""
+"""The live page in headless Chromium: it follows a run and keeps the state of the view."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import NEEDS_CHROMIUM, wait
-from growing import Growing
+from growing import Grow
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -28,7 +29,7 @@ pytestmark = NEEDS_CHROMIUM
 
 Look = Callable[[Sequence[Path]], webdriver.Chrome]
 
-TRAINING = """
+SCRIPT = """
 import select, sys, time
 import torch
 import backlight
@@ -42,49 +43,56 @@ with backlight.watch(model, optimizer, run=sys.argv[1]):
         optimizer.zero_grad()
         data = torch.randn(32, 16)
         nn.functional.cross_entropy(model(data), data[:, :4].argmax(1)).backward()
-        told = sys.stdin.readline() if select.select([sys.stdin], [], [], 0)[0] else ""
-        if told == "nan\\n":
+        command = sys.stdin.readline() if select.select([sys.stdin], [], [], 0)[0] else ""
+        if command == "nan\\n":
             model[2].weight.grad[0, 0] = float("nan")
             print(step, flush=True)
         optimizer.step()
         time.sleep(0.02)
-        if told == "end\\n":
+        if command == "end\\n":
             break
 """
 
 
-@pytest.fixture
-def look(browser: webdriver.Chrome) -> Iterator[Look]:
-    """Serve runs and open their page; at the end the console is silent and no other host was asked."""
-    served: list[tuple[Live, threading.Thread]] = []
-
-    def opened(paths: Sequence[Path]) -> webdriver.Chrome:
-        live = Live(followed(paths))
-        thread = threading.Thread(target=live.run)
-        thread.start()
-        served.append((live, thread))
-        browser.get_log("browser")
-        browser.get_log("performance")
-        features = [
-            {"name": "prefers-color-scheme", "value": "light"},
-            {"name": "prefers-reduced-motion", "value": "reduce"},
-        ]
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        browser.get(live.address)
-        return browser
-
-    yield opened
-    complaints = [entry["message"] for entry in browser.get_log("browser")]
-    asked = [request for request in requests(browser) if request["url"].startswith("http")]
-    browser.get("about:blank")
-    for live, thread in served:
+@contextmanager
+def serving(paths: Sequence[Path]) -> Iterator[Live]:
+    live = Live(followed(paths))
+    thread = threading.Thread(target=live.run)
+    thread.start()
+    try:
+        yield live
+    finally:
         live.close()
         thread.join(timeout=20)
-        assert not thread.is_alive()
-    assert complaints == []
-    hosts = {f"127.0.0.1:{live.server.port}" for live, _ in served}
-    assert {request["url"].split("/")[2] for request in asked} <= hosts
-    assert {request["method"] for request in asked} <= {"GET"}
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def look(browser: webdriver.Chrome) -> Iterator[Look]:
+    """Serve runs and open their page; at the end the console is empty and no other host was requested."""
+    lives: list[Live] = []
+    with ExitStack() as stack:
+
+        def opened(paths: Sequence[Path]) -> webdriver.Chrome:
+            lives.append(stack.enter_context(serving(paths)))
+            browser.get_log("browser")
+            browser.get_log("performance")
+            features = [
+                {"name": "prefers-color-scheme", "value": "light"},
+                {"name": "prefers-reduced-motion", "value": "reduce"},
+            ]
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+            browser.get(lives[-1].address)
+            return browser
+
+        yield opened
+        console = [entry["message"] for entry in browser.get_log("browser")]
+        sent = [request for request in requests(browser) if request["url"].startswith("http")]
+        browser.get("about:blank")
+    assert console == []
+    hosts = {f"127.0.0.1:{live.server.port}" for live in lives}
+    assert {request["url"].split("/")[2] for request in sent} <= hosts
+    assert {request["method"] for request in sent} <= {"GET"}
 
 
 def requests(driver: webdriver.Chrome) -> list[dict[str, Any]]:
@@ -97,7 +105,7 @@ def fact(driver: webdriver.Chrome, name: str) -> str:
 
 
 def until_version(driver: webdriver.Chrome, after: str = "") -> str:
-    """Wait until everything on the screen is as new as a version after ``after``."""
+    """Wait until the whole screen shows a version after ``after``."""
     wait(driver, lambda d: fact(d, "ready") == "yes" and fact(d, "version") not in {"", after})
     return fact(driver, "version")
 
@@ -122,29 +130,29 @@ def test_page_follows_a_run_to_its_end(look: Look, tmp_path: Path) -> None:
     wait(driver, lambda d: fact(d, "stand") == "waiting")
     assert "No run began" in driver.find_element(By.CSS_SELECTOR, ".verdict").text
     path.rmdir()
-    training = subprocess.Popen(
-        [sys.executable, "-c", TRAINING, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
-    assert training.stdin is not None
-    assert training.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
         wait(driver, lambda d: fact(d, "stand") == "live", 60)
         until_version(driver)
-        seen = int(figure(driver, "steps recorded") or 0)
-        wait(driver, lambda d: int(figure(d, "steps recorded") or 0) > seen)
+        recorded = int(figure(driver, "steps recorded") or 0)
+        wait(driver, lambda d: int(figure(d, "steps recorded") or 0) > recorded)
         assert driver.find_elements(By.CSS_SELECTOR, "#panel-total_norm canvas")
-        training.stdin.write(b"nan\n")
-        training.stdin.flush()
-        injected = int(training.stdout.readline())
+        process.stdin.write(b"nan\n")
+        process.stdin.flush()
+        injected = int(process.stdout.readline())
         stored = stored_at(path, injected)
         wait(driver, lambda d: d.find_elements(By.CSS_SELECTOR, "article.finding.error"), 30)
         assert time.monotonic() - stored < 2.0
         assert f"from step {injected} on" in driver.find_element(By.CSS_SELECTOR, "article.finding h3").text
         assert "fresh" in driver.find_element(By.CSS_SELECTOR, "article.finding").get_attribute("class")
-        assert training.poll() is None
+        assert process.poll() is None
     finally:
-        training.communicate(b"end\n", timeout=60)
-    assert training.returncode == 0
+        process.communicate(b"end\n", timeout=60)
+    assert process.returncode == 0
     wait(driver, lambda d: fact(d, "stand") == "ended", 30)
     until_version(driver)
     time.sleep(0.5)
@@ -154,7 +162,7 @@ def test_page_follows_a_run_to_its_end(look: Look, tmp_path: Path) -> None:
 
 
 def stored_at(path: Path, step: int) -> float:
-    """Wait until ``step`` is in the run directory and return when it was seen there."""
+    """Wait until ``step`` is in the run directory and return the time."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         try:
@@ -166,9 +174,8 @@ def stored_at(path: Path, step: int) -> float:
     raise AssertionError(f"step {step} was never stored")
 
 
-def test_view_state_is_kept_while_the_run_grows(look: Look, tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run", Plan(steps=400, blocks=2))
-    run.steps(120)
+def test_view_state_is_kept_while_the_run_grows(look: Look, grow: Grow) -> None:
+    run = grow(120, plan=Plan(steps=400, blocks=2))
     driver = look([run.path])
     version = until_version(driver)
     search = driver.find_element(By.ID, "search")
@@ -177,55 +184,50 @@ def test_view_state_is_kept_while_the_run_grows(look: Look, tmp_path: Path) -> N
     driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over").send_keys("+")
     chip = driver.find_element(By.CSS_SELECTOR, "button.range")
     wait(driver, lambda d: chip.is_displayed())
-    said = chip.text
+    zoomed = chip.text
     entry = driver.find_element(By.CSS_SELECTOR, "#panel-phases .legend-entry")
     driver.execute_script("arguments[0].click()", entry)
-    place = "return document.querySelector('#panel-updates').getBoundingClientRect().top"
+    position = "return document.querySelector('#panel-updates').getBoundingClientRect().top"
     choice = driver.find_element(By.ID, "column")
     for key in (Keys.ARROW_DOWN, Keys.ARROW_DOWN):
         choice.send_keys(key)
     wait(driver, lambda d: "exactly zero" in d.find_element(By.CSS_SELECTOR, "#panel-parameters .hint").text)
     driver.execute_script("scrollTo(0, document.querySelector('#panel-updates').offsetTop)")
-    before = driver.execute_script(place)
+    before = driver.execute_script(position)
     nodes = driver.execute_script("return document.getElementsByTagName('*').length")
     for _ in range(2):
         run.steps(40)
         version = until_version(driver, version)
-    wait(driver, lambda d: figure(d, "steps recorded") == "200")  # a version may be of less than all forty
-    assert abs(driver.execute_script(place) - before) <= 2
-    assert chip.text == said
+    wait(driver, lambda d: figure(d, "steps recorded") == "200")  # a version may have fewer than all 40 steps
+    assert abs(driver.execute_script(position) - before) <= 2
+    assert chip.text == zoomed
     assert search.get_attribute("value") == "mlp"
     assert driver.find_element(By.CSS_SELECTOR, ".detail h3").text == run.names[9]
     assert entry.get_attribute("aria-pressed") == "false"
     assert choice.get_attribute("value") == "zero_share"
-    # What is on the page is replaced, not piled up.
+    # Nodes are replaced, not added.
     assert driver.execute_script("return document.getElementsByTagName('*').length") <= 1.05 * nodes
     chip.click()
     wait(driver, lambda d: not chip.is_displayed())
-    run.close()
 
 
 @pytest.mark.full
-def test_offscreen_panels_are_updated_on_scroll(look: Look, tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run", Plan(steps=100, blocks=1))
-    run.steps(30)
+def test_offscreen_panels_are_updated_on_scroll(look: Look, grow: Grow) -> None:
+    run = grow(30, plan=Plan(steps=100, blocks=1))
     driver = look([run.path])
     version = until_version(driver)
     requests(driver)
     run.steps(10)
     until_version(driver, version)
-    asked = " ".join(request["url"] for request in requests(driver))
-    assert "/panel/health?" in asked
-    assert "/panel/phases?" not in asked
+    sent = " ".join(request["url"] for request in requests(driver))
+    assert "/panel/health?" in sent
+    assert "/panel/phases?" not in sent
     driver.execute_script("document.querySelector('#panel-phases').scrollIntoView({behavior: 'instant'})")
     wait(driver, lambda d: any("/panel/phases?" in request["url"] for request in requests(d)))
-    run.close()
 
 
-def test_overlay_links_to_the_page_of_each_run(look: Look, tmp_path: Path) -> None:
-    runs = [Growing(tmp_path / name) for name in ("small", "large")]
-    for run in runs:
-        run.steps(20)
+def test_overlay_links_to_the_page_of_each_run(look: Look, grow: Grow) -> None:
+    runs = [grow(20, name) for name in ("small", "large")]
     driver = look([run.path for run in runs])
     until_version(driver)
     assert driver.find_element(By.TAG_NAME, "h1").text == "2 runs overlaid"
@@ -245,13 +247,11 @@ def test_overlay_links_to_the_page_of_each_run(look: Look, tmp_path: Path) -> No
     runs[1].close(RunStatus.FAILED)
     wait(driver, lambda d: fact(d, "stand") == "ended")
     assert driver.title == "large · backlight"
-    runs[0].close()
 
 
 @pytest.mark.full
-def test_theme_button_switches_colours(look: Look, tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(10)
+def test_theme_button_switches_colours(look: Look, grow: Grow) -> None:
+    run = grow(10)
     driver = look([run.path])
     until_version(driver)
     ground = "return getComputedStyle(document.body).backgroundColor"
@@ -261,49 +261,35 @@ def test_theme_button_switches_colours(look: Look, tmp_path: Path) -> None:
     assert light == "rgb(244, 245, 247)"
     assert dark == "rgb(14, 17, 22)"
     driver.execute_script("try { localStorage.clear() } catch {}")
-    run.close()
 
 
 @pytest.mark.full
-def test_closed_server_is_reported_and_content_stays(look: Look, tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(10)
-    live = Live(followed([run.path]))
-    thread = threading.Thread(target=live.run)
-    thread.start()
-    driver = look([run.path])  # for its checks at the end
-    driver.get(live.address)
-    until_version(driver)
-    live.close()
-    thread.join(timeout=20)
+def test_closed_server_is_reported_and_content_stays(look: Look, grow: Grow) -> None:
+    run = grow(10)
+    driver = look([run.path])  # for the checks of the fixture
+    with serving([run.path]) as live:
+        driver.get(live.address)
+        until_version(driver)
     wait(driver, lambda d: fact(d, "stand") == "lost")
     assert "was closed" in driver.find_element(By.ID, "saying").text
     assert figure(driver, "steps recorded") == "10"
     driver.get("about:blank")
-    driver.get_log("browser")  # which tells of the refused connection
+    driver.get_log("browser")  # contains the refused connection
     driver.get_log("performance")
-    run.close()
 
 
-def test_wrong_token_shows_nothing(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(3)
-    live = Live(followed([run.path]))
-    thread = threading.Thread(target=live.run)
-    thread.start()
-    browser.get(live.address[:-1] + ("a" if live.address[-1] != "a" else "b"))
-    assert browser.find_elements(By.CSS_SELECTOR, "#report, main, noscript") == []
-    assert "403" in browser.page_source  # the browser's own words
-    live.close()
-    thread.join(timeout=20)
+def test_wrong_token_shows_nothing(browser: webdriver.Chrome, grow: Grow) -> None:
+    run = grow(3)
+    with serving([run.path]) as live:
+        browser.get(live.address[:-1] + ("a" if live.address[-1] != "a" else "b"))
+        assert browser.find_elements(By.CSS_SELECTOR, "#report, main, noscript") == []
+        assert "403" in browser.page_source  # the browser's own error page
     browser.get("about:blank")
     browser.get_log("browser")
-    run.close()
 
 
-def test_noscript_page_names_the_report_command(look: Look, tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(3)
+def test_noscript_page_names_the_report_command(look: Look, grow: Grow) -> None:
+    run = grow(3)
     driver = look([run.path])
     driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
@@ -311,4 +297,3 @@ def test_noscript_page_names_the_report_command(look: Look, tmp_path: Path) -> N
         assert "backlight report RUN" in driver.find_element(By.TAG_NAME, "body").text
     finally:
         driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    run.close()

@@ -1,4 +1,4 @@
-"""The frame of ``backlight top``: what it says, at any width, and what a name in a run cannot do to it."""
+"""The frame of ``backlight top``: content, width and hostile names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from growing import Growing
+from growing import Grow
 from rich.console import Console
 from synthetic import Plan, finding
 
@@ -30,17 +30,16 @@ def printed(source: Source | None, it: Followed, width: int) -> str:
     return text.getvalue()
 
 
-def looked_at(path: Path, findings: Sequence[Finding] = ()) -> Followed:
+def followed_once(path: Path, findings: Sequence[Finding] = ()) -> Followed:
     it = Followed(path, lambda run: findings, Source, open_run)
     it.look()
     return it
 
 
 @pytest.mark.parametrize("width", [30, 48, 64, 80, 200])
-def test_frame_fits_the_width(tmp_path: Path, width: int) -> None:
-    run = Growing(tmp_path / "run", Plan(steps=60, blocks=1))
-    run.steps(50, broken=4)
-    it = looked_at(run.path, [finding(run.names[4], 49)])
+def test_frame_fits_the_width(grow: Grow, width: int) -> None:
+    run = grow(50, broken=4, plan=Plan(steps=60, blocks=1))
+    it = followed_once(run.path, [finding(run.names[4], 49)])
     text = printed(it.source, it, width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "● live" in text
@@ -52,15 +51,11 @@ def test_frame_fits_the_width(tmp_path: Path, width: int) -> None:
         assert run.names[4] in text
         assert "backward" in text
         assert "32.3 steps/s" in text  # 31 ms: forward 10, backward 20 to 22
-    run.close()
 
 
-def test_failing_section_is_named_and_the_others_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Growing(tmp_path / "run", Plan(steps=20, blocks=1))
-    run.steps(12)
-    it = looked_at(run.path, [finding(run.names[1], 11)])
+def test_failing_section_is_named_and_the_others_stay(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = grow(12, plan=Plan(steps=20, blocks=1))
+    it = followed_once(run.path, [finding(run.names[1], 11)])
 
     def broken(*_: object) -> None:
         raise LookupError("no [bold]rows")
@@ -71,37 +66,32 @@ def test_failing_section_is_named_and_the_others_stay(
     assert "phases could not be shown: LookupError" in text
     assert "furthest from their median" in text
     assert "1 error" in text
-    run.close()
 
 
-def test_hostile_name_is_plain_text(tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run", Plan(steps=20, blocks=1, rename={2: HOSTILE}))
-    run.steps(12, broken=2)
+def test_hostile_name_is_plain_text(grow: Grow) -> None:
+    run = grow(12, broken=2, plan=Plan(steps=20, blocks=1, rename={2: HOSTILE}))
     source = Source(open_run(run.path), [finding(HOSTILE, 11, rule="[bold]x", severity=Severity.WARNING)])
-    it = looked_at(run.path)
+    it = followed_once(run.path)
     text = printed(source, it, 100)
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert "[red]" in text
     assert "[bold]x" in text
-    run.close()
 
 
 def test_empty_run_shows_waiting(tmp_path: Path) -> None:
-    it = looked_at(tmp_path)
+    it = followed_once(tmp_path)
     assert it.stand == EMPTY
     assert "Waiting for the first step" in printed(it.source, it, 80)
 
 
-def test_one_frame_is_printed_without_a_terminal(tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
-    run.steps(5)
+def test_one_frame_is_printed_without_a_terminal(grow: Grow) -> None:
+    run = grow(5)
     text = io.StringIO()
     (it,) = followed([run.path])
     show(it, Console(file=text, width=80))
     assert text.getvalue().count("backlight run") == 1
     assert "\x1b" not in text.getvalue()
-    run.close()
 
 
 def test_sparklines() -> None:

@@ -84,10 +84,10 @@ def test_groups_and_ratios() -> None:
     by_pattern = backlight.collect_groups({"host": "host.*", "graft": "graft"}, model=model).result()
     by_module = backlight.collect_groups({"host": model["host"], "graft": model["graft"]}).result()
     for result in (by_pattern, by_module):
-        assert result.ratios["graft", "host"] == 4.0  # no epsilon, and tensors of any size compare
+        assert result.ratios["graft", "host"] == 4.0  # no epsilon; tensors may differ in size
         assert result.ratios["host", "graft"] == 0.25
         assert result.groups["graft"].norm == pytest.approx(16.0)
-    # A group computed once serves many ratios, also against groups of another call.
+    # A group result can be compared with groups of another call.
     assert by_pattern.groups["graft"].ratio(by_module.groups["graft"]) == 1.0
 
 

@@ -106,7 +106,6 @@ def test_health_series_of_a_run(synthetic: Any) -> None:
     scored = health_series(run)
     assert scored.steps.tolist() == list(range(30))
     assert np.isnan(scored.score[5])
-    assert np.isnan(scored.score[5])
     assert scored.score[0] == 1.0
     assert scored.score[15] == pytest.approx(1 - 0.5 / 3)
     assert scored.score[25] == pytest.approx(1 - 0.8 / 3)

@@ -1,4 +1,4 @@
-"""What a watched training records of how it was run, and the findings that follow from real faults."""
+"""Recorded runtime info of a run, and the findings of real faults."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from backlight.monitors.steptime.monitor import GarbagePauses
 def train(path: Path, steps: int = 40, **optimizer: Any) -> backlight.Run:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
-    made = torch.optim.AdamW(model.parameters(), lr=1e-4, **optimizer)
-    with backlight.watch(model, made, run=path, monitors=("steptime",), every=1):
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, **optimizer)
+    with backlight.watch(model, adamw, run=path, monitors=("steptime",), every=1):
         for _ in range(steps):
-            made.zero_grad()
+            adamw.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
-            made.step()
+            adamw.step()
     return backlight.open_run(path)
 
 
@@ -37,10 +37,11 @@ def rules(run: backlight.Run) -> set[str]:
 
 def test_for_loop_optimizer_is_found_and_fused_is_not(tmp_path: Path) -> None:
     slow = train(tmp_path / "slow", foreach=False)
-    (told,) = slow.events("runtime_info")
-    assert told.payload["optimizers"] == [{"type": "AdamW", "tensors": 120, "fused": False, "foreach": False}]
-    assert told.payload["threads"] == torch.get_num_threads()
-    assert told.payload["memory"]["peak"] > 2**20
+    (event,) = slow.events("runtime_info")
+    payload = event.payload
+    assert payload["optimizers"] == [{"type": "AdamW", "tensors": 120, "fused": False, "foreach": False}]
+    assert payload["threads"] == torch.get_num_threads()
+    assert payload["memory"]["peak"] > 2**20
     assert "slow_optimizer" in rules(slow)
     fused = train(tmp_path / "fused", steps=2, fused=True)
     assert fused.events("runtime_info")[0].payload["optimizers"][0]["fused"] is True
@@ -58,15 +59,15 @@ def test_pauses_are_kept_until_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[tuple[str, dict[str, Any], int | None]] = []
     lock = threading.Lock()
 
-    def record(*given: Any) -> None:
+    def record(*event: Any) -> None:
         with lock:
-            recorded.append(given)
+            recorded.append(event)
 
     monkeypatch.setattr("backlight.monitors.steptime.monitor.MIN_PAUSE_S", 0.0)
     pauses = GarbagePauses(record, lambda: 7)
     pauses.start()
     try:
-        with lock:  # as when a collection runs inside the writer
+        with lock:  # like a collection inside the writer
             gc.collect()
         assert recorded == []
         pauses.flush()
@@ -109,7 +110,7 @@ def test_graph_breaks_and_recompilations_are_found(tmp_path: Path) -> None:
 
     def loss(x: torch.Tensor, scale: float) -> torch.Tensor:
         x = x * scale
-        torch._dynamo.graph_break()  # before what needs gradients: torch warns of them as it resumes
+        torch._dynamo.graph_break()  # before tensors that need gradients: torch warns when it resumes there
         return model(x).square().sum()
 
     compiled = torch.compile(loss, backend="eager", dynamic=False)

@@ -1,4 +1,4 @@
-"""Stored runs with known times, profiles and runtime info; rules evaluated on them, all evidence checked."""
+"""Stored runs with known times, profiles and runtime info, and rules evaluated on them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def check_evidence(run: Run, finding: Finding) -> None:
 @pytest.fixture
 def stored(tmp_path: Path) -> Stored:
     counter = itertools.count()
-    return lambda *given, **more: write(tmp_path / f"run-{next(counter)}", *given, **more)
+    return lambda *args, **more: write(tmp_path / f"run-{next(counter)}", *args, **more)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Rules on the phase times that every run has: injected faults and their controls."""
+"""Rules on phase times: injected faults and their controls."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from typing import Any
 import pytest
 
 from backlight.records import Severity
+from injected_faults import LATE, LOOP, WAITS
+from injected_faults import PHASES as HEALTHY
 
-SOUND = {"data": 0.001, "backward": 0.03, "optimizer": 0.002, "between": 0.017}
-WAITING = SOUND | {"data": 0.02}
-LOOP = {"optimizers": [{"type": "AdamW", "tensors": 148, "fused": False, "foreach": False}]}
+WAITING = HEALTHY | {"data": 0.02}
 FUSED = {"optimizers": [{"type": "AdamW", "tensors": 148, "fused": True, "foreach": False}]}
 
 
 def control(ratio: float, high: float | None = None) -> dict[str, Any]:
-    return {
-        "controls": [
-            {"name": "cached batch", "ratio": ratio, "low": ratio - 0.01, "high": high or ratio + 0.01}
-        ]
-    }
+    row = {"name": "cached batch", "ratio": ratio, "low": ratio - 0.01, "high": high or ratio + 0.01}
+    return {"controls": [row]}
 
 
 def test_data_wait_without_a_control_is_info(stored: Any, evaluated: Any) -> None:
@@ -42,28 +39,28 @@ def test_slower_control_refutes_the_data_wait(stored: Any, evaluated: Any, refut
 
 
 def test_fast_loader_and_short_run_have_no_finding(stored: Any, evaluated: Any) -> None:
-    assert not evaluated(stored(SOUND), "data_bound")
+    assert not evaluated(stored(HEALTHY), "data_bound")
     assert not evaluated(stored(WAITING, steps=15), "data_bound")
     assert evaluated(stored(WAITING, steps=15), "data_bound", steady_steps=10)
 
 
 def test_for_loop_optimizer_is_found_if_it_takes_time(stored: Any, evaluated: Any) -> None:
-    slow = SOUND | {"optimizer": 0.012}
+    slow = HEALTHY | {"optimizer": 0.012}
     (found,) = evaluated(stored(slow, runtime_info=LOOP), "slow_optimizer")
     assert found.subject.phase == "optimizer"
     assert found.evidence[1].value == "AdamW: fused off, foreach off"
     assert "AdamW(..., fused=True)" in found.fix
     assert not evaluated(stored(slow, runtime_info=FUSED), "slow_optimizer")
-    assert not evaluated(stored(SOUND, runtime_info=LOOP), "slow_optimizer")
+    assert not evaluated(stored(HEALTHY, runtime_info=LOOP), "slow_optimizer")
     toy = {name: seconds / 20 for name, seconds in slow.items()}
     assert not evaluated(stored(toy, runtime_info=LOOP), "slow_optimizer")
-    assert not evaluated(stored(slow), "slow_optimizer")  # how it updates is not on record
+    assert not evaluated(stored(slow), "slow_optimizer")  # no optimizer is recorded
 
 
 def test_outliers_are_reported_by_cause(stored: Any, evaluated: Any) -> None:
     changes = {(30, "data"): 0.4, (40, "data"): 0.3, (50, "backward"): 0.5}
     events = [(50, "garbage_collection", {"seconds": 0.46, "generation": 2})]
-    found = evaluated(stored(SOUND, changes=changes, events=events), "outlier_steps")
+    found = evaluated(stored(HEALTHY, changes=changes, events=events), "outlier_steps")
     assert [f.subject.phase for f in found] == ["data", None]
     assert found[0].evidence[0].path == "scalars/phase/data"
     assert found[0].subject.step == 30
@@ -74,12 +71,12 @@ def test_outliers_are_reported_by_cause(stored: Any, evaluated: Any) -> None:
 
 def test_short_pause_is_not_the_cause_of_a_long_step(stored: Any, evaluated: Any) -> None:
     events = [(50, "garbage_collection", {"seconds": 0.01, "generation": 2})]
-    (found,) = evaluated(stored(SOUND, changes={(50, "backward"): 0.5}, events=events), "outlier_steps")
+    (found,) = evaluated(stored(HEALTHY, changes={(50, "backward"): 0.5}, events=events), "outlier_steps")
     assert found.subject.phase == "backward"
 
 
 def test_evaluation_in_the_loop_is_info_only(stored: Any, evaluated: Any) -> None:
-    levels = SOUND | {"evaluation": 0.0}
+    levels = HEALTHY | {"evaluation": 0.0}
     changes = {(step, "evaluation"): 0.3 for step in (20, 40)}
     (found,) = evaluated(stored(levels, changes=changes), "outlier_steps")
     assert found.severity is Severity.INFO
@@ -87,19 +84,15 @@ def test_evaluation_in_the_loop_is_info_only(stored: Any, evaluated: Any) -> Non
 
 
 def test_scatter_and_cold_start_are_no_outliers(stored: Any, evaluated: Any) -> None:
-    assert not evaluated(stored(SOUND, changes={(0, "backward"): 2.0}), "outlier_steps")
-    # Far above the median, but without weight in the whole.
-    assert not evaluated(stored(SOUND, changes={(30, "data"): 0.06}, steps=300), "outlier_steps")
+    assert not evaluated(stored(HEALTHY, changes={(0, "backward"): 2.0}), "outlier_steps")
+    # Far above the median, but a negligible share of the run.
+    assert not evaluated(stored(HEALTHY, changes={(30, "data"): 0.06}, steps=300), "outlier_steps")
 
 
 def test_short_pauses_of_a_busy_machine_are_no_outliers(stored: Any, evaluated: Any) -> None:
-    toy = {name: seconds / 30 for name, seconds in SOUND.items()}
+    toy = {name: seconds / 30 for name, seconds in HEALTHY.items()}
     assert not evaluated(stored(toy, changes={(30, "backward"): 0.04}), "outlier_steps")
     assert evaluated(stored(toy, changes={(30, "backward"): 0.08}), "outlier_steps")
-
-
-LATE = {"data": 0.012, "backward": 0.03, "between": 0.018}
-WAITS = {"data": 0.001, "backward": 0.041, "between": 0.018}
 
 
 def test_straggler_is_found_with_its_phase(stored: Any, evaluated: Any) -> None:
@@ -111,6 +104,6 @@ def test_straggler_is_found_with_its_phase(stored: Any, evaluated: Any) -> None:
 def test_equal_ranks_and_ranks_without_waits_have_no_finding(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(ranks=[WAITS] * 4), "straggler")
     assert not evaluated(stored(LATE), "straggler")
-    # Longer, and no rank waits for it: nothing is shared.
+    # A slower rank that no other rank waits for.
     alone = WAITS | {"data": 0.012}
     assert not evaluated(stored(ranks=[WAITS, WAITS, alone]), "straggler")

@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 
-STEP = {"step": {"median_ms": 50.0}, "optimizations": []}
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
+from injected_faults import LOGITS, STEP
+
 MEMORY = {"memory": {"peak": 2**30, "capacity": 16 * 2**30}}
 
 
 def module(name: str, forward: float, backward: float = 0.0, recomputed: float = 0.0) -> dict[str, Any]:
-    return {
-        "name": name,
-        "calls": 1.0,
-        "forward_ms": forward,
-        "backward_ms": backward,
-        "recomputed_ms": recomputed,
-    }
+    times = {"forward_ms": forward, "backward_ms": backward, "recomputed_ms": recomputed}
+    return {"name": name, "calls": 1.0} | times
 
 
 def copy(line: str, share: float, **more: Any) -> dict[str, Any]:
@@ -43,11 +41,9 @@ def test_launch_bound(stored: Any, evaluated: Any, device: Any, expected: int) -
 
 
 def test_launch_bound_fix_for_a_compiled_model(stored: Any, evaluated: Any) -> None:
-    profile = {
-        "step": {"median_ms": 50.0},
-        "optimizations": [{"name": "compiled regions", "state": "on", "detail": "(model)"}],
-        "device": {"idle": 0.5, "causes": {"launch_gap": 1.0}},
-    }
+    compiled = [{"name": "compiled regions", "state": "on", "detail": "(model)"}]
+    device = {"idle": 0.5, "causes": {"launch_gap": 1.0}}
+    profile = STEP | {"optimizations": compiled, "device": device}
     (found,) = evaluated(stored(profile=profile), "launch_bound")
     assert found.fix.startswith("The model is compiled already")
 
@@ -68,13 +64,12 @@ def test_copies_are_summed_by_line(stored: Any, evaluated: Any) -> None:
 
 
 def test_logits_are_compared_with_the_peak(stored: Any, evaluated: Any) -> None:
-    logits = {"shape": [16, 1024, 32000], "dtype": "float32", "itemsize": 4}
-    large = {"memory": {"peak": 8 * 2**30, "capacity": 16 * 2**30}, "logits": logits}
+    large = {"memory": {"peak": 8 * 2**30, "capacity": 16 * 2**30}, "logits": LOGITS}
     (found,) = evaluated(stored(profile=STEP | large), "logits_materialised")
     assert found.evidence[0].value == 16 * 1024 * 32000 * (4 + 4)
     chunked = large | {"optimizations": [{"name": "chunked loss", "state": "on", "detail": ""}]}
     assert not evaluated(stored(profile={"step": None} | chunked), "logits_materialised")
-    small = large | {"logits": logits | {"shape": [16, 10]}}
+    small = large | {"logits": LOGITS | {"shape": [16, 10]}}
     assert not evaluated(stored(profile=STEP | small), "logits_materialised")
     much_else = large | {"memory": {"peak": 60 * 2**30}}
     assert not evaluated(stored(profile=STEP | much_else), "logits_materialised")
@@ -100,9 +95,6 @@ def test_exposed_communication(stored: Any, evaluated: Any) -> None:
 
 
 def test_damaged_profile_is_ignored(stored: Any, evaluated: Any, tmp_path: Any) -> None:
-    from backlight.store.read.run import open_run
-    from backlight.store.write.writer import RunWriter
-
     writer = RunWriter.create(tmp_path / "damaged", monitors=("steptime",))
     writer.evidence("profile.json", "{ not json")
     writer.close()

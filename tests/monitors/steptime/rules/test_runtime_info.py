@@ -1,12 +1,11 @@
-"""Rules on the runtime info of a run: threads, allocator, compiler."""
+"""Rules on runtime info: threads, allocator, compiler."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from backlight.records import Severity
-
-GIB = 2**30
+from injected_faults import GIB, RECOMPILED
 
 
 def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
@@ -18,10 +17,8 @@ def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
     ]
     assert "OMP_NUM_THREADS=1`" in found.fix
     assert not evaluated(stored(runtime_info=facts | {"threads": 1, "workers": 1}), "thread_oversubscription")
-    assert not evaluated(
-        stored(runtime_info={"cores": 4, "threads": 4, "local_ranks": 1, "workers": 0}),
-        "thread_oversubscription",
-    )
+    alone = {"cores": 4, "threads": 4, "local_ranks": 1, "workers": 0}
+    assert not evaluated(stored(runtime_info=alone), "thread_oversubscription")
 
 
 def test_fragmentation_by_reserve_and_by_retries(stored: Any, evaluated: Any) -> None:
@@ -32,35 +29,25 @@ def test_fragmentation_by_reserve_and_by_retries(stored: Any, evaluated: Any) ->
     again = {"memory": {"reserved": 12 * GIB, "peak": 11.9 * GIB, "retries": 3}}
     (other,) = evaluated(stored(runtime_info=again), "memory_fragmentation")
     assert other.severity is Severity.WARNING
-    sound = {"memory": {"reserved": 12 * GIB, "peak": 11 * GIB, "retries": 0}}
-    assert not evaluated(stored(runtime_info=sound), "memory_fragmentation")
+    healthy = {"memory": {"reserved": 12 * GIB, "peak": 11 * GIB, "retries": 0}}
+    assert not evaluated(stored(runtime_info=healthy), "memory_fragmentation")
     assert not evaluated(stored(runtime_info={"memory": {"peak": 8 * GIB}}), "memory_fragmentation")
 
 
 def test_graph_breaks_with_their_reasons(stored: Any, evaluated: Any) -> None:
-    facts = {
-        "compilation": {"graphs": 3, "graph_breaks": {"Tensor.item(): capture_scalar_outputs is off": 2}}
-    }
+    breaks = {"Tensor.item(): capture_scalar_outputs is off": 2}
+    facts = {"compilation": {"graphs": 3, "graph_breaks": breaks}}
     (found,) = evaluated(stored(runtime_info=facts), "graph_breaks")
     assert found.evidence[0].value == "2 x Tensor.item(): capture_scalar_outputs is off"
-    assert not evaluated(
-        stored(runtime_info={"compilation": {"graphs": 1, "graph_breaks": {}}}), "graph_breaks"
-    )
-    assert not evaluated(stored(runtime_info={"compilation": None}), "graph_breaks")
+    for compilation in ({"graphs": 1, "graph_breaks": {}}, None):
+        assert not evaluated(stored(runtime_info={"compilation": compilation}), "graph_breaks")
 
 
 def test_repeated_recompilations_are_found(stored: Any, evaluated: Any) -> None:
-    row = {
-        "function": "forward",
-        "line": "model.py:10",
-        "count": 7,
-        "seconds": 12.5,
-        "reason": "size mismatch",
-    }
-    (found,) = evaluated(stored(runtime_info={"compilation": {"recompiled": [row]}}), "recompilations")
+    (found,) = evaluated(stored(runtime_info={"compilation": {"recompiled": [RECOMPILED]}}), "recompilations")
     assert found.evidence[0].value == 7
     assert found.subject.line == "model.py:10"
-    usual = {"compilation": {"recompiled": [row | {"count": 1}]}}
+    usual = {"compilation": {"recompiled": [RECOMPILED | {"count": 1}]}}
     assert not evaluated(stored(runtime_info=usual), "recompilations")
 
 
