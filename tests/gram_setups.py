@@ -1,4 +1,4 @@
-"""Models whose Grams are compared with an autograd loop: each with a loss and a batch."""
+"""Models with a loss and a batch, whose Grams are compared with an autograd loop."""
 
 from __future__ import annotations
 

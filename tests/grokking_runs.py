@@ -1,4 +1,4 @@
-"""Stored runs of the grokking monitor that were never trained: accuracies and geometry injected by a plan."""
+"""Synthetic runs of the grokking monitor: accuracies and geometry follow a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = ("embed", "blocks.0", "head")
 
 @dataclass(frozen=True)
 class Grok:
-    """A run to write: where it memorises and generalises, and what it is."""
+    """Plan of a run: when it generalises, what it records, and its control."""
 
     steps: int = 2000
     every: int = 10
@@ -63,7 +63,7 @@ def write_grokking_run(path: Path, plan: Grok | None = None) -> Run:
 
 
 def write_grokking(writer: RunWriter, plan: Grok) -> None:
-    """Write what the monitor grokking records, into a run that may hold more."""
+    """Write the records of the grokking monitor into a run."""
     facts = {
         "experiment": "oracle", "control": plan.control, "control_of": plan.control_of,
         "chance": CHANCE, "train_size": 264, "test_size": SIZE, "seed": plan.seed,

@@ -1,7 +1,4 @@
-"""Stored runs of the spectra monitor: replicates with injected directions.
-
-Measured and recorded by the monitor.
-"""
+"""Synthetic runs of the spectra monitor: measured replicates with injected directions."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ STRENGTHS = {
 
 @dataclass(frozen=True)
 class Injected:
-    """A run to write: strengths in units of the threshold below which no direction can be found.
-
-    Layers that are ``flipped`` have their signal with the other sign in every fourth replicate.
-    """
+    """Plan of a run: strengths in units of the detection threshold."""
 
     steps: tuple[int, ...] = (0, 100, 200)
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=lambda: dict(SHAPES))
@@ -46,26 +40,20 @@ class Injected:
     batch: float = 4.0
     decay: float = 0.8
     update_ranks: tuple[float, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=lambda: {"norm.weight": "one-dimensional"})
     checkpoints: bool = False
-    flipped: tuple[str, ...] = ()
-    seed: int = 0
 
 
 def replicates(plan: Injected, name: str, at: int) -> torch.Tensor:
     """Return ``[R, p, q]``: the injected directions in noise of variance 1."""
     p, q = plan.shapes[name]
-    noise = torch.Generator().manual_seed(plan.seed + 1000 * at + sorted(plan.shapes).index(name))
-    signal = torch.Generator().manual_seed(plan.seed + sorted(plan.shapes).index(name))
+    noise = torch.Generator().manual_seed(1000 * at + sorted(plan.shapes).index(name))
+    signal = torch.Generator().manual_seed(sorted(plan.shapes).index(name))
     strength = torch.tensor(plan.strengths.get(name, ())) * threshold(1.0, p, q) * plan.decay**at
     amount = len(strength)
     G = torch.randn(plan.replicates, p, q, generator=noise)
     if amount:
         U, V = (torch.linalg.qr(torch.randn(n, amount, generator=signal))[0] for n in (p, q))
-        sign = torch.ones(plan.replicates)
-        if name in plan.flipped:
-            sign[::4] = -1
-        G = G + sign[:, None, None] * ((U * strength) @ V.T)
+        G = G + (U * strength) @ V.T
     return 1e-3 * G
 
 
@@ -76,11 +64,10 @@ def record(writer: RunWriter, step: int, parameter: str, result: SpectralEcho, *
 
 
 def write_spectra(writer: RunWriter, plan: Injected) -> None:
-    """Write what the monitor records, into a run that may hold more."""
+    """Write the records of the spectra monitor into a run."""
     for index, (name, (p, q)) in enumerate(plan.shapes.items()):
         record_layer(writer, Layer(name, name.rpartition(".")[0], (p, q), "", p, q, index))
-    for name, reason in plan.left_out.items():
-        record_left_out(writer, name, reason)
+    record_left_out(writer, "norm.weight", "one-dimensional")
     for at, step in enumerate(plan.steps):
         if plan.checkpoints:
             writer.event(step, "spectra_checkpoint", {"path": f"{step}.pt", "weights": "0"})

@@ -36,22 +36,27 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ) -> None:
         assert line(out, steps)[0] == sys.executable
         order.append(out.name)
-        load = 1.0 + 0.5 * (int(out.name[-1]) % 3)
+        slowdown = 1.0 + 0.5 * (int(out.name[-1]) % 3)
         slower = 1.05 if out.name.startswith("b") else 1.0
-        write(out, {"backward": 0.03 * load * slower, "other": 0.02 * load}, steps=steps, seed=len(order))
+        write(
+            out,
+            {"backward": 0.03 * slowdown * slower, "other": 0.02 * slowdown},
+            steps=steps,
+            seed=len(order),
+        )
 
     monkeypatch.setattr(ab_test, "_run", run)
     return order
 
 
 def test_interleaved_pairs_find_difference_on_noisy_machine(recorded: list[str]) -> None:
-    seen: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     result = run_ab_test(
         ("train.py", "python train.py --slow"), rounds=6, steps=40, limit=9,
-        on_run=lambda done, of: seen.append((done, of)),
+        on_run=lambda done, of: progress.append((done, of)),
     )  # fmt: skip
     assert recorded[:4] == ["a-0", "b-0", "b-1", "a-1"]
-    assert seen[-1] == (12, 12)
+    assert progress[-1] == (12, 12)
     rows = {row.name: row for row in result.times.rows}
     assert rows["step"].found
     assert rows["step"].low <= 1.03 <= rows["step"].high
@@ -61,21 +66,17 @@ def test_interleaved_pairs_find_difference_on_noisy_machine(recorded: list[str])
 
 
 @pytest.mark.parametrize(
-    ("commands", "message"),
+    ("commands", "rounds", "message"),
     [
-        (("ls -l", "train.py"), "'ls -l': not a Python script; expected `python SCRIPT.py"),
-        (("train.py", "python 'train.py"), "No closing quotation"),
-        (("train.py", ""), "'': not a Python script"),
+        (("ls -l", "train.py"), 3, "'ls -l': not a Python script; expected `python SCRIPT.py"),
+        (("train.py", "python 'train.py"), 3, "No closing quotation"),
+        (("train.py", ""), 3, "'': not a Python script"),
+        (("train.py", "train.py"), 2, "--rounds 2: an interval takes 3"),
     ],
 )
-def test_command_that_is_no_script_is_refused(commands: tuple[str, str], message: str) -> None:
+def test_invalid_command_or_rounds_are_refused(commands: tuple[str, str], rounds: int, message: str) -> None:
     with pytest.raises(ABTestError, match=message):
-        run_ab_test(commands, rounds=3, steps=12, limit=9)
-
-
-def test_two_rounds_are_refused() -> None:
-    with pytest.raises(ABTestError, match="--rounds 2: an interval takes 3"):
-        run_ab_test(("train.py", "train.py"), rounds=2, steps=12, limit=9)
+        run_ab_test(commands, rounds=rounds, steps=12, limit=9)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import pytest
 
 from backlight.analysis.compare import compare
 from backlight.analysis.fingerprint_diff import Role, arguments
-from backlight.records import Fingerprint, ParameterRecord, to_json
-from backlight.store.read.run import Run, open_run
+from backlight.records import Fingerprint, to_json
+from backlight.store.read.run import Run
 from backlight.store.write.writer import RunWriter
+from health_runs import write_synthetic
 
 PRINT = Fingerprint(
     script="train.py",
@@ -31,33 +32,29 @@ PRINT = Fingerprint(
 
 
 def write(
-    path: Path, fingerprint: Fingerprint | None = PRINT, *, factor: float = 1.0, seed: int = 0, **more: Any
+    path: Path,
+    fingerprint: Fingerprint | None = PRINT,
+    *,
+    factor: float = 1.0,
+    seed: int = 0,
+    steps: range = range(60),
+    rate: float = 0.1,
 ) -> Run:
-    steps = more.get("steps", range(60))
     writer = RunWriter.create(path, name=path.name, monitors=("health",))
     if fingerprint is not None:
         writer.fingerprint(fingerprint)
-    records = tuple(
-        ParameterRecord(n, (4, 4), "float32", "cpu", 16, group="0/0") for n in ("first.w", "last.w")
-    )
-    table = writer.parameter_table(records)
-    random = np.random.default_rng(seed)
     for step in steps:
-        norms = random.lognormal(0, 0.1, 2) * [factor, 1.0]
-        ints = np.array([[1, 16, 0, 0, 0]] * 2)
-        writer.append("gradient", step, table, np.stack([norms, norms / 2, 0 * norms], 1), ints)
-        writer.append(
-            "update", step, table, np.stack([norms * 0.01, np.ones(2)], 1), np.array([[1, 16, 16]] * 2)
-        )
-        values = {
-            "loss": 2.0 - step / 100,
-            "total_norm": float(np.hypot(*norms)),
-            "lr/0/0": more.get("rate", 0.1),
-        }
-        writer.scalars(step, values | {"clip/factor": 0.5 if step % 2 else 1.0})
         writer.scalar(step, "accuracy", step / 60, source="user")
-    writer.close()
-    return open_run(path)
+    rms = np.random.default_rng(seed).lognormal(0, 0.1, (len(steps), 2)) * [factor, 1.0]
+    gradients = dict(zip(("first.w", "last.w"), rms.T, strict=True))
+    scalars = {
+        "loss": [2.0 - step / 100 for step in steps],
+        "total_norm": np.hypot(*rms.T),
+        "lr/0/0": [rate] * len(steps),
+        "clip/factor": [0.5 if step % 2 else 1.0 for step in steps],
+    }
+    updates = {name: values * 0.01 for name, values in gradients.items()}
+    return write_synthetic(path, gradients, steps=steps, update=updates, scalars=scalars, writer=writer)
 
 
 def changed(**fields: Any) -> Fingerprint:
@@ -98,7 +95,7 @@ def test_incomparable_runs_have_reasons_and_no_tracks(tmp_path: Path) -> None:
         "not comparable: argument --layers 24 against 32, modules: 1 only in the second (more), "
         "32 against 48 parameters, device cpu: x86_64 against cuda:0: H100"
     )
-    assert found.second.last_loss == pytest.approx(2.0 - 59 / 100)  # each run by itself is still shown
+    assert found.second.last_loss == pytest.approx(2.0 - 59 / 100)  # each run is still summarised
 
 
 @pytest.mark.parametrize(
@@ -111,8 +108,8 @@ def test_incomparable_runs_have_reasons_and_no_tracks(tmp_path: Path) -> None:
         ({"optimizers": ("AdamW",)}, "optimizers SGD against AdamW"),
         ({"dtypes": {"bfloat16": 32}}, "weights in float32 32 against none"),
         (
-            {"module_hash": "x", "modules": (("", "Net"), ("first", "Conv1d"), ("last", "Linear"))},
-            "first Linear against Conv1d",
+            {"module_hash": "x", "modules": (*PRINT.modules[:-1], ("last", "Conv1d"))},
+            "last Linear against Conv1d",
         ),
         ({"module_hash": "x"}, "the same names and types, but other shapes"),
         ({"arguments": ("--lr", "0.1")}, "argument --layers 24 against not given"),
@@ -152,7 +149,7 @@ def test_second_differing_argument_prevents_comparison(tmp_path: Path) -> None:
     found = compare(write(tmp_path / "a"), write(tmp_path / "b", both), factor="layers")
     assert not found.comparable
     assert "argument --lr 0.1 against 0.2" in found.verdict
-    assert "modules" in found.verdict  # with two causes, nothing is taken for a consequence
+    assert "modules" in found.verdict  # with two causes, no consequence is assumed
 
 
 def test_factor_without_effect_is_reported(tmp_path: Path) -> None:
@@ -188,14 +185,7 @@ def test_missing_fingerprint_and_steps_are_reported(tmp_path: Path) -> None:
 
 def test_arguments_are_parsed_in_common_forms() -> None:
     given = "data.txt --lr 1e-3 --width=64 model.depth=4 -b 32 --amp --shift -0.5 --dims 1 2"
-    expected = {
-        "argument 1": "data.txt",
-        "--lr": "1e-3",
-        "--width": "64",
-        "model.depth": "4",
-        "-b": "32",
-        "--amp": "given",
-        "--shift": "-0.5",
-        "--dims": "1 2",
-    }
-    assert arguments(tuple(given.split())) == expected
+    assert arguments(tuple(given.split())) == {
+        "argument 1": "data.txt", "--lr": "1e-3", "--width": "64", "model.depth": "4", "-b": "32",
+        "--amp": "given", "--shift": "-0.5", "--dims": "1 2",
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Differences of module trees, and arguments that should have shaped a model and did not."""
+"""Differences of module trees, and model arguments without effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def printed(count: int, parameters: int, *arguments: str) -> Fingerprint:
     )
 
 
-def words(a: Fingerprint, b: Fingerprint) -> str:
+def difference_texts(a: Fingerprint, b: Fingerprint) -> str:
     return ", ".join(difference.text for difference in differences(a, b))
 
 
@@ -51,24 +51,28 @@ def test_ignored_argument_is_reported() -> None:
     # Both asked for 24 layers, and one got 32.
     one = printed(24, 61_900_000, "--n_blocks", "24")
     other = printed(32, 85_100_000, "--n_blocks", "24")
-    assert words(one, other) == (
+    assert difference_texts(one, other) == (
         "layers 24 against 32 (blocks), 61.9 M against 85.1 M parameters "
         "(the argument `n_blocks` was ignored in the second run)"
     )
     neither = printed(32, 85_100_000, "model.n_blocks=12"), printed(24, 61_900_000, "model.n_blocks=12")
-    assert words(*neither).endswith("(the argument `model.n_blocks` was ignored)")
+    assert difference_texts(*neither).endswith("(the argument `model.n_blocks` was ignored)")
 
 
 def test_model_argument_without_effect_is_reported() -> None:
     one, other = printed(24, 1000, "--layers", "24"), printed(24, 1000, "--layers", "32")
-    assert words(one, other) == (
+    assert difference_texts(one, other) == (
         "argument --layers 24 against 32 "
         "(the argument `layers` was ignored: modules and parameters are the same)"
     )
 
 
 def test_effective_argument_is_not_reported_as_ignored() -> None:
-    assert "ignored" not in words(printed(24, 10, "--layers", "24"), printed(32, 20, "--layers", "32"))
-    assert "ignored" not in words(printed(24, 10, "--lr", "1"), printed(24, 10, "--lr", "2"))
+    assert "ignored" not in difference_texts(
+        printed(24, 10, "--layers", "24"), printed(32, 20, "--layers", "32")
+    )
+    assert "ignored" not in difference_texts(printed(24, 10, "--lr", "1"), printed(24, 10, "--lr", "2"))
     # The number of layers is right in both: something else made the parameters differ.
-    assert "ignored" not in words(printed(24, 10, "--layers", "24"), printed(24, 20, "--layers", "24"))
+    assert "ignored" not in difference_texts(
+        printed(24, 10, "--layers", "24"), printed(24, 20, "--layers", "24")
+    )

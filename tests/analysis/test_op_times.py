@@ -1,4 +1,4 @@
-"""Two profiles by kind of operation: averages, intervals from traces, and why there is none."""
+"""Two profiles by kind of operation: averages, intervals from traces, and reasons for missing intervals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def test_few_steps_give_averages_without_interval(tmp_path: Path) -> None:
     found = compare_kinds(
         profiled(tmp_path / "a", 3, matmul=4.0), profiled(tmp_path / "b", 3, matmul=8.0, copy=1.0)
     )
-    assert found is not None
     assert [(row.name, row.first_ms, row.second_ms, row.found) for row in found.rows] == [
         ("matmul", 4.0, 8.0, False), ("copy", 0.0, 1.0, False)
     ]  # fmt: skip
@@ -43,7 +42,6 @@ def test_missing_profile_or_trace_is_reported(tmp_path: Path) -> None:
     bare.close()
     assert compare_kinds(one, open_run(tmp_path / "b")) is None
     found = compare_kinds(one, profiled(tmp_path / "c", 6, matmul=4.0))
-    assert found is not None
     assert "a trace is not there" in found.trouble[0]
 
 
@@ -55,16 +53,12 @@ def test_slower_kind_is_found_and_rare_kind_is_not_tested(
     def by_step(run: Run, steps: int) -> dict[str, Any]:
         slower = 1.5 if run.path.name == "b" else 1.0
         noise = np.exp(random.normal(0, 0.01, (2, steps)))
-        return {
-            "matmul": 4.0 * slower * noise[0],
-            "elementwise": 2.0 * noise[1],
-            "other": np.full(steps, 1e-6),
-        }
+        times = {"matmul": 4.0 * slower * noise[0], "elementwise": 2.0 * noise[1]}
+        return times | {"other": np.full(steps, 1e-6)}
 
     monkeypatch.setattr(op_times, "_by_step", by_step)
     each = {"matmul": 4.0, "elementwise": 2.0, "other": 1e-6}
     found = compare_kinds(profiled(tmp_path / "a", 8, **each), profiled(tmp_path / "b", 8, **each))
-    assert found is not None
     rows = {row.name: row for row in found.rows}
     assert rows["matmul"].found
     assert rows["matmul"].low <= 1.5 <= rows["matmul"].high
@@ -84,6 +78,5 @@ def test_kinds_of_each_step_are_read_from_stored_trace(tmp_path: Path) -> None:
     ]
     trace = gzip.compress(json.dumps({"traceEvents": events}).encode())
     found = op_times._by_step(profiled(tmp_path / "run", 5, trace, matmul=1.0), 5)
-    assert found is not None
     np.testing.assert_allclose(found["matmul"], 1e-6 * np.arange(20, 25))
     np.testing.assert_allclose(found["elementwise"], np.full(5, 1e-5))

@@ -53,8 +53,8 @@ def stalled(tmp_path: Path) -> Path:
 def test_markdown_has_evidence_environment_and_missing_evidence(stalled: Path, tmp_path: Path) -> None:
     text = write_markdown(stalled, tmp_path / "report.md").read_text()
     assert text.startswith("# stalled: 1 error\n")
-    lacking = text.index("## Evidence that could not be collected")
-    assert "rank 0: py-spy: Permission denied" in text[lacking:].splitlines()[2]
+    missing = text.index("## Evidence that could not be collected")
+    assert "rank 0: py-spy: Permission denied" in text[missing:].splitlines()[2]
     assert "      at ops.py:22 in <b>backward</b>" in text  # quoted, so that no markup acts
     assert "- host: node-7" in text
     assert "- script: `train.py --lr 3`" in text
@@ -111,9 +111,9 @@ def test_invalid_archive_path_is_one_line_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         main(["report", str(stalled), *options])
-    assert left.value.code == 2
+    assert exit_info.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert sorted(tmp_path.rglob("*")) == before

@@ -1,4 +1,4 @@
-"""SQL over a run: right answers, one line for wrong statements, and no way out of the database."""
+"""SQL over a run: results, one-line errors, and no access outside the database."""
 
 from __future__ import annotations
 
@@ -38,32 +38,29 @@ def run(path: Path) -> Run:
     return open_run(path)
 
 
-def asked(run: Run, statement: str) -> list[tuple[Any, ...]]:
+def select(run: Run, statement: str) -> list[tuple[Any, ...]]:
     with query(run, statement) as answer:
         return list(answer.rows())
 
 
 def test_query_results_equal_reader(run: Run) -> None:
     frame = run.frame("gradient", "norm")
-    largest = asked(run, "select parameter, max(norm) m from gradient group by parameter order by m desc")
+    largest = select(run, "select parameter, max(norm) m from gradient group by parameter order by m desc")
     assert dict(largest) == pytest.approx(dict(zip(frame.names, frame.values.max(axis=0), strict=True)))
     at = frame.steps[2]
     zeros = run.frame("gradient", "zeros").values
-    assert asked(run, f"select sum(zeros) from gradient where step = {at}") == [(int(zeros[2].sum()),)]
-    assert asked(run, "select count(*) from gradient") == [(frame.values.size,)]
+    assert select(run, f"select sum(zeros) from gradient where step = {at}") == [(int(zeros[2].sum()),)]
+    assert select(run, "select count(*) from gradient") == [(frame.values.size,)]
     # A filter over a column that is not selected, a view that is scanned twice, and a join.
-    assert asked(run, f"select step from gradient where parameter = '{frame.names[0]}' and step < 2") == [
-        (0,),
-        (1,),
-    ]
+    filtered = f"select step from gradient where parameter = '{frame.names[0]}' and step < 2"
+    assert select(run, filtered) == [(0,), (1,)]
     twice = "select count(*) from gradient a join gradient b using (step, parameter) where a.norm = b.norm"
-    assert asked(run, twice) == [(int(np.isfinite(frame.values).sum()),)]
+    assert select(run, twice) == [(int(np.isfinite(frame.values).sum()),)]
     loss = run.scalar("loss").values
-    assert asked(run, "select loss from steps order by step") == [(value,) for value in loss]
-    ratios = asked(run, "select count(*), count(ratio) from update")
-    assert ratios == [
-        (run.frame("update", "ratio").values.size, int(run.frame("update", "ratio").measured.sum()))
-    ]
+    assert select(run, "select loss from steps order by step") == [(value,) for value in loss]
+    ratio = run.frame("update", "ratio")
+    counts = select(run, "select count(*), count(ratio) from update")
+    assert counts == [(ratio.values.size, int(ratio.measured.sum()))]
 
 
 def test_every_table_can_be_queried(run: Run) -> None:
@@ -74,18 +71,19 @@ def test_every_table_can_be_queried(run: Run) -> None:
 
 
 def test_findings_table_equals_current_findings(run: Run) -> None:
-    message = asked(run, "select rule, severity from findings")
-    assert message == [(f.rule, f.severity.value) for f in backlight.findings_of(run)]
+    assert select(run, "select rule, severity from findings") == [
+        (f.rule, f.severity.value) for f in backlight.findings_of(run)
+    ]
 
 
 def test_only_queried_columns_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, str]] = []
     frame = Run.frame
     monkeypatch.setattr(Run, "frame", lambda self, s, c, **k: read.append((s, c)) or frame(self, s, c, **k))
-    asked(run, "select max(norm) from gradient where zeros = 0")
+    select(run, "select max(norm) from gradient where zeros = 0")
     assert set(read) == {("gradient", "norm"), ("gradient", "zeros")}
     read.clear()
-    asked(run, "select count(*) from parameters")
+    select(run, "select count(*) from parameters")
     assert read == []
 
 
@@ -117,29 +115,29 @@ def test_unsafe_or_invalid_statement_is_refused(
     (tmp_path / "inside.csv").write_text("secret\n")
     filled = statement.format(outside=tmp_path / "outside", inside=tmp_path / "inside.csv")
     with pytest.raises(QueryError, match=message) as refused:
-        asked(run, filled)
+        select(run, filled)
     assert "\n" not in str(refused.value)
     assert [p.name for p in tmp_path.iterdir()] == ["inside.csv"]
 
 
 def test_failure_while_rows_are_read_is_value_error(run: Run) -> None:
     with pytest.raises(ValueError, match="Could not convert string"):
-        asked(run, "select cast(parameter as integer) from gradient")
+        select(run, "select cast(parameter as integer) from gradient")
 
 
 def test_query_leaves_run_directory_unchanged(run: Run) -> None:
     before = sorted(p.name for p in run.path.rglob("*"))
-    asked(run, "select parameter, step, norm from gradient order by norm, parameter")
+    select(run, "select parameter, step, norm from gradient order by norm, parameter")
     assert sorted(p.name for p in run.path.rglob("*")) == before
 
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Command:
     def call(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as leaving:
+        with pytest.raises(SystemExit) as exit_info:
             application.main([str(a) for a in arguments])
         captured = capsys.readouterr()
-        return int(leaving.value.code or 0), captured.out, captured.err
+        return int(exit_info.value.code or 0), captured.out, captured.err
 
     return call
 
@@ -182,10 +180,10 @@ def test_query_command(command: Command, path: Path, tmp_path: Path) -> None:
     ],
 )
 def test_process_ends_without_reading_all_rows(path: Path, statement: str) -> None:
-    asking = [sys.executable, "-m", "backlight", "query", str(path), statement, "--rows", "1"]
-    asked = subprocess.run(asking, capture_output=True, text=True, timeout=60, check=False)
-    assert (asked.returncode, asked.stderr) == (0, "")
-    assert "the first 1 rows" in asked.stdout
+    arguments = [sys.executable, "-m", "backlight", "query", str(path), statement, "--rows", "1"]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "the first 1 rows" in ended.stdout
 
 
 def test_files_are_csv_or_parquet(run: Run, tmp_path: Path) -> None:

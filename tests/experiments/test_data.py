@@ -1,4 +1,4 @@
-"""Facts of the data sets: tables, splits, the control, graphs, images."""
+"""Data sets: tables, splits, the control, graphs, images."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ PLAIN = {
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_modular_tables_equal_integer_arithmetic(operation):
     pairs, results = modular_table(13, operation)
-    wanted = [PLAIN[operation](a, b, 13) for a, b in pairs.tolist()]
-    assert results.tolist() == wanted
+    expected = [PLAIN[operation](a, b, 13) for a, b in pairs.tolist()]
+    assert results.tolist() == expected
     assert len(set(map(tuple, pairs.tolist()))) == len(pairs) == (13 * 12 if operation == "divide" else 169)
 
 
@@ -91,9 +91,12 @@ def test_control_shuffles_labels_only():
     control = apply_control(split, "random-labels", 0)
     assert torch.equal(control.train_inputs, split.train_inputs)
     assert torch.equal(control.test_inputs, split.test_inputs)
-    for mine, true in ((control.train_labels, split.train_labels), (control.test_labels, split.test_labels)):
-        assert torch.equal(mine.sort().values, true.sort().values)
-        assert (mine == true).float().mean() < 0.4
+    for shuffled, labels in (
+        (control.train_labels, split.train_labels),
+        (control.test_labels, split.test_labels),
+    ):
+        assert torch.equal(shuffled.sort().values, labels.sort().values)
+        assert (shuffled == labels).float().mean() < 0.4
     assert torch.equal(apply_control(split, "random-labels", 0).train_labels, control.train_labels)
     assert apply_control(split, "", 0) is split
     with pytest.raises(ValueError, match="control is 'shuffled', expected one of '', 'random-labels'"):
@@ -161,8 +164,8 @@ def test_knowledge_graph_is_consistent_without_leaks():
     assert not used["train"] & used["foreign"]
     assert not used["test"] & used["foreign"]
     assert used["foreign"]
-    asked = [set(map(tuple, questions.tolist())) for questions, _ in groups.values()]
-    assert not asked[0] & asked[1]
+    train, test, _ = (set(map(tuple, questions.tolist())) for questions, _ in groups.values())
+    assert not train & test
     with pytest.raises(ValueError, match=r"data\.inferred_ratio 90"):
         knowledge_graph(30, 6, 5, 0.1, 90, seed=0)
     with pytest.raises(ValueError, match=r"data\.degree is 7, expected 1 to 6"):
@@ -190,20 +193,20 @@ def test_digits_replace_images_and_are_disjoint():
 
 def test_file_of_images_is_read_or_refused(tmp_path):
     draw = np.random.default_rng(0)
-    held = {
+    arrays = {
         "x_train": draw.integers(0, 256, (12, 4, 4), dtype=np.uint8),
         "y_train": draw.integers(0, 10, 12, dtype=np.uint8),
         "x_test": draw.integers(0, 256, (5, 4, 4), dtype=np.uint8),
         "y_test": draw.integers(0, 10, 5, dtype=np.uint8),
     }
     path = tmp_path / "images.npz"
-    np.savez(path, **held)
+    np.savez(path, **arrays)
     train, labels, _, _ = load_images(str(path))
-    assert torch.allclose(train, torch.from_numpy(held["x_train"].reshape(12, 16) / 255).float())
-    assert labels.tolist() == held["y_train"].tolist()
+    assert torch.allclose(train, torch.from_numpy(arrays["x_train"].reshape(12, 16) / 255).float())
+    assert labels.tolist() == arrays["y_train"].tolist()
     split = image_split(str(path), 8, 0, seed=0)
     assert (len(split.train_inputs), len(split.test_inputs)) == (8, 5)
-    np.savez(path, x_train=held["x_train"])
+    np.savez(path, x_train=arrays["x_train"])
     with pytest.raises(ValueError, match="no array y_train, x_test, y_test"):
         load_images(str(path))
     with pytest.raises(FileNotFoundError, match=r"expected an \.npz file"):

@@ -62,9 +62,9 @@ def test_participation_is_one_for_waves_and_small_for_noise():
 
 
 def test_key_frequencies_are_recovered():
-    place = torch.arange(31)[:, None] * (2 * math.pi / 31)
+    position = torch.arange(31)[:, None] * (2 * math.pi / 31)
     frequencies = torch.tensor([4.0, 4.0, 9.0, 13.0])
-    embedding = torch.cos(place * frequencies) + 0.01 * torch.randn(31, 4, generator=draw())
+    embedding = torch.cos(position * frequencies) + 0.01 * torch.randn(31, 4, generator=draw())
     assert fourier.key_frequencies(embedding, 3) == [4, 9, 13]
 
 
@@ -116,12 +116,12 @@ def test_restricted_and_excluded_loss_separate_general_from_memorised():
 
 def test_parallelograms_by_brute_force():
     found = set(map(tuple, parallelograms(7).tolist()))
-    wanted = {
+    expected = {
         (i, n, j, m)
         for i, j, m, n in itertools.product(range(7), repeat=4)
         if i < j <= m < n and i + n == j + m
     }
-    assert found == wanted
+    assert found == expected
     assert len(parallelograms(10)) == len(found | set(map(tuple, parallelograms(10).tolist())))
 
 
@@ -173,9 +173,9 @@ def test_local_complexity_counts_hyperplanes_through_ball():
 
 def test_circulant_deviation():
     row = torch.randn(5, generator=draw())
-    place = torch.arange(5)
-    circulant = row[(place[None] - place[:, None]) % 5]
-    anticirculant = row[(place[None] + place[:, None]) % 5]
+    position = torch.arange(5)
+    circulant = row[(position[None] - position[:, None]) % 5]
+    anticirculant = row[(position[None] + position[:, None]) % 5]
     blocks = torch.cat([torch.cat([circulant, anticirculant], 1), torch.cat([anticirculant, circulant], 1)])
     assert circulant_deviation(blocks, 5) == pytest.approx(0.0, abs=1e-12)
     noise = torch.randn(46, 46, generator=draw())

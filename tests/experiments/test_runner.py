@@ -1,4 +1,4 @@
-"""Running experiments: equal numbers after a kill, resumed runs, tiers, estimates, refusals."""
+"""Experiment runs: kill and resume, tiers, cost estimates, refusals."""
 
 from __future__ import annotations
 
@@ -91,19 +91,19 @@ def test_run_holds_status_facts_and_series(whole: Path, reports: list[Progress])
 def test_stored_gradients_equal_those_of_training(whole: Path) -> None:
     task = runner.build(configuration())
     torch.manual_seed(0)
-    found = {name: run_array(whole, f"gradient/{name}") for name, _ in task.model.named_parameters()}
+    run = backlight.open_run(whole)
+    found = {name: run.array(f"gradient/{name}") for name, _ in task.model.named_parameters()}
     for step in range(30):
         task.optimizer.zero_grad()
         task.loss(task.model, task.batch(step)).backward()
         if step % 5 == 0:
             for name, parameter in task.model.named_parameters():
-                assert np.array_equal(found[name][step], parameter.grad.numpy()), (step, name)
+                steps, values = found[name]
+                assert np.array_equal(values[steps.tolist().index(step)], parameter.grad.numpy()), (
+                    step,
+                    name,
+                )
         task.optimizer.step()
-
-
-def run_array(path: Path, name: str) -> dict[int, np.ndarray]:
-    steps, values = backlight.open_run(path).array(name)
-    return dict(zip(steps.tolist(), values, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,8 @@ from backlight.monitors.grokking.model.measures import TIERS, Measures
 def test_seeds_and_members(tmp_path: Path) -> None:
     assert seeds("0-2,7") == [0, 1, 2, 7]
     found = members(tmp_path, [0, 1], ["training.lr=0.1,0.2"])
-    assert [m.directory.name for m in found] == [
-        "lr-0.1-seed-0",
-        "lr-0.2-seed-0",
-        "lr-0.1-seed-1",
-        "lr-0.2-seed-1",
-    ]
+    names = ["lr-0.1-seed-0", "lr-0.2-seed-0", "lr-0.1-seed-1", "lr-0.2-seed-1"]
+    assert [m.directory.name for m in found] == names
     assert found[1].options == ("--set", "training.lr=0.2", "--seed", "0")
     for text in ("4-1", "a", ""):
         with pytest.raises(ConfigurationError, match="expected seeds such as 0-4 or 0,1,7"):
@@ -42,11 +38,8 @@ def test_seeds_and_members(tmp_path: Path) -> None:
 
 def test_runs_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backlight.experiments.sweep.available_cores", lambda: 8)
-    assert concurrent_runs(None, 20, 1) == 8
-    assert concurrent_runs(None, 20, 3) == 2
-    assert concurrent_runs(None, 2, 1) == 2
-    assert concurrent_runs(5, 20, 4) == 5
-    assert concurrent_runs(None, 20, 16) == 1
+    cases = ((None, 20, 1), (None, 20, 3), (None, 2, 1), (5, 20, 4), (None, 20, 16))
+    assert [concurrent_runs(*case) for case in cases] == [8, 2, 2, 5, 1]
 
 
 def test_commands_run_with_their_threads_and_failures_are_counted(tmp_path: Path) -> None:

@@ -278,8 +278,8 @@ def test_resumed_task_equals_uninterrupted_one(name):
     restore(second, kept)
     losses += train(second, 4, 6)
     assert losses == whole_losses
-    for mine, true in zip(second.model.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(mine, true)
+    for resumed, expected in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(resumed, expected)
     assert second.evaluate(thorough=True) == whole.evaluate(thorough=True)
 
 
@@ -315,9 +315,9 @@ def test_levi_follows_its_closed_form():
         train(task, done, step)
         done = step
         reached = task.model.weight.detach() - teacher
-        wanted = closed_form(start, samples, 0.2, step)
-        assert float((reached - wanted).norm() / start.norm()) < 1e-10
-        assert float(wanted.norm()) < float(start.norm())
+        expected = closed_form(start, samples, 0.2, step)
+        assert float((reached - expected).norm() / start.norm()) < 1e-10
+        assert float(expected.norm()) < float(start.norm())
     assert task.evaluate(thorough=False)["progress/distance_to_teacher"] == pytest.approx(
         float(reached.norm()), rel=1e-6
     )
@@ -349,8 +349,8 @@ def test_ticket_is_pruned_rewound_and_stays_pruned(mask):
     after = {name: p.detach().clone() for name, p in task.model.named_parameters()}
     sparsity = 0.0 if mask == "none" else task.sparsity
     total = sum(p.numel() for p in after.values())
-    gone = sum(int((p == 0).sum()) for p in after.values())
-    assert gone == round(sparsity * total)
+    pruned = sum(int((p == 0).sum()) for p in after.values())
+    assert pruned == round(sparsity * total)
     for name, value in after.items():
         assert torch.equal(value[value != 0], start[name][value != 0])
     if mask == "ticket":

@@ -1,4 +1,4 @@
-"""What a tensor's numbers are, computed without torch: numpy on scaled values, and exact sums."""
+"""Reference statistics without torch: numpy on scaled values, and exact sums."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -63,9 +63,9 @@ def check() -> Callable[..., None]:
 
 @pytest.fixture
 def as_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Treat the host's memory like that of an accelerator, which is only ever given work."""
-    for place in (module, packed_matrices):
-        monkeypatch.setattr(place, "is_host", lambda device: False)
+    """Treat host memory like that of an accelerator: no synchronisation."""
+    for owner in (module, packed_matrices):
+        monkeypatch.setattr(owner, "is_host", lambda device: False)
     return
 
 

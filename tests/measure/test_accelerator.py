@@ -1,4 +1,4 @@
-"""The same numbers on a CUDA device, and no waiting for it."""
+"""Equal numbers on a CUDA device, without synchronisation."""
 
 import numpy as np
 import pytest
@@ -16,15 +16,15 @@ pytestmark = [
 
 
 @pytest.fixture
-def watched():
-    """Make whatever waits for the device an error, once the allocator and the kernels are warm."""
+def unsynchronised():
+    """Make synchronisation an error after one warm-up call."""
 
-    def run(way):
-        way().arrays()
+    def run(measure):
+        measure().arrays()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return way()
+            return measure()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -32,22 +32,22 @@ def watched():
 
 
 @pytest.mark.parametrize("tier", ["eager", "compiled"])
-def test_statistics(tier, watched, kinds, check):
-    there = [None if t is None else t.cuda() for t in kinds]
+def test_statistics(tier, unsynchronised, kinds, check):
+    tensors = [None if t is None else t.cuda() for t in kinds]
     scale = torch.ones((), device="cuda")
-    pending = watched(lambda: statistics(there, tier=tier, scale=scale))
+    pending = unsynchronised(lambda: statistics(tensors, tier=tier, scale=scale))
     assert why_not_compiled() == ""
-    check(pending, there)
+    check(pending, tensors)
     assert pending.ready()
 
 
-def test_histograms(watched, kinds):
-    there = [None if t is None else t.cuda() for t in kinds]
-    found = watched(lambda: histogram(there)).arrays()[1]
+def test_histograms(unsynchronised, kinds):
+    tensors = [None if t is None else t.cuda() for t in kinds]
+    found = unsynchronised(lambda: histogram(tensors)).arrays()[1]
     np.testing.assert_array_equal(found, histogram(kinds).arrays()[1])
 
 
-def test_updates(watched):
+def test_updates(unsynchronised):
     weights = [torch.randn(300, 512, device="cuda"), torch.randn(7, device="cuda", dtype=torch.bfloat16)]
     sample = WeightSample(weights, per_tensor=None)
 
@@ -57,6 +57,6 @@ def test_updates(watched):
             weight.mul_(2)
         return sample.after()
 
-    floats, integers = watched(step).arrays()
+    floats, integers = unsynchronised(step).arrays()
     np.testing.assert_allclose(floats[:, 0], floats[:, 1], rtol=1e-12)
     assert integers[:, 0].tolist() == [1, 1]

@@ -1,4 +1,4 @@
-"""Tables of one step are copied together and come back bit by bit; pending results wait only when read."""
+"""Tables of one step are copied together and exactly; pending results wait only when read."""
 
 import threading
 import weakref
@@ -99,14 +99,14 @@ def test_pending_waits_only_when_read():
 
 
 def test_reading_frees_memory_of_device():
-    source, gone = torch.ones(3), []
-    weakref.finalize(source, gone.append, True)
+    source, released = torch.ones(3), []
+    weakref.finalize(source, released.append, True)
     numbers = (np.zeros((0, 3)), np.zeros((0, 5), dtype=np.int64))
     pending = Pending([AsyncCopy(torch.ones(3), None, source)], lambda received: numbers)
     del source
-    assert gone == []
+    assert released == []
     pending.arrays()
-    assert gone == [True]
+    assert released == [True]
 
 
 def test_several_threads_finish_once():

@@ -1,4 +1,4 @@
-"""Ranks as processes, without a launcher, which would import torch once more and end them together."""
+"""Start ranks as processes without a launcher, which would import torch and end all ranks together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace reopened from Parquet is the same, and never an old one."""
+"""A trace reopened from Parquet equals the original and is never stale."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 from pathlib import Path
 
 import pytest
-from made_traces import Maker, rows_of
 
 from backlight.trace import cache
 from backlight.trace.cache import cache_path, open_trace
 from backlight.trace.events import Trace, TraceError
+from synthetic_traces import TraceBuilder, rows_of
 
 
 def made(path: Path, name: str = "aten::mm") -> Path:
-    maker = Maker(rank=1)
-    maker.step(1, 0, 100.5)
-    maker.operator(name, 1, 2, **{"Input type": ["float"], "Call stack": "a.py(1): é"})
-    maker.kernel("k", 5, 10.125, 20)
-    return maker.write(path, baseTimeNanoseconds=17)
+    builder = TraceBuilder(rank=1)
+    builder.step(1, 0, 100.5)
+    builder.operator(name, 1, 2, **{"Input type": ["float"], "Call stack": "a.py(1): é"})
+    builder.kernel("k", 5, 10.125, 20)
+    return builder.write(path, baseTimeNanoseconds=17)
 
 
 def same(one: Trace, other: Trace) -> bool:
@@ -53,15 +53,15 @@ def test_stale_or_damaged_file_is_not_used(
     path = made(tmp_path / "made.json")
     open_trace(path, cache=True)
     kept = cache_path(path)
-    about = path.stat()
+    before = path.stat()
     expected = "aten::mm"
     if change == "content":
         expected = "aten::xx"
         made(path, expected)
-        assert path.stat().st_size == about.st_size
-        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+        assert path.stat().st_size == before.st_size
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     elif change == "time":
-        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     elif change == "version":
         monkeypatch.setattr(cache, "VERSION", cache.VERSION + 1)
     elif change == "damage":
@@ -74,7 +74,7 @@ def test_stale_or_damaged_file_is_not_used(
     assert expected in open_trace(path, cache=True).events.words["name"]
     assert read == [path]
     open_trace(path)
-    assert read == [path]  # it was written anew
+    assert read == [path]  # rewritten
 
 
 def test_missing_trace_with_cache_is_error(tmp_path: Path) -> None:

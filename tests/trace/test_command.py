@@ -1,4 +1,4 @@
-"""``backlight trace`` as a user types it."""
+"""The command ``backlight trace``."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_traces import Maker
 
 from backlight.cli import app as application
+from synthetic_traces import TraceBuilder
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as leaving:
+    with pytest.raises(SystemExit) as exit_info:
         application.main(["trace", *map(str, arguments)])
     captured = capsys.readouterr()
-    return int(leaving.value.code or 0), captured.out, captured.err
+    return int(exit_info.value.code or 0), captured.out, captured.err
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> list[Path]:
     paths = []
     for rank in (0, 1):
-        maker = Maker(rank)
+        builder = TraceBuilder(rank)
         for step in (3, 4):
-            maker.step(step, step * 1000, 900)
-            maker.operator("aten::[bold]mm", step * 1000 + 5, 20)
-            maker.kernel("ampere_sgemm", step * 1000 + 10, step * 1000 + 20, 300 + 50 * rank)
-            maker.kernel(
+            builder.step(step, step * 1000, 900)
+            builder.operator("aten::[bold]mm", step * 1000 + 5, 20)
+            builder.kernel("ampere_sgemm", step * 1000 + 10, step * 1000 + 20, 300 + 50 * rank)
+            builder.kernel(
                 "ncclDevKernel_AllReduce", step * 1000 + 30, step * 1000 + 400 + 50 * rank, 200 - 50 * rank
             )
-        paths.append(maker.write(tmp_path / f"rank-{rank}.json.gz"))
+        paths.append(builder.write(tmp_path / f"rank-{rank}.json.gz"))
     return paths
 
 
 def test_command_prints_tables(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, *made)
     assert code == 0
-    for words in (
+    expected = (
         "aten::[bold]mm",
         "ampere_sgemm",
         "critical path",
         "host-bound",
         "rank 1 comes last in 2 of 2 steps",
-    ):
-        assert words in out
+    )
+    assert [text for text in expected if text not in out] == []
     code, out, _ = call(capsys, made[0], "--step", "4", "--top", "1")
     assert code == 0
     assert "comes last" not in out
@@ -87,7 +87,7 @@ def test_cache_option(made: list[Path], capsys: pytest.CaptureFixture[str]) -> N
 def test_refusal_is_one_line(tmp_path: Path, made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     cut = tmp_path / "cut.json.gz"
     cut.write_bytes(made[0].read_bytes()[:-50])
-    for arguments, words in (
+    for arguments, expected in (
         ([cut], "truncated"),
         ([tmp_path / "none.json"], "none.json"),
         ([made[0], made[0]], "is of rank 0"),
@@ -96,7 +96,7 @@ def test_refusal_is_one_line(tmp_path: Path, made: list[Path], capsys: pytest.Ca
         code, out, errors = call(capsys, *arguments)
         assert code == 2
         assert out == ""
-        assert words in errors
+        assert expected in errors
         assert errors.count("\n") == 1
 
 
@@ -104,7 +104,7 @@ def test_engine_needs_no_torch(made: list[Path]) -> None:
     code = (
         "import sys\nsys.modules['torch'] = None\n"
         "from backlight.cli.app import main\n"
-        "try:\n    main(sys.argv[1:])\nexcept SystemExit as leaving:\n    sys.exit(leaving.code)\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as exit_info:\n    sys.exit(exit_info.code)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "trace", str(made[0]), "--workers", "2", "--json"],
@@ -145,7 +145,7 @@ run()
 def test_trace_of_installed_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, program = tmp_path / "own.json", tmp_path / "program.py"
     program.write_text(PROGRAM)
-    # In a process of its own: Python stacks of the profiler can crash under a test runner's deep ones.
+    # In its own process: the profiler's Python stacks can crash under the deep stack of a test runner.
     subprocess.run([sys.executable, str(program), str(path)], check=True, capture_output=True)
     code, out, errors = call(capsys, path, "--json")
     assert code == 0, errors

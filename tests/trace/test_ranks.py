@@ -1,16 +1,16 @@
-"""Several ranks: who is late, whose clock is off, who is missing."""
+"""Several ranks: stragglers, clock offsets and missing ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from made_traces import REAL, WHY, Maker
 
 from backlight.trace.analysis import analyse
 from backlight.trace.events import Trace, TraceError
 from backlight.trace.ranks import straggler
 from backlight.trace.reader import read_trace
+from synthetic_traces import REAL, SKIP_REASON, TraceBuilder
 
 US = 1000
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -21,16 +21,16 @@ def rank(
     extra: bool = False,
 ) -> Trace:  # fmt: skip
     """One rank whose collective of each step starts ``late`` microseconds after 300 and ends at 600."""
-    maker = Maker(number, shift)
+    builder = TraceBuilder(number, shift)
     for step in range(steps):
         begin = 1000 * step
-        maker.step(step, begin, 900)
-        maker.kernel("ampere_sgemm", begin + 10, begin + 20, 200 + late)
-        maker.kernel(NCCL, begin + 30, begin + 300 + late, 300 - late, stream=20)
+        builder.step(step, begin, 900)
+        builder.kernel("ampere_sgemm", begin + 10, begin + 20, 200 + late)
+        builder.kernel(NCCL, begin + 30, begin + 300 + late, 300 - late, stream=20)
         if extra:
-            maker.kernel(NCCL, begin + 40, begin + 700, 10, stream=20)
+            builder.kernel(NCCL, begin + 40, begin + 700, 10, stream=20)
     about = {"rank": number} if size is None else {"rank": number, "world_size": size}
-    return read_trace(maker.write(folder / f"made{number}.json", distributedInfo=about))
+    return read_trace(builder.write(folder / f"made{number}.json", distributedInfo=about))
 
 
 def test_late_rank_is_found_without_common_clock(tmp_path: Path) -> None:
@@ -38,7 +38,6 @@ def test_late_rank_is_found_without_common_clock(tmp_path: Path) -> None:
     found = analyse(traces)
     assert [one.rank for one in found.traces] == [0, 1, 2]
     together = found.ranks
-    assert together is not None
     assert together.given == (0, 1, 2)
     assert together.missing == ()
     assert together.collectives == 3
@@ -53,7 +52,6 @@ def test_late_rank_is_found_without_common_clock(tmp_path: Path) -> None:
 
 def test_clocks_that_agree_and_missing_rank(tmp_path: Path) -> None:
     together = analyse([rank(tmp_path, 0), rank(tmp_path, 2, shift=3.0)]).ranks
-    assert together is not None
     assert together.clocks == "agree"
     assert together.offsets == {0: 0, 2: 3 * US}
     assert together.missing == (1,)
@@ -62,16 +60,14 @@ def test_clocks_that_agree_and_missing_rank(tmp_path: Path) -> None:
 
 def test_base_time_of_file_counts(tmp_path: Path) -> None:
     one = rank(tmp_path, 0)
-    maker_shift = rank(tmp_path, 1, shift=-2_000_000)
-    other = Trace(maker_shift.path, maker_shift.events, maker_shift.metadata, 1, 3, base=2_000_000 * US)
+    shifted = rank(tmp_path, 1, shift=-2_000_000)
+    other = Trace(shifted.path, shifted.events, shifted.metadata, 1, 3, base=2_000_000 * US)
     together = analyse([one, other]).ranks
-    assert together is not None
     assert together.clocks == "agree"
 
 
 def test_collectives_of_different_number_are_not_matched(tmp_path: Path) -> None:
     together = analyse([rank(tmp_path, 0), rank(tmp_path, 1, extra=True)]).ranks
-    assert together is not None
     assert together.collectives == 0
     assert together.clocks == "not measured"
     assert together.steps == ()
@@ -90,11 +86,10 @@ def test_ranks_that_do_not_belong_together(tmp_path: Path) -> None:
         analyse([first, unknown])
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
+@pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 def test_two_real_ranks_of_128() -> None:
     found = analyse([read_trace(REAL / f"two_ranks_rank-{number}.json.gz") for number in (1, 0)])
     together = found.ranks
-    assert together is not None
     assert (together.given, together.world_size, len(together.missing)) == ((0, 1), 128, 126)
     assert together.clocks == "agree"
     assert together.collectives == 10

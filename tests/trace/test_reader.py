@@ -1,4 +1,4 @@
-"""No event is dropped and none is changed, whatever the layout and wherever the text is cut."""
+"""Events are read completely and exactly in every layout and with any chunk size."""
 
 from __future__ import annotations
 
@@ -11,25 +11,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_traces import LAYOUTS, REAL, WHY, comparable, reference, rows_of, text_of, write
 
 from backlight.trace import chunks
 from backlight.trace.decoder import nanoseconds
 from backlight.trace.events import TraceError
 from backlight.trace.reader import rank_in_name, read_trace
+from synthetic_traces import LAYOUTS, REAL, SKIP_REASON, comparable, reference, rows_of, text_of, write
 
 ODD = [
-    "aten::mm",
-    'q"uote',
-    "back\\slash",
-    "}, {\n",
-    '"traceEvents": [',
-    '},{"ph":"X"',
-    "é→中😀",
-    "\u2028",
-    "]}",
-    "",
-]
+    "aten::mm", 'q"uote', "back\\slash", "}, {\n", '"traceEvents": [', '},{"ph":"X"', "é→中😀", "\u2028",
+    "]}", "",
+]  # fmt: skip
 NAMES = st.one_of(st.sampled_from(ODD), st.text(max_size=12))
 WHOLE = st.integers(0, 2**53)
 NESTED = st.recursive(
@@ -111,21 +103,17 @@ def test_file_is_read_in_small_chunks(layout: str, tmp_path: Path, monkeypatch: 
 
 
 def test_several_processes_read_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [
-        {
-            **ANCHOR,
-            "name": f"op {n % 7} é",
-            "ts": Decimal(f"{n}.25"),
-            "args": {"External id": n, "Call stack": f"f{n % 3}"},
-        }
-        for n in range(2000)
-    ]
+    def event(n: int) -> dict[str, Any]:
+        args = {"External id": n, "Call stack": f"f{n % 3}"}
+        return {**ANCHOR, "name": f"op {n % 7} é", "ts": Decimal(f"{n}.25"), "args": args}
+
+    events = [event(n) for n in range(2000)]
     path = write(tmp_path / "made.json.gz", events)
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 20_000)
-    alone, beside = read_trace(path), read_trace(path, workers=2)
-    assert rows_of(alone.events) == rows_of(beside.events)
-    assert beside.notes == ()
-    assert beside.metadata == alone.metadata
+    serial, parallel = read_trace(path), read_trace(path, workers=2)
+    assert rows_of(serial.events) == rows_of(parallel.events)
+    assert parallel.notes == ()
+    assert parallel.metadata == serial.metadata
 
 
 def test_parallel_reading_falls_back_to_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +125,7 @@ def test_parallel_reading_falls_back_to_one_process(tmp_path: Path, monkeypatch:
     assert any("on one core" in note for note in trace.notes)
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
+@pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 @pytest.mark.parametrize("name", ["alexnet", "amd_mi250", "cpu_only", "no_rank"])
 def test_real_trace_equals_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = REAL / f"{name}.json.gz"
@@ -150,7 +138,7 @@ def test_real_trace_equals_reference(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not REAL.is_dir(), reason=WHY)
+@pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 def test_large_real_trace_keeps_every_event_and_nanosecond() -> None:
     path = REAL / "training_one_gpu.json.gz"
     plain = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal)["traceEvents"]
@@ -195,9 +183,8 @@ def test_invalid_utf8_is_read_with_note(tmp_path: Path) -> None:
 
 def test_events_key_in_string_is_not_events(tmp_path: Path) -> None:
     path = tmp_path / "made.json"
-    path.write_text(
-        json.dumps({"note": '"traceEvents": [', "deep": {"traceEvents": [1]}, "traceEvents": [ANCHOR]})
-    )
+    document = {"note": '"traceEvents": [', "deep": {"traceEvents": [1]}, "traceEvents": [ANCHOR]}
+    path.write_text(json.dumps(document))
     assert len(read_trace(path).events) == 1
 
 

@@ -68,15 +68,12 @@ def test_sketch_resumes_from_its_state(taken: int) -> None:
     assert len(state["rows"]) == (taken if taken < 11 else 9)  # what was taken is a copy
 
 
-def test_incomplete_state_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     state = FrequentDirections(2, 3).state()
     with pytest.raises(ValueError, match="the state lacks seen, shrinkage"):
         FrequentDirections.from_state({"size": 2, "rows": state["rows"]})
     with pytest.raises(ValueError, match=r"expected at most 4 rows, got \[5, 3\]"):
         FrequentDirections.from_state({**state, "rows": torch.zeros(5, 3)})
-
-
-def test_sketch_refuses() -> None:
     sketch = FrequentDirections(2, 3)
     with pytest.raises(ValueError, match=r"expected rows of 3 numbers, got \[4\]"):
         sketch.add(torch.ones(4))

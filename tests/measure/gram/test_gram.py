@@ -16,13 +16,17 @@ from backlight.measure.gram.layers import convolution, kernel_of, unfold
 N = 5
 
 
+def matrix_factors(x: Tensor, delta: Tensor, *, held: bool = False) -> MatrixFactors:
+    return MatrixFactors(delta, lambda a, b: x[a:b], lambda: x.norm(dim=-1), x.shape[-1], held=held)
+
+
 def factors(
     t: int, g: int, i: int, o: int, dtype: torch.dtype = torch.float64
 ) -> tuple[MatrixFactors, Tensor]:
     """Return a use and its per-sample gradients [N, g o i]."""
     x, d = torch.randn(N, t, g, i, dtype=dtype), torch.randn(N, t, g, o, dtype=dtype)
     dense = torch.einsum("ntgo,ntgi->ngoi", d.double(), x.double()).reshape(N, -1)
-    return MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i), dense
+    return matrix_factors(x, d), dense
 
 
 def lookup(t: int, rows: int, d: int) -> tuple[LookupFactors, Tensor]:
@@ -63,7 +67,7 @@ def test_lookups_and_their_sum_with_product(kernel: str, scratch: int) -> None:
 def test_many_samples_use_symmetry(samples: int, kernel: str, t: int) -> None:
     x, d = torch.randn(samples, t, 1, 6), torch.randn(samples, t, 1, 7)
     A = torch.einsum("ntgo,ntgi->noi", d.double(), x.double()).flatten(1)
-    use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 6)
+    use = matrix_factors(x, d)
     for products, rtol in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
         K, _ = kernels.gram([use], kernel=kernel, products=products)
         assert K.dtype == torch.float64
@@ -75,7 +79,7 @@ def test_small_eigenvalues_need_products_in_float64() -> None:
     base = torch.randn(1, 1, 1, 64)
     x = base + 1e-4 * torch.randn(40, 1, 1, 64)
     d = torch.ones(40, 1, 1, 1)
-    use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 64)
+    use = matrix_factors(x, d)
     exact = torch.linalg.eigvalsh(x.double().flatten(1) @ x.double().flatten(1).T)
     double, _ = kernels.gram([use], products=torch.float64)
     single, _ = kernels.gram([use], products=torch.float32)
@@ -86,7 +90,7 @@ def test_small_eigenvalues_need_products_in_float64() -> None:
 
 def test_default_product_dtype() -> None:
     x, d = torch.randn(8, 5, 1, 40), torch.randn(8, 5, 1, 30)
-    use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)
+    use = matrix_factors(x, d)
     for kernel, same, other in (
         ("chunked", torch.float32, torch.float64),  # the gradients were formed in float32
         ("ghost", torch.float64, torch.float32),
@@ -94,11 +98,11 @@ def test_default_product_dtype() -> None:
         found, _ = kernels.gram([use], kernel=kernel)
         assert torch.equal(found, kernels.gram([use], kernel=kernel, products=same)[0])
         assert not torch.equal(found, kernels.gram([use], kernel=kernel, products=other)[0])
-    wide = MatrixFactors(d.double(), lambda a, b: x[a:b].double(), lambda: x.double().norm(dim=-1), 40)
+    wide = matrix_factors(x.double(), d.double())
     assert kernels.product_dtype([wide]) is torch.float64
     assert kernels.product_dtype([use]) is torch.float32
     meta = d.to("meta")
-    assert kernels.product_dtype([MatrixFactors(meta, lambda a, b: meta, lambda: meta, 40)]) is torch.float64
+    assert kernels.product_dtype([matrix_factors(meta, meta)]) is torch.float64
 
 
 def test_buffers_of_one_measurement_do_not_reach_next() -> None:
@@ -168,9 +172,9 @@ def test_memory_stays_within_scratch() -> None:
 def test_unfolding_is_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
     module = module.double()
     x = torch.randn(N, 4, *(7,) * (module.weight.dim() - 2), dtype=torch.float64)
-    seen = unfold(module, x).unflatten(1, (module.groups, -1)).flatten(2, 3)
-    weight = module.weight.reshape(module.groups, -1, seen.shape[2])
-    out = torch.einsum("ngip,goi->ngop", seen, weight).flatten(1, 2)
+    patches = unfold(module, x).unflatten(1, (module.groups, -1)).flatten(2, 3)
+    weight = module.weight.reshape(module.groups, -1, patches.shape[2])
+    out = torch.einsum("ngip,goi->ngop", patches, weight).flatten(1, 2)
     expected = module(x) - module.bias.view(-1, *(1,) * (x.dim() - 2))
     torch.testing.assert_close(out.reshape(expected.shape), expected, rtol=1e-10, atol=1e-12)
 
@@ -191,9 +195,7 @@ def test_size_of_summands_is_their_root_sum_square(
     x = torch.randn(*shape, dtype=torch.float64)
     out = module(x)
     delta = torch.randn_like(out)
-    layer = kernel_of(module)
-    assert layer is not None
-    use: Factors = layer(module, x, delta, N)["weight"]
+    use: Factors = kernel_of(module)(module, x, delta, N)["weight"]
     if isinstance(use, VectorFactors):
         assert kind == "vectors"
         normal = F.layer_norm(x, (3, 4), None, None) if x.dim() == 4 else F.group_norm(x, 2)
@@ -221,17 +223,14 @@ def test_subclass_with_its_own_forward_has_no_kernel() -> None:
 
 def test_wide_matrices_are_chunked_transposed() -> None:
     x, d = torch.randn(N, 3, 1, 40, dtype=torch.float64), torch.randn(N, 3, 1, 6, dtype=torch.float64)
-    use = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40, held=True)
-    turned = use.transposed()
-    assert turned is not None
-    assert (turned.rows, turned.columns) == (40, 6)
+    use = matrix_factors(x, d, held=True)
+    transposed = use.transposed()
+    assert (transposed.rows, transposed.columns) == (40, 6)
     A = torch.einsum("ntgo,ntgi->noi", d, x).flatten(1)
     for uses, factor in (([use], 1), ([use, use], 2)):
         K, _ = kernels.gram(uses, kernel="chunked")
         torch.testing.assert_close(K, factor**2 * A @ A.T, rtol=1e-12, atol=1e-12)
-    other = MatrixFactors(
-        d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40
-    )  # inputs that are made when asked for
+    other = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)  # inputs are computed on demand
     assert other.transposed() is None
     K, _ = kernels.gram([use, other], kernel="chunked")
     torch.testing.assert_close(K, 4 * A @ A.T, rtol=1e-12, atol=1e-12)
@@ -243,7 +242,7 @@ def test_long_runs_of_float32_products_are_summed_in_float64(
 ) -> None:
     monkeypatch.setattr(kernels, "_SUMS", sums)
     n, m = 3, 64 * kernels.RUN + 5
-    A = 1 + 1e-3 * torch.randn(n, m)  # partial sums grow far beyond what is added
+    A = 1 + 1e-3 * torch.randn(n, m)  # partial sums grow far beyond the summands
     d, x = torch.ones(n, 1, 1, 1), A.view(n, 1, 1, m)
     K, used = kernels.gram(
         [MatrixFactors(d, lambda a, b: x[a:b], lambda: x[..., 0], m)],
@@ -268,8 +267,7 @@ def test_direct_gradients_of_convolution_are_those_of_unfolding(module: nn.Modul
     delta = torch.randn_like(module(x))
     use = convolution(module, x, delta, N)["weight"]
     assert isinstance(use, MatrixFactors)
-    assert use.direct is not None
-    unfolded = torch.full((N, use.rows, use.columns), torch.nan)  # as memory may be
+    unfolded = torch.full((N, use.rows, use.columns), torch.nan)  # like uninitialised memory
     use.take(0, use.rows, unfolded, add=False)
     torch.testing.assert_close(use.direct(), unfolded, rtol=1e-5, atol=1e-5)
     ((_, rows, G),) = kernels.chunks([use])

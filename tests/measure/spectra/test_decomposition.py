@@ -1,4 +1,4 @@
-"""Truncated decompositions against full ones in float64, and what happens where they fail."""
+"""Truncated decompositions against full ones in float64, and their failures."""
 
 import itertools
 
@@ -76,13 +76,13 @@ def test_low_rank_matrix_has_unit_directions(method):
 
 
 def test_weak_directions_next_to_huge_one_are_accurate():
-    """Below sqrt(eps) of the largest, where a Gram matrix in float32 would have lost them."""
+    """Values below sqrt(eps) of the largest, which a float32 Gram matrix loses."""
     s = torch.tensor([1.0, 2e-4, 1e-4], dtype=torch.float64)
     U = torch.linalg.qr(torch.randn(100, 3, dtype=torch.float64))[0]
     V = torch.linalg.qr(torch.randn(160, 3, dtype=torch.float64))[0]
     A = ((U * s) @ V.T + 1e-7 * torch.randn(100, 160, dtype=torch.float64)).float()[None]
     in_single = torch.linalg.eigvalsh(A[0] @ A[0].T).clamp(min=0).sqrt().flip(0)
-    assert abs(float(in_single[2]) / 1e-4 - 1) > 0.05  # what the ways below avoid
+    assert abs(float(in_single[2]) / 1e-4 - 1) > 0.05  # the error that the methods below avoid
     for method in METHODS:
         found = decompose(A, 3, method=method, edge=upper_edge(1e-7, 100, 160))
         torch.testing.assert_close(found.values[0], s, rtol=2e-2, atol=0.0)
@@ -118,7 +118,7 @@ def test_count_of_directions_above_edge():
 
 
 def failing(monkeypatch, *, until):
-    """Let LAPACK fail on the first calls."""
+    """Make LAPACK fail on the first calls."""
     real, calls = torch.linalg.svd, itertools.count()
 
     def svd(*arguments, **options):
@@ -145,7 +145,7 @@ def test_matrices_that_never_converge_are_reported(monkeypatch):
 
 
 def test_unresolved_search_falls_back_to_all_directions(monkeypatch):
-    """With no room for a second block nothing converges; the answer is right nevertheless."""
+    """With a single block nothing converges, but the result is correct."""
     A = spiked(200, 200, [2.0, 1.9, 1.8])
     real = decomposition.strongest
     monkeypatch.setattr(decomposition, "strongest", lambda *a, **k: real(*a, **{**k, "columns": 16}))

@@ -1,4 +1,4 @@
-"""Estimators against algebra, against the slow form of their definition, and against injected echoes."""
+"""Estimators against algebra, against their definitions, and against injected echoes."""
 
 import itertools
 
@@ -44,7 +44,7 @@ def test_diagonal_does_not_matter(zeta, diagonal):
 @SETTINGS
 @given(st.floats(0.05, 1.0), st.integers(3, 20))
 def test_estimate_without_subtraction_is_biased_low(zeta, R):
-    """The common form and its known bias: what is subtracted here is needed."""
+    """Without the subtraction, the estimator has a known bias."""
     Z = outer(np.full(R, zeta))
     np.fill_diagonal(Z, 0)
     common = np.sqrt(((Z @ Z) * Z).sum(1) / (Z**2).sum())
@@ -97,7 +97,7 @@ def test_residual_shows_whether_model_holds():
     zeta = np.array([0.9, 0.7, 0.8, 0.6])
     assert echo.residual(outer(zeta), zeta) < 1e-12
     swapped = outer(zeta)
-    swapped[:2, 2:] = swapped[2:, :2] = 0.02  # two replicates saw another direction
+    swapped[:2, 2:] = swapped[2:, :2] = 0.02  # two replicates have another direction
     assert echo.residual(swapped, echo.triple(swapped)) > 0.25
 
 
@@ -146,7 +146,7 @@ def test_block_reverb_ignores_rotations_inside_block():
 
 
 def test_unbiased_diagonal_is_unbiased_for_any_directions():
-    """Directions of pure noise: their own singular value is far from 0, this mean is not."""
+    """For pure noise the singular value is far from 0, but this mean is not."""
     R, p, q, draws = 6, 12, 20, 300
     torch.manual_seed(3)
     found, own = [], []
@@ -162,7 +162,7 @@ def test_unbiased_diagonal_is_unbiased_for_any_directions():
 
 
 def test_intervals_cover_what_they_should():
-    """Replicates with echoes of their own law: their interval holds the mean nine times in ten."""
+    """The interval of random echoes contains the mean in 90 % of the trials."""
     generator = np.random.default_rng(0)
     R, hits, trials = 16, {echo.triple_mean: 0, echo.pooled: 0}, 200
     for trial in range(trials):

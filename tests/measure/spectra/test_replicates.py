@@ -51,7 +51,7 @@ def test_noise_against_its_definition(R, p, q, seed, exponent, dtype):
 
 
 def test_small_noise_with_large_signal_is_measured():
-    """Where the difference of two sums of squares has no digits left."""
+    """A difference of two sums of squares would cancel completely here."""
     G = 1e3 + 1e-6 * torch.randn(5, 30, 40, dtype=torch.float64)
     assert noise(G).variance == pytest.approx(by_definition(G)[0], rel=1e-6)
     assert noise(G).signal_share == pytest.approx(1.0)
@@ -121,12 +121,12 @@ def test_same_data_twice_is_detected(change):
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_chunks_hold_every_replicate_once_and_fit(size):
     G = torch.randn(7, 4, 6)
-    seen = []
-    Replicates.of(G, budget=size * 10).chunks(lambda i, x: seen.append((i, x.clone())), bytes_each=10)
-    assert max(len(i) for i, _ in seen) == min(size, 7)
-    for indices, x in seen:
+    chunks = []
+    Replicates.of(G, budget=size * 10).chunks(lambda i, x: chunks.append((i, x.clone())), bytes_each=10)
+    assert max(len(i) for i, _ in chunks) == min(size, 7)
+    for indices, x in chunks:
         torch.testing.assert_close(x, G[list(indices)])
-    assert sorted(a for indices, _ in seen for a in indices) == list(range(7))
+    assert sorted(a for indices, _ in chunks for a in indices) == list(range(7))
 
 
 @pytest.mark.parametrize(
@@ -134,25 +134,23 @@ def test_chunks_hold_every_replicate_once_and_fit(size):
               RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")],
 )  # fmt: skip
 def test_out_of_memory_halves_chunk(error):
-    seen = []
+    chunks = []
 
     def work(indices, x):
         if len(indices) > 2:
             raise error
-        seen.append(indices)
+        chunks.append(indices)
 
     assert Replicates.of(torch.randn(9, 3, 3)).chunks(work, bytes_each=1) == 2
-    assert sorted(sum(seen, ())) == list(range(9))
-    assert {len(indices) for indices in seen} == {1, 2}
+    assert sorted(sum(chunks, ())) == list(range(9))
+    assert {len(indices) for indices in chunks} == {1, 2}
 
 
 def test_out_of_memory_with_one_replicate_is_error():
     def work(indices, x):
         raise torch.OutOfMemoryError("none left")
 
-    with pytest.raises(
-        ReplicateError, match="layer 'w': out of memory on cpu with a single replicate of 3 x 5"
-    ):
+    with pytest.raises(ReplicateError, match="'w': out of memory on cpu with a single replicate of 3 x 5"):
         Replicates.of(torch.randn(4, 3, 5), layer="w").chunks(work, bytes_each=1)
 
 

@@ -32,7 +32,7 @@ def test_infer_inverts_predict(shape, ratio, sigma):
     back = infer(forward.value, sigma, *shape)
     np.testing.assert_allclose(back.strength, s, rtol=1e-6)
     np.testing.assert_allclose(back.echo, forward.echo, rtol=1e-5, atol=1e-12)
-    # The closed forms of the shrinker and of the echo, written out.
+    # The closed forms of the shrinker and of the echo.
     p, q = shape
     y, n = float(forward.value) / sigma, (p, q)
     delta = (y**2 - sum(n)) ** 2 - 4 * p * q
@@ -74,7 +74,7 @@ def test_prediction_without_noise_is_input():
 
 
 def test_shrinker_loses_less_than_its_neighbours():
-    """Frobenius loss of keeping the noisy direction with another value: the shrinker is the minimum."""
+    """The shrinker minimises the Frobenius loss over the value of the noisy direction."""
     p, q, sigma = 200, 500, 1.0
     generator = np.random.default_rng(0)
     s = 2.5 * threshold(sigma, p, q)
@@ -114,7 +114,7 @@ def test_curve_of_muon_equals_torch():
     along = ((U.T @ made) * V.T).sum(1)
     expected = muon(s.numpy(), float(s.norm()))
     np.testing.assert_allclose(along.numpy(), expected, atol=0.05)
-    assert expected[0] != pytest.approx(1.0, abs=0.01)  # it does not converge to 1, and that is known
+    assert expected[0] != pytest.approx(1.0, abs=0.01)  # by design it does not converge to 1
 
 
 @pytest.mark.parametrize("frobenius", [0.0, -1.0, float("nan"), float("inf")])

@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 
@@ -22,22 +20,12 @@ def test_powers_of_two_are_lower_bin_edges(dtype):
     assert bins(torch.cat((one, -one, below, 2 * one, 4 * one))) == {-1: 1, 0: 2, 1: 1, 2: 1}
 
 
-@pytest.mark.parametrize("exponent", [-40, -39, -24, -1, 0, 5, 23])
-def test_every_histogram_bin(exponent):
-    assert bins(torch.tensor([2.0**exponent, 1.999 * 2.0**exponent])) == {exponent: 2}
-
-
 def test_outer_bins_include_values_beyond_range():
     last = LOWEST + BINS - 1
     values = [2.0**-41, 1e-45, 1e-38, -(2.0**-149), 2.0**24, 3e38]
     assert bins(torch.tensor(values)) == {LOWEST: 4, last: 2}
     assert bins(torch.tensor([5e-324, 1e-310, 1e308], dtype=torch.float64)) == {LOWEST: 2, last: 1}
     assert bins(torch.tensor([2.0**-24, 2.0**-15], dtype=torch.float16)) == {-24: 1, -15: 1}
-
-
-def test_zeros_and_non_finite_values_are_in_no_bin():
-    assert bins(torch.tensor([0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf])) == {}
-    assert bins(torch.empty(0)) == {}
 
 
 def test_rows_without_tensor():

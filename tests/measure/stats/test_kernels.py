@@ -1,4 +1,4 @@
-"""Joined norms; the compiled tier gives the numbers of the eager one, or reports why it is not used."""
+"""Joined norms; the compiled tier equals the eager tier, or reports why it is unused."""
 
 import math
 import os
@@ -36,10 +36,10 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Kernels of a process in which nothing has been compiled yet."""
+    """Replace the kernels by ones without compiled code."""
     fresh = Kernels()
-    for place in (module, kernels_module):
-        monkeypatch.setattr(place, "KERNELS", fresh)
+    for owner in (module, kernels_module):
+        monkeypatch.setattr(owner, "KERNELS", fresh)
     return fresh
 
 
@@ -57,7 +57,7 @@ def with_values(*values, size=LARGE):
 
 
 def matrix(dtype):
-    """Large tensors of every layout and special value, and small ones."""
+    """Return large tensors of every layout and special value, and small ones."""
     tensors = [
         torch.randn(400, 500),
         torch.randn(400, 500).t(),
@@ -162,17 +162,17 @@ def test_rare_types_are_eager_in_any_tier(kernels, check):
 
 
 def test_failed_compiler_is_not_tried_again(kernels, monkeypatch, check):
-    asked = []
+    compiled_types = []
 
     def compile_(self, device, dtype, rows):
-        asked.append(dtype)
+        compiled_types.append(dtype)
         raise RuntimeError("no compiler\n\n  here\nand a long story")
 
     monkeypatch.setattr(Kernels, "_compile", compile_)
     tensors = [torch.randn(LARGE), torch.randn(9)]
     for _ in range(3):
         check(statistics(tensors, tier="compiled"), tensors)
-    assert asked == [torch.float32]
+    assert compiled_types == [torch.float32]
     assert why_not_compiled() == "RuntimeError: no compiler here"
 
 
@@ -206,8 +206,10 @@ def test_number_of_compilations_is_limited(kernels, monkeypatch, check):
 
 
 def test_auto_tier_compiles_once_eager_cost_reaches_compile_cost(kernels, trigger, monkeypatch):
-    asked = []
-    monkeypatch.setattr(Kernels, "_compile", lambda self, device, dtype, rows: asked.append(dtype) or 1 / 0)
+    compiled_types = []
+    monkeypatch.setattr(
+        Kernels, "_compile", lambda self, device, dtype, rows: compiled_types.append(dtype) or 1 / 0
+    )
     monkeypatch.delitem(sys.modules, "torch._inductor.compile_fx", raising=False)
     large = [torch.randn(200_000)]
     statistics(large)
@@ -215,13 +217,13 @@ def test_auto_tier_compiles_once_eager_cost_reaches_compile_cost(kernels, trigge
     assert 0 < trigger._spent < 1
     spent = trigger._spent
     statistics([torch.randn(9)] * 50)
-    assert trigger._spent == spent  # no kernel would have helped those
+    assert trigger._spent == spent  # small tensors use no kernel
     trigger.spend(COMPILE_WITH_IMPORT_S)
     assert trigger.is_due()
     statistics(large, tier="eager")
-    assert asked == []
+    assert compiled_types == []
     statistics(large)
-    assert asked == [torch.float32]
+    assert compiled_types == [torch.float32]
     assert why_not_compiled() == "ZeroDivisionError: division by zero"
 
 
@@ -232,21 +234,8 @@ def test_nothing_is_measured_inside_compiled_function(monkeypatch):
     assert not floats.any()
 
 
-def run(body):
-    """Run a script that has its own process and its own compiler."""
-    script = "import torch\nfrom backlight.measure.stats.statistics import *\n" + textwrap.dedent(body)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-@needs_compiler
-@pytest.mark.full
-def test_recompiling_may_be_error():
-    run(
-        """
+SCRIPTS = {
+    "recompiling is an error": """
         torch._dynamo.config.error_on_recompile = True
         x = [torch.randn(n) for n in (140_000, 150_000, 262_144)]
         a = statistics(x, tier="compiled").arrays()
@@ -257,18 +246,9 @@ def test_recompiling_may_be_error():
         statistics(y, tier="compiled").arrays()
         assert why_not_compiled() == ""
         assert abs(a[0] - b[0]).max() < 1e-9
-        """
-    )
-
-
-@needs_compiler
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "off", ["torch.compiler.set_stance('force_eager')", "setattr(torch._dynamo.config, 'disable', True)"]
-)
-def test_compiling_may_be_disabled(off):
-    run(
-        f"""
+        """,
+    **{
+        f"compiling is disabled by {off}": f"""
         import torch._dynamo
         {off}
         x = torch.randn(140_000)
@@ -276,14 +256,9 @@ def test_compiling_may_be_disabled(off):
         assert why_not_compiled().startswith("NotCompiledError"), why_not_compiled()
         assert abs(values[0, 0] - float(x.double().norm())) < 1e-9
         """
-    )
-
-
-@needs_compiler
-@pytest.mark.full
-def test_users_compiled_functions_are_unchanged():
-    run(
-        """
+        for off in ("torch.compiler.set_stance('force_eager')", "torch._dynamo.config.disable = True")
+    },
+    "compiled functions of the user are unchanged": """
         import torch._dynamo
         torch._dynamo.config.recompile_limit = 2
         torch._dynamo.config.error_on_recompile = True
@@ -304,31 +279,14 @@ def test_users_compiled_functions_are_unchanged():
         assert before == (config.recompile_limit, config.error_on_recompile)
         assert torch.equal(double(x), x * 2)
         assert len(calls) == 1
-        """
-    )
-
-
-@needs_compiler
-@pytest.mark.full
-def test_no_process_is_started_to_compile():
-    done = run(
-        """
-        import os, threading
+        """,
+    "compiling starts no process": """
+        import os, sys
         statistics([torch.randn(140_000)], tier="compiled").arrays()
         assert why_not_compiled() == ""
-        children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
-        print("children", children)
-        """
-    )
-    assert "children []" in done.stdout
-    assert done.stderr == ""
-
-
-@needs_compiler
-@pytest.mark.full
-def test_large_tensors_use_several_threads():
-    run(
-        """
+        assert open(f"/proc/self/task/{os.getpid()}/children").read().split() == []
+        """,
+    "large tensors use several threads": """
         from backlight.measure.stats.kernels import KERNELS, PARALLEL_SCALARS
         torch.set_num_threads(2)
         x = [torch.randn(PARALLEL_SCALARS + 5), torch.randn(200_000)]
@@ -337,8 +295,23 @@ def test_large_tensors_use_several_threads():
         assert sorted(key[2] for key in KERNELS._kernels) == [4, 16]
         assert (found[1] == plain[1]).all()
         assert abs(found[0] - plain[0]).max() < 1e-8
-        """
+        """,
+}
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_compiled_tier_in_its_own_process(case):
+    script = "import torch\nfrom backlight.measure.stats.statistics import *\n" + textwrap.dedent(
+        SCRIPTS[case]
     )
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    if case == "compiling starts no process":
+        assert ended.stderr == ""
 
 
 def test_root_sum_squares_along_axis():

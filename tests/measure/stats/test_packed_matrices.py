@@ -1,4 +1,4 @@
-"""Chunks without copies: what is a view, and how large a copy may be."""
+"""Chunks are views where possible; copies are bounded."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every dtype, layout and special value against an oracle that is not torch."""
+"""Every dtype, layout and special value against a reference without torch."""
 
 import math
 
@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from backlight.measure.stats import histogram, update
 from backlight.measure.stats.kernels import SCRATCH
 from backlight.measure.stats.statistics import FLOATS, INTEGERS, statistics
+from backlight.store.format.schema import GRADIENT, HISTOGRAM, HISTOGRAM_BINS, HISTOGRAM_LOWEST, UPDATE
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -91,22 +93,12 @@ def test_complex_parts_that_are_not_finite(check):
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
-        (1e20, torch.float32),
-        (3e38, torch.float32),
-        (1e-30, torch.float32),
-        (1e-45, torch.float32),
-        (3e38, torch.bfloat16),
-        (1e-40, torch.bfloat16),
-        (6e4, torch.float16),
-        (6e-8, torch.float16),
-        (1e200, torch.float64),
-        (1e302, torch.float64),
-        (1e-200, torch.float64),
-        (5e-324, torch.float64),
-        (2e38, torch.complex64),
-        (1e-45, torch.complex64),
-        (1e200, torch.complex128),
-        (1e-320, torch.complex128),
+        *((value, torch.float32) for value in (1e20, 3e38, 1e-30, 1e-45)),
+        *((value, torch.bfloat16) for value in (3e38, 1e-40)),
+        *((value, torch.float16) for value in (6e4, 6e-8)),
+        *((value, torch.float64) for value in (1e200, 1e302, 1e-200, 5e-324)),
+        *((value, torch.complex64) for value in (2e38, 1e-45)),
+        *((value, torch.complex128) for value in (1e200, 1e-320)),
     ],
 )
 @pytest.mark.parametrize("size", [3, 100_000])
@@ -141,12 +133,8 @@ def sparse_cases() -> dict[str, torch.Tensor]:
     )
     vanishing = torch.sparse_coo_tensor([[1, 1]], [2.0, -2.0], (4,), check_invariants=True)
     hybrid = torch.sparse_coo_tensor([[0, 3, 0]], torch.randn(3, 8), (9, 8), check_invariants=True)
-    many = torch.sparse_coo_tensor(
-        torch.randint(0, 50, (2, 3000)),
-        torch.randint(-9, 9, (3000,)).float(),
-        (50, 50),
-        check_invariants=True,
-    )
+    positions, integers = torch.randint(0, 50, (2, 3000)), torch.randint(-9, 9, (3000,)).float()
+    many = torch.sparse_coo_tensor(positions, integers, (50, 50), check_invariants=True)
     empty = torch.sparse_coo_tensor(torch.empty(2, 0), torch.empty(0), (3, 4), check_invariants=True)
     bad = torch.sparse_coo_tensor([[1, 1, 2]], [INF, -INF, 1.0], (4,), check_invariants=True)
     return {
@@ -248,9 +236,9 @@ def test_total_equals_torch_clipping():
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     grads = [parameter.grad for parameter in parameters]
-    mine = np.linalg.norm(statistics(grads).arrays()[0][:, 0])
-    np.testing.assert_allclose(mine, float(torch.nn.utils.get_total_norm(grads)), rtol=1e-6)
-    np.testing.assert_allclose(mine, float(torch.nn.utils.clip_grad_norm_(parameters, math.inf)), rtol=1e-6)
+    total = np.linalg.norm(statistics(grads).arrays()[0][:, 0])
+    np.testing.assert_allclose(total, float(torch.nn.utils.get_total_norm(grads)), rtol=1e-6)
+    np.testing.assert_allclose(total, float(torch.nn.utils.clip_grad_norm_(parameters, math.inf)), rtol=1e-6)
 
 
 def test_modes_of_caller_are_unchanged(check):
@@ -286,3 +274,10 @@ def test_statistics_on_several_threads(check):
         check(statistics(tensors), tensors)
     finally:
         torch.set_num_threads(1)
+
+
+def test_columns_equal_the_store_schema():
+    assert (GRADIENT.floats, GRADIENT.integers) == (FLOATS, INTEGERS)
+    assert (UPDATE.floats, UPDATE.integers) == (update.FLOATS, update.INTEGERS)
+    assert (histogram.LOWEST, histogram.BINS) == (HISTOGRAM_LOWEST, HISTOGRAM_BINS)
+    assert (HISTOGRAM.floats, len(HISTOGRAM.integers)) == ((), 1 + histogram.BINS)

@@ -60,13 +60,18 @@ def test_sampled_update_is_near_exact_one():
     np.testing.assert_allclose(floats[exact], np.array([change, before]).T[exact], rtol=1e-12)
 
 
-def test_update_is_zero_without_step():
+def test_update_is_zero_without_step_and_weights_are_unchanged():
     parameters = weights()
+    copies = [p.detach().clone() for p in parameters]
     sample = WeightSample(parameters)
     sample.before()
     floats, _ = sample.after().arrays()
     assert not floats[:, 0].any()
     assert (floats[[0, 1, 2], 1] > 0).all()
+    for parameter, copy in zip(parameters, copies, strict=True):
+        assert torch.equal(parameter, copy)
+        assert parameter.requires_grad
+        assert parameter.grad is None
 
 
 SIZES = [(768 * 768, 4096), (6000, 4096), (2**20, 1000), (6, 4), (5, 5), (97, 1), (30030 * 4, 30030), (0, 3)]
@@ -167,15 +172,3 @@ def test_update_that_is_not_finite():
     floats, _ = sample.after().arrays()
     assert math.isnan(floats[0, 0])
     assert floats[0, 1] == pytest.approx(math.sqrt(5))
-
-
-def test_weights_and_gradients_are_unchanged():
-    parameters = weights()
-    copies = [p.detach().clone() for p in parameters]
-    sample = WeightSample(parameters)
-    sample.before()
-    sample.after().arrays()
-    for parameter, copy in zip(parameters, copies, strict=True):
-        assert torch.equal(parameter, copy)
-        assert parameter.requires_grad
-        assert parameter.grad is None

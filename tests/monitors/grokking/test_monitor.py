@@ -116,21 +116,21 @@ def test_accumulated_gradients_are_measured_once_per_step(tmp_path: Path) -> Non
     model, optimizer = build()
     model.eval()
     x, y = data()
-    wanted: dict[int, np.ndarray] = {}
+    expected: dict[int, np.ndarray] = {}
     with watched(tmp_path / "run", model, optimizer, (sample_loss, (x, y))):
         for step in range(4):
             optimizer.zero_grad()
             for start in range(0, 20, 5):
                 part = slice(start, start + 5)
                 (sample_loss(model, (x[part], y[part])) / 20).backward()
-            wanted[step] = model.head.weight.grad.numpy().copy()
+            expected[step] = model.head.weight.grad.numpy().copy()
             optimizer.step()
     run = backlight.open_run(tmp_path / "run")
     for name in ("gradient/head.weight", "mean_gradient/head.weight"):
         steps, stored = run.array(name)
         assert steps.tolist() == [0, 2]
         for step, values in zip(steps.tolist(), stored, strict=True):
-            np.testing.assert_allclose(values, wanted[step], rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(values, expected[step], rtol=1e-4, atol=1e-7)
 
 
 def test_missing_samples_are_recorded_as_unmeasured(tmp_path: Path) -> None:

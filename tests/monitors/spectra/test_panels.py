@@ -1,4 +1,4 @@
-"""The panels on spectra: ranked layers, tables thinned with a remark, curves that are what they claim."""
+"""The spectra panels: ranked layers, thinned tables with a remark, exact curves."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ import numpy as np
 import pytest
 import torch
 
+from backlight.measure.spectra.measurement import spectral_echo
 from backlight.monitors.spectra import panels as shared
+from backlight.monitors.spectra.model.echo_records import record_layer
 from backlight.monitors.spectra.panels import FIELDS, explorer, frobenius, spectra_of, steps_of, thinned
 from backlight.records import Evidence
 from backlight.report.evidence_links import place_of
 from backlight.report.page import model
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
+from backlight.store.format.spectra import Layer
+from backlight.store.read.run import open_run
 from backlight.store.read.spectra import table
+from backlight.store.write.writer import RunWriter
 from backlight.text import visible
 from report.synthetic import finding
-from spectra_runs import STRENGTHS, Injected, replicates, write_spectra_run
+from spectra_runs import STRENGTHS, Injected, record, replicates, write_spectra_run
 
 QKV, UP, HEAD = STRENGTHS
+PLAN = Injected(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
 NAMES = ("spectra", "spectra_layers", "spectra_signal")
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    plan = Injected(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
-    return Source(write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", plan))
+    return Source(write_spectra_run(tmp_path_factory.mktemp("spectra") / "run", PLAN))
 
 
 def drawn(source: Source, name: str) -> Drawn:
@@ -63,8 +68,7 @@ def test_explorer_shows_stored_values(source: Source) -> None:
 
 
 def test_frobenius_norm_is_that_of_replicates(source: Source) -> None:
-    plan = Injected(steps=(0, 100, 200, 300), update_ranks=(4.0, 3.0, 2.0, 1.9))
-    G = replicates(plan, UP, 1).double()
+    G = replicates(PLAN, UP, 1).double()
     truth = float(torch.linalg.matrix_norm(G).square().mean().sqrt())
     assert frobenius(table(source.run, 100, UP)) == pytest.approx(truth, rel=1e-5)
 
@@ -118,17 +122,14 @@ def test_thinned_tables_have_remark(source: Source, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("amount", [1, 95, 96, 97, 1000, 4096])
 def test_thinned_indices_are_ascending_and_hold_both_ends(amount: int) -> None:
-    places = thinned(amount, 96)
-    assert places[0] == 0
-    assert places[-1] == amount - 1
-    assert len(places) <= 96
-    assert (np.diff(places) > 0).all()
+    indices = thinned(amount, 96)
+    assert indices[0] == 0
+    assert indices[-1] == amount - 1
+    assert len(indices) <= 96
+    assert (np.diff(indices) > 0).all()
 
 
 def test_run_without_spectra_has_no_panel(tmp_path: Path) -> None:
-    from backlight.store.read.run import open_run
-    from backlight.store.write.writer import RunWriter
-
     writer = RunWriter.create(tmp_path / "run", monitors=("spectra",), step_offset=0)
     writer.close()
     for name in NAMES:
@@ -158,7 +159,6 @@ def test_evidence_links_to_its_layer() -> None:
 
     def layer_at(path: str) -> tuple[str, str | None, int | None]:
         found = place_of(Evidence(path, 5), finding("w", 3), in_order(), drawn_panels, {})
-        assert found is not None
         return found.panel, found.layer, found.step
 
     assert layer_at("scalars/spectra/a.weight/edge") == ("spectra", "a.weight", 5)
@@ -169,9 +169,8 @@ def test_evidence_links_to_its_layer() -> None:
 def test_headline_counts_layers_and_steps(source: Source) -> None:
     page = model(source)
     assert page["verdict"]["headline"] == "No findings"
-    assert page["verdict"]["detail"].startswith(
-        "Spectra of 3 layers over replicates were measured at 4 steps."
-    )
+    detail = "Spectra of 3 layers over replicates were measured at 4 steps."
+    assert page["verdict"]["detail"].startswith(detail)
     assert {f["label"]: f["value"] for f in page["verdict"]["figures"]}["replicates"] == "12"
 
 
@@ -183,20 +182,13 @@ def test_names_are_made_visible(tmp_path: Path) -> None:
 
 
 def test_drift_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
-    from backlight.measure.spectra.measurement import spectral_echo
-    from backlight.monitors.spectra.model.echo_records import record_arrays, record_layer, record_measured
-    from backlight.store.format.spectra import Layer
-    from backlight.store.read.run import open_run
-    from backlight.store.write.writer import RunWriter
-
     plan = Injected(shapes={HEAD: (20, 36)})
     writer = RunWriter.create(tmp_path / "run", monitors=("spectra",), step_offset=0)
     record_layer(writer, Layer(HEAD, "head", (20, 36), "", 20, 36))
     found = spectral_echo(replicates(plan, HEAD, 0), draws=20)
     for step, stayed in ((0, math.nan), (5, 0.75)):
-        record_arrays(writer, step, HEAD, found)
         drift = {"drift_left": stayed, "drift_right": 0.5, "drift_directions": 2.0}
-        record_measured(writer, step, HEAD, found, drift=drift)
+        record(writer, step, HEAD, found, drift=drift)
     writer.close()
     charts = drawn(Source(open_run(tmp_path / "run")), "spectra_signal").data["charts"]
     by_title = {chart["title"]: chart["lines"][0]["values"] for chart in charts}

@@ -1,7 +1,8 @@
-"""Spectra inside a training that goes wrong: one warning, an event, the same training."""
+"""Faults in a run with the spectra monitor: one warning, an event, unchanged training."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,25 +17,36 @@ from backlight.monitors.spectra.instrument import replicate_buffer
 from backlight.monitors.spectra.instrument.layer_selection import LayerSelection
 from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
 from backlight.store.read import spectra as stored
-from spectra.watched import batch, build, loss_of, one, same, scaler, train, unmeasured, watch, weights
+from spectra.training import (
+    batch,
+    build,
+    loss_of,
+    same,
+    scaler,
+    train,
+    train_once,
+    unmeasured,
+    watch,
+    weights,
+)
 
 
-def poison(kind: str) -> Callable[[nn.Module], dict[str, Any]]:
+def corrupt(kind: str) -> Callable[[nn.Module], dict[str, Any]]:
     def of(model: nn.Module) -> dict[str, Any]:
         calls = [0]
 
-        def spoiled(gradient: Tensor) -> Tensor:
+        def corrupted(gradient: Tensor) -> Tensor:
             calls[0] += 1
-            spoil = {"nan": float("nan"), "zero": 0.0}[kind]
-            return gradient * spoil if calls[0] % 4 == 2 or kind == "zero" else gradient
+            factor = {"nan": float("nan"), "zero": 0.0}[kind]
+            return gradient * factor if calls[0] % 4 == 2 or kind == "zero" else gradient
 
-        model.get_parameter("block.up.weight").register_hook(spoiled)
+        model.get_parameter("block.up.weight").register_hook(corrupted)
         return {}
 
     return of
 
 
-def lonely(model: nn.Module) -> dict[str, Any]:
+def without_gradient_once(model: nn.Module) -> dict[str, Any]:
     used = model.block.up
 
     def before(_step: int, micro: int) -> None:
@@ -44,11 +56,11 @@ def lonely(model: nn.Module) -> dict[str, Any]:
 
 
 FAULTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str, bool]] = {
-    "nan": (poison("nan"), "holds NaN or infinite values", False),
-    "zero": (poison("zero"), "all 4 replicates are zero", False),
+    "nan": (corrupt("nan"), "holds NaN or infinite values", False),
+    "zero": (corrupt("zero"), "all 4 replicates are zero", False),
     "few": (lambda _m: {"micro": 2}, "2 microbatches give no echo", True),
     "sizes": (lambda _m: {"size": lambda _s, m: 8 - m % 2}, "microbatches of 7, 8 samples", True),
-    "no gradient": (lonely, "no gradient in 1 of 4 microbatches", False),
+    "no gradient": (without_gradient_once, "no gradient in 1 of 4 microbatches", False),
 }
 
 
@@ -56,9 +68,9 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str, bool]] = {
 def test_fault_is_one_warning_and_event(fault: str, tmp_path: Path) -> None:
     prepare, reason, everything = FAULTS[fault]
     plain_model, model = build(), build()
-    plain = one(plain_model, prepare(plain_model))
+    plain = train_once(plain_model, prepare(plain_model))
     with pytest.warns(RuntimeWarning, match=reason) as warned:
-        found = one(model, prepare(model), tmp_path)
+        found = train_once(model, prepare(model), tmp_path)
     assert len(warned) == 1
     assert all(torch.equal(plain[n].nan_to_num(3.0), found[n].nan_to_num(3.0)) for n in plain)
     messages = [s for r, s in unmeasured(tmp_path).items() if reason in r]
@@ -71,7 +83,7 @@ def test_fault_is_one_warning_and_event(fault: str, tmp_path: Path) -> None:
 def test_same_data_twice_are_reported(tmp_path: Path) -> None:
     model = build().eval()
     with pytest.warns(RuntimeWarning, match=r"replicates \d and \d are the same"):
-        one(model, {"number": lambda step, micro: 100 * step + micro // 2}, tmp_path)
+        train_once(model, {"number": lambda step, micro: 100 * step + micro // 2}, tmp_path)
     assert not stored.measurements(backlight.open_run(tmp_path))
 
 
@@ -142,8 +154,8 @@ def test_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
 
     with watch(model, optimizer, tmp_path):
         for micro in range(5):
-            words, targets = batch(micro)
-            hidden = model.block(model.embed(words))
+            tokens, targets = batch(micro)
+            hidden = model.block(model.embed(tokens))
             hidden = Failing.apply(hidden) if micro == 2 else hidden
             loss = nn.functional.cross_entropy(model.head(hidden).flatten(0, 1), targets.flatten())
             if micro == 2:
@@ -168,9 +180,9 @@ def test_internal_error_is_one_warning(method: str, tmp_path: Path, monkeypatch:
         "ReplicateBuffer.end": replicate_buffer.ReplicateBuffer,
     }[method]
     monkeypatch.setattr(target, method.rpartition(".")[2], fail)
-    plain = one(build(), {})
+    plain = train_once(build(), {})
     with pytest.warns(RuntimeWarning, match="injected trouble") as warned:
-        assert same(plain, one(build(), {}, tmp_path))
+        assert same(plain, train_once(build(), {}, tmp_path))
     assert len(warned) <= 2  # the two measured steps are reported separately where the thread failed
     assert any("injected trouble" in reason for reason in unmeasured(tmp_path))
 
@@ -198,8 +210,6 @@ def test_error_of_this_monitor_disables_no_other(tmp_path: Path, monkeypatch: py
 def test_steps_are_skipped_while_earlier_ones_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
-
     go = threading.Event()
     original = StepMeasurement.measure
 
@@ -247,5 +257,5 @@ def test_bad_settings_are_refused_before_anything_is_written(
 def test_warnings_as_errors_do_not_end_training(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plain = one(build(), {"micro": 1})
-        assert same(plain, one(build(), {"micro": 1}, tmp_path))
+        plain = train_once(build(), {"micro": 1})
+        assert same(plain, train_once(build(), {"micro": 1}, tmp_path))

@@ -18,14 +18,13 @@ def test_verdict_is_finding_with_both_times(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
     (found,) = evaluate_rules(run)
     detection = detect_run(run)
-    assert detection.generalised is not None
     assert (found.rule, found.severity, found.subject.verdict) == ("grokking", Severity.INFO, "grokking")
     assert found.subject.step == detection.generalised.by
     assert detection.strong
     assert f"{detection.generalised}" in found.detail
-    places = {(e.path, e.step) for e in found.evidence}
-    assert ("user/test_accuracy", detection.generalised.by) in places
-    assert ("user/train_accuracy", detection.memorised.after) in places
+    locations = {(e.path, e.step) for e in found.evidence}
+    assert ("user/test_accuracy", detection.generalised.by) in locations
+    assert ("user/train_accuracy", detection.memorised.after) in locations
     assert "control" in found.fix
     (found,) = evaluate_rules(run, {"grokking": {"delay_ratio": 100.0}})
     assert found.subject.verdict == "no-delay"
@@ -67,15 +66,14 @@ def test_event_about_measurement_is_no_finding(tmp_path: Path, kind: str, payloa
 
 def test_control_is_found_by_its_event_and_reported_as_memorised(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
-    mine = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id))
+    control = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id))
     other = write_grokking_run(tmp_path / "b", Grok(control="random-labels", control_of="else", steps=300))
     plain = write_grokking_run(tmp_path / "c", Grok(steps=300))
-    found = control_of(run, [run, other, plain, mine])
-    assert found is not None
-    assert found.run_id == mine.run_id
+    found = control_of(run, [run, other, plain, control])
+    assert found.run_id == control.run_id
     assert control_of(run, [run, other, plain]) is None
-    assert stated(mine).control == "random-labels"
-    (finding,) = evaluate_rules(mine)
+    assert stated(control).control == "random-labels"
+    (finding,) = evaluate_rules(control)
     assert (finding.severity, finding.subject.verdict) == (Severity.INFO, "memorised")
 
 

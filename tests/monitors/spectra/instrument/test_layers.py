@@ -48,13 +48,8 @@ def test_matrices_in_order_of_model():
         "blocks.1.out.weight",
     ]
     conv, query = selection.layers[:2]
-    assert (conv.shape, conv.rows, conv.columns, conv.layer, conv.split_of) == (
-        (4, 2, 3, 3),
-        4,
-        18,
-        "conv",
-        "",
-    )
+    assert (conv.shape, conv.rows, conv.columns) == ((4, 2, 3, 3), 4, 18)
+    assert (conv.layer, conv.split_of) == ("conv", "")
     assert (query.shape, query.layer, query.split_of) == ((3, 6), "blocks.0.qkv", "blocks.0.qkv.weight")
     assert [layer.index for layer in selection.layers] == list(range(9))
     assert "frozen" in selection.left_out["head.weight"]
@@ -67,14 +62,10 @@ def test_patterns_match_matrices_weights_and_modules():
     assert names(chosen) == ["blocks.0.qkv.weight:q", "blocks.0.qkv.weight:v"]
     assert chosen.left_out["blocks.0.qkv.weight:k"] == "left out by --exclude"
     assert chosen.left_out["conv.weight"] == "not in --include"
-    assert names(select(Net(), fused, include=["blocks.1.qkv.weight"])) == [
-        f"blocks.1.qkv.weight:{part}" for part in "qkv"
-    ]
-    assert names(select(Net(), fused, include=["conv", "*.out.weight"])) == [
-        "conv.weight",
-        "blocks.0.out.weight",
-        "blocks.1.out.weight",
-    ]
+    parts = [f"blocks.1.qkv.weight:{part}" for part in "qkv"]
+    assert names(select(Net(), fused, include=["blocks.1.qkv.weight"])) == parts
+    outputs = ["conv.weight", "blocks.0.out.weight", "blocks.1.out.weight"]
+    assert names(select(Net(), fused, include=["conv", "*.out.weight"])) == outputs
 
 
 def test_pattern_without_match():

@@ -13,7 +13,7 @@ from backlight.monitors.spectra.model.options import SpectraError
 
 
 class Wire:
-    """Messages between ranks that are threads, in place of a process group."""
+    """A fake process group whose ranks are threads."""
 
     def __init__(self):
         self.rank = threading.local()
@@ -76,9 +76,9 @@ def test_error_keeps_its_cause():
 
 
 def test_rank_that_has_ended_is_reported(monkeypatch):
-    def gone(*_args, **_options):
+    def fails(*_args, **_options):
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(module.dist, "all_gather_object", gone)
+    monkeypatch.setattr(module.dist, "all_gather_object", fails)
     with pytest.raises(SpectraError, match="lost contact: another rank has ended"):
         RankGroup(0, 2).all_gather(1)

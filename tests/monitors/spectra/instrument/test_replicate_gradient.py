@@ -1,4 +1,4 @@
-"""The gradient of a replicate is that of autograd, depends on its number alone, and changes no model."""
+"""The gradient of a replicate equals autograd, depends on its number only, and changes no model."""
 
 import pytest
 import torch
@@ -25,14 +25,8 @@ def square(model, batch):
 
 def net():
     torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Conv1d(2, 6, 3),
-        nn.Flatten(),
-        nn.Linear(12, 9),
-        nn.BatchNorm1d(9),
-        nn.Dropout(0.5),
-        nn.Linear(9, 4),
-    )
+    head = nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 4)
+    return nn.Sequential(nn.Conv1d(2, 6, 3), nn.Flatten(), nn.Linear(12, 9), *head)
 
 
 def test_replicate_gradient_equals_autograd():
@@ -73,16 +67,16 @@ def test_values_before_sample_do_not_matter():
 
 def test_only_wanted_gradients_are_kept(monkeypatch):
     model = net()
-    seen = []
+    with_gradient = []
     original = torch.Tensor.backward
 
     def backward(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        seen.extend(name for name, p in model.named_parameters() if p.grad is not None)
+        with_gradient.extend(name for name, p in model.named_parameters() if p.grad is not None)
 
     monkeypatch.setattr(torch.Tensor, "backward", backward)
     gradients(model, square, torch.randn(5, 2, 4), {"5.weight"}, whole, replicate=0)
-    assert seen == ["5.weight"]
+    assert with_gradient == ["5.weight"]
 
 
 def test_sparse_gradients_are_filled():
@@ -105,16 +99,14 @@ def test_parameters_without_gradient():
             return self.used(x)
 
     batch = torch.randn(2, 3)
-    with pytest.raises(
-        SpectraError, match=r"layer 'idle\.weight': replicate 4 gave it no gradient.*--exclude"
-    ):
+    with pytest.raises(SpectraError, match=r"'idle\.weight': replicate 4 gave it no gradient.*--exclude"):
         gradients(Unused(), square, batch, {"idle.weight", "used.weight"}, whole, replicate=4)
     with pytest.raises(SpectraError, match="replicate 2: the loss has no graph"):
         gradients(nn.Linear(3, 3), lambda m, b: m(b).sum().detach(), batch, {"weight"}, whole, replicate=2)
 
 
 class Recomputed(nn.Module):
-    """A tied weight used twice, once inside a part that is computed again in backward."""
+    """A tied weight used twice, with a checkpointed part."""
 
     def __init__(self, reentrant):
         super().__init__()

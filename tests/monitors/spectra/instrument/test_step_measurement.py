@@ -1,10 +1,11 @@
-"""Spectra inside a training: nothing is changed, and replicates are its microbatches."""
+"""Spectra in a training run: training is unchanged and replicates are its microbatches."""
 
 from __future__ import annotations
 
 import copy
 import io
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import backlight
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
 from backlight.store.read import spectra as stored
-from spectra.watched import batch, build, loss_of, one, same, train, unmeasured, watch, weights
+from spectra.training import batch, build, loss_of, same, train, train_once, unmeasured, watch, weights
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulation": ({}, {}),
@@ -32,16 +33,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[Tensor]]:
-    """Keep what is measured: the replicates by step and layer."""
-    seen: dict[tuple[int, str], list[Tensor]] = {}
+    """Record the measured replicates by step and layer."""
+    found: dict[tuple[int, str], list[Tensor]] = {}
     original = StepMeasurement._layer
 
     def keep(self: Any, caught: Any, name: str, G: list[Tensor], *rest: Any) -> None:
-        seen[caught.step, name] = [part.clone() for part in G]
+        found[caught.step, name] = [part.clone() for part in G]
         original(self, caught, name, G, *rest)
 
     monkeypatch.setattr(StepMeasurement, "_layer", keep)
-    return seen
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:backlight. spectra of:RuntimeWarning")
@@ -54,7 +55,7 @@ def test_training_is_bit_identical_and_replicates_are_microbatches(
     truth: dict[tuple[int, str], list[Tensor]] = {}
     kept: dict[str, Tensor] = {}
 
-    # The difference that each backward makes to .grad: what its microbatch gave, up to the rounding of a sum.
+    # The change of .grad in each backward: the gradient of its microbatch, up to rounding.
     def before(step: int, micro: int) -> None:
         for name, parameter in model.named_parameters():
             now = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
@@ -62,9 +63,9 @@ def test_training_is_bit_identical_and_replicates_are_microbatches(
                 truth.setdefault((step, name), []).append(now - kept[name])
             kept[name] = now
 
-    plain = one(model, {**loop, "before": before})
+    plain = train_once(model, {**loop, "before": before})
     drawn = torch.get_rng_state()
-    assert same(plain, one(build(**options), loop, tmp_path))
+    assert same(plain, train_once(build(**options), loop, tmp_path))
     assert torch.equal(drawn, torch.get_rng_state())
     steps = {m.step for m in stored.measurements(backlight.open_run(tmp_path))}
     assert steps == {step for step, _ in measured} == (set() if case == "one microbatch" else {0, 2})
@@ -79,7 +80,7 @@ def test_training_is_bit_identical_and_replicates_are_microbatches(
 def test_measurement_of_replicates_is_recorded(
     tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
-    one(build(), {}, tmp_path, spectra={"fused": {"*.qkv.weight": ["q", "k", "v"]}})
+    train_once(build(), {}, tmp_path, spectra={"fused": {"*.qkv.weight": ["q", "k", "v"]}})
     run = backlight.open_run(tmp_path)
     layers = {layer.parameter: layer for layer in stored.layers(run)}
     assert {"block.qkv.weight:q", "block.qkv.weight:k", "block.up.weight"} <= set(layers)
@@ -137,33 +138,15 @@ def test_injected_direction_of_transformer_is_recovered(tmp_path: Path) -> None:
     run = backlight.open_run(tmp_path)
     table = stored.table(run, 1, "block.up.weight")
     s, sigma, p, q = 3.0, 0.1, 32, 16
-    # docs/formulas.md, section 2: what one replicate shows of a direction of that strength.
+    # docs/formulas.md, section 2: the echo of a direction of that strength.
     zeta = (s**4 - sigma**4 * p * q) / (s**2 * ((s**2 + sigma**2 * p) * (s**2 + sigma**2 * q)) ** 0.5)
     assert table.measurement.identifiable == 1
     assert table["echo"][0] == pytest.approx(zeta, abs=0.01)
     assert table.measurement["noise_sigma"] == pytest.approx(sigma, rel=0.05)
-    # Step 1 knows where the direction was at step 0.
+    # Step 1 is compared with the direction at step 0.
     moved = run.scalar("spectra/block.up.weight/drift_left")
     assert moved.steps.tolist() == [1]
     assert moved.values[0] > 0.99
-
-
-def test_noise_scale_of_quadratic_is_that_of_its_definition(tmp_path: Path) -> None:
-    rows, columns, size = 6, 5, 16
-    weight = nn.Parameter(torch.ones(rows, columns))
-    model = nn.Module()
-    model.register_parameter("weight", weight)
-    model.forward = lambda x: ((weight - x) ** 2).sum((1, 2)) / 2  # type: ignore[method-assign]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    draw = torch.Generator().manual_seed(5)
-    with watch(model, optimizer, tmp_path, spectra={"replicates": 512}):
-        for _ in range(100):
-            model(2.0 * torch.randn(size, rows, columns, generator=draw)).mean().backward()
-        optimizer.step()
-    found = stored.measurements(backlight.open_run(tmp_path))[0]
-    # tr(covariance) / |gradient|^2 of single samples: 4 in each of the entries, whose gradient is 1.
-    assert found["replicates"] == 100
-    assert found["noise_scale"] == pytest.approx(4.0, rel=0.1)
 
 
 def split_settings(given: Any, count: int = 4) -> dict[str, Any]:
@@ -173,11 +156,11 @@ def split_settings(given: Any, count: int = 4) -> dict[str, Any]:
 def test_single_microbatch_is_split_on_request(
     tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
 ) -> None:
-    plain = one(build(), {"micro": 1})
+    plain = train_once(build(), {"micro": 1})
     now = [0]
     loop = {"micro": 1, "before": lambda step, _micro: now.__setitem__(0, 100 * step)}
     drawn = torch.get_rng_state()
-    assert same(plain, one(build(), loop, tmp_path, **split_settings(lambda: batch(now[0]))))
+    assert same(plain, train_once(build(), loop, tmp_path, **split_settings(lambda: batch(now[0]))))
     assert torch.equal(drawn, torch.get_rng_state())
     run = backlight.open_run(tmp_path)
     assert {m.step for m in stored.measurements(run)} == {0, 2}
@@ -212,22 +195,14 @@ def test_split_restores_running_statistics_and_random_state(tmp_path: Path) -> N
             loss: Tensor = model(part).square().mean()
             return loss
 
-        def loop(
-            model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, x: Tensor = x
-        ) -> None:
+        random.seed(1)
+        np.random.seed(1)
+        given: dict[str, Any] = {"spectra": {"split": 3}, "samples": (loss_fn, x)}
+        with nullcontext() if path is None else watch(model, optimizer, path, **given):
             for _ in range(3):
                 optimizer.zero_grad()
                 model(x).square().mean().backward()
                 optimizer.step()
-
-        random.seed(1)
-        np.random.seed(1)
-        if path is None:
-            loop()
-        else:
-            given: dict[str, Any] = {"spectra": {"split": 3}, "samples": (loss_fn, x)}
-            with watch(model, optimizer, path, **given):
-                loop()
         found.append((weights(model), random.random(), np.random.rand()))
     assert same(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
@@ -236,7 +211,7 @@ def test_split_restores_running_statistics_and_random_state(tmp_path: Path) -> N
 
 def test_one_microbatch_without_split_warns(tmp_path: Path) -> None:
     with pytest.warns(RuntimeWarning, match="one microbatch gives no echo.*'split'") as warned:
-        one(build(), {"micro": 1}, tmp_path)
+        train_once(build(), {"micro": 1}, tmp_path)
     assert len(warned) == 1
     assert [s for r, s in unmeasured(tmp_path).items() if "one microbatch" in r] == [[0, 2]]
 
@@ -251,14 +226,11 @@ def test_compiled_model_is_measured_and_not_recompiled(tmp_path: Path) -> None:
         model = build().eval()
         compiled = torch.compile(model, backend="aot_eager")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        if path is None:
+        with nullcontext() if path is None else watch(compiled, optimizer, path, every=2):
             train(compiled, optimizer, steps=3)
-        else:
-            with watch(compiled, optimizer, path, every=2):
-                train(compiled, optimizer, steps=3)
         found.append((weights(model), counted["stats"]["unique_graphs"]))
-    (plain, graphs), (seen, again) = found
-    assert same(plain, seen)
+    (plain, graphs), (measured_weights, again) = found
+    assert same(plain, measured_weights)
     assert graphs == again
     measured = stored.measurements(backlight.open_run(tmp_path))
     assert {(m.step, m.replicates) for m in measured} == {(0, 4), (2, 4)}
@@ -274,20 +246,14 @@ def test_accelerator_training_is_unchanged_and_equals_host(
     for path in (None, tmp_path):
         model = build().cuda().eval()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-        def loop(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+        settings: dict[str, Any] = {"every": 2, "spectra": {"buffer": buffer}}
+        with nullcontext() if path is None else watch(model, optimizer, path, **settings):
             for step in range(3):
                 optimizer.zero_grad()
                 for micro in range(4):
                     pair = batch(10 * step + micro)
                     loss_of(model, (pair[0].cuda(), pair[1].cuda())).backward()
                 optimizer.step()
-
-        if path is None:
-            loop()
-        else:
-            with watch(model, optimizer, path, every=2, spectra={"buffer": buffer}):
-                loop()
         states.append(weights(model))
     assert same(*states)
     replicates = measured[2, "block.up.weight"]
@@ -301,7 +267,7 @@ def test_accelerator_training_is_unchanged_and_equals_host(
 def test_layers_that_do_not_fit_are_reported_and_largest_kept(tmp_path: Path) -> None:
     size = 48 * 16 * 4  # of the fused weight
     with pytest.warns(RuntimeWarning, match=r"do not fit into spectra\.memory"):
-        one(build(), {}, tmp_path, spectra={"memory": size * 8, "replicates": 4})
+        train_once(build(), {}, tmp_path, spectra={"memory": size * 8, "replicates": 4})
     run = backlight.open_run(tmp_path)
     assert {m.parameter for m in stored.measurements(run)} == {"block.qkv.weight"}
     assert "do not fit" in stored.left_out(run)["block.up.weight"]
@@ -310,7 +276,7 @@ def test_layers_that_do_not_fit_are_reported_and_largest_kept(tmp_path: Path) ->
 
 
 def test_microbatches_beyond_limit_are_dropped_and_counted(tmp_path: Path) -> None:
-    one(build(), {"micro": 6}, tmp_path, spectra={"replicates": 4})
+    train_once(build(), {"micro": 6}, tmp_path, spectra={"replicates": 4})
     costs = [e.payload for e in backlight.open_run(tmp_path).events("spectra_cost")]
     assert [(c["replicates"], c["not_kept"]) for c in costs] == [(4, 2), (4, 2)]
 

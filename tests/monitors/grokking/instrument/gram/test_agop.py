@@ -1,4 +1,4 @@
-"""The input AGOP against Jacobians of samples one by one."""
+"""The input AGOP against Jacobians of single samples."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_agop_is_mean_of_squared_jacobians() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
-class Of(nn.Module):
-    """A model that is a function."""
+class FunctionModule(nn.Module):
+    """A module that calls a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -35,15 +35,15 @@ class Of(nn.Module):
 def test_agop_refuses_inputs_without_jacobian() -> None:
     net, x = nn.Linear(5, 3), torch.randn(6, 5)
     with pytest.raises(GramError, match=r"expected outputs \[6, ...\] that depend on the inputs, got \[\]"):
-        input_agop(Of(lambda b: net(b).sum()), x)
+        input_agop(FunctionModule(lambda b: net(b).sum()), x)
     with pytest.raises(GramError, match="the outputs do not depend on the inputs"):
-        input_agop(Of(lambda b: net(torch.ones_like(b))), x)
+        input_agop(FunctionModule(lambda b: net(torch.ones_like(b))), x)
     with pytest.raises(GramError, match=r"expected real inputs.*int64; of token ids take the embedded"):
         input_agop(net, torch.randint(0, 7, (6, 2)))
 
 
-class Rebuilt(nn.Module):
-    """Its layer is computed again in backward, by a backward of its own."""
+class Checkpointed(nn.Module):
+    """A layer with re-entrant checkpointing and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,15 +56,15 @@ class Rebuilt(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-class Plain(Rebuilt):
-    """The same without checkpointing."""
+class Plain(Checkpointed):
+    """The control without checkpointing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self._inside(x))
 
 
-def controls() -> tuple[Rebuilt, Plain, Tensor]:
-    one, other = Rebuilt(), Plain()
+def controls() -> tuple[Checkpointed, Plain, Tensor]:
+    one, other = Checkpointed(), Plain()
     other.load_state_dict(one.state_dict())
     return one, other, torch.randn(5, 3)
 

@@ -1,4 +1,4 @@
-"""The schedule of the independence check, and what makes it due again."""
+"""Schedule and triggers of the independence check."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from backlight.monitors.grokking.instrument.gram.checks import GramError
 from gram_setups import images, labels
 
 
-def alone(found: Any) -> bool:
+def was_checked(found: Any) -> bool:
     return next(iter(found.coverage.values())).alone is not None
 
 
-def anew() -> Callable[[nn.Module, Any], Tensor]:
-    """Return a loss function that is no other."""
+def new_loss() -> Callable[[nn.Module, Any], Tensor]:
+    """Return a new loss function."""
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return labels(model, batch)
@@ -40,24 +40,24 @@ class Task:
 
 def test_check_interval_doubles() -> None:
     net, batch = linear(), images(7)
-    checked_at = [alone(backlight.gram(net, labels, batch)) for _ in range(9)]
+    checked_at = [was_checked(backlight.gram(net, labels, batch)) for _ in range(9)]
     assert [number for number, checked in enumerate(checked_at, 1) if checked] == [1, 2, 4, 8]
 
 
 def test_new_combination_is_checked_again() -> None:
     net, batch, task = linear(), images(7), Task()
-    assert [alone(backlight.gram(net, task.loss, batch)) for _ in range(3)] == [True, True, False]
-    assert alone(backlight.gram(net, Task().loss, batch))
+    assert [was_checked(backlight.gram(net, task.loss, batch)) for _ in range(3)] == [True, True, False]
+    assert was_checked(backlight.gram(net, Task().loss, batch))
     for _ in range(3):
         backlight.gram(net, labels, batch)
-    assert alone(backlight.gram(net, labels, tuple(part[:4] for part in batch)))
-    assert alone(backlight.gram(net, anew(), batch))
-    assert alone(backlight.gram(linear(), labels, batch))
+    assert was_checked(backlight.gram(net, labels, tuple(part[:4] for part in batch)))
+    assert was_checked(backlight.gram(net, new_loss(), batch))
+    assert was_checked(backlight.gram(linear(), labels, batch))
     net[1].eval()
-    assert alone(backlight.gram(net, labels, batch))
+    assert was_checked(backlight.gram(net, labels, batch))
 
 
-class Creeping(nn.Module):
+class LateMixing(nn.Module):
     """Mixes samples by a share that starts at zero."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Creeping(nn.Module):
 
 
 def test_late_sample_mixing_is_detected_every_time() -> None:
-    net, batch = Creeping().double(), images(7)
+    net, batch = LateMixing().double(), images(7)
     for _ in range(3):
         backlight.gram(net, labels, batch)
     net.share = 1.0
@@ -83,9 +83,9 @@ def test_models_and_functions_are_not_kept_alive() -> None:
     gc.collect()
     before = len(checks._PASSED)
     net = nn.Sequential(nn.Linear(7, 3)).double()
-    backlight.gram(net, anew(), images(7))
+    backlight.gram(net, new_loss(), images(7))
     assert len(checks._PASSED) == before + 1
-    assert not len(checks._PASSED[net])  # the function is gone
+    assert not len(checks._PASSED[net])  # the function was collected
     del net
     gc.collect()
     assert len(checks._PASSED) == before
@@ -99,5 +99,5 @@ def test_loss_without_weak_references_is_checked_each_time() -> None:
             return labels(model, batch)
 
     net, batch, loss = nn.Sequential(nn.Linear(7, 3)).double(), images(7), Slotted()
-    assert all(alone(backlight.gram(net, loss, batch)) for _ in range(4))
+    assert all(was_checked(backlight.gram(net, loss, batch)) for _ in range(4))
     assert torch.is_grad_enabled()

@@ -46,7 +46,7 @@ def close(got: Tensor, expected: Tensor, rtol: float = 1e-10) -> None:
 
 
 OPTIONS = ({}, {"kernel": "ghost"}, {"kernel": "chunked"}, {"at_once": 1}, {"at_once": 4})
-"""Ways to measure a Gram that must agree."""
+"""Options that must not change a Gram."""
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -123,10 +123,8 @@ def test_layers_and_blocks_are_sums_of_parameters() -> None:
     for detail in ("layer", "block", "model"):
         coarse = backlight.gram(setup.model, setup.loss, setup.batch, detail=detail)
         close(coarse.matrix, found.matrix)
-    close(
-        backlight.gram(setup.model, setup.loss, setup.batch, detail="layer").per_layer["ln"],
-        found.per_layer["ln"],
-    )
+    by_layer = backlight.gram(setup.model, setup.loss, setup.batch, detail="layer")
+    close(by_layer.per_layer["ln"], found.per_layer["ln"])
     with pytest.raises(GramError, match="kept by model; ask for detail='layer'"):
         _ = coarse.per_layer
     with pytest.raises(GramError, match="no scope 'layer/nix'; there are: emb"):
@@ -143,7 +141,7 @@ def test_blocks_end_at_first_number_and_repr_is_one_line() -> None:
     assert repr(found) == f"Gram({N} samples, by layer, 6 parameters: {listed})"
 
 
-class Touchy(nn.Module):
+class Stateful(nn.Module):
     """Draws random numbers, counts calls in a buffer, switches its mode."""
 
     def __init__(self) -> None:
@@ -157,7 +155,7 @@ class Touchy(nn.Module):
 
 
 def test_model_is_left_unchanged() -> None:
-    net = Touchy().double()
+    net = Stateful().double()
     batch = images(7)
     labels(net, batch).backward()
     kept = net.lin.weight.grad
@@ -172,7 +170,7 @@ def test_model_is_left_unchanged() -> None:
 
     net.eval()
     found = backlight.gram(net, loss, batch)
-    assert found.coverage["lin.weight"].alone is None  # dropout draws: a lone run would draw otherwise
+    assert found.coverage["lin.weight"].alone is None  # dropout: a single sample would draw another mask
     assert net.lin.weight.grad is kept
     assert torch.equal(kept, values)
     assert not stepped
@@ -206,7 +204,7 @@ def test_dropout_keeps_its_mask_for_eigenvectors(at_once: int | None) -> None:
     found = backlight.gram(net, labels, images(7), at_once=at_once)
     torch.rand(3)
     values, _ = found.eigenvectors(2)
-    assert len(values) == 2  # taken with another mask they would not be orthonormal, which is an error
+    assert len(values) == 2  # with another mask they would not be orthonormal: an error
     assert found.coverage["0.weight"].alone is None
 
 
@@ -261,9 +259,6 @@ def test_gradient_that_cancels_passes_coverage_check() -> None:
     assert all(check.holds for check in found.coverage.values())
 
 
-# What must be refused.
-
-
 def test_mean_loss_is_refused_with_fix() -> None:
     net = nn.Sequential(nn.Linear(7, 3)).double()
     with pytest.raises(GramError, match=r"'0.weight'.* looks like a mean over 6 samples: return their sum"):
@@ -295,14 +290,14 @@ def test_dependent_samples_are_refused() -> None:
 def test_samples_along_another_dimension_are_refused() -> None:
     ids = text()["ids"]
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:  # the model reads [T, N]; N samples are columns
+    def loss(model: nn.Module, batch: Any) -> Tensor:  # the model reads [T, N]: samples are columns
         out = model(batch[0].T)
         return F.cross_entropy(out.flatten(0, 1), batch[1].T.flatten(), reduction="sum")
 
     net = zoo.Gpt(tied=False).double()
     with pytest.raises(GramError, match=r"samples must lie along the first dimension.*\[0\] 5, batch\[1\] 6"):
         backlight.gram(net, loss, (ids.T, ids))
-    # As many positions as samples: only a lone run can tell.
+    # As many positions as samples: only running samples alone detects it.
     square = torch.randint(0, 11, (5, 5))
     with pytest.raises(GramError, match="independent along the first dimension"):
         backlight.gram(net, loss, (square, square))
@@ -327,10 +322,9 @@ def test_parameter_that_only_some_passes_use_falls_back() -> None:
             return self.second(x) if len(x) == 1 else self.first(x)
 
     batch = images(7)
+    five = tuple(part[:5] for part in batch)
     with pytest.raises(GramError, match=r"'first.weight'.*used by every sample"):
-        backlight.gram(
-            Routed().double(), labels, tuple(part[:5] for part in batch), at_once=4, fallback=False
-        )
+        backlight.gram(Routed().double(), labels, five, at_once=4, fallback=False)
 
 
 def test_error_names_uncaptured_use() -> None:
@@ -359,7 +353,7 @@ def test_eigenvectors_of_changed_model_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("arguments_of", "message"),
     [
         (lambda net, b: (net, lambda m, b: m(b[0]), b), r"must return one real number.*got shape \[6, 3\]"),
         (lambda net, b: (net, lambda m, b: 3.0, b), "must return one real number.*got float"),
@@ -373,10 +367,10 @@ def test_eigenvectors_of_changed_model_are_refused() -> None:
         (lambda net, b: (nn.Sequential(nn.LazyLinear(3)), labels, b), "'0.weight' has no shape yet"),
     ],
 )
-def test_invalid_input_is_refused(break_it: Any, message: str) -> None:
+def test_invalid_input_is_refused(arguments_of: Any, message: str) -> None:
     net = nn.Sequential(nn.Linear(7, 3)).double()
     with pytest.raises(GramError, match=message):
-        backlight.gram(*break_it(net, images(7)))
+        backlight.gram(*arguments_of(net, images(7)))
 
 
 @pytest.mark.parametrize(
@@ -385,10 +379,7 @@ def test_invalid_input_is_refused(break_it: Any, message: str) -> None:
         ({"detail": "neuron"}, "detail must be one of parameter, layer, block, model, got 'neuron'"),
         ({"kernel": "magic"}, "kernel must be auto, ghost or chunked, got 'magic'"),
         ({"at_once": 0}, "at_once must be at least 1, got 0"),
-        (
-            {"products": torch.float16},
-            "products must be None, torch.float64 or torch.float32, got torch.float16",
-        ),
+        ({"products": torch.float16}, "products must be None, torch.float64 or torch.float32, got torch.f"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Traces made by hand: events with known times, and the layouts in which tools write them."""
+"""Synthetic traces: events with known times, in the layouts that tools write."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from backlight.trace.events import COLUMNS, MISSING, Events
 
-REAL = Path(__file__).parents[3] / "shared" / "data" / "traces"
-WHY = "the real traces (../shared/data/traces beside the clone) are not there"
+REAL = Path(__file__).parents[2] / "shared" / "data" / "traces"
+SKIP_REASON = "the real traces (../shared/data/traces next to the clone) are missing"
 
 Plain = dict[str, Any]
 
@@ -70,7 +70,7 @@ def rows_of(events: Events) -> list[Plain]:
 
 
 def reference(text: str) -> list[Plain]:
-    """Read a trace slowly and plainly; the columns of each event as :func:`rows_of` gives them."""
+    """Read a trace with the json module into the columns of :func:`rows_of`."""
     document = json.loads(text, parse_float=Decimal)
     events = document if isinstance(document, list) else document["traceEvents"]
     return [_row(event) for event in events]
@@ -91,8 +91,8 @@ def _row(event: Plain) -> Plain:
                 int((Decimal(str(value)) * 1000).to_integral_value()) if value is not None else MISSING
             )
         elif name == "label":
-            told = args.get("name") or args.get("labels") or ""
-            row[name] = told if event.get("ph") == "M" else ""
+            label = args.get("name") or args.get("labels") or ""
+            row[name] = label if event.get("ph") == "M" else ""
         elif name in {"types", "shapes", "strides"}:
             row[name] = [] if value is None else value
         elif kept.coded:
@@ -112,13 +112,13 @@ def _whole(value: Any) -> int:
 
 
 def comparable(row: Plain) -> Plain:
-    """Return a row with the lists that are kept as text parsed, so that layouts do not matter."""
+    """Return a row whose lists, stored as text, are parsed: equal in all layouts."""
     lists = {name: json.loads(row[name]) if row[name] else [] for name in ("types", "shapes", "strides")}
     return {**row, **lists}
 
 
-class Maker:
-    """Writes the events of a step: times are microseconds from the begin of the trace."""
+class TraceBuilder:
+    """Builds the events of a trace; times are microseconds since its start."""
 
     def __init__(self, rank: int = 0, shift: float = 0.0) -> None:
         self.events: list[Plain] = []
@@ -165,5 +165,5 @@ class Maker:
 
     def write(self, path: Path, **top: Any) -> Path:
         """Write the trace with its rank."""
-        about = {"distributedInfo": {"backend": "nccl", "rank": self.rank, "world_size": 2}, **top}
-        return write(path, self.events, **about)
+        metadata = {"distributedInfo": {"backend": "nccl", "rank": self.rank, "world_size": 2}, **top}
+        return write(path, self.events, **metadata)

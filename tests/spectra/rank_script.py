@@ -1,8 +1,8 @@
-"""Trainings on several ranks over gloo, watched and unwatched; run by test_training_ranks.py.
+"""Training runs on several ranks over gloo, watched and unwatched; run by test_training_ranks.py.
 
-    python ranked.py FOLDER MODES    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+    python rank_script.py FOLDER MODES    with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
-Each mode writes what its rank saw as JSON into FOLDER.
+Each mode writes the result of its rank as JSON into FOLDER.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import backlight
 from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
-from spectra.watched import batch, build, loss_of
+from spectra.training import batch, build, loss_of
 
 torch.set_num_threads(1)
 FOLDER = Path(sys.argv[1])
-SEEN: dict[str, list[Tensor]] = {}
+MEASURED: dict[str, list[Tensor]] = {}
 
 
 def keep() -> None:
-    """Keep what is measured: the replicates of the first step by layer."""
+    """Record the measured replicates of the first step by layer."""
     original = StepMeasurement._layer
 
     def layer(self: Any, caught: Any, name: str, G: list[Tensor], *rest: Any) -> None:
-        SEEN.setdefault(name, [part.clone() for part in G])
+        MEASURED.setdefault(name, [part.clone() for part in G])
         original(self, caught, name, G, *rest)
 
     StepMeasurement._layer = layer  # type: ignore[method-assign]
@@ -45,8 +45,8 @@ def keep() -> None:
 def watched(
     mode: str, model: nn.Module, optimizer: torch.optim.Optimizer, **spectra: Any
 ) -> Iterator[list[str]]:
-    """Watch a training, and give the warnings."""
-    SEEN.clear()
+    """Watch a run and yield its warnings."""
+    MEASURED.clear()
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -84,7 +84,7 @@ def report(mode: str, messages: list[str], plain: nn.Module, model: nn.Module, *
     result = {
         "same": all(torch.equal(a, b) for a, b in zip(one, other, strict=True)),
         "warnings": messages,
-        "replicates": {name: len(parts) for name, parts in SEEN.items()},
+        "replicates": {name: len(parts) for name, parts in MEASURED.items()},
         **more,
     }
     (FOLDER / f"{mode}-{dist.get_rank()}.json").write_text(json.dumps(result))
@@ -98,42 +98,53 @@ def parallel(**options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(build(), **options)
 
 
-def unreduced(model: Any) -> Callable[[bool], Any]:
-    return lambda last: contextlib.nullcontext() if last else model.no_sync()
+def sharded() -> Any:
+    model = build()
+    fully_shard(model.block)
+    return fully_shard(model)
+
+
+def compare(
+    mode: str,
+    micro: int,
+    make: Callable[[], Any] = parallel,
+    *,
+    steps: int = 3,
+    accumulate: bool = False,
+    before: Callable[[Any, int], None] = lambda _model, _micro: None,
+    exact: bool = False,
+    **spectra: Any,
+) -> None:
+    """Train unwatched and watched, and report; ``accumulate`` reduces at the last microbatch only."""
+
+    def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        def sync(last: bool) -> Any:
+            return model.no_sync() if accumulate and not last else contextlib.nullcontext()
+
+        loop(model, optimizer, micro, steps, sync=sync, before=lambda m: before(model, m))
+
+    plain, model = make(), make()
+    train(plain, adam(plain))
+    optimizer = adam(model)
+    with watched(mode, model, optimizer, **spectra) as messages:
+        train(model, optimizer)
+    more = {"exact": replicates_are_exact(micro)} if exact else {}
+    report(mode, messages, plain, model, **more)
 
 
 def ddp() -> None:
-    """Accumulation without reduction between: each layer on one rank, from its own microbatches."""
-    plain = parallel()
-    loop(plain, adam(plain), 4, sync=unreduced(plain))
-    model = parallel()
-    optimizer = adam(model)
-    with watched("ddp", model, optimizer) as messages:
-        loop(model, optimizer, 4, sync=unreduced(model))
-    report("ddp", messages, plain, model, right=_right(4))
+    """Gradient accumulation: each layer is measured on one rank, from its own microbatches."""
+    compare("ddp", 4, accumulate=True, exact=True)
 
 
 def ddp_static() -> None:
-    """A static graph, reduced at every backward, into buckets that gradients are views of."""
-    options = {"static_graph": True, "gradient_as_bucket_view": True}
-    plain = parallel(**options)
-    loop(plain, adam(plain), 3)
-    model = parallel(**options)
-    optimizer = adam(model)
-    with watched("ddp_static", model, optimizer) as messages:
-        loop(model, optimizer, 3)
-    report("ddp_static", messages, plain, model)
+    """A static graph, reduced in every backward, with gradients as views of buckets."""
+    compare("ddp_static", 3, lambda: parallel(static_graph=True, gradient_as_bucket_view=True))
 
 
 def exchange() -> None:
     """Two microbatches on each of two ranks are four replicates."""
-    plain = parallel()
-    loop(plain, adam(plain), 2, sync=unreduced(plain))
-    model = parallel()
-    optimizer = adam(model)
-    with watched("exchange", model, optimizer, exchange=True) as messages:
-        loop(model, optimizer, 2, sync=unreduced(model))
-    report("exchange", messages, plain, model)
+    compare("exchange", 2, accumulate=True, exchange=True)
 
 
 def controls() -> None:
@@ -146,64 +157,35 @@ def controls() -> None:
 
 
 def missing() -> None:
-    """One rank has no gradient of a layer in one microbatch: all drop that layer."""
-    models = []
-    for is_watched in (False, True):
-        model = build()
-        optimizer = adam(model)
+    """One rank has no gradient of a layer in one microbatch: all ranks drop that layer."""
 
-        def before(micro: int, model: Any = model) -> None:
-            model.block.up.weight.requires_grad_(not (dist.get_rank() == 1 and micro == 0))
+    def before(model: Any, micro: int) -> None:
+        model.block.up.weight.requires_grad_(not (dist.get_rank() == 1 and micro == 0))
 
-        if is_watched:
-            with watched("missing", model, optimizer, exchange=True) as messages:
-                loop(model, optimizer, 2, before=before)
-        else:
-            loop(model, optimizer, 2, before=before)
-        models.append(model)
-    report("missing", messages, *models)
+    compare("missing", 2, build, before=before, exchange=True)
 
 
 def fewer() -> None:
-    """One rank ends early: the other gives up waiting for it, and trains on."""
-    steps = 3 if dist.get_rank() == 1 else 7
-    plain = build()
-    loop(plain, adam(plain), 2, steps)
-    model = build()
-    optimizer = adam(model)
-    with watched("fewer", model, optimizer, exchange=True, timeout=3.0) as messages:
-        loop(model, optimizer, 2, steps)
-    report("fewer", messages, plain, model)
-
-
-def sharded() -> Any:
-    model = build()
-    fully_shard(model.block)
-    return fully_shard(model)
+    """One rank ends early: the other stops waiting for it and continues."""
+    compare("fewer", 2, build, steps=3 if dist.get_rank() == 1 else 7, exchange=True, timeout=3.0)
 
 
 def fsdp() -> None:
     """FSDP2: gradients before they are reduced and scattered."""
-    plain = sharded()
-    loop(plain, adam(plain), 3)
-    model = sharded()
-    optimizer = adam(model)
-    with watched("fsdp", model, optimizer) as messages:
-        loop(model, optimizer, 3)
-    report("fsdp", messages, plain, model, right=_right(3))
+    compare("fsdp", 3, sharded, exact=True)
 
 
-def _right(micro: int) -> bool:
+def replicates_are_exact(micro: int) -> bool:
     """Return whether the replicates of the first step are the gradients of this rank's microbatches alone."""
     alone = build()
     torch.manual_seed(dist.get_rank())
-    right = bool(SEEN)
+    exact = bool(MEASURED)
     for m in range(micro):
         alone.zero_grad()
         (loss_of(alone, batch(10 * m + dist.get_rank())) / micro).backward()
-        for name, parts in SEEN.items():
-            right = right and torch.equal(parts[m], alone.get_parameter(name).grad)  # type: ignore[arg-type]
-    return right
+        for name, parts in MEASURED.items():
+            exact = exact and torch.equal(parts[m], alone.get_parameter(name).grad)  # type: ignore[arg-type]
+    return exact
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A small transformer and loops around it, for tests of spectra inside a training."""
+"""A small transformer and training loops, for tests of the spectra monitor in a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import backlight
 
-WIDTH, WORDS, LENGTH = 16, 12, 6
+WIDTH, VOCABULARY, LENGTH = 16, 12, 6
 
 
 class Block(nn.Module):
-    """Attention over a fused weight, and a feed-forward layer; checkpointed where asked for."""
+    """Attention over a fused weight, and a feed-forward layer, optionally checkpointed."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Words in, logits out; ``tied`` shares the embedding with the head."""
+    """From tokens to logits; ``tied`` shares the embedding with the head."""
 
     def __init__(self, *, tied: bool = False, reentrant: bool | None = None) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.block = Block(reentrant)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -62,10 +62,10 @@ def build(**options: Any) -> Transformer:
 
 
 def batch(number: int, size: int = 8) -> tuple[Tensor, Tensor]:
-    """Return words and the words after them, by number of the batch."""
+    """Return the tokens and next tokens of a numbered batch."""
     draw = torch.Generator().manual_seed(number)
-    words = torch.randint(WORDS, (size, LENGTH + 1), generator=draw)
-    return words[:, :-1], words[:, 1:]
+    tokens = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=draw)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def loss_of(model: nn.Module, pair: tuple[Tensor, Tensor]) -> Tensor:
@@ -107,14 +107,14 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Return whether two states are the same to the bit."""
+    """Return whether two states are bit-identical."""
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
 def watch(
     model: nn.Module, optimizer: torch.optim.Optimizer, path: Path, *, every: int = 1, **settings: Any
 ) -> Any:
-    """Watch a training run with the monitor of spectra alone."""
+    """Watch a training run with the spectra monitor only."""
     return backlight.watch(model, optimizer, run=path, monitors=("spectra",), every=every, **settings)
 
 
@@ -122,10 +122,10 @@ def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=1024.0)
 
 
-def one(
+def train_once(
     model: nn.Module, loop: dict[str, Any], path: Path | None = None, **settings: Any
 ) -> dict[str, Tensor]:
-    """Train, watched where there is a path, and return the weights."""
+    """Train, watched if there is a path, and return the weights."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loop = {**loop, "scaler": scaler()} if loop.get("scaler") is True else loop
     if path is None:
