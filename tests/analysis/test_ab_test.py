@@ -103,9 +103,7 @@ def test_command_runs_under_backlight_run(command: str, expected: list[str]) -> 
         ("import time; time.sleep(60)", 0.5, r"'train.py': did not finish 12 steps in 0.5 s"),
     ],
 )
-def test_error_names_command_that_fails_or_hangs(
-    program: str, limit: float, message: str, tmp_path: Path
-) -> None:
+def test_error_names_failed_command(program: str, limit: float, message: str, tmp_path: Path) -> None:
     with pytest.raises(ABTestError, match=message):
         ab_test._run("train.py", lambda *_: [sys.executable, "-c", program], tmp_path, 12, limit)
 

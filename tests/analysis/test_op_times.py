@@ -45,9 +45,7 @@ def test_missing_profile_or_trace_is_reported(tmp_path: Path) -> None:
     assert "a trace is not there" in found.trouble[0]
 
 
-def test_slower_kind_is_found_and_rare_kind_is_not_tested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slower_kind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
 
     def by_step(run: Run, steps: int) -> dict[str, Any]:

@@ -56,14 +56,11 @@ def test_files_without_configuration_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read(file)
-    file.write_text("a: [")
-    with pytest.raises(ConfigurationError, match="not valid YAML"):
-        read(file)
-    file.write_text("- 1\n")
-    with pytest.raises(
-        ConfigurationError, match="expected keys with values, as `backlight grok config` prints"
-    ):
-        read(file)
+    keys = "expected keys with values, as `backlight grok config` prints"
+    for text, message in (("a: [", "not valid YAML"), ("- 1\n", keys)):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match=message):
+            read(file)
     with pytest.raises(ConfigurationError, match="is a configuration of 'nanda', not of 'power'"):
         configure("power", None, ("file.yaml", {"experiment": "nanda"}))
     with pytest.raises(ConfigurationError, match="no experiment is named"):

@@ -47,9 +47,7 @@ def test_no_cache_is_written_by_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["content", "time", "version", "damage", "foreign"])
-def test_stale_or_damaged_file_is_not_used(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_cache_is_not_used(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made(tmp_path / "made.json")
     open_trace(path, cache=True)
     kept = cache_path(path)

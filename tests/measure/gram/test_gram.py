@@ -188,9 +188,7 @@ def test_unfolding_is_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> 
         (nn.GroupNorm(2, 4), (N, 4, 6), "vectors"),
     ],
 )
-def test_size_of_summands_is_their_root_sum_square(
-    module: nn.Module, shape: tuple[int, ...], kind: str
-) -> None:
+def test_size_is_root_sum_square(module: nn.Module, shape: tuple[int, ...], kind: str) -> None:
     module = module.double()
     x = torch.randn(*shape, dtype=torch.float64)
     out = module(x)
@@ -237,9 +235,7 @@ def test_wide_matrices_are_chunked_transposed() -> None:
 
 
 @pytest.mark.parametrize("sums", [1 << 16, 70])
-def test_long_runs_of_float32_products_are_summed_in_float64(
-    sums: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float32_products_are_summed_in_float64(sums: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_SUMS", sums)
     n, m = 3, 64 * kernels.RUN + 5
     A = 1 + 1e-3 * torch.randn(n, m)  # partial sums grow far beyond the summands

@@ -207,9 +207,7 @@ def test_error_of_this_monitor_disables_no_other(tmp_path: Path, monkeypatch: py
     assert not stored.measurements(run)
 
 
-def test_steps_are_skipped_while_earlier_ones_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_beyond_backlog_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     original = StepMeasurement.measure
 
@@ -244,9 +242,7 @@ def test_steps_are_skipped_while_earlier_ones_are_measured(
         ({"spectra": {"exchange": True, "ranks": "each"}}, "spectra.exchange is for ranks that hold"),
     ],
 )
-def test_bad_settings_are_refused_before_anything_is_written(
-    settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=message):

@@ -229,9 +229,7 @@ def test_wilson_equals_textbook_interval() -> None:
     st.lists(st.floats(0, 1), min_size=1, max_size=60),
     st.integers(0, 100),
 )
-def test_every_curve_has_verdict_with_its_conditions(
-    train: list[float], test: list[float], start: int
-) -> None:
+def test_verdict_of_any_curve(train: list[float], test: list[float], start: int) -> None:
     found = detect(
         np.arange(len(train)) + start, train, np.arange(len(test)) + start, test, chance=0.1, test_size=100
     )

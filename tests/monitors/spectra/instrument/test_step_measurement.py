@@ -20,6 +20,7 @@ from backlight.monitors.spectra.instrument.step_measurement import StepMeasureme
 from backlight.store.read import spectra as stored
 from spectra.training import batch, build, loss_of, same, train, train_once, unmeasured, watch, weights
 
+Replicates = dict[tuple[int, str], list[Tensor]]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulation": ({}, {}),
     "one microbatch": ({}, {"micro": 1}),
@@ -32,9 +33,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[Tensor]]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> Replicates:
     """Record the measured replicates by step and layer."""
-    found: dict[tuple[int, str], list[Tensor]] = {}
+    found: Replicates = {}
     original = StepMeasurement._layer
 
     def keep(self: Any, caught: Any, name: str, G: list[Tensor], *rest: Any) -> None:
@@ -48,11 +49,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, str], list[Tens
 @pytest.mark.filterwarnings("ignore:backlight. spectra of:RuntimeWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_bit_identical_and_replicates_are_microbatches(
-    case: str, tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
+    case: str, tmp_path: Path, measured: Replicates
 ) -> None:
     options, loop = CASES[case]
     model = build(**options)
-    truth: dict[tuple[int, str], list[Tensor]] = {}
+    truth: Replicates = {}
     kept: dict[str, Tensor] = {}
 
     # The change of .grad in each backward: the gradient of its microbatch, up to rounding.
@@ -77,9 +78,7 @@ def test_training_is_bit_identical_and_replicates_are_microbatches(
             torch.testing.assert_close(found, expected / size, rtol=0.0, atol=1e-6 * largest + 1e-9)
 
 
-def test_measurement_of_replicates_is_recorded(
-    tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
-) -> None:
+def test_measurement_of_replicates_is_recorded(tmp_path: Path, measured: Replicates) -> None:
     train_once(build(), {}, tmp_path, spectra={"fused": {"*.qkv.weight": ["q", "k", "v"]}})
     run = backlight.open_run(tmp_path)
     layers = {layer.parameter: layer for layer in stored.layers(run)}
@@ -153,9 +152,7 @@ def split_settings(given: Any, count: int = 4) -> dict[str, Any]:
     return {"spectra": {"split": count}, "samples": (loss_of, given)}
 
 
-def test_single_microbatch_is_split_on_request(
-    tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
-) -> None:
+def test_single_microbatch_is_split_on_request(tmp_path: Path, measured: Replicates) -> None:
     plain = train_once(build(), {"micro": 1})
     now = [0]
     loop = {"micro": 1, "before": lambda step, _micro: now.__setitem__(0, 100 * step)}
@@ -240,7 +237,7 @@ def test_compiled_model_is_measured_and_not_recompiled(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("buffer", ["host", "device"])
 def test_accelerator_training_is_unchanged_and_equals_host(
-    buffer: str, tmp_path: Path, measured: dict[tuple[int, str], list[Tensor]]
+    buffer: str, tmp_path: Path, measured: Replicates
 ) -> None:
     states = []
     for path in (None, tmp_path):
