@@ -14,7 +14,7 @@ from backlight.cli.doctor import examine
 from backlight.distributed import World, launch_id, rank_and_size, slurm_restarts, world
 from backlight.store.write.attempt import default_path, job_of
 from backlight.store.write.writer import RunWriter
-from cases import build, loop
+from cases import build_with_sgd, loop
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "BACKLIGHT_RUN_ID")
 
@@ -94,8 +94,7 @@ def test_watch_with_invalid_variables_warns_once_and_trains(
 ) -> None:
     def train(run: Path) -> tuple[Path, list[str], torch.Tensor]:
         torch.manual_seed(3)
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = build_with_sgd()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with backlight.watch(model, optimizer, run=run, every=1) as watch:
@@ -131,8 +130,7 @@ def test_watch_with_invalid_variables_warns_once_and_trains(
 
 
 def test_rank_document_holds_the_options(tmp_path: Path) -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=2, monitors=("health",)):
         loop(model, optimizer)
     document = json.loads((tmp_path / "run" / "attempt-000" / "rank-00000.json").read_text())

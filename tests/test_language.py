@@ -1,19 +1,11 @@
-"""No banned word (the left column of the glossary) in text that a user reads, and no gerund as a module name.
-
-What still remains in a folder is counted in :data:`REMAINING`, and the test prints by how much a count can be
-lowered. A folder that is not in it must be clean.
-"""
+"""Text that a user reads has no banned word (left column of the glossary); no module name is a gerund."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,9 +55,6 @@ NOT_GERUNDS = {
 }
 """Module names that end in -ing and are the field's nouns, with the reason."""
 
-REMAINING: dict[str, int] = {}
-"""Banned words that are still there, by folder: as the areas are converted the numbers fall to zero."""
-
 
 def strings_of(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the string constants of a module that are no docstrings, with their lines."""
@@ -79,8 +68,7 @@ def strings_of(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-@cache
-def found() -> dict[str, list[str]]:
+def banned_words() -> dict[str, list[str]]:
     """Return the banned words by file."""
     hits: dict[str, list[str]] = {}
     for path in sorted((ROOT / "src").rglob("*.py")):
@@ -109,39 +97,11 @@ def found() -> dict[str, list[str]]:
     return {name: words for name, words in hits.items() if words}
 
 
-def by_folder() -> dict[str, list[str]]:
-    """Return the hits by folder: ``docs``, or the package or monitor below ``src/backlight``."""
-    folders: dict[str, list[str]] = {}
-    for name, words in found().items():
-        parts = name.removeprefix("src/backlight/").split("/")
-        folder = "/".join(parts[: 2 if parts[0] in {"monitors", "docs"} and len(parts) > 2 else 1])
-        folders.setdefault(folder, []).extend(f"{name}: {word}" for word in words)
-    return folders
-
-
 def test_user_text_has_no_banned_word() -> None:
-    wrong = {name: words for name, words in by_folder().items() if len(words) > REMAINING.get(name, 0)}
-    listed = "\n".join(word for words in wrong.values() for word in words)
-    assert not wrong, f"more than REMAINING counts; write what the glossary says instead:\n{listed}"
-
-
-def test_allowlist_has_no_unused_entry(capsys: pytest.CaptureFixture[str]) -> None:
-    counts = {name: len(words) for name, words in by_folder().items()}
-    with capsys.disabled():
-        for name, count in REMAINING.items():
-            if counts.get(name, 0) < count:
-                print(f"\ntests/test_language.py: lower REMAINING[{name!r}] to {counts.get(name, 0)}", end="")
+    listed = "\n".join(f"{name}: {word}" for name, words in banned_words().items() for word in words)
+    assert not listed, f"write what the glossary says instead:\n{listed}"
 
 
 def test_no_module_name_is_a_gerund() -> None:
-    names = Counter(
-        str(path.relative_to(ROOT / "src" / "backlight"))
-        for path in (ROOT / "src" / "backlight").rglob("*.py")
-        if path.stem.endswith("ing") and path.stem not in NOT_GERUNDS
-    )
-    assert not list(names)
-
-
-def test_no_module_has_a_generic_name() -> None:
-    empty = {"utils", "util", "helpers", "common", "core", "misc", "manager"}
-    assert not [path for path in (ROOT / "src").rglob("*.py") if path.stem in empty]
+    modules = (ROOT / "src" / "backlight").rglob("*.py")
+    assert not [path for path in modules if path.stem.endswith("ing") and path.stem not in NOT_GERUNDS]

@@ -199,9 +199,7 @@ def test_injected_sleeps_are_assigned_to_their_phases(tracked: Callable[..., lis
         assert ("evaluation" in phases) == (summary is not summaries[0])
 
 
-def test_recomputed_forward_counts_as_backward(
-    tracked: Callable[..., list[StepSummary]],
-) -> None:
+def test_recomputed_forward_counts_as_backward(tracked: Callable[..., list[StepSummary]]) -> None:
     model = Sleepy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -8,7 +8,7 @@ from recording import tracking
 from torch import Tensor
 
 from backlight.capture.hub import HUB
-from cases import CASE_NAMES, CASES, Case, build, loop
+from cases import CASE_NAMES, CASES, Case, build, build_with_sgd, loop
 
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
@@ -150,8 +150,7 @@ def test_internal_error_does_not_reach_the_training() -> None:
 
 
 def test_only_the_given_optimizer_counts() -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     with tracking(models=[model], optimizers=[optimizer]) as sink:
         CASES["plain"].train()
         loop(model, optimizer)
@@ -173,8 +172,7 @@ def test_model_is_freed_as_without_backlight() -> None:
     import weakref
 
     with tracking():
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = build_with_sgd()
         loop(model, optimizer)
         dead = weakref.ref(model.first.weight)
         del model, optimizer
@@ -195,8 +193,7 @@ def test_forked_child_reports_no_events() -> None:
 
 
 def test_existing_optimizer_is_tracked_from_its_first_clipping() -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     largest = []
 
     def clip(model: torch.nn.Module) -> None:

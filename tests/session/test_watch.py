@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import backlight
 from backlight.capture.hub import HUB
 from backlight.records import RunStatus
-from cases import CASES, STEPS, Case, batches, build, ends, loop
+from cases import CASES, STEPS, Case, batches, build, build_with_sgd, ends, loop
 
 VARIANTS = {"adamw_foreach", "float64_weights", "parameter_groups", "clipped_in_two_halves", "scaler"}
 """Cases whose mechanism another case also covers."""
@@ -55,8 +55,7 @@ def test_case(case: Case, tmp_path: Path) -> None:
 
 
 def test_numbers_equal_those_of_a_manual_loop(tmp_path: Path) -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     expected = []
     with backlight.watch(
         model, optimizer, run=tmp_path / "run", every=1, exact_updates=1, monitors=("health",)
@@ -114,11 +113,8 @@ def test_optimizer_that_replaces_storage_has_updates(tmp_path: Path) -> None:
     assert (moved.values > 0).all()
 
 
-def test_user_values_are_stored_and_the_model_is_unchanged(
-    tmp_path: Path,
-) -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def test_user_values_are_stored_and_the_model_is_unchanged(tmp_path: Path) -> None:
+    model, optimizer = build_with_sgd()
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=1) as watch:
         for number, (x, y) in enumerate(batches(STEPS)):
             optimizer.zero_grad()
@@ -176,8 +172,7 @@ def test_second_watch_is_a_new_attempt(tmp_path: Path) -> None:
 
 
 def test_every_and_steps(tmp_path: Path) -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     with (
         pytest.raises(SystemExit) as leaving,
         backlight.watch(model, optimizer, run=tmp_path / "run", every=3, steps=7, monitors=("health",)),
@@ -251,8 +246,7 @@ def test_warnings_as_errors_do_not_end_a_watched_training(
 def test_deleted_run_directory_is_one_warning(tmp_path: Path) -> None:
     import shutil
 
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     with pytest.warns(RuntimeWarning, match="can no longer be written") as caught:
         with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, flush_interval=0.05) as watch:
             loop(model, optimizer)
@@ -334,8 +328,7 @@ def test_loop_without_optimizer_warning_names_the_fix(tmp_path: Path) -> None:
 
 
 def test_accumulated_step_records_the_last_loss(tmp_path: Path) -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     last = []
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, monitors=("health",)):
         for i, (x, y) in enumerate(batches(6)):
@@ -349,8 +342,7 @@ def test_accumulated_step_records_the_last_loss(tmp_path: Path) -> None:
 
 
 def test_groups(tmp_path: Path) -> None:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = build_with_sgd()
     with pytest.raises(ValueError, match="'frist' matches none of 6 parameters; did you mean 'first'"):
         backlight.watch(model, optimizer, run=tmp_path / "run", groups={"host": "frist"})
     assert not (tmp_path / "run").exists()

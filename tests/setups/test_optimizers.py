@@ -59,10 +59,7 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return kind([p for p in model.parameters() if p.dim() == 2], lr=0.02)  # type: ignore[no-any-return]
 
 
-OPTIMIZERS: dict[str, Make] = {
-    "bitsandbytes Adam8bit": bits("Adam8bit"),
-    "torch Muon": muon,
-}
+OPTIMIZERS: dict[str, Make] = {"bitsandbytes Adam8bit": bits("Adam8bit"), "torch Muon": muon}
 MORE: dict[str, Make] = {
     "bitsandbytes AdamW8bit": bits("AdamW8bit"),
     "bitsandbytes Lion8bit": bits("Lion8bit"),

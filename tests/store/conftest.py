@@ -62,11 +62,6 @@ def numbers() -> Callable[..., npt.NDArray[np.float64]]:
 
 
 @pytest.fixture
-def make_table() -> Callable[..., tuple[ParameterRecord, ...]]:
-    return table_of
-
-
-@pytest.fixture
 def record() -> Callable[..., tuple[ParameterRecord, ...]]:
     """Record ``steps`` steps of gradients and a loss that are functions of the step.
 

@@ -54,14 +54,13 @@ def test_innermost_and_latest_mount_is_used(path: str, kind: str, network: bool)
     assert filesystem.on_network(Path(path)) is network
 
 
-@pytest.mark.parametrize("kind", ["nfs", "cifs", "smb3", "9p", "ceph", "virtiofs", "fuse", "fuse.glusterfs"])
-def test_shared_types(kind: str) -> None:
-    assert filesystem.is_network_type(kind)
+SHARED = ("nfs", "cifs", "smb3", "9p", "ceph", "virtiofs", "fuse", "fuse.glusterfs")
+LOCAL = ("", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs", "apfs")
 
 
-@pytest.mark.parametrize("kind", ["", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs", "apfs"])
-def test_local_types(kind: str) -> None:
-    assert not filesystem.is_network_type(kind)
+@pytest.mark.parametrize("kind", [*SHARED, *LOCAL])
+def test_network_types(kind: str) -> None:
+    assert filesystem.is_network_type(kind) is (kind in SHARED)
 
 
 def test_unknown_file_system_counts_as_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

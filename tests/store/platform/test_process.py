@@ -35,22 +35,21 @@ def test_exited_process_is_not_alive() -> None:
     assert ended.alive() is False
 
 
-@pytest.mark.skipif(not ME.start, reason="the start time of a process needs /proc")
-def test_reused_pid_is_another_process() -> None:
-    assert dataclasses.replace(ME, start=str(int(ME.start) - 1)).alive() is False
+NEEDS_PROC = pytest.mark.skipif(not (ME.start and ME.boot), reason="start time and boot id need /proc")
 
 
-@pytest.mark.skipif(not ME.boot, reason="the id of a boot needs /proc")
-def test_process_of_another_boot_is_not_alive() -> None:
-    assert dataclasses.replace(ME, boot="another").alive() is False
-
-
-def test_process_on_another_host_is_unknown() -> None:
-    assert dataclasses.replace(ME, host="elsewhere").alive() is None
-
-
-def test_process_in_another_namespace_is_unknown() -> None:
-    assert dataclasses.replace(ME, namespace="pid:[1]").alive() is None
+@pytest.mark.parametrize(
+    ("field", "value", "alive"),
+    [
+        pytest.param("start", f"{ME.start}0", False, marks=NEEDS_PROC),
+        pytest.param("boot", "another", False, marks=NEEDS_PROC),
+        ("host", "elsewhere", None),
+        ("namespace", "pid:[1]", None),
+    ],
+    ids=["reused pid", "another boot", "another host", "another namespace"],
+)
+def test_changed_identity_is_dead_or_unknown(field: str, value: str, alive: bool | None) -> None:
+    assert dataclasses.replace(ME, **{field: value}).alive() is alive
 
 
 def test_empty_identity_is_unknown() -> None:

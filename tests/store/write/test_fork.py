@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from backlight.store.read.run import open_run
 
 PARENT = """
@@ -60,23 +62,22 @@ thread = threading.Thread(target=hold); thread.start(); held.wait()
 """
 
 
-def run_parent(path: Path, leave: str, hold: str = "", release: str = "") -> None:
+@pytest.mark.parametrize(
+    ("leave", "hold", "release"),
+    [
+        ("import gc; del writer; gc.collect(); sys.exit(0)", "", ""),
+        ("os._exit(0)", "", ""),
+        ("os._exit(0)", HOLD, "done.set(); thread.join()"),
+    ],
+    ids=["normal exit", "os._exit", "forked during a write"],
+)
+def test_forked_child_writes_nothing_and_does_not_hang(
+    tmp_path: Path, leave: str, hold: str, release: str
+) -> None:
     code = PARENT.format(leave=leave, hold=hold, release=release)
-    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
-    run = open_run(path)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True, timeout=60)
+    run = open_run(tmp_path / "run")
     assert run.losses == ()
     assert run.series_steps("gradient").tolist() == list(range(25))
     assert run.array("x")[0].tolist() == list(range(25))
     assert (run.events(), run.stored_findings(), run.scalar_names(), run.evidence()) == ((), (), (), ())
-
-
-def test_child_that_exits_normally_writes_nothing(tmp_path: Path) -> None:
-    run_parent(tmp_path / "run", "import gc; del writer; gc.collect(); sys.exit(0)")
-
-
-def test_child_that_calls_os_exit_writes_nothing(tmp_path: Path) -> None:
-    run_parent(tmp_path / "run", "os._exit(0)")
-
-
-def test_child_forked_during_a_write_does_not_hang(tmp_path: Path) -> None:
-    run_parent(tmp_path / "run", "os._exit(0)", HOLD, "done.set(); thread.join()")

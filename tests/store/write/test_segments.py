@@ -48,6 +48,21 @@ def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return local
 
 
+@pytest.fixture
+def segment_per_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST_SEGMENT_S", "SEGMENT_INTERVAL_S", "AGE_SHARE"):
+        monkeypatch.setattr(segments, name, 0.0)
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return the directory of the local files of child processes."""
+    local = tmp_path / "local"
+    local.mkdir()
+    monkeypatch.setenv("TMPDIR", str(local))
+    return local
+
+
 def names(path: Path) -> list[str]:
     return sorted(p.name for p in path.iterdir())
 
@@ -72,12 +87,8 @@ def test_no_open_database_in_the_run_directory(network: Path, tmp_path: Path, re
     assert (run.series_steps("gradient").tolist(), run.losses) == (list(range(10)), ())
 
 
-def test_segments_are_read_as_one_file(
-    network: Path, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segments, "FIRST_SEGMENT_S", 0.0)
-    monkeypatch.setattr(segments, "SEGMENT_INTERVAL_S", 0.0)
-    monkeypatch.setattr(segments, "AGE_SHARE", 0.0)
+@pytest.mark.usefixtures("network", "segment_per_flush")
+def test_segments_are_read_as_one_file(tmp_path: Path, record: Record) -> None:
     path = tmp_path / "run"
     writer = RunWriter.create(path, flush_interval=0.0)
     for start in range(0, 30, 10):
@@ -101,12 +112,8 @@ def test_segments_are_read_as_one_file(
     assert progress["local"] == ""
 
 
-def test_compaction_merges_the_segments(
-    network: Path, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segments, "FIRST_SEGMENT_S", 0.0)
-    monkeypatch.setattr(segments, "SEGMENT_INTERVAL_S", 0.0)
-    monkeypatch.setattr(segments, "AGE_SHARE", 0.0)
+@pytest.mark.usefixtures("network", "segment_per_flush")
+def test_compaction_merges_the_segments(tmp_path: Path, record: Record) -> None:
     path = tmp_path / "run"
     writer = RunWriter.create(path)
     for start in range(0, 30, 10):
@@ -129,11 +136,8 @@ def test_compaction_merges_the_segments(
 
 
 def test_local_rows_are_reported_and_recovered_after_a_kill(
-    tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, killed: Callable[..., Path], local: Path
 ) -> None:
-    local = tmp_path / "local"
-    local.mkdir()
-    monkeypatch.setenv("TMPDIR", str(local))
     path = killed(tmp_path / "run", ON_NETWORK)
     run = open_run(path)
     assert run.status is RunStatus.KILLED
@@ -148,16 +152,11 @@ def test_local_rows_are_reported_and_recovered_after_a_kill(
 
 
 def test_missing_or_foreign_local_database_stays_reported(
-    tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, record: Record
+    tmp_path: Path, killed: Callable[..., Path], local: Path, record: Record
 ) -> None:
-    local = tmp_path / "local"
-    local.mkdir()
-    monkeypatch.setenv("TMPDIR", str(local))
     path = killed(tmp_path / "run", ON_NETWORK)
     (folder,) = local.iterdir()
-    other = RunWriter.create(tmp_path / "other")
-    record(other, 3)
-    other.close()
+    record(tmp_path / "other", 3)
     for name in names(folder):
         (folder / name).unlink()
     foreign = folder / "rank-00000.db"
