@@ -25,6 +25,7 @@ from backlight.records import Phase
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter, host_name
 from backlight.store.write.writer import RunWriter
+from ranks.launching import watching
 
 S = 10**9
 GROUP, CALL, SHAPE = 7, 11, 13
@@ -187,21 +188,10 @@ def test_launch_over_two_machines(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     launch += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    script_arguments = [
-        "-m",
-        "backlight",
-        "run",
-        "--monitors",
-        "stalls",
-        "--stall",
-        "2",
-        "--out",
-        "run",
-        str(script),
-    ]
+    watched = watching("--monitors", "stalls", "--stall", 2, "--out", "run", script)[1:]
     launches = [
         subprocess.Popen(
-            [*launch, "--node-rank", str(node), *script_arguments],
+            [*launch, "--node-rank", str(node), *watched],
             cwd=tmp_path,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -23,9 +23,7 @@ def _no_watchdog_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_shared_state(directory: Path) -> StateSnapshot:
     (path,) = directory.glob("backlight-*/rank-00000.state")
-    state = read_state(path)
-    assert state is not None
-    return state
+    return read_state(path)
 
 
 class PhaseRecorder(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,82 +28,50 @@ def shared_state(tmp_path: Path) -> Iterator[SharedState]:
 
 
 def calls(shared_state: SharedState) -> tuple[Collective, ...]:
-    state = read_state(shared_state.path)
-    return state.collectives
+    return read_state(shared_state.path).collectives
 
 
 X = torch.ones(4)
 
 
-def reduce_plainly() -> None:
-    dist.all_reduce(X.clone())
+def all_reduce(*arguments: Any, **options: Any) -> Callable[[], object]:
+    return lambda: dist.all_reduce(*(arguments or (X.clone(),)), **options)
 
 
-def reduce_sums() -> None:
-    dist.all_reduce(X.clone(), op=dist.ReduceOp.SUM)
-
-
-def reduce_largest() -> None:
-    dist.all_reduce(X.clone(), dist.ReduceOp.MAX)
-
-
-def reduce_integers() -> None:
-    dist.all_reduce(X.int())
-
-
-def reduce_more() -> None:
-    dist.all_reduce(torch.ones(5))
-
-
-def gather_something() -> None:
-    dist.all_gather_object([None], X)
-
-
-def gather_something_else() -> None:
-    dist.all_gather_object([None], torch.ones(3, 3))
-
-
-def from_global() -> None:
-    dist.broadcast(X.clone(), src=0)
-
-
-def from_group() -> None:
-    dist.broadcast(X.clone(), group_src=0)
-
-
-def gather_here() -> None:
-    dist.gather(X, [torch.ones(4)], dst=0)
-
-
-def gather_there() -> None:
-    # What every other rank than the root calls; alone it is refused, after it has been recorded.
+def gather_as_other_rank() -> None:
+    # The call of every rank but the root; in a group of one rank it fails after it has been recorded.
     with pytest.raises(ValueError, match="gather_list"):
         dist.gather(X, None, dst=0)
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "alike"),
+    ("one", "other", "agree"),
     [
-        (reduce_plainly, reduce_sums, True),
-        (reduce_plainly, reduce_largest, False),
-        (reduce_plainly, reduce_integers, False),
-        (reduce_plainly, reduce_more, False),
-        (gather_something, gather_something_else, True),
-        (from_global, from_group, True),
-        (gather_here, gather_there, True),
+        (all_reduce(), all_reduce(op=dist.ReduceOp.SUM), True),
+        (all_reduce(), all_reduce(op=dist.ReduceOp.MAX), False),
+        (all_reduce(), all_reduce(X.int()), False),
+        (all_reduce(), all_reduce(torch.ones(5)), False),
+        (
+            lambda: dist.all_gather_object([None], X),
+            lambda: dist.all_gather_object([None], torch.ones(3, 3)),
+            True,
+        ),
+        (lambda: dist.broadcast(X.clone(), src=0), lambda: dist.broadcast(X.clone(), group_src=0), True),
+        (lambda: dist.gather(X, [torch.ones(4)], dst=0), gather_as_other_rank, True),
     ],
+    ids=["default", "reduction", "dtype", "shape", "objects", "source", "gather"],
 )
-def test_arguments_that_must_agree(one: Any, other: Any, alike: bool, shared_state: SharedState) -> None:
+def test_arguments_that_must_agree(one: Any, other: Any, agree: bool, shared_state: SharedState) -> None:
     one()
     other()
     first, second = calls(shared_state)
     assert first.kind == second.kind
-    assert (first.shape == second.shape) is alike
+    assert (first.shape == second.shape) is agree
     assert [first.number, second.number] == [1, 2]
 
 
 def test_call_that_raises_is_marked(shared_state: SharedState) -> None:
-    reduce_plainly()
+    all_reduce()()
     with pytest.raises(TypeError):
         dist.all_reduce("no tensor")
     good, bad = calls(shared_state)
@@ -113,7 +81,7 @@ def test_call_that_raises_is_marked(shared_state: SharedState) -> None:
 
 def test_two_groups_of_the_same_ranks_are_counted_separately(shared_state: SharedState) -> None:
     again = dist.new_group([0])
-    reduce_plainly()
+    all_reduce()()
     dist.all_reduce(X.clone(), group=again)
     first, second = calls(shared_state)
     assert first.group != second.group
@@ -121,10 +89,10 @@ def test_two_groups_of_the_same_ranks_are_counted_separately(shared_state: Share
 
 
 def test_recv_has_a_number_of_its_own(shared_state: SharedState) -> None:
-    reduce_plainly()
+    all_reduce()()
     with pytest.raises((RuntimeError, ValueError)):
         dist.recv(X.clone(), src=0)
-    reduce_plainly()
+    all_reduce()()
     first, receipt, last = calls(shared_state)
     assert receipt.group != first.group
     assert (first.number, last.number) == (1, 2)

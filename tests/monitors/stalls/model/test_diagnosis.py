@@ -198,11 +198,6 @@ def test_moving_backward_is_slow_with_rate_and_eta() -> None:
     assert "backward 145,000 of 1,000,000 nodes, 12.5k/s, ETA 68 s" in found.claim
 
 
-@pytest.mark.parametrize("heartbeats", [(1000,), (999, 1000), (993.5, 994, 994.5, 995, 995.5)])
-def test_few_heartbeats_before_a_hang_are_not_slow(heartbeats: tuple[float, ...]) -> None:
-    assert diagnose(progressing(*heartbeats), LIMITS) is None
-
-
 @pytest.mark.parametrize(
     "frames", [(USER, ENGINE, TOP), (ENGINE, TOP)], ids=["a line of Python", "native code"]
 )
@@ -233,11 +228,6 @@ def test_speed_without_a_position_is_unknown() -> None:
     assert estimate_speed([snapshot(nodes_done=0)]) == (None, None)
 
 
-def test_backward_within_its_timeout_has_no_diagnosis() -> None:
-    assert diagnose(observation(snapshot(heartbeat=1000 * S, phase_since=990 * S)), LIMITS) is None
-    assert diagnose(observation(snapshot(heartbeat=990 * S, phase_since=980 * S)), LIMITS) is None
-
-
 def test_native_operation_is_read_from_native_frames() -> None:
     names = (
         "mkl_blas",
@@ -250,32 +240,35 @@ def test_native_operation_is_read_from_native_frames() -> None:
     assert native_operation(StackSample(0, "py-spy", (dataclasses.replace(stack, frames=(TOP,)),))) is None
 
 
-@pytest.mark.parametrize("phase", [Phase.EVALUATION, Phase.CHECKPOINT])
-@pytest.mark.parametrize("stall", [None, 1.0])
-def test_evaluation_and_checkpoints_have_no_diagnosis(phase: Phase, stall: float | None) -> None:
-    state = snapshot(phase=phase, heartbeat=0, phase_since=0, timeout_s=stall)
-    assert diagnose(observation(state), LIMITS) is None
+def compiling(file: str) -> Observation:
+    state = snapshot(phase=Phase.FORWARD, heartbeat=0, phase_since=0, timeout_s=1.0)
+    return observation(state, samples=samples(Frame("/x/pickle.py", 1, "dumps"), Frame(file, 2, "f"), TOP))
 
 
 @pytest.mark.parametrize(
-    "file",
+    "obs",
     [
-        "/x/torch/_dynamo/convert_frame.py",
-        "/x/torch/_inductor/codecache.py",
-        "/x/torch/_inductor/graph.py",
-        "/x/torch/_inductor/fx_passes/post_grad.py",
-        "/x/torch/fx/experimental/proxy_tensor.py",
+        *(progressing(*beats) for beats in [(1000,), (999, 1000), (993.5, 994, 994.5, 995, 995.5)]),
+        *(observation(snapshot(heartbeat=at * S, phase_since=(at - 10) * S)) for at in (990, 1000)),
+        *(
+            observation(snapshot(phase=phase, heartbeat=0, phase_since=0, timeout_s=timeout_s))
+            for phase in (Phase.EVALUATION, Phase.CHECKPOINT)
+            for timeout_s in (None, 1.0)
+        ),
+        compiling("/x/torch/_dynamo/convert_frame.py"),
+        compiling("/x/torch/_inductor/codecache.py"),
+        compiling("/x/torch/_inductor/graph.py"),
+        compiling("/x/torch/_inductor/fx_passes/post_grad.py"),
+        compiling("/x/torch/fx/experimental/proxy_tensor.py"),
     ],
-)
-def test_compilation_has_no_diagnosis(file: str) -> None:
-    state = snapshot(phase=Phase.FORWARD, heartbeat=0, phase_since=0, timeout_s=1.0)
-    assert (
-        diagnose(
-            observation(state, samples=samples(Frame("/x/pickle.py", 1, "dumps"), Frame(file, 2, "f"), TOP)),
-            LIMITS,
-        )
-        is None
-    )
+    ids=[
+        *(f"{n}-heartbeats" for n in ("one", "two", "few")), "within-timeout", "heartbeat-now",
+        *(f"{phase}-{stall}" for phase in ("evaluation", "checkpoint") for stall in ("auto", "stall")),
+        *(f"compilation-{n}" for n in range(5)),
+    ],
+)  # fmt: skip
+def test_no_diagnosis(obs: Observation) -> None:
+    assert diagnose(obs, LIMITS) is None
 
 
 @pytest.mark.parametrize(
@@ -300,10 +293,8 @@ def test_timeout_follows_the_run_and_backward_always_has_one() -> None:
     for phase in (Phase.DATA, Phase.FORWARD, Phase.OTHER):
         assert timeout_of(dataclasses.replace(first, phase=phase), LIMITS) is None
         assert timeout_of(snapshot(phase=phase), LIMITS) is not None
-    assert (
-        timeout_of(dataclasses.replace(first, phase=Phase.OTHER, inside=True), LIMITS)
-        == LIMITS.floor_collective
-    )
+    collective = dataclasses.replace(first, phase=Phase.OTHER, inside=True)
+    assert timeout_of(collective, LIMITS) == LIMITS.floor_collective
     assert timeout_of(snapshot(timeout_s=3.0), LIMITS) == pytest.approx(3.0)
     assert timeout_of(dataclasses.replace(first, phase=Phase.OTHER, timeout_s=3.0), LIMITS) is None
     assert is_suspicious(snapshot(), LIMITS)

@@ -30,21 +30,16 @@ def state(
     path.unlink(missing_ok=True)
     shared = SharedState(path)
     shared.open(rank=0, world_size=1, main_ident=1, main_tid=1, timeout_s=None)
-    shared.slots[Slot.PROGRESS], shared.slots[Slot.RAISED], shared.slots[Slot.STATUS] = (
-        progress,
-        raised,
-        status,
-    )
-    found = read_state(path)
-    assert found is not None
-    return found
+    for slot, value in ((Slot.PROGRESS, progress), (Slot.RAISED, raised), (Slot.STATUS, status)):
+        shared.slots[slot] = value
+    return read_state(path)
 
 
 def test_rank_moves_again_after_two_further_heartbeats(tmp_path: Path) -> None:
     reported = ReportedStall(0.0, progress=5, failed_backwards=0)
     assert find_resolution(reported, state(tmp_path, progress=5)) is None
-    assert find_resolution(reported, state(tmp_path, progress=6)) is None
-    assert find_resolution(reported, state(tmp_path, progress=6)) is None
+    for _ in range(2):
+        assert find_resolution(reported, state(tmp_path, progress=6)) is None
     assert find_resolution(reported, state(tmp_path, progress=8)) == (RESUMED, "moves again")
 
 
@@ -99,6 +94,6 @@ def test_interrupted_hang_is_reported_as_interrupted(tmp_path: Path) -> None:
     assert event.payload["rank"] == 0
     assert event.payload["how"] in {
         "left its training by KeyboardInterrupt",
-        "ended that backward by an exception",  # where the watchdog process looked in between
+        "ended that backward by an exception",  # where the watchdog sampled in between
     }
     assert open_run(tmp_path / "run").events(RESUMED) == ()

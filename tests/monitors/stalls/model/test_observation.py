@@ -25,8 +25,8 @@ NAMES = ("first.weight", "first.bias", "head.weight", "head.bias")
 UNKNOWN = "a reduction inside backward"
 
 
-def raised(error: BaseException, file: str = "/home/me/train.py", name: str = "main") -> BaseException:
-    """Return the error as if it came through a function of a file."""
+def raised_in(error: BaseException, file: str = "/home/me/train.py", name: str = "main") -> BaseException:
+    """Return the error raised in a function of the given file."""
     space: dict[str, Any] = {"error": error}
     exec(compile(f"def {name}():\n    raise error\n", file, "exec"), space)
     try:
@@ -37,7 +37,7 @@ def raised(error: BaseException, file: str = "/home/me/train.py", name: str = "m
 
 
 def exit_reason(error: BaseException, **where: str) -> ExitReason:
-    return exit_reason_of(raised(error, **where))
+    return exit_reason_of(raised_in(error, **where))
 
 
 def test_error_of_the_rank_with_its_line() -> None:
@@ -50,47 +50,44 @@ def test_error_of_the_rank_with_its_line() -> None:
     assert (found.inside, found.interrupted, found.out_of_memory) == ("", False, False)
 
 
+COLLECTIVES = "/x/torch/distributed/distributed_c10d.py"
+
+
 @pytest.mark.parametrize(
-    ("error", "file", "inside"),
+    ("error", "where", "inside"),
     [
+        (RuntimeError("Connection closed by peer"), {"file": COLLECTIVES}, "a collective"),
+        (RuntimeError("anything"), {"file": COLLECTIVES}, "a collective"),
+        (ValueError("bad argument"), {"file": COLLECTIVES}, ""),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:1] Read error"), {}, "a collective"),
+        (RuntimeError("sizes do not match"), {}, ""),
         (
-            RuntimeError("Connection closed by peer"),
-            "/x/torch/distributed/distributed_c10d.py",
-            "a collective",
+            RuntimeError("Expected to have finished reduction"),
+            {"file": "/x/torch/nn/parallel/distributed.py"},
+            "",
         ),
-        (RuntimeError("anything"), "/x/torch/distributed/distributed_c10d.py", "a collective"),
-        (ValueError("bad argument"), "/x/torch/distributed/distributed_c10d.py", ""),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:1] Read error"), "/home/me/train.py", "a collective"),
-        (RuntimeError("sizes do not match"), "/home/me/train.py", ""),
-        (RuntimeError("Expected to have finished reduction"), "/x/torch/nn/parallel/distributed.py", ""),
+        (
+            RuntimeError("Connection reset by peer"),
+            {"file": "/x/torch/autograd/graph.py", "name": "_engine_run_backward"},
+            "backward",
+        ),
     ],
 )
-def test_error_that_blames_another_rank(error: BaseException, file: str, inside: str) -> None:
-    assert exit_reason(error, file=file).inside == inside
-
-
-def test_error_of_a_peer_in_backward() -> None:
-    error = RuntimeError("Connection reset by peer")
-    assert (
-        exit_reason(error, file="/x/torch/autograd/graph.py", name="_engine_run_backward").inside
-        == "backward"
-    )
+def test_error_caused_by_another_rank(error: BaseException, where: dict[str, str], inside: str) -> None:
+    assert exit_reason(error, **where).inside == inside
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "attribute"),
     [
-        MemoryError(),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-        RuntimeError("CUDA out of memory"),
+        (MemoryError(), "out_of_memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out_of_memory"),
+        (RuntimeError("CUDA out of memory"), "out_of_memory"),
+        (KeyboardInterrupt(), "interrupted"),
     ],
 )
-def test_out_of_memory(error: BaseException) -> None:
-    assert exit_reason(error).out_of_memory
-
-
-def test_interrupt() -> None:
-    assert exit_reason(KeyboardInterrupt()).interrupted
+def test_out_of_memory_and_interrupt_are_recognised(error: BaseException, attribute: str) -> None:
+    assert getattr(exit_reason(error), attribute)
 
 
 @pytest.fixture
@@ -98,9 +95,7 @@ def state(tmp_path: Path) -> StateSnapshot:
     shared = SharedState(tmp_path / "rank-00000.state")
     shared.open(rank=0, world_size=2, main_ident=1, main_tid=1, timeout_s=None)
     shared.slots[Slot.BACKWARDS] = 3
-    found = read_state(shared.path)
-    assert found is not None
-    return dataclasses.replace(found, phase=Phase.BACKWARD)
+    return dataclasses.replace(read_state(shared.path), phase=Phase.BACKWARD)
 
 
 def observation(state: StateSnapshot, rank: int, arrived: str, **changes: object) -> Observation:

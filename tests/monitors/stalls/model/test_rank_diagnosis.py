@@ -44,20 +44,16 @@ def diagnose_all(*observations: Observation, groups: dict[int, list[int]] | None
 def failed(rank: int, error: str, at: float = 5.0, inside: str = "", **changes: Any) -> Observation:
     """A rank that an exception ended, in its third backward or after it."""
     one = waiting(rank, call(1), dataclasses.replace(call(2), failed=bool(inside)))
-    state = one.state
-    assert state is not None
-    ended = dataclasses.replace(state, status=RankStatus.FAILED, backwards=3)
+    ended = dataclasses.replace(one.state, status=RankStatus.FAILED, backwards=3)
     exit_reason = ExitReason(error, at, "/home/me/train.py:7", "main", inside, **changes)
     return dataclasses.replace(one, snapshots=(ended,), exit_reason=exit_reason)
 
 
 def finished(rank: int, backwards: int, *calls: Collective) -> Observation:
-    return observation(
-        snapshot(
-            rank=rank, world_size=WORLD, status=RankStatus.FINISHED, backwards=backwards, collectives=calls
-        ),
-        rank=rank,
+    state = snapshot(
+        rank=rank, world_size=WORLD, status=RankStatus.FINISHED, backwards=backwards, collectives=calls
     )
+    return observation(state, rank=rank)
 
 
 def moving(*heartbeats: int, since: int = 699) -> Observation:

@@ -1,4 +1,4 @@
-"""Shared state of a rank: what is written is read."""
+"""Shared state of a rank: round trip, ring of collectives, full memory."""
 
 from __future__ import annotations
 
@@ -32,15 +32,10 @@ def test_written_state_is_read(shared: SharedState) -> None:
     shared.slots[Slot.ROW] = 5
     state = read_state(shared.path)
     assert (state.pid, state.rank, state.world_size, state.timeout_s) == (os.getpid(), 3, 4, 1.5)
-    assert (state.phase, state.node, state.row, state.status) == (
-        Phase.BACKWARD,
-        "Größe",
-        4,
-        RankStatus.RUNNING,
-    )
+    assert (state.phase, state.node, state.row) == (Phase.BACKWARD, "Größe", 4)
+    assert state.status is RankStatus.RUNNING
     shared.close(RankStatus.FAILED)
-    closed = read_state(shared.path)
-    assert closed.status is RankStatus.FAILED
+    assert read_state(shared.path).status is RankStatus.FAILED
 
 
 def test_incomplete_state_is_not_read(tmp_path: Path) -> None:
@@ -59,10 +54,8 @@ def test_collectives_are_kept_in_a_ring(shared: SharedState) -> None:
     state = read_state(shared.path)
     assert [c.number for c in state.collectives] == list(range(5, MAX_COLLECTIVES + 5))
     assert state.inside
-    assert (state.current_call.number, state.current_call.text) == (
-        MAX_COLLECTIVES + 4,
-        f"all_reduce #{MAX_COLLECTIVES + 4}",
-    )
+    last = MAX_COLLECTIVES + 4
+    assert (state.current_call.number, state.current_call.text) == (last, f"all_reduce #{last}")
 
 
 def test_full_memory_raises_when_the_page_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
