@@ -1,5 +1,6 @@
-"""A run whose one gradient became NaN, shared by the tests of commands."""
+"""Fixtures of the command tests: a run with a NaN, and the error of a refused command."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,17 @@ def run_with_nan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with backlight.watch(model, optimizer, run=path, every=1, monitors=("health",)) as watch:
         loop(model, optimizer, write_nan, steps=5)
     return path
+
+
+@pytest.fixture
+def refused(command: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Run a command that must be refused with exit code 2 and one line; return the line."""
+
+    def run(*arguments: object) -> str:
+        code, _, errors = command(*arguments)
+        assert code == 2
+        assert errors.count("\n") == 1
+        assert "Traceback" not in errors
+        return errors
+
+    return run

@@ -34,6 +34,11 @@ def write_recipe(folder: Path, text: str) -> Path:
     return path
 
 
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return read_recipe(write_recipe(tmp_path, GOOD), {"dim": 6})
+
+
 def test_settings_are_passed_to_the_functions_that_take_them(tmp_path: Path) -> None:
     recipe = read_recipe(write_recipe(tmp_path, GOOD), {"dim": 6, "batch": 5, "bias": False})
     model = recipe.build_model()
@@ -45,11 +50,10 @@ def test_settings_are_passed_to_the_functions_that_take_them(tmp_path: Path) -> 
     assert recipe.loss(model, batch).shape == ()
 
 
-def test_with_settings_returns_a_new_recipe(tmp_path: Path) -> None:
-    first = read_recipe(write_recipe(tmp_path, GOOD), {"dim": 6})
-    second = first.with_settings({"dim": 8})
-    assert first.build_model().in_features == 6  # type: ignore[union-attr]
-    assert second.build_model().in_features == 8  # type: ignore[union-attr]
+def test_with_settings_returns_a_new_recipe(recipe: Recipe) -> None:
+    other = recipe.with_settings({"dim": 8})
+    assert recipe.build_model().in_features == 6  # type: ignore[union-attr]
+    assert other.build_model().in_features == 8  # type: ignore[union-attr]
 
 
 def test_keyword_arguments_accept_every_setting(tmp_path: Path) -> None:
@@ -94,78 +98,55 @@ def test_ranks_of_the_example_draw_disjoint_batches() -> None:
         ),
         ("import nothing_of_that_name", r"fails when it is read: ModuleNotFoundError.*\(line 1\)"),
         ("def broken(:", "fails when it is read: SyntaxError"),
+        (None, "no such recipe; expected a Python file"),
+        (GOOD, "takes the setting 'dimm'; did you mean 'dim'"),
     ],
+    ids=["nothing", "no-loss", "import", "syntax", "missing", "setting"],
 )
-def test_invalid_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_recipe_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "absent.py" if text is None else write_recipe(tmp_path, text)
     with pytest.raises(RecipeError, match=message):
-        read_recipe(write_recipe(tmp_path, text))
+        read_recipe(path, {"dimm": 3} if text == GOOD else {})
 
 
-def test_missing_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="no such recipe; expected a Python file"):
-        read_recipe(tmp_path / "absent.py")
-
-
-def test_unknown_setting_suggests_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="takes the setting 'dimm'; did you mean 'dim'"):
-        read_recipe(write_recipe(tmp_path, GOOD), {"dimm": 3})
+BATCHES = GOOD[GOOD.index("def batches") : GOOD.index("def loss")]
+LOSS = "return model(batch).square().mean()"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "call", "message"),
+    ("old", "new", "message"),
     [
-        ("return nn.Linear(dim, 2, bias=bias)", "return 3", "model", "build_model returned int"),
+        ("return nn.Linear(dim, 2, bias=bias)", "return 3", "build_model returned int"),
+        (LOSS, "return model(batch)", r"loss returned a tensor of shape \(3, 2\)"),
+        (LOSS, "return 1.0", "loss returned float"),
         (
-            "return model(batch).square().mean()",
-            "return model(batch)",
-            "loss",
-            r"loss returned a tensor of shape \(3, 2\)",
+            BATCHES,
+            "def batches(rank, world_size):\n    return 3\n",
+            "batches returned int, expected an iterable",
         ),
-        ("return model(batch).square().mean()", "return 1.0", "loss", "loss returned float"),
+        ("", "", r"defines no build_optimizer; add `def build_optimizer\(model\)`"),
     ],
+    ids=["model", "loss-shape", "loss-type", "batches", "optimizer"],
 )
-def test_return_values_are_checked(tmp_path: Path, old: str, new: str, call: str, message: str) -> None:
+def test_return_values_are_checked(tmp_path: Path, old: str, new: str, message: str) -> None:
     recipe = read_recipe(write_recipe(tmp_path, GOOD.replace(old, new)))
     with pytest.raises(RecipeError, match=message):
-        _called(recipe, call)
+        call_all(recipe)
 
 
-def _called(recipe: Recipe, call: str) -> None:
+def call_all(recipe: Recipe) -> None:
     model = recipe.build_model()
-    if call == "loss":
-        recipe.loss(model, next(recipe.batches()))
-
-
-def test_batches_must_be_iterable(tmp_path: Path) -> None:
-    text = (
-        GOOD.split("def batches", maxsplit=1)[0]
-        + "def batches(rank, world_size):\n    return 3\ndef loss(m, b):\n    return b\n"
-    )
-    with pytest.raises(RecipeError, match="batches returned int, expected an iterable"):
-        read_recipe(write_recipe(tmp_path, text)).batches()
-
-
-def test_missing_build_optimizer_is_reported(tmp_path: Path) -> None:
-    recipe = read_recipe(write_recipe(tmp_path, GOOD))
-    with pytest.raises(RecipeError, match=r"defines no build_optimizer; add `def build_optimizer\(model\)`"):
-        recipe.build_optimizer(recipe.build_model())
+    recipe.loss(model, next(recipe.batches()))
+    recipe.build_optimizer(model)
 
 
 @pytest.mark.parametrize("wrapped", [None, "model", "state_dict"])
-def test_checkpoint_is_loaded(tmp_path: Path, wrapped: str | None) -> None:
-    recipe = read_recipe(write_recipe(tmp_path, GOOD))
+def test_checkpoint_is_loaded(tmp_path: Path, recipe: Recipe, wrapped: str | None) -> None:
     saved, loaded = recipe.build_model(), recipe.build_model()
     state = {f"module.{name}": value for name, value in saved.state_dict().items()}
     torch.save(state if wrapped is None else {wrapped: state, "step": 3}, tmp_path / "c.pt")
     recipe.load(loaded, tmp_path / "c.pt")
     assert torch.equal(saved.weight, loaded.weight)  # type: ignore[arg-type]
-
-
-def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    recipe = read_recipe(write_recipe(tmp_path, GOOD))
-    torch.save(nn.Linear(5, 2).state_dict(), tmp_path / "c.pt")
-    with pytest.raises(RecipeError, match=r"c.pt: does not fit the model of .*size mismatch for weight"):
-        recipe.load(recipe.build_model(), tmp_path / "c.pt")
 
 
 class CreatesDirectory:
@@ -178,22 +159,33 @@ class CreatesDirectory:
         return os.mkdir, (str(self.path), 0o700)
 
 
-def test_checkpoint_that_could_run_code_is_refused(tmp_path: Path) -> None:
-    torch.save({"model": CreatesDirectory(tmp_path / "proof")}, tmp_path / "c.pt")
-    recipe = read_recipe(write_recipe(tmp_path, GOOD))
-    with pytest.raises(RecipeError, match="refused, because it is not a file of tensors alone"):
-        recipe.load(recipe.build_model(), tmp_path / "c.pt")
-    assert not (tmp_path / "proof").exists()
+def write_checkpoint(path: Path, content: object) -> None:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"", "cannot be read"), (b"not a checkpoint", "refused|cannot be read")]
+    ("content", "message"),
+    [
+        (nn.Linear(5, 2).state_dict(), r"c.pt: does not fit the model of .*size mismatch for weight"),
+        (b"", "cannot be read"),
+        (b"not a checkpoint", "refused|cannot be read"),
+    ],
+    ids=["another-model", "empty", "text"],
 )
-def test_invalid_checkpoint_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "c.pt").write_bytes(content)
-    recipe = read_recipe(write_recipe(tmp_path, GOOD))
+def test_invalid_checkpoint_is_refused(tmp_path: Path, recipe: Recipe, content: object, message: str) -> None:
+    write_checkpoint(tmp_path / "c.pt", content)
     with pytest.raises(RecipeError, match=message):
         recipe.load(recipe.build_model(), tmp_path / "c.pt")
+
+
+def test_checkpoint_that_could_run_code_is_refused(tmp_path: Path, recipe: Recipe) -> None:
+    write_checkpoint(tmp_path / "c.pt", {"model": CreatesDirectory(tmp_path / "proof")})
+    with pytest.raises(RecipeError, match="refused, because it is not a file of tensors alone"):
+        recipe.load(recipe.build_model(), tmp_path / "c.pt")
+    assert not (tmp_path / "proof").exists()
 
 
 def test_settings_are_parsed_from_the_command_line() -> None:

@@ -167,12 +167,9 @@ def test_spawned_workers_are_not_watched(tmp_path: Path) -> None:
     ],
 )
 def test_refusals_are_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    arguments: list[str], message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     from backlight.cli.app import main
 
     write(tmp_path, "print('begun')\n")

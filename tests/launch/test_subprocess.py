@@ -29,13 +29,10 @@ def test_output_and_exit_code_are_returned() -> None:
 
 def test_timeout_ends_the_process_tree(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
+    command = [sys.executable, "-IS", "-c", PARENT, str(pid_file)]
+    null = subprocess.DEVNULL
     with pytest.raises(subprocess.TimeoutExpired):
-        run_in_own_session(
-            [sys.executable, "-IS", "-c", PARENT, str(pid_file)],
-            limit=4,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        run_in_own_session(command, limit=4, stdout=null, stderr=null)
     child = int(pid_file.read_text())
     deadline = time.monotonic() + 10
     while is_running(child) and time.monotonic() < deadline:

@@ -21,9 +21,7 @@ def test_panel_warnings_are_printed_once(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_panel_warnings_are_printed_despite_an_error_filter(capsys: pytest.CaptureFixture[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with report_panel_warnings() as printed:
-            warnings.warn("one panel", PanelWarning, stacklevel=1)
+    with warnings.catch_warnings(action="error"), report_panel_warnings() as printed:
+        warnings.warn("one panel", PanelWarning, stacklevel=1)
     assert printed == ["one panel"]
     assert capsys.readouterr().err == "one panel\n"

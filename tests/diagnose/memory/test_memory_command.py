@@ -107,12 +107,9 @@ def test_recipe_is_predicted_and_stored(tmp_path: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_refusals_are_one_line(
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tmp_path: Path, arguments: list[str], message: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     text = RECIPE.read_text(encoding="utf-8")
     (tmp_path / "recipe.py").write_text(text, encoding="utf-8")
     (tmp_path / "half.py").write_text(text.replace("def batches", "def batch_es"), encoding="utf-8")
@@ -157,11 +154,9 @@ def test_cuda_allocator_statistics_are_read(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
     assert read_allocator() is None
     stats = {
-        "allocated_bytes.all.peak": 600,
-        "reserved_bytes.all.peak": 1000,
-        "inactive_split_bytes.all.current": 50,
-        "num_alloc_retries": 2,
-    }
+        "allocated_bytes.all.peak": 600, "reserved_bytes.all.peak": 1000,
+        "inactive_split_bytes.all.current": 50, "num_alloc_retries": 2,
+    }  # fmt: skip
     monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(measure.torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(measure.torch.cuda, "memory_stats", lambda: stats)

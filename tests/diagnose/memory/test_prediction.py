@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import resource
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,21 +26,10 @@ from backlight.diagnose.memory.predictor import (
 from backlight.diagnose.memory.result import PredictedMemory, PredictionError
 from backlight.diagnose.memory.storage_log import Kind
 from backlight.launch.recipe import Recipe, read_recipe
+from diagnose.memory import matrix_recipe as matrix
+from diagnose.memory import measured
 
-HERE = Path(__file__).parent
-RECIPE = HERE / "matrix_recipe.py"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"memory_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-matrix, measured = load("matrix_recipe"), load("measured")
+RECIPE = Path(matrix.__file__)
 
 
 def predicted(settings: dict[str, Any], **options: Any) -> PredictedMemory:

@@ -34,7 +34,8 @@ class Net(nn.Module):
         return self.second(self.first(x)) * self.scale
 
 
-def recorded(model: nn.Module, recorder: Recorder, steps: int = 1) -> torch.optim.Optimizer:
+def record(model: nn.Module, recorder: Recorder | None = None, steps: int = 1) -> Recorder:
+    recorder = Recorder([model]) if recorder is None else recorder
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with recorder:
         for _ in range(steps):
@@ -48,7 +49,7 @@ def recorded(model: nn.Module, recorder: Recorder, steps: int = 1) -> torch.opti
             recorder.register_optimizer(optimizer)
             recorder.begin_phase(Phase.OTHER)
             optimizer.zero_grad()
-    return optimizer
+    return recorder
 
 
 def of(recorder: Recorder, kind: Kind) -> list[Storage]:
@@ -57,8 +58,7 @@ def of(recorder: Recorder, kind: Kind) -> list[Storage]:
 
 def test_kinds_have_the_bytes_of_the_tensors() -> None:
     model = Net()
-    recorder = Recorder([model])
-    recorded(model, recorder)
+    recorder = record(model)
     held = sum(p.nbytes for p in model.parameters())
     assert sum(s.nbytes for s in of(recorder, Kind.PARAMETERS)) == held
     assert sum(s.nbytes for s in of(recorder, Kind.GRADIENTS)) == held
@@ -71,10 +71,7 @@ def test_kinds_have_the_bytes_of_the_tensors() -> None:
 
 
 def test_forward_and_backward_are_attributed_to_nested_modules() -> None:
-    model = Net()
-    recorder = Recorder([model])
-    recorded(model, recorder)
-    storages = recorder.log.storages
+    storages = record(Net()).log.storages
     tanh = [s.module for s in storages if s.operation == "aten.tanh.default"]
     assert tanh == ["first", "second"]
     forward = {s.module for s in storages if s.phase == Phase.FORWARD and "addmm" in s.operation}
@@ -88,8 +85,7 @@ def test_forward_and_backward_are_attributed_to_nested_modules() -> None:
 def test_tied_weight_is_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
-    recorder = Recorder([model])
-    recorded(model, recorder)
+    recorder = record(model)
     assert [s.nbytes for s in of(recorder, Kind.PARAMETERS)] == [8 * 8 * 4]
     assert [s.nbytes for s in of(recorder, Kind.GRADIENTS)] == [8 * 8 * 4]
 
@@ -120,11 +116,10 @@ def test_storage_at_a_reused_address_is_a_new_one() -> None:
 
 def test_recomputed_activations_belong_to_their_module() -> None:
     model = Net()
-    plain, recomputing = Recorder([model], OperationCounter()), OperationCounter()
-    recorded(model, plain)
+    plain, recomputing = record(model), OperationCounter()
     wrapped = Recorder([model], recomputing)
     checkpoint_modules(model, ["first", "second"], wrapped.module)
-    recorded(model, wrapped)
+    record(model, wrapped)
     plain_storages = [s for s in of(plain, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
     checkpointed = [s for s in of(wrapped, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
     assert sum(s.nbytes for s in checkpointed) < sum(s.nbytes for s in plain_storages)
@@ -139,7 +134,7 @@ def test_recording_changes_nothing() -> None:
         torch.manual_seed(3)
         model = Net()
         if watched:
-            recorded(model, Recorder([model], OperationCounter()), steps=3)
+            record(model, Recorder([model], OperationCounter()), steps=3)
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             for _ in range(3):
@@ -158,8 +153,7 @@ def test_error_of_the_recorder_does_not_stop_the_step() -> None:
         raise RuntimeError("injected")
 
     model = Net()
-    recorder = Recorder([model], broken)
-    recorded(model, recorder)
+    recorder = record(model, Recorder([model], broken))
     assert "injected" in recorder.trouble
     assert all(p.grad is None for p in model.parameters())
 
@@ -167,7 +161,7 @@ def test_error_of_the_recorder_does_not_stop_the_step() -> None:
 def test_flops_of_known_products() -> None:
     model = nn.Linear(8, 32)
     counter = OperationCounter()
-    recorded(model, Recorder([model], counter))
+    record(model, Recorder([model], counter))
     assert counter.flops().forward == 2 * 16 * 8 * 32
     assert counter.flops().backward == 2 * 16 * 8 * 32  # the input needs no gradient
     assert counter.flops().modules[""] == counter.flops().forward

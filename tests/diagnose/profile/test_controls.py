@@ -103,16 +103,13 @@ def test_failed_control_confirms_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert order == [False, True]
 
 
-def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_and_two_pairs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="--pairs 2: expected 3 or more"):
+        run_controls(profile({}), ProfileOptions(), module=False, pairs=2)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="--confirm: controls are run by one process"):
         run_controls(profile({}), ProfileOptions(), module=False, pairs=5)
-
-
-def test_two_pairs_are_too_few() -> None:
-    with pytest.raises(ValueError, match="--pairs 2: expected 3 or more"):
-        run_controls(profile({}), ProfileOptions(), module=False, pairs=2)
 
 
 @pytest.mark.parametrize("on", [True, False])

@@ -24,8 +24,11 @@ def run_backlight(folder: Path, *arguments: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
+Profile = tuple[Path, dict[str, Any], str]
+
+
 @pytest.fixture(scope="module")
-def profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     folder = tmp_path_factory.mktemp("example")
     done = run_backlight(
         folder, "profile", "--json", "--steps", "24", "--out", "run", str(EXAMPLE), "--decoding", "1"
@@ -34,13 +37,15 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return folder, json.loads(done.stdout), done.stderr
 
 
-def test_both_faults_are_found(profile: tuple[Path, dict[str, Any], str]) -> None:
+def test_both_faults_are_found(profile: Profile) -> None:
     found = {finding["rule"]: finding for finding in profile[1]["findings"]}
     assert "phase/data" in found["data_bound"]["evidence"][0]["path"]
     assert f"slow_step.py:{CAST} (forward)" in found["copy_heavy"]["subject"]["line"]
+    for output_of_the_profiler in ("USDT", "profiler_start"):
+        assert output_of_the_profiler not in profile[2]
 
 
-def test_run_contains_every_timed_step(profile: tuple[Path, dict[str, Any], str]) -> None:
+def test_run_contains_every_timed_step(profile: Profile) -> None:
     folder, answer, _ = profile
     run = backlight.open_run(folder / "run")
     forward = run.scalar("phase/forward")
@@ -55,18 +60,11 @@ def test_run_contains_every_timed_step(profile: tuple[Path, dict[str, Any], str]
     assert answer["trace"] in paths
     stored = json.loads(run.read_evidence(path))
     assert stored["phases"] == answer["phases"]
-    fingerprint = run.fingerprint()
-    assert fingerprint is not None
-    assert fingerprint.parameter_count == answer["parameters"] == 17 * 65536 + 65537
+    assert run.fingerprint().parameter_count == answer["parameters"] == 17 * 65536 + 65537
     assert not list(folder.glob("*.gz"))
 
 
-def test_output_of_the_profiler_is_suppressed(profile: tuple[Path, dict[str, Any], str]) -> None:
-    assert "USDT" not in profile[2]
-    assert "profiler_start" not in profile[2]
-
-
-def test_report_shows_the_profile(profile: tuple[Path, dict[str, Any], str]) -> None:
+def test_report_shows_the_profile(profile: Profile) -> None:
     run = profile[0] / "run"
     with pytest.raises(SystemExit) as leaving:
         application.main(["report", str(run)])

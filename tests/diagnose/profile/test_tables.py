@@ -42,6 +42,7 @@ class Model(nn.Module):
         return self.head(wide.float().flatten(2))
 
 
+Traced = tuple[ProfileObserver, Trace, Trace, Operations]
 LINE = 1 + next(i for i, line in enumerate(Path(__file__).read_text().splitlines()) if "# the copy" in line)
 
 
@@ -69,7 +70,7 @@ def observed(path: Path, traced: int = 2) -> ProfileObserver:
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProfileObserver, Trace, Trace, Operations]:
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Traced:
     path = tmp_path_factory.mktemp("traced") / "trace.json.gz"
     observer = observed(path)
     main, lines = split(read_trace(path), 2)
@@ -77,7 +78,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[ProfileObserver, T
     return observer, main, lines, read_operations(main, lines)
 
 
-def test_operators_of_a_phase_add_up_to_it(traced: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
+def test_operators_of_a_phase_add_up_to_it(traced: Traced) -> None:
     tables = traced[3]
     assert tables.traced_steps == 2
     assert tables.trace_sum_error < 1e-9
@@ -91,9 +92,7 @@ def test_operators_of_a_phase_add_up_to_it(traced: tuple[ProfileObserver, Trace,
     assert sum(tables.traced_phases.values()) == pytest.approx(tables.traced_step_ms, rel=0.5)
 
 
-def test_forward_and_backward_of_an_operator_are_joined(
-    traced: tuple[ProfileObserver, Trace, Trace, Operations],
-) -> None:
+def test_forward_and_backward_of_an_operator_are_joined(traced: Traced) -> None:
     joined = {(pair.forward, pair.backward): pair for pair in traced[3].joined}
     pair = joined["aten::embedding", "EmbeddingBackward0"]
     assert pair.calls == 1
@@ -101,9 +100,7 @@ def test_forward_and_backward_of_an_operator_are_joined(
     assert pair.backward_ms > 0
 
 
-def test_copies_have_the_source_line_of_their_call(
-    traced: tuple[ProfileObserver, Trace, Trace, Operations],
-) -> None:
+def test_copies_have_the_source_line_of_their_call(traced: Traced) -> None:
     rows = [row for row in traced[3].copies if row.line.startswith(f"{__file__}:{LINE} (forward)")]
     ahead = [row for row in rows if not row.line.endswith("backward")]
     behind = [row for row in rows if row.line.endswith("(forward), backward")]
@@ -113,9 +110,7 @@ def test_copies_have_the_source_line_of_their_call(
     assert [(row.source, row.target) for row in behind] == [("double", "c10::BFloat16")]
 
 
-def test_lines_are_traced_in_an_additional_step(
-    traced: tuple[ProfileObserver, Trace, Trace, Operations],
-) -> None:
+def test_lines_are_traced_in_an_additional_step(traced: Traced) -> None:
     observer, main, lines, _ = traced
     assert observer.observed.has_lines
     assert len(observer.observed.traced) == 2
@@ -134,9 +129,7 @@ def test_torch_function_mode_of_the_script_disables_lines(tmp_path: Path) -> Non
     assert len(observer.observed.traced) == 1
 
 
-def test_operations_of_attention_follow_from_its_shapes(
-    traced: tuple[ProfileObserver, Trace, Trace, Operations],
-) -> None:
+def test_operations_of_attention_follow_from_its_shapes(traced: Traced) -> None:
     found = find_attention(traced[1], 2)
     assert found is not None
     assert found.calls == 1
@@ -151,14 +144,14 @@ def test_operations_of_attention_follow_from_its_shapes(
     assert "recomputation is not counted as work, which takes 2.0 ms of a step" in reached.mfu_basis
 
 
-def test_logits_are_found_at_the_loss(traced: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
+def test_logits_are_found_at_the_loss(traced: Traced) -> None:
     logits = traced[3].logits
     assert logits is not None
     assert logits.shape == (BATCH * LENGTH, WORDS)
     assert logits.itemsize == {"bfloat16": 2, "float": 4}[logits.dtype]
 
 
-def test_optimizations_in_use_are_found(traced: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
+def test_optimizations_in_use_are_found(traced: Traced) -> None:
     observer, main, _, tables = traced
     assert observer.observed.live is not None
     found = {o.name: o for o in find_optimizations(observer.observed.live, tables, attribute(main.events, 2))}
@@ -171,9 +164,7 @@ def test_optimizations_in_use_are_found(traced: tuple[ProfileObserver, Trace, Tr
     assert "called 1 times a step" in found["chunked loss"].detail
 
 
-def test_optimizations_without_a_trace_are_not_measured(
-    traced: tuple[ProfileObserver, Trace, Trace, Operations],
-) -> None:
+def test_optimizations_without_a_trace_are_not_measured(traced: Traced) -> None:
     live = traced[0].observed.live
     assert live is not None
     found = {o.name: o.state for o in find_optimizations(live, None, None)}
@@ -181,7 +172,7 @@ def test_optimizations_without_a_trace_are_not_measured(
     assert found["fused optimizer"] == ON
 
 
-def test_observer_removes_its_hooks(traced: tuple[ProfileObserver, Trace, Trace, Operations]) -> None:
+def test_observer_removes_its_hooks(traced: Traced) -> None:
     for model in traced[0].forwards.models:
         for module in model.modules():
             assert not module._forward_hooks

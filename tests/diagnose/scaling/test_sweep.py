@@ -45,12 +45,13 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+def request(recipe: Path, **settings: int) -> dict[str, object]:
+    return {"recipe": str(recipe), "settings": settings, "fake": False, "steps": 16, "max_memory": None}
+
+
 def test_axes_are_read_and_refused() -> None:
-    assert parse_axes(["dim=512,768", "amp=true", "name=a"]) == {
-        "dim": [512, 768],
-        "amp": [True],
-        "name": ["a"],
-    }
+    axes = parse_axes(["dim=512,768", "amp=true", "name=a"])
+    assert axes == {"dim": [512, 768], "amp": [True], "name": ["a"]}
     for pair in ("dim", "dim=1,,2", "=3"):
         with pytest.raises(RecipeError, match=f"--set .*{pair}.*: expected name=value,value"):
             parse_axes([pair])
@@ -104,19 +105,14 @@ def test_sweep_measures_sizes_and_records_out_of_memory(
 
 
 def test_point_over_the_time_limit_is_ended(recipe: Path) -> None:
-    request = {"recipe": str(recipe), "settings": {"dim": 8}, "fake": False, "steps": 16, "max_memory": None}
-    assert _ask(request, 0.5) == {"status": "did not finish", "message": "not within 0.5 s (--limit)"}
+    assert _ask(request(recipe, dim=8), 0.5) == {
+        "status": "did not finish",
+        "message": "not within 0.5 s (--limit)",
+    }
 
 
 def test_errors_of_a_recipe_are_statuses(recipe: Path) -> None:
-    request = {
-        "recipe": str(recipe),
-        "settings": {"width": 8},
-        "fake": False,
-        "steps": 16,
-        "max_memory": None,
-    }
-    found = answer(request)
+    found = answer(request(recipe, width=8))
     assert found["status"] == "failed"
     assert "takes the setting 'width'" in found["message"]
 
@@ -129,10 +125,8 @@ def test_invalid_sweep_is_refused(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_settings_without_sizes_are_not_fitted() -> None:
-    points = [
-        Point({"act": name}, "measured", parameters=5, step_ms=1.0) for name in ("relu", "gelu", "silu")
-    ]
-    laws, notes = _laws(points)
+    names = ("relu", "gelu", "silu")
+    laws, notes = _laws([Point({"act": n}, "measured", parameters=5, step_ms=1.0) for n in names])
     assert laws == []
     assert "no setting with two or more sizes" in notes[0]
 
