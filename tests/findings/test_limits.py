@@ -6,14 +6,7 @@ import dataclasses
 
 import pytest
 
-from backlight.findings.limits import (
-    Limits,
-    ThresholdError,
-    declared,
-    limit,
-    merge_overrides,
-    with_overrides,
-)
+from backlight.findings.limits import Limits, ThresholdError, declared, limit, merge_overrides, with_overrides
 from backlight.monitors.health.model.score import ScoreLimits
 from backlight.monitors.health.rules.spike import SpikeLimits
 from backlight.registry import RULES

@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from browser import CHROMEDRIVER, CHROMIUM, FLAGS, Open, wait
 from growing import Grow, Growing
-from synthetic import Plan
+from synthetic import FULL, Plan, health_of, write_run
+
+from backlight.report.source import Source
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +70,9 @@ def grow(tmp_path: Path) -> Iterator[Grow]:
     yield written
     for run in runs:
         run.close()
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    run = write_run(tmp_path_factory.mktemp("full") / "run", FULL)
+    return Source(run, health=health_of(run))

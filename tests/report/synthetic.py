@@ -133,6 +133,25 @@ class Plan:
     seed: int = 1
 
 
+FULL = Plan(
+    steps=120,
+    clip=0.02,
+    scaler=True,
+    histogram=True,
+    phases=True,
+    user={"accuracy": 0.9},
+    grokking=True,
+    spectra=True,
+    stalled=True,
+    nan_step=90,
+    dead_row=25,
+    vanishing_rows=(3,),
+    unmeasured={7: "frozen"},
+    groups={"lower": "blocks.0", "upper": "blocks.1"},
+)
+"""Run with data for every panel of one process."""
+
+
 def records(plan: Plan) -> tuple[ParameterRecord, ...]:
     """Return the parameters of a small transformer in model order."""
     named = [("embed.weight", (96, 64), "Embedding")]

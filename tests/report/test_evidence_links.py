@@ -14,7 +14,7 @@ from backlight.report.panel import in_order
 ROWS: Mapping[str, int] = {"a.weight": 4, "strange/name/with/slashes": 9, "head.weight": 0}
 
 
-def place(path: str, step: int | None = 7, without: tuple[str, ...] = ()) -> Place | None:
+def link(path: str, step: int | None = 7, without: tuple[str, ...] = ()) -> Place | None:
     drawn = {panel.name for panel in in_order()} - set(without)
     return place_of(Evidence(path, step), finding("a.weight", 3), in_order(), drawn, ROWS)
 
@@ -43,27 +43,30 @@ def place(path: str, step: int | None = 7, without: tuple[str, ...] = ()) -> Pla
     ],
 )
 def test_path_links_to_its_panel(path: str, panel: str, row: int, column: str | None) -> None:
-    assert place(path) == Place(panel, row, column, 7)
+    assert link(path) == Place(panel, row, column, 7)
 
 
 def test_subject_step_is_the_default() -> None:
-    found = place("scalars/loss", step=None)
+    found = link("scalars/loss", step=None)
     assert found is not None
     assert found.step == 3
 
 
-def test_paths_without_a_panel_have_no_link() -> None:
-    assert place("profile/dump.txt") is None
-    assert place("groups/host") is None
-
-
 def test_evidence_file_of_any_attempt_is_linked() -> None:
-    assert place("attempt-003/evidence/stall-rank-00000.txt") == place("evidence/dump.txt")
-    found = place("evidence/dump.txt")
+    assert link("attempt-003/evidence/stall-rank-00000.txt") == link("evidence/dump.txt")
+    found = link("evidence/dump.txt")
     assert found is not None
     assert found.panel == "evidence"
 
 
-def test_undrawn_panel_has_no_link() -> None:
-    assert place("scalars/clip/factor", without=("total_norm",)) is None
-    assert place("series/gradient/rms/a.weight", without=("parameters",)) is None
+@pytest.mark.parametrize(
+    ("path", "without"),
+    [
+        ("profile/dump.txt", ()),
+        ("groups/host", ()),
+        ("scalars/clip/factor", ("total_norm",)),
+        ("series/gradient/rms/a.weight", ("parameters",)),
+    ],
+)
+def test_path_without_a_drawn_panel_has_no_link(path: str, without: tuple[str, ...]) -> None:
+    assert link(path, without=without) is None

@@ -24,11 +24,6 @@ def test_verdict_comes_first(tmp_path: Path) -> None:
     assert "- 1 parameter: frozen: `blocks.0.ln_2.weight`" in lines
 
 
-def test_empty_run_has_nothing_measured(tmp_path: Path) -> None:
-    text = render_markdown(write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False)), [])
-    assert "Nothing was measured" in text.splitlines()[0]
-
-
 @pytest.mark.parametrize(
     ("text", "safe"),
     [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import Plan, health_of, records, write_run
+from synthetic import FULL, Plan, records, write_run
 
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
@@ -14,32 +14,10 @@ from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from backlight.text import duration, percent
 
-FULL = Plan(
-    steps=120,
-    clip=0.02,
-    scaler=True,
-    histogram=True,
-    phases=True,
-    user={"accuracy": 0.9},
-    grokking=True,
-    spectra=True,
-    stalled=True,
-    nan_step=90,
-    dead_row=25,
-    vanishing_rows=(3,),
-    unmeasured={7: "frozen"},
-    groups={"lower": "blocks.0", "upper": "blocks.1"},
-)
 ALONE = [panel for panel in in_order() if not panel.several]
 """Panels of a run of one process; panels of several ranks are tested in tests/ranks."""
 
 ALWAYS = {"events", "fingerprint", "health", "updates"}
-
-
-@pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    run = write_run(tmp_path_factory.mktemp("full") / "run", FULL)
-    return Source(run, health=health_of(run))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import Plan, health_of, write_run
+from synthetic import Plan, write_run
 
 from backlight.report import page as pages
 from backlight.report.page import rendered
@@ -21,27 +21,13 @@ from backlight.report.plots.writer import write_animations, write_plots
 from backlight.report.source import Source
 from grokking_runs import Grok, write_grokking_run
 
-PLAN = Plan(
-    steps=120,
-    clip=0.02,
-    scaler=True,
-    histogram=True,
-    phases=True,
-    user={"accuracy": 0.9},
-    nan_step=90,
-    dead_row=25,
-    vanishing_rows=(3,),
-    unmeasured={7: "frozen"},
-    grokking=True,
-    spectra=True,
-)
 HOSTILE = "$x_{</text><script>alert(1)</script>"
 
 
-@pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    run = write_run(tmp_path_factory.mktemp("plots") / "run", PLAN)
-    return Source(run, health=health_of(run))
+def drawn(source: Source, name: str) -> tuple[Panel, Drawn]:
+    panel, result = next((panel, result) for panel, result in rendered(source) if panel.name == name)
+    assert isinstance(result, Drawn)
+    return panel, result
 
 
 @pytest.mark.full
@@ -61,8 +47,7 @@ def test_every_plot_is_written_in_both_formats(full: Source, tmp_path: Path) -> 
 
 
 def test_line_has_the_recorded_values(full: Source) -> None:
-    panel, result = next((p, r) for p, r in rendered(full) if p.name == "total_norm")
-    assert isinstance(result, Drawn)
+    panel, result = drawn(full, "total_norm")
     figure = panels.lines(full, panel.title, result.data)[""]
     norm = full.run.scalar("total_norm")
     x, y = figure.axes[0].get_lines()[0].get_data()
@@ -76,8 +61,7 @@ def test_line_has_the_recorded_values(full: Source) -> None:
 
 
 def test_unmeasured_cells_are_masked(full: Source) -> None:
-    panel, result = next((p, r) for p, r in rendered(full) if p.name == "parameters")
-    assert isinstance(result, Drawn)
+    panel, result = drawn(full, "parameters")
     figure = panels.parameters(full, panel.title, result.data)[""]
     cells = figure.axes[0].collections[0].get_array()
     assert cells is not None
@@ -93,8 +77,7 @@ def test_memorisation_and_generalisation_are_marked(tmp_path: Path) -> None:
     from backlight.monitors.grokking.panels.learning import analysis_of
 
     source = source_of(write_grokking_run(tmp_path / "run", Grok(steps=1500, geometry=False)))
-    panel, result = next((p, r) for p, r in rendered(source) if p.name == "learning_curves")
-    assert isinstance(result, Drawn)
+    panel, result = drawn(source, "learning_curves")
     figure = panels.lines(source, panel.title, result.data)[""]
     marks = [text.get_text() for text in figure.axes[0].texts]
     assert marks == ["t_m", "t_g"]
@@ -196,8 +179,7 @@ def test_spectra_are_written_as_gif_and_frames(tmp_path: Path) -> None:
         assert gif.n_frames == 2  # type: ignore[attr-defined] # of a GIF
         assert gif.size == frame.size
     assert written[0].read_bytes() != written[1].read_bytes()
-    panel, result = next((p, r) for p, r in rendered(source) if p.name == "spectra")
-    assert isinstance(result, Drawn)
+    panel, result = drawn(source, "spectra")
     figure = pictures.spectra(source, panel.title, result.data)[""]
     figure.draw_without_rendering()
     labels = [

@@ -74,10 +74,3 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     assert "\x1b" not in text.getvalue()
     assert "\x07" not in text.getvalue()
     assert text.getvalue().count("[bold red]x[/]\\x1b[2J\\x07") >= 4
-
-
-def test_empty_run_has_nothing_measured(tmp_path: Path) -> None:
-    out, text = console(80)
-    print_findings(write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False)), [], out)
-    assert "? Nothing was measured." in text.getvalue()
-    assert "healthy" not in text.getvalue()

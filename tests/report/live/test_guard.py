@@ -148,11 +148,7 @@ def test_panel_and_news_responses(client: httpx.Client, server: LiveServer) -> N
     assert client.get(f"{root}run-0/panel/loss?have=stamp").status_code == 204
     assert client.get(f"{root}run-0/panel/nothing").status_code == 404
     assert client.get(f"{root}run-7/").status_code == 404
-    assert client.get(f"{root}run-0/news?after=3").json() == {
-        "news": 4,
-        "parameters": ["much"],
-        "table": "t",
-    }
+    assert client.get(f"{root}run-0/news?after=3").json() == {"news": 4, "parameters": ["much"], "table": "t"}
     assert "parameters" not in client.get(f"{root}run-0/news?after=x&table=t").json()
 
 

@@ -10,7 +10,6 @@ from backlight.monitors.health.model.score import (
     exploding,
     health,
     health_series,
-    skipped_steps,
     total_norms,
     vanishing,
 )
@@ -134,8 +133,3 @@ def test_total_norms_are_recorded_or_computed(synthetic: Any) -> None:
     assert norms[0] == pytest.approx(np.sqrt(64 + 4 * 64))
     assert norms[1] == 99.0
     assert np.isnan(norms[2])  # a part of the parameters is not the total
-
-
-def test_skipped_steps(synthetic: Any) -> None:
-    run = synthetic({"a": [1.0] * 4}, scalars={"scaler/skipped": [0, 1, 0, 1]})
-    assert skipped_steps(run) == {1, 3}

@@ -37,9 +37,6 @@ def test_non_finite_loss_is_found(synthetic: Any, evaluated: Any) -> None:
     assert finding.subject.step == 20
     assert finding.subject.parameter is None
     assert finding.evidence[0].value == "inf"
-
-
-def test_finite_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     assert not evaluated(synthetic(rms(), scalars={"loss": [1.0] * 30}), "non_finite")
     assert not evaluated(synthetic({}), "non_finite")
 

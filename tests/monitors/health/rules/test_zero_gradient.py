@@ -15,9 +15,13 @@ def test_dead_parameter_is_found_with_its_first_step(synthetic: Any, evaluated: 
     assert finding.evidence[0].value == 64
 
 
-def test_all_zero_is_an_error(synthetic: Any, evaluated: Any) -> None:
-    (finding,) = evaluated(synthetic({"a": [0.0] * 30, "b": [0.0] * 30}), "zero_gradient")
-    assert finding.severity is Severity.ERROR
+def test_severity_depends_on_the_parameters(synthetic: Any, evaluated: Any) -> None:
+    (everything,) = evaluated(synthetic({"a": [0.0] * 30, "b": [0.0] * 30}), "zero_gradient")
+    assert everything.severity is Severity.ERROR
+    bias = ParameterRecord("conv.bias", (8,), "float32", "cpu", 8, module="conv", group="0/0")
+    rms = {"conv.bias": [0.0] * 40, "conv.weight": [1e-3] * 40}
+    (vector,) = evaluated(synthetic(rms, records={"conv.bias": bias}), "zero_gradient")
+    assert (vector.severity, vector.subject.parameter) == (Severity.INFO, "conv.bias")
 
 
 def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
@@ -43,10 +47,3 @@ def test_dead_units_are_found_and_their_control_is_not(recorder: Any, evaluated:
     (finding,) = evaluated(train(recorder, -100.0), "zero_gradient")
     assert finding.subject.parameter == "0.weight"
     assert not evaluated(train(recorder, 0.0), "zero_gradient")
-
-
-def test_vector_alone_is_info(synthetic: Any, evaluated: Any) -> None:
-    bias = ParameterRecord("conv.bias", (8,), "float32", "cpu", 8, module="conv", group="0/0")
-    rms = {"conv.bias": [0.0] * 40, "conv.weight": [1e-3] * 40}
-    (finding,) = evaluated(synthetic(rms, records={"conv.bias": bias}), "zero_gradient")
-    assert (finding.severity, finding.subject.parameter) == (Severity.INFO, "conv.bias")
