@@ -241,10 +241,13 @@ def test_input_is_unchanged():
 @pytest.mark.parametrize(
     ("G", "message"),
     [
-        (lambda: torch.randn(2, 5, 6), "'w': 2 replicate.*at least 3 are needed. Use more microbatches"),
         (
-            lambda: torch.randn(4, 5, 6) * torch.tensor([1, 1, 1, 0])[:, None, None],
-            "'w': replicate 3 is zero and has no directions",
+            lambda: torch.randn(2, 5, 6),
+            "layer 'w': 2 replicate.*at least 3 are needed. Use more microbatches",
+        ),
+        (
+            lambda: torch.ones(4, 5, 6).cumsum(2) * torch.arange(3.0, -1, -1)[:, None, None],
+            "layer 'w': replicate 3 is zero and has no directions",
         ),
         (lambda: torch.randn(4, 5), "layer 'w': expected replicates .*no singular directions"),
         (lambda: torch.randn(5, 9, 9)[[0, 1, 2, 1, 4]], "layer 'w': replicates 1 and 3 are the same"),

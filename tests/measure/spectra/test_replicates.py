@@ -150,7 +150,8 @@ def test_out_of_memory_with_one_replicate_is_error():
     def work(indices, x):
         raise torch.OutOfMemoryError("none left")
 
-    with pytest.raises(ReplicateError, match="'w': out of memory on cpu with a single replicate of 3 x 5"):
+    message = "layer 'w': out of memory on cpu with a single replicate of 3 x 5"
+    with pytest.raises(ReplicateError, match=message):
         Replicates.of(torch.randn(4, 3, 5), layer="w").chunks(work, bytes_each=1)
 
 

@@ -99,7 +99,8 @@ def test_parameters_without_gradient():
             return self.used(x)
 
     batch = torch.randn(2, 3)
-    with pytest.raises(SpectraError, match=r"'idle\.weight': replicate 4 gave it no gradient.*--exclude"):
+    message = r"layer 'idle\.weight': replicate 4 gave it no gradient.*--exclude"
+    with pytest.raises(SpectraError, match=message):
         gradients(Unused(), square, batch, {"idle.weight", "used.weight"}, whole, replicate=4)
     with pytest.raises(SpectraError, match="replicate 2: the loss has no graph"):
         gradients(nn.Linear(3, 3), lambda m, b: m(b).sum().detach(), batch, {"weight"}, whole, replicate=2)

@@ -379,7 +379,10 @@ def test_invalid_input_is_refused(arguments_of: Any, message: str) -> None:
         ({"detail": "neuron"}, "detail must be one of parameter, layer, block, model, got 'neuron'"),
         ({"kernel": "magic"}, "kernel must be auto, ghost or chunked, got 'magic'"),
         ({"at_once": 0}, "at_once must be at least 1, got 0"),
-        ({"products": torch.float16}, "products must be None, torch.float64 or torch.float32, got torch.f"),
+        (
+            {"products": torch.float16},
+            "products must be None, torch.float64 or torch.float32, got torch.float16",
+        ),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
