@@ -9,23 +9,23 @@ from backlight.report.charts import Axis, Line, chart
 STEPS = np.arange(100, dtype=np.int64)
 
 
-def over(*lines: Line) -> list[int]:
+def overlaps(*lines: Line) -> list[int]:
     return [line["over"] for line in chart(lines, Axis(""), Axis(""))["lines"]]
 
 
 def test_overlapping_lines_are_counted() -> None:
     flat, rising = np.full(100, 0.1), np.arange(100.0)
-    assert over(Line("a", STEPS, flat), Line("b", STEPS, flat), Line("c", STEPS, flat)) == [0, 1, 2]
-    assert over(Line("a", STEPS, flat), Line("b", STEPS, rising)) == [0, 0]
-    assert over(Line("a", STEPS, rising), Line("b", STEPS, rising + 0.3)) == [0, 1]
-    assert over(Line("a", STEPS, rising), Line("b", STEPS, rising + 3.0)) == [0, 0]
+    assert overlaps(Line("a", STEPS, flat), Line("b", STEPS, flat), Line("c", STEPS, flat)) == [0, 1, 2]
+    assert overlaps(Line("a", STEPS, flat), Line("b", STEPS, rising)) == [0, 0]
+    assert overlaps(Line("a", STEPS, rising), Line("b", STEPS, rising + 0.3)) == [0, 1]
+    assert overlaps(Line("a", STEPS, rising), Line("b", STEPS, rising + 3.0)) == [0, 0]
     broken = np.where(STEPS > 30, np.nan, flat)
-    assert over(Line("a", STEPS, broken), Line("b", STEPS, broken)) == [0, 1]
-    assert over(Line("a", STEPS, broken + np.nan), Line("b", STEPS, broken)) == [0, 0]
+    assert overlaps(Line("a", STEPS, broken), Line("b", STEPS, broken)) == [0, 1]
+    assert overlaps(Line("a", STEPS, broken + np.nan), Line("b", STEPS, broken)) == [0, 0]
     # Only steps of both lines count; a few different values change nothing.
     other = np.where(STEPS % 5 == 0, 0.3, flat)
-    assert over(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS, other)) == [0, 1]
-    assert over(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS[60:], flat[60:])) == [0, 0]
+    assert overlaps(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS, other)) == [0, 1]
+    assert overlaps(Line("a", STEPS[:40], flat[:40]), Line("b", STEPS[60:], flat[60:])) == [0, 0]
 
 
 def test_distance_on_a_logarithmic_axis_is_in_decades() -> None:
@@ -44,16 +44,16 @@ def test_distance_on_a_logarithmic_axis_is_in_decades() -> None:
 def test_distance_is_relative_to_the_chart_height() -> None:
     waving = 0.95 + 0.01 * np.sin(STEPS)
     lines = [Line("a", STEPS, waving), Line("b", STEPS, waving + 0.003)]
-    assert over(*lines) == [0, 0]
+    assert overlaps(*lines) == [0, 0]
     assert [line["over"] for line in chart(lines, Axis("", low=0.0, high=1.0))["lines"]] == [0, 1]
-    assert over(*lines, Line("c", STEPS, np.linspace(-5.0, 5.0, 100))) == [0, 1, 0]
-    assert over(*lines, Line("c", STEPS, np.linspace(-5.0, 5.0, 100), axis="right")) == [0, 0, 0]
+    assert overlaps(*lines, Line("c", STEPS, np.linspace(-5.0, 5.0, 100))) == [0, 1, 0]
+    assert overlaps(*lines, Line("c", STEPS, np.linspace(-5.0, 5.0, 100), axis="right")) == [0, 0, 0]
 
 
 def test_lines_on_other_axes_or_styles_do_not_overlap() -> None:
     flat = np.full(100, 0.1)
-    assert over(Line("a", STEPS, flat), Line("b", STEPS, flat, axis="right")) == [0, 0]
-    assert over(Line("a", STEPS, flat), Line("b", STEPS, flat, style="dashed")) == [0, 0]
+    assert overlaps(Line("a", STEPS, flat), Line("b", STEPS, flat, axis="right")) == [0, 0]
+    assert overlaps(Line("a", STEPS, flat), Line("b", STEPS, flat, style="dashed")) == [0, 0]
 
 
 def test_area_edges_do_not_overlap() -> None:
@@ -62,4 +62,4 @@ def test_area_edges_do_not_overlap() -> None:
         Line("middle 80 %", STEPS, rising + 0.1, style="edge", down_to="lower tenth"),
         Line("lower tenth", STEPS, rising - 0.1, style="edge"),
     ]
-    assert over(*area, Line("median", STEPS, rising)) == [0, 0, 0]
+    assert overlaps(*area, Line("median", STEPS, rising)) == [0, 0, 0]

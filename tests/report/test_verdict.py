@@ -74,16 +74,16 @@ def test_killed_run_reports_attempts_and_losses(tmp_path: Path) -> None:
 def test_partly_recorded_shards_are_unmeasured(tmp_path: Path, every: int, expected: tuple[str, ...]) -> None:
     writers = writers_of(tmp_path, 2)
     for rank, writer in enumerate(writers):
-        places = (
+        placements = (
             Placement(Layout.SHARD, (8, 4), (4, 4), (4 * rank, 0)),
             Placement(Layout.REPLICATE, (8, 4), (8, 4), (0, 0)),
         )
         table = writer.parameter_table(
             tuple(
                 ParameterRecord(
-                    name, (8, 4), "float32", "cpu", int(np.prod(place.local_shape)), placement=place
+                    name, (8, 4), "float32", "cpu", int(np.prod(placement.local_shape)), placement=placement
                 )
-                for name, place in zip(("split", "copied"), places, strict=True)
+                for name, placement in zip(("split", "copied"), placements, strict=True)
             )
         )
         for step in range(0, 6, every if rank else 1):

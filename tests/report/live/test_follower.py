@@ -61,38 +61,38 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
 def test_run_state_from_empty_directory_to_end(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    it = follow(path)
-    assert it.stand.word is Standing.READING
-    it.look()
-    assert it.stand.word is Standing.WAITING
-    assert "no run began" in it.stand.detail
+    view = follow(path)
+    assert view.stand.word is Standing.READING
+    view.look()
+    assert view.stand.word is Standing.WAITING
+    assert "no run began" in view.stand.detail
     path.rmdir()
     run = Growing(path)
     run.writer.flush()
-    it.look()
-    assert it.stand.word is Standing.WAITING
-    assert "the run began" in it.stand.detail
-    assert "verdict" not in it.head()  # it would report that nothing was measured
+    view.look()
+    assert view.stand.word is Standing.WAITING
+    assert "the run began" in view.stand.detail
+    assert "verdict" not in view.head()  # it would report that nothing was measured
     run.steps(4)
-    it.look()
-    assert (it.stand.word, it.stand.detail) == (
+    view.look()
+    assert (view.stand.word, view.stand.detail) == (
         Standing.LIVE,
         "The training runs; the last recorded step is 3.",
     )
-    assert not it.stand.over
+    assert not view.stand.over
     run.close()
-    it.look()
-    assert it.stand.word is Standing.ENDED
-    assert it.stand.over
+    view.look()
+    assert view.stand.word is Standing.ENDED
+    assert view.stand.over
 
 
 def test_failed_run_reports_the_exception(grow: Grow) -> None:
     run = grow(2)
     run.close(RunStatus.FAILED)
-    it = follow(run.path)
-    it.look()
-    assert it.stand.word is Standing.ENDED
-    assert "exception" in it.stand.detail
+    view = follow(run.path)
+    view.look()
+    assert view.stand.word is Standing.ENDED
+    assert "exception" in view.stand.detail
 
 
 def test_killed_writer_is_stale(tmp_path: Path) -> None:
@@ -102,22 +102,22 @@ def test_killed_writer_is_stale(tmp_path: Path) -> None:
         Growing(path).steps(5)
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    it = follow(path)
-    it.look()
-    assert it.stand.word is Standing.STALE
-    assert "ended without closing the run; the last recorded step is 4" in it.stand.detail
-    assert not it.stand.over  # it may be resumed
+    view = follow(path)
+    view.look()
+    assert view.stand.word is Standing.STALE
+    assert "ended without closing the run; the last recorded step is 4" in view.stand.detail
+    assert not view.stand.over  # it may be resumed
 
 
 def test_unchanged_run_is_read_once(grow: Grow) -> None:
     run = grow(3)
     run.close()
     calls: list[Run] = []
-    it = follow(run.path, calls)
-    assert it.look()
+    view = follow(run.path, calls)
+    assert view.look()
     for _ in range(5):
-        assert not it.look()
-    assert (len(calls), it.version) == (1, 1)
+        assert not view.look()
+    assert (len(calls), view.version) == (1, 1)
 
 
 def test_nothing_is_read_without_a_client(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,48 +125,48 @@ def test_nothing_is_read_without_a_client(grow: Grow, monkeypatch: pytest.Monkey
     monkeypatch.setattr(follower, "PAUSE", 0.01)
     run = grow(3)
     calls: list[Run] = []
-    it = follow(run.path, calls)
-    it.start()
+    view = follow(run.path, calls)
+    view.start()
     wait_for(lambda: bool(calls))
     time.sleep(0.5)
     amount = len(calls)
     run.steps(3)
     time.sleep(0.3)
     assert len(calls) == amount
-    it.touch()
+    view.touch()
     wait_for(lambda: len(calls) > amount)
-    it.close()
+    view.close()
     assert not [thread for thread in threading.enumerate() if thread.name in {"follow run", "reduce run"}]
 
 
 def test_unreadable_run_keeps_the_last_content(grow: Grow) -> None:
     run = grow(3)
     run.close()
-    it = follow(run.path)
-    it.look()
+    view = follow(run.path)
+    view.look()
     (run.path / "manifest.json").write_text("{")
-    it.look()
-    assert it.stand.word is Standing.UNREADABLE
-    assert "manifest.json" in it.stand.detail
-    assert it.head()["run"]["name"] == "run"
+    view.look()
+    assert view.stand.word is Standing.UNREADABLE
+    assert "manifest.json" in view.stand.detail
+    assert view.head()["run"]["name"] == "run"
 
 
 def test_panel_is_sent_once_until_it_changes(grow: Grow) -> None:
     run = grow(30)
-    it = follow(run.path)
-    it.look()
-    stamp, text = it.panel("total_norm")  # type: ignore[misc]  # there is one
+    view = follow(run.path)
+    view.look()
+    stamp, text = view.panel("total_norm")  # type: ignore[misc]  # there is one
     assert json.loads(text)["title"] == "Gradient norm and clipping"
-    assert it.panel("total_norm", have=stamp) is None
+    assert view.panel("total_norm", have=stamp) is None
     run.steps(5)
-    it.look()
-    other, text = it.panel("total_norm", have=stamp)  # type: ignore[misc]  # there is one
+    view.look()
+    other, text = view.panel("total_norm", have=stamp)  # type: ignore[misc]  # there is one
     assert other != stamp
     assert len(unpack(json.loads(text)["data"]["charts"][0]["steps"])) == 35
-    named = {panel["name"] for panel in it.head()["panels"]}
+    named = {panel["name"] for panel in view.head()["panels"]}
     assert {"health", "total_norm", "parameters", "phases"} <= named
     with pytest.raises(KeyError):
-        it.panel("nothing")
+        view.panel("nothing")
 
 
 def test_panel_size_does_not_grow_with_the_run(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +175,9 @@ def test_panel_size_does_not_grow_with_the_run(grow: Grow, monkeypatch: pytest.M
     sizes = []
     for amount in (500, 1000):
         run.steps(amount)
-        it = follow(run.path, cells=3000)
-        it.look()
-        panel = content(it, "parameters", column="ratio")
+        view = follow(run.path, cells=3000)
+        view.look()
+        panel = content(view, "parameters", column="ratio")
         data = panel["data"]
         assert [c["name"] for c in data["columns"] if c["high"]] == ["ratio"]
         assert data["columns"][0]["name"] == "rms"
@@ -191,18 +191,18 @@ def test_expensive_reduction_is_deferred(grow: Grow, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(follower, "PACE", 1e9)
     monkeypatch.setattr(follower, "QUICK", -1.0)
     run = grow(10)
-    it = follow(run.path)
-    it.look()
+    view = follow(run.path)
+    view.look()
     run.steps(5)
-    assert it.look()
-    assert figures(it)["steps recorded"] == "15"
-    assert it.source is not None
-    assert len(it.source.frames.buckets) == 10
-    assert not it.catch_up()  # too soon
+    assert view.look()
+    assert figures(view)["steps recorded"] == "15"
+    assert view.source is not None
+    assert len(view.source.frames.buckets) == 10
+    assert not view.catch_up()  # too soon
     monkeypatch.setattr(follower, "PACE", 0.0)
-    assert it.catch_up()
-    assert len(it.source.frames.buckets) == 15
-    assert not it.catch_up()
+    assert view.catch_up()
+    assert len(view.source.frames.buckets) == 15
+    assert not view.catch_up()
 
 
 def test_findings_are_sent_before_panels_are_read(grow: Grow) -> None:
@@ -211,31 +211,31 @@ def test_findings_are_sent_before_panels_are_read(grow: Grow) -> None:
     found: list[Finding] = []
 
     def gather(of: Run, findings: Sequence[Finding]) -> Source:
-        if it.source is not None:
-            headlines.append((it.version, it.head()["verdict"]["headline"]))
+        if view.source is not None:
+            headlines.append((view.version, view.head()["verdict"]["headline"]))
         return Source(of, findings)
 
-    it = Followed(run.path, lambda of: list(found), gather, open_run)
-    it.look()
+    view = Followed(run.path, lambda of: list(found), gather, open_run)
+    view.look()
     run.steps(5, broken=2)
     found.append(finding(run.names[2], 9))
-    it.look()
+    view.look()
     assert headlines == [(2, "1 error")]
-    assert it.version == 3
+    assert view.version == 3
 
 
 def test_zoomed_panel_has_the_recorded_values(grow: Grow) -> None:
     run = grow(300, plan=Plan(steps=300, blocks=1))
-    it = follow(run.path, cells=48 * 15)
-    it.look()
-    whole = content(it, "parameters")["data"]
+    view = follow(run.path, cells=48 * 15)
+    view.look()
+    whole = content(view, "parameters")["data"]
     assert (whole["exact"], whole["window"]) == (False, False)
-    close = content(it, "parameters", between=(100, 139))["data"]
+    close = content(view, "parameters", between=(100, 139))["data"]
     assert (close["exact"], close["window"]) == (True, True)
     np.testing.assert_array_equal(unpack(close["first"]), np.arange(100, 140))
     recorded = open_run(run.path).frame("gradient", "rms").values[100:140].T
     np.testing.assert_array_equal(unpack(close["columns"][0]["high"]), recorded)
-    nothing = content(it, "parameters", between=(900, 950))
+    nothing = content(view, "parameters", between=(900, 950))
     assert "missing" in nothing
 
 
@@ -243,33 +243,33 @@ def test_several_runs_are_overlaid(tmp_path: Path) -> None:
     runs = [Growing(tmp_path / "one" / "run"), Growing(tmp_path / "two" / "run"), Growing(tmp_path / "third")]
     for amount, run in zip((10, 20), runs, strict=False):
         run.steps(amount)
-    its = [follow(run.path) for run in runs]
-    over = Several(its)
-    assert over.head()["stand"]["word"] == "reading"
-    for it in its:
-        it.look()
-    head = over.head()
+    views = [follow(run.path) for run in runs]
+    overlaid = Several(views)
+    assert overlaid.head()["stand"]["word"] == "reading"
+    for view in views:
+        view.look()
+    head = overlaid.head()
     assert head["stand"]["word"] == "live"
     assert [panel["name"] for panel in head["panels"]][:3] == ["runs", "loss", "total_norm"]
-    rows = content(over, "runs")["data"]["rows"]
+    rows = content(overlaid, "runs")["data"]["rows"]
     assert [row[:3] for row in rows] == [
         ["run", "live", "10"],
         ["run (2)", "live", "20"],
         ["third", "waiting", "0"],
     ]
-    chart = content(over, "loss")["data"]["charts"][0]
+    chart = content(overlaid, "loss")["data"]["charts"][0]
     assert [line["label"] for line in chart["lines"]] == ["run", "run (2)"]
     values = unpack(chart["lines"][1]["values"])
     np.testing.assert_allclose(values, 3.0 / (1 + 0.01 * np.arange(20)))
     before = head["news"]
     runs[0].steps(1)
-    its[0].look()
-    assert over.version == before + 1
+    views[0].look()
+    assert overlaid.version == before + 1
     for run in runs:
         run.close()
-    for it in its:
-        it.look()
-    assert over.head()["stand"] == {"word": "ended", "detail": "All of these runs ended.", "over": True}
+    for view in views:
+        view.look()
+    assert overlaid.head()["stand"] == {"word": "ended", "detail": "All of these runs ended.", "over": True}
 
 
 def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
@@ -289,24 +289,24 @@ def test_failing_rule_and_panel_are_reported(grow: Grow, monkeypatch: pytest.Mon
     def broken(of: Run) -> list[Finding]:
         raise ZeroDivisionError(f"in a rule about {of.name}")
 
-    it = Followed(run.path, broken, Source, open_run)
-    it.look()
-    assert it.stand.word is Standing.UNREADABLE
-    assert it.stand.detail == "Reading it failed: ZeroDivisionError: in a rule about run"
-    it = follow(run.path)
+    view = Followed(run.path, broken, Source, open_run)
+    view.look()
+    assert view.stand.word is Standing.UNREADABLE
+    assert view.stand.detail == "Reading it failed: ZeroDivisionError: in a rule about run"
+    view = follow(run.path)
     monkeypatch.setattr(Source, "step_times", property(broken))
     monkeypatch.setattr(Source, "scalar_names", broken)
-    it.look()
-    panel = next(panel for panel in it.head()["panels"] if panel["name"] == "phases")
+    view.look()
+    panel = next(panel for panel in view.head()["panels"] if panel["name"] == "phases")
     assert panel["missing"].startswith("Panel 'phases' could not be drawn: TypeError")
     assert panel["kind"] == "failed"
-    assert content(it, "total_norm")["kind"] == "lines"
+    assert content(view, "total_norm")["kind"] == "lines"
 
 
 def test_failing_run_is_named_and_the_others_are_drawn(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
-    its = [follow(grow(6, name).path) for name in ("one", "two")]
-    for it in its:
-        it.look()
+    views = [follow(grow(6, name).path) for name in ("one", "two")]
+    for view in views:
+        view.look()
     whole = Source.scalar
 
     def scalar(held: Source, name: str, **more: Any) -> Scalar:
@@ -317,17 +317,17 @@ def test_failing_run_is_named_and_the_others_are_drawn(grow: Grow, monkeypatch: 
         return whole(held, name, **more)
 
     monkeypatch.setattr(Source, "scalar", scalar)
-    over = Several(its)
-    names = [panel["name"] for panel in over.head()["panels"]]
+    overlaid = Several(views)
+    names = [panel["name"] for panel in overlaid.head()["panels"]]
     assert {"runs", "loss", "total_norm", "times"} <= set(names)
-    loss = content(over, "loss")
+    loss = content(overlaid, "loss")
     assert [line["label"] for line in loss["data"]["charts"][0]["lines"]] == ["two"]
     assert loss["remarks"] == ["Not drawn: one: LookupError: no such rows."]
-    norm = content(over, "total_norm")
+    norm = content(overlaid, "total_norm")
     assert norm["kind"] == "failed"
     message = "one: ZeroDivisionError: norm; two: ZeroDivisionError: norm."
     assert norm["data"]["reason"] == f"Panel 'total_norm' could not be drawn: {message}"
-    rows = content(over, "runs")["data"]["rows"]
+    rows = content(overlaid, "runs")["data"]["rows"]
     assert rows[0][-1] == "could not be read: LookupError: no such rows"
     assert rows[1][2] == "6"
 
@@ -351,23 +351,23 @@ def test_failing_panel_is_named_and_following_continues(grow: Grow, monkeypatch:
     ]
     monkeypatch.setattr(follower, "in_order", lambda: [*wrong, *known])
     run = grow(3)
-    it = follow(run.path)
-    it.start()
+    view = follow(run.path)
+    view.start()
     for steps in ("3", "8"):
-        wait_for(lambda steps=steps: figures(it).get("steps recorded") == steps, 30)
-        panels = {panel["name"]: panel for panel in it.head()["panels"]}
+        wait_for(lambda steps=steps: figures(view).get("steps recorded") == steps, 30)
+        panels = {panel["name"]: panel for panel in view.head()["panels"]}
         message = "Panel 'raises' could not be drawn: LookupError: no such column in run."
         assert panels["raises"]["missing"] == message
         assert panels["raises_unwatched"]["missing"] == message.replace("raises", "raises_unwatched")
         assert "returned list, not Drawn" in panels["returns_a_list"]["missing"]
-        panel = content(it, "draws_an_object")
+        panel = content(view, "draws_an_object")
         assert panel["kind"] == panels["raises"]["kind"] == "failed"
         assert "TypeError" in panel["data"]["reason"]
         assert "missing" not in panels["total_norm"]
-        assert message in [gap["reason"] for gap in it.head()["verdict"]["unmeasured"]]
+        assert message in [gap["reason"] for gap in view.head()["verdict"]["unmeasured"]]
         run.steps(5)
-    assert it.stand.word is Standing.LIVE
-    it.close()
+    assert view.stand.word is Standing.LIVE
+    view.close()
 
 
 def test_threads_survive_errors(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,44 +383,44 @@ def test_threads_survive_errors(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> 
         return whole(path)
 
     monkeypatch.setattr(follower, "_files", files)
-    it = follow(run.path)
-    it.start()
+    view = follow(run.path)
+    view.start()
 
-    wait_for(lambda: it.stand.word is Standing.LIVE)
+    wait_for(lambda: view.stand.word is Standing.LIVE)
     broken.set()
-    wait_for(lambda: it.stand.detail == "Following the run failed: ZeroDivisionError: in the files")
-    version = it.version
+    wait_for(lambda: view.stand.detail == "Following the run failed: ZeroDivisionError: in the files")
+    version = view.version
     time.sleep(0.3)
-    assert it.version == version  # reported once
+    assert view.version == version  # reported once
     broken.clear()
-    wait_for(lambda: it.stand.word is Standing.LIVE)
-    late = it._reduce
+    wait_for(lambda: view.stand.word is Standing.LIVE)
+    late = view._reduce
 
     def reducing(source: Source) -> None:
         raise KeyError("in the frames")
 
-    it._reduce = reducing  # type: ignore[method-assign]  # like a column that is read late and fails
+    view._reduce = reducing  # type: ignore[method-assign]  # like a column that is read late and fails
     run.steps(3)
-    wait_for(lambda: "Reducing the run failed: KeyError" in it.stand.detail)
-    it._reduce = late  # type: ignore[method-assign]  # it works again
+    wait_for(lambda: "Reducing the run failed: KeyError" in view.stand.detail)
+    view._reduce = late  # type: ignore[method-assign]  # it works again
     run.steps(3)
-    wait_for(lambda: it.stand.word is Standing.LIVE)
-    wait_for(lambda: it.source is not None and len(it.source.frames.buckets) == 9)
-    assert all(thread.is_alive() for thread in it._threads)
-    it.close()
+    wait_for(lambda: view.stand.word is Standing.LIVE)
+    wait_for(lambda: view.source is not None and len(view.source.frames.buckets) == 9)
+    assert all(thread.is_alive() for thread in view._threads)
+    view.close()
 
 
 def test_failing_response_reports_the_error(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     run = grow(3)
     run.close()
-    it = follow(run.path)
-    it.look()
+    view = follow(run.path)
+    view.look()
 
     def outcome(source: Source) -> None:
         raise OSError("the disk went away")
 
     monkeypatch.setattr(verdict, "outcome", outcome)
-    head = it.head()
+    head = view.head()
     assert "run" not in head
     assert head["stand"] == {
         "word": "unreadable",

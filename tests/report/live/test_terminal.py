@@ -24,23 +24,23 @@ from backlight.store.read.run import open_run
 HOSTILE = "[red]\x1b[2J\u202e[/]\nname"
 
 
-def printed(source: Source | None, it: Followed, width: int) -> str:
+def printed(source: Source | None, view: Followed, width: int) -> str:
     text = io.StringIO()
-    Console(file=text, width=width, force_terminal=False).print(frame(it.name, it.stand, source, width))
+    Console(file=text, width=width, force_terminal=False).print(frame(view.name, view.stand, source, width))
     return text.getvalue()
 
 
 def followed_once(path: Path, findings: Sequence[Finding] = ()) -> Followed:
-    it = Followed(path, lambda run: findings, Source, open_run)
-    it.look()
-    return it
+    view = Followed(path, lambda run: findings, Source, open_run)
+    view.look()
+    return view
 
 
 @pytest.mark.parametrize("width", [30, 48, 64, 80, 200])
 def test_frame_fits_the_width(grow: Grow, width: int) -> None:
     run = grow(50, broken=4, plan=Plan(steps=60, blocks=1))
-    it = followed_once(run.path, [finding(run.names[4], 49)])
-    text = printed(it.source, it, width)
+    view = followed_once(run.path, [finding(run.names[4], 49)])
+    text = printed(view.source, view, width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "● live" in text
     assert " 49" in text
@@ -55,13 +55,13 @@ def test_frame_fits_the_width(grow: Grow, width: int) -> None:
 
 def test_failing_section_is_named_and_the_others_stay(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     run = grow(12, plan=Plan(steps=20, blocks=1))
-    it = followed_once(run.path, [finding(run.names[1], 11)])
+    view = followed_once(run.path, [finding(run.names[1], 11)])
 
     def broken(*_: object) -> None:
         raise LookupError("no [bold]rows")
 
     monkeypatch.setattr(Source, "scalar_names", broken)
-    text = printed(it.source, it, 80)
+    text = printed(view.source, view, 80)
     assert "status could not be shown: LookupError: no [bold]rows" in text
     assert "phases could not be shown: LookupError" in text
     assert "furthest from their median" in text
@@ -71,8 +71,8 @@ def test_failing_section_is_named_and_the_others_stay(grow: Grow, monkeypatch: p
 def test_hostile_name_is_plain_text(grow: Grow) -> None:
     run = grow(12, broken=2, plan=Plan(steps=20, blocks=1, rename={2: HOSTILE}))
     source = Source(open_run(run.path), [finding(HOSTILE, 11, rule="[bold]x", severity=Severity.WARNING)])
-    it = followed_once(run.path)
-    text = printed(source, it, 100)
+    view = followed_once(run.path)
+    text = printed(source, view, 100)
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert "[red]" in text
@@ -80,16 +80,16 @@ def test_hostile_name_is_plain_text(grow: Grow) -> None:
 
 
 def test_empty_run_shows_waiting(tmp_path: Path) -> None:
-    it = followed_once(tmp_path)
-    assert it.stand == EMPTY
-    assert "Waiting for the first step" in printed(it.source, it, 80)
+    view = followed_once(tmp_path)
+    assert view.stand == EMPTY
+    assert "Waiting for the first step" in printed(view.source, view, 80)
 
 
 def test_one_frame_is_printed_without_a_terminal(grow: Grow) -> None:
     run = grow(5)
     text = io.StringIO()
-    (it,) = followed([run.path])
-    show(it, Console(file=text, width=80))
+    (view,) = followed([run.path])
+    show(view, Console(file=text, width=80))
     assert text.getvalue().count("backlight run") == 1
     assert "\x1b" not in text.getvalue()
 

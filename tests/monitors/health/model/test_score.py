@@ -56,18 +56,18 @@ def test_total_norm_above_the_clip_norm_marks_the_step() -> None:
 
 
 def test_health_follows_the_documented_formula() -> None:
-    def of(vanishes: int, explodes: int, finite: bool = True, measured: int = 4) -> float:
+    def score_of(vanishes: int, explodes: int, finite: bool = True, measured: int = 4) -> float:
         marks = [np.arange(4) < n for n in (measured, vanishes, explodes)]
         return float(health(*marks, finite, LIMITS))
 
-    assert of(0, 0) == 1.0
-    assert of(2, 0) == 0.75
-    assert of(0, 2) == pytest.approx(0.6)
-    assert of(1, 2) == pytest.approx(1 - 0.125 - 0.4)
-    assert of(4, 4) == 0.0
-    assert of(0, 0, finite=False) == 0.0
-    assert np.isnan(of(0, 0, measured=0))
-    assert np.isnan(of(0, 0, finite=False, measured=0))
+    assert score_of(0, 0) == 1.0
+    assert score_of(2, 0) == 0.75
+    assert score_of(0, 2) == pytest.approx(0.6)
+    assert score_of(1, 2) == pytest.approx(1 - 0.125 - 0.4)
+    assert score_of(4, 4) == 0.0
+    assert score_of(0, 0, finite=False) == 0.0
+    assert np.isnan(score_of(0, 0, measured=0))
+    assert np.isnan(score_of(0, 0, finite=False, measured=0))
 
 
 @given(

@@ -14,12 +14,12 @@ def skips(*rows: int, steps: int = 150) -> dict[str, Any]:
     return {"scaler/skipped": values, "scaler/scale": np.full(steps, 1024.0)}
 
 
-def of(steps: int = 150) -> dict[str, list[float]]:
+def rms_of(steps: int = 150) -> dict[str, list[float]]:
     return {"a": [1e-2] * steps}
 
 
 def test_frequent_skips_are_found(synthetic: Any, evaluated: Any) -> None:
-    run = synthetic(of(), scalars=skips(0, 1, 2, *range(20, 150, 8)))
+    run = synthetic(rms_of(), scalars=skips(0, 1, 2, *range(20, 150, 8)))
     (finding,) = evaluated(run, "scaler_skips")
     assert finding.severity is Severity.WARNING
     assert finding.subject.step == 20
@@ -28,8 +28,8 @@ def test_frequent_skips_are_found(synthetic: Any, evaluated: Any) -> None:
 
 def test_calibration_and_rare_skips_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     for rows, steps in ((range(17), 150), ((0, 1, 70, 140), 150), ((0, *range(20, 40, 4)), 40)):
-        assert not evaluated(synthetic(of(steps), scalars=skips(*rows, steps=steps)), "scaler_skips")
-    assert not evaluated(synthetic(of()), "scaler_skips")
+        assert not evaluated(synthetic(rms_of(steps), scalars=skips(*rows, steps=steps)), "scaler_skips")
+    assert not evaluated(synthetic(rms_of()), "scaler_skips")
 
 
 def test_calibration_ends_with_settled_steps() -> None:

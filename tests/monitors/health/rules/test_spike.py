@@ -13,7 +13,7 @@ def noise(steps: int = 200, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).lognormal(0, 0.15, steps)
 
 
-def of(norm: np.ndarray, **scalars: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def series_of(norm: np.ndarray, **scalars: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return {"a": norm / 8, "b": np.full(len(norm), 1e-4)}, {"total_norm": norm, **scalars}
 
 
@@ -21,7 +21,7 @@ def test_injected_spike_is_one_finding(synthetic: Any, evaluated: Any) -> None:
     norm, loss = noise(), 2 + 0.05 * noise(seed=1)
     norm[120] *= 20
     loss[120] = 4.0
-    rms, scalars = of(norm, loss=loss, batch={120: 17.0})
+    rms, scalars = series_of(norm, loss=loss, batch={120: 17.0})
     (finding,) = evaluated(synthetic(rms, scalars=scalars), "spike")
     assert finding.severity is Severity.WARNING
     assert finding.subject.step == 120
@@ -39,7 +39,7 @@ def test_adjacent_steps_are_one_spike(synthetic: Any, evaluated: Any) -> None:
     norm = noise()
     norm[[100, 101, 104]] *= [20, 30, 15]
     norm[160] *= 50
-    rms, scalars = of(norm)
+    rms, scalars = series_of(norm)
     first, second = evaluated(synthetic(rms, scalars=scalars), "spike")
     assert (first.subject.step, second.subject.step) == (101, 160)
 
@@ -47,7 +47,7 @@ def test_adjacent_steps_are_one_spike(synthetic: Any, evaluated: Any) -> None:
 def test_only_the_largest_spikes_are_reported(synthetic: Any, evaluated: Any) -> None:
     norm = noise(600)
     norm[100:580:40] *= np.geomspace(20, 2000, 12)
-    rms, scalars = of(norm)
+    rms, scalars = series_of(norm)
     found = evaluated(synthetic(rms, scalars=scalars), "spike")
     assert [f.subject.step for f in found] == [380, 420, 460, 500, 540]
 
@@ -55,7 +55,7 @@ def test_only_the_largest_spikes_are_reported(synthetic: Any, evaluated: Any) ->
 def test_small_spike_of_the_norm_alone_is_info(synthetic: Any, evaluated: Any) -> None:
     norm = noise()
     norm[120] = 7.0
-    rms, scalars = of(norm, loss=2 + 0.05 * noise(seed=1))
+    rms, scalars = series_of(norm, loss=2 + 0.05 * noise(seed=1))
     (finding,) = evaluated(synthetic(rms, scalars=scalars), "spike")
     assert finding.severity is Severity.INFO
 
@@ -79,7 +79,7 @@ def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
         (np.where(steps < 150, 1.0, 1.01), np.where(steps < 150, 1.0, 1.2)),  # constant with a step
         (np.random.default_rng(0).lognormal(0, 0.6, 300), np.random.default_rng(1).normal(0, 1, 300)),
     ):
-        rms, scalars = of(norm, loss=loss)
+        rms, scalars = series_of(norm, loss=loss)
         assert not evaluated(synthetic(rms, scalars=scalars), "spike")
     early = noise(29)
     early[25] = 100
