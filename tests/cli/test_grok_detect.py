@@ -113,7 +113,7 @@ def test_aligned_runs_generalise_at_step_zero(runs: Path) -> None:
     overlaid = overlay([open_run(runs / name) for name in names], align=True)
     for name in names:
         steps, values = overlaid.measures["test_accuracy"][name]
-        threshold = overlaid.runs[name][2].test_accuracy  # type: ignore[union-attr] # both were evaluated
+        threshold = overlaid.runs[name][2].test_accuracy  # both were evaluated
         assert values[steps == 0][0] >= threshold
         assert values[steps == -10][0] < threshold
     assert 0 in overlaid.table_steps()

@@ -124,8 +124,8 @@ def test_samples_of_a_real_forward_name_its_loop(tmp_path: Path) -> None:
         first, end = h, time.monotonic() + 1.0
         while time.monotonic() < end:
             h = h * 1.0
-        many = h.grad_fn._sequence_nr()  # type: ignore[union-attr]
-        for _ in range((many - first.expand(4).grad_fn._sequence_nr()) // 100):  # type: ignore[union-attr]
+        many = h.grad_fn._sequence_nr()
+        for _ in range((many - first.expand(4).grad_fn._sequence_nr()) // 100):
             h = h + 1.0
     finally:
         stop.set()

@@ -99,7 +99,7 @@ def state(tmp_path: Path) -> StateSnapshot:
 
 
 def observation(state: StateSnapshot, rank: int, arrived: str, **changes: object) -> Observation:
-    shared = dataclasses.replace(state, rank=rank, arrived=bytes(map(int, arrived)), **changes)  # type: ignore[arg-type]
+    shared = dataclasses.replace(state, rank=rank, arrived=bytes(map(int, arrived)), **changes)
     return Observation(rank=rank, snapshots=(shared,), names=NAMES, buckets=BUCKETS)
 
 
