@@ -86,7 +86,7 @@ def test_gradient_in_a_later_backward_removes_the_reason() -> None:
 
 
 @pytest.mark.parametrize("name", CASE_NAMES)
-def test_cases_stay_bit_identical_and_only_unmeasured_parameters_are_reported(
+def test_cases_stay_bit_identical_and_report_unmeasured_parameters(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
