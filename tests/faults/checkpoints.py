@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from faults.injection import Fault, registrar
-from faults.missing_gradients import Net, reentrant_checkpoint_without_gradient, train
+from faults.missing_gradients import Net, train
 
 FAULTS: dict[str, Fault] = {}
 fault = registrar(FAULTS)
@@ -141,4 +141,9 @@ def boundary_cuts_a_reused_module(injected: bool) -> None:
 
 @fault(kinds={"no gradient", "unused"}, text="none of its inputs requires a gradient", reentrant=True)
 def no_input_requires_a_gradient(injected: bool) -> None:
-    reentrant_checkpoint_without_gradient(injected)
+    class First(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = checkpoint(self.first, x.requires_grad_(not injected), use_reentrant=True)
+            return self.last(torch.tanh(self.second(hidden)))
+
+    train(First())
