@@ -109,6 +109,7 @@ class HandRecorder:
         loss_of: Callable[[int], torch.Tensor],
         *,
         zero_every: int | None = 1,
+        scaler: Any = None,
         **options: Any,
     ) -> Run:
         """Train ``steps`` steps on the loss of each step and close the run; ``options`` go to ``advance``."""
@@ -116,11 +117,11 @@ class HandRecorder:
             if zero_every and step % zero_every == 0:
                 self.model.zero_grad()
             loss = loss_of(step)
-            loss.backward()
+            (loss if scaler is None else scaler.scale(loss)).backward()
             missing = [n for n, p in self.named if p.requires_grad and p.grad is None]
             if missing:
                 self.writer.event(self.step, "no_grad_at_step", {"parameters": missing})
-            self.advance(loss.detach(), optimizer, **options)
+            self.advance(loss.detach(), optimizer, scaler=scaler, **options)
         return self.close()
 
     def classify(

@@ -275,16 +275,14 @@ def half_precision_with_a_scaler(make: Make) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=50)
     inputs, targets = blobs()
-    rec = make(model, optimizer)
-    for _ in range(150):
+
+    def loss_of(_step: int) -> Tensor:
         chosen = torch.randint(0, len(inputs), (32,))
-        optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             out = model(inputs[chosen])
-        loss = functional.cross_entropy(out.float(), targets[chosen])
-        scaler.scale(loss).backward()
-        rec.advance(loss.detach(), optimizer, scaler=scaler)
-    return rec.close()
+        return functional.cross_entropy(out.float(), targets[chosen])
+
+    return make(model, optimizer).fit(optimizer, 150, loss_of, scaler=scaler)
 
 
 SLOW = {

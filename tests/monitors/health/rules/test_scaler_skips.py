@@ -43,16 +43,12 @@ def train(recorder: Any, broken_from: int | None) -> Any:
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    rec = recorder(model, optimizer)
-    for step in range(80):
-        x = torch.randn(8, 6)
-        optimizer.zero_grad()
-        loss = (model(x) - 1).square().mean()
-        if broken_from is not None and step >= broken_from:
-            loss = loss * float("nan")
-        scaler.scale(loss).backward()
-        rec.advance(loss.detach(), optimizer, scaler=scaler)
-    return rec.close()
+
+    def loss_of(step: int) -> torch.Tensor:
+        loss = (model(torch.randn(8, 6)) - 1).square().mean()
+        return loss * float("nan") if broken_from is not None and step >= broken_from else loss
+
+    return recorder(model, optimizer).fit(optimizer, 80, loss_of, scaler=scaler)
 
 
 def test_scaler_that_skips_every_step_is_an_error(recorder: Any, evaluated: Any) -> None:

@@ -31,16 +31,14 @@ def autocast(recorder: Any, scale: float) -> Any:
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10_000)
-    rec = recorder(model, optimizer)
-    for _ in range(30):
+
+    def loss_of(_step: int) -> torch.Tensor:
         x = torch.randn(16, 32)
-        optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
             out = model(x)
-        loss = (out.float() - x[:, :8]).square().mean() * 1e-5
-        scaler.scale(loss).backward()
-        rec.advance(loss.detach(), optimizer, scaler=scaler)
-    return rec.close()
+        return (out.float() - x[:, :8]).square().mean() * 1e-5
+
+    return recorder(model, optimizer).fit(optimizer, 30, loss_of, scaler=scaler)
 
 
 def test_small_loss_scale_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
