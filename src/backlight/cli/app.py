@@ -52,7 +52,7 @@ _USAGE: type[Any] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == 
 
 
 def command(
-    name: str, panel: Panel = "Research", *, group: str = "", script: bool = False, extra: bool = False
+    name: str, panel: Panel = "Research", *, group: str = "", script: bool = False
 ) -> Callable[[_Function], _Function]:
     """Register a function as a command.
 
@@ -64,14 +64,12 @@ def command(
         ``"grok"`` for a command of that group.
     script:
         Whether what follows the first argument belongs to the user's script, as in ``python``.
-    extra:
-        Whether additional arguments are passed through in ``context.args``.
     """
 
     def register(function: _Function) -> _Function:
         text = inspect.cleandoc(function.__doc__ or "")
         settings: dict[str, Any] = {
-            "allow_extra_args": script or extra,
+            "allow_extra_args": script,
             "allow_interspersed_args": not script,
         }
         target = grok if group else app

@@ -53,7 +53,7 @@ def plan(folder: Path) -> Writer:
     """Write ``plan.toml``: the text goes behind a base that runs ``job.py`` unwatched."""
 
     def write(
-        text: str, *, base: str = 'script = "job.py"\nwatch = false', top: str = "time_limit = 30"
+        text: str, *, base: str = 'command = ["job.py"]\nwatch = false', top: str = "time_limit = 30"
     ) -> Path:
         path = folder / "plan.toml"
         path.write_text(f"{top}\n[base]\n{textwrap.dedent(base)}\n{textwrap.dedent(text)}")

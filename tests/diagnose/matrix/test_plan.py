@@ -2,67 +2,52 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from backlight.diagnose.matrix.cases import cases_of, split_options
-from backlight.diagnose.matrix.decision_tree import check_tree
-from backlight.diagnose.matrix.plan import PlanError, read_plan
+from backlight.diagnose.matrix.plan import PlanError
 from backlight.diagnose.matrix.runner import prepare
 
 Writer = Callable[..., Path]
 
 END = "[tree.b]\nconclusion = 'x'\n"
 OTHER = "[tree.c]\nconclusion = 'y'\n"
-JSON = "[cases.base]\narguments = ['c.json']\nedits = "
-PAIR = "[cases.base]\n[cases.other]\ncontrol = 'base'\n"
+FACTORS = """
+[factors.checkpointing]
+off = {}
+on = { arguments = ["--checkpoint"] }
+[factors.ranks]
+one = { ranks = 1 }
+two = { ranks = 2 }
+"""
+PAIR = FACTORS + "[cases.base]\n[cases.other]\ncontrol = 'base'\n"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("colour = 1\n", r"\[base\]: unknown key 'colour'; there are|unknown key 'colour'"),
+        ("colour = 1\n", r"\[base\]: unknown key 'colour'; there are: arguments"),
         ("[case.base]\n", r"unknown key 'case'; did you mean 'cases'\?"),
         ("[cases.base]\ncontrl = 'x'\n", r"\[cases.base\]: unknown key 'contrl'; did you mean 'control'\?"),
-        (
-            "[cases.base]\nedits = [{ file = 'a.json', fnd = 'x', replace = 'y' }]\n",
-            r"unknown key 'fnd'; did you mean 'find'\?",
-        ),
-        ("", r"no cases: write \[cases.NAME\]"),
-        (PAIR, r"case 'other' is equal to its control 'base'"),
-        (
-            PAIR + "arguments = ['wait']\nenvironment = { A = '1' }\n",
-            r"in 2 factors: argument positional, environment A",
-        ),
-        (PAIR + "arguments = ['--a', '1', '--b=2']\n", r"in 2 factors: argument --a, argument --b"),
-        (PAIR + "arguments = ['wait']\ntime_limit = 9\n", r"has 9 s, its control 'base' has 30 s"),
-        (
-            PAIR.replace("'base'", "'basis'") + "arguments = ['wait']\n",
-            r"unknown control 'basis'; did you mean 'base'\?",
-        ),
-        (PAIR.replace("'base'", "'other'"), r"case 'other' is its own control"),
-        ("[cases.base]\ntime_limit = 0\n", r"cases.base.time_limit: Input should be greater than 0, got 0"),
-        ("[cases.base]\ntime_limit = inf\n", r"time_limit: Input should be a finite number, got inf"),
-        ("[cases.base]\ntime_limit = 'long'\n", r"cases.base.time_limit: .*valid number.*got 'long'"),
+        ("[tree.a]\nactions = [{ verfy = 'x' }]\n", r"unknown key 'verfy'; did you mean 'verify'\?"),
+        ("", r"no cases: write \[factors.NAME.LEVEL\]"),
+        (PAIR, r"case 'other' is equal to its control 'base'; change one factor"),
+        (PAIR + "levels = { checkpointing = 'on', ranks = 'two' }\n", r"in 2 factors: checkpointing, ranks"),
+        (PAIR.replace("'base'", "'basis'"), r"unknown control 'basis'; did you mean 'base'\?"),
+        (PAIR.replace("'base'", "'other'"), r"case 'other' is equal to its control 'other'"),
+        (PAIR + "levels = { rank = 'two' }\n", r"no factor is called 'rank'; did you mean 'ranks'\?"),
+        (PAIR + "levels = { ranks = 'too' }\n", r"ranks has no level 'too'; did you mean 'two'\?"),
+        ("ranks = 'two'\n[cases.base]\n", r"base.ranks: Input should be a valid integer, got 'two'"),
         ("[cases.'a/b']\n", r"cases.a/b: String should match pattern .*, got 'a/b'"),
-        ("[cases.base]\nscript = 'a.py'\nmodule = 'b'\n", r"script and module are both given"),
-        ("[cases.base]\nscript = 'nowhere.py'\n", r"case 'base' cannot start: .*nowhere.py: No such file"),
-        ("[cases.base]\ncommand = ['no-such-program']\n", r"cannot start: no-such-program: no such program"),
-        ("[cases.base]\ncommand = ['echo', '{rnu}']\n", r"unknown placeholder \{rnu\}; did you mean 'run'\?"),
-        ("[cases.base]\ncommand = ['echo']\nranks = 2\n", r"ranks is given, but command has no \{ranks\}"),
-        ("[cases.base]\ndirectory = 'nowhere'\n", r"nowhere: no such directory"),
-        ("[cases.base]\ninterpreter = './job.py'\n", r"job.py: no such program"),
-        ("[cases.base]\ninterpreter = '/bin/echo'\n", r"/bin/echo: does not answer as a Python"),
-        ("[cases.base]\nbranch = 'main'\n", r"branch 'main': not found"),
-        ("[cases.base]\nlevels = { x = 'y' }\n", r"no factor is called 'x'; there are none"),
-        ("[cases.base]\nshows = '('\n", r"'\(' is not a regular expression"),
+        ("directory = 'nowhere'\n[cases.base]\n", r"case 'base': .*nowhere: no such directory"),
+        ("shows = '('\n[cases.base]\n", r"base.shows: .*valid regular expression, got '\('"),
         ("[factors.a.only]\n[cases.base]\n", r"factors.a: Dictionary should have at least 2 items"),
         (
-            "[factors.a.off]\n[factors.a.on]\n[cases.base]\n"
-            "[cases.on]\ncontrol = 'base'\nlevels = { a = 'on' }\n",
-            r"equal to its control 'base' \(factor a changes nothing",
+            "[factors.a.off]\n[factors.a.on]\n",
+            r"'a=on' is equal to its control 'base' \(a changes nothing of what is started\)",
         ),
         (
             "[factors.a]\noff = {}\non = { environment = { X = '1' } }\n"
@@ -70,31 +55,40 @@ PAIR = "[cases.base]\n[cases.other]\ncontrol = 'base'\n"
             "[cases.both]\nlevels = { a = 'on', b = 'on' }\n",
             r"factors.a.on and factors.b.on both set environment X",
         ),
-        (
-            "[cases.base]\nedits = [{ file = 'job.py', find = 'x' }]\n",
-            r"either find and replace, or key and value",
-        ),
-        (
-            "[cases.base]\nedits = [{ file = 'job.py', find = 'no such text', replace = '' }]\n",
-            r"'no such text' occurs 0 times in job.py",
-        ),
-        (
-            JSON + "[{ file = 'c.json', key = 'net.dpth', value = 3 }]\n",
-            r"c.json has no key 'net.dpth': 'dpth' is unknown; did you mean 'depth'\?",
-        ),
-        (
-            JSON + "[{ file = 'c.json', key = 'net.depth', value = 2 }]\n",
-            r"the edit of c.json changes nothing; 'net.depth' is set already",
-        ),
-        (
-            "[cases.base]\nedits = [{ file = 'c.json', key = 'net.depth', value = 3 }]\n",
-            r"no argument of the command names 'c.json'",
-        ),
     ],
 )  # fmt: skip
 def test_a_bad_plan_is_one_sentence(text: str, message: str, plan: Writer, folder: Path) -> None:
-    (folder / "c.json").write_text('{"net": {"depth": 2}}')
-    path = plan(text)
+    refused(plan(text), message, folder)
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("watch = false", r"base.command: Field required"),
+        ("command = []", r"base.command: List should have at least 1 item"),
+        ("command = ['nowhere.py']", r"case 'base': .*nowhere.py: no such file"),
+        ("command = ['no-such-program']", r"case 'base': no-such-program: no such program"),
+        ("command = ['echo', '{rnu}']", r"unknown placeholder \{rnu\}; did you mean 'run'\?"),
+        ("command = ['echo']\nranks = 2", r"ranks is given, but its command has no \{ranks\}"),
+    ],
+)
+def test_a_bad_command_is_one_sentence(base: str, message: str, plan: Writer, folder: Path) -> None:
+    refused(plan("[cases.base]\n", base=base), message, folder)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        ("0", r"time_limit: Input should be greater than or equal to 3, got 0"),
+        ("inf", r"time_limit: .*604800.*got inf|time_limit: Input should be a finite number, got inf"),
+        ("'long'", r"time_limit: .*valid number.*got 'long'"),
+    ],
+)
+def test_a_bad_limit_is_one_sentence(limit: str, message: str, plan: Writer, folder: Path) -> None:
+    refused(plan("[cases.base]\n", top=f"time_limit = {limit}"), message, folder)
+
+
+def refused(path: Path, message: str, folder: Path) -> None:
     before = sorted(folder.rglob("*"))
     with pytest.raises(PlanError, match=message) as caught:
         prepare(path)
@@ -112,11 +106,11 @@ def test_a_bad_plan_is_one_sentence(text: str, message: str, plan: Writer, folde
         ("[tree.a]\ncase = 'bse'\non = { PASS = 'b' }\n" + END, r"called 'bse'; did you mean 'base'"),
         ("[tree.a]\ncase = 'base'\non = { PASS = 'c' }\n", r"leads to 'c', which is no node; there are: a"),
         ("[tree.a]\ncase = 'base'\non = { PASSED = 'b' }\n" + END, r"unknown answer 'PASSED'"),
-        ("[tree.a]\ncase = 'base'\non = { UNKNOWN = 'b' }\n" + END, r"UNKNOWN decides nothing"),
+        ("[tree.a]\ncase = 'base'\non = { UNKNOWN = 'b' }\n" + END, r"unknown answer 'UNKNOWN'"),
         ("[tree.a]\ncase = 'base'\non = { causes = 'b' }\n" + END, r"unknown answer 'causes'"),
         ("[tree.a]\ncompare = 'base'\non = { causes = 'b' }\n" + END, r"'base', which has no control"),
         ("[tree.a]\ncase = 'base'\non = { PASS = 'b', 'PASS|SLOW' = 'c' }\n" + END + OTHER,
-         r"'PASS' leads to two nodes"),
+         r"one answer leads to two nodes"),
         ("[tree.a]\nconclusion = 'x'\n[tree.b]\nconclusion = 'y'\n", r"the tree has 2 roots: a, b"),
         ("[tree.a]\ncase = 'base'\ncompare = 'base'\non = {}\n", r"it has both case and compare"),
         ("[tree.a]\nask = 'well?'\n", r"expected a question \(case or compare, with on\) or a conclusion"),
@@ -131,92 +125,52 @@ def test_a_bad_tree_is_one_sentence(tree: str, message: str, plan: Writer) -> No
 
 def test_files_that_are_no_plan(folder: Path) -> None:
     with pytest.raises(PlanError, match=r"nowhere.toml: cannot be read: No such file.*--init nowhere.toml"):
-        read_plan(Path("nowhere.toml"))
+        prepare(Path("nowhere.toml"))
     (folder / "broken.toml").write_text("cases = [")
     with pytest.raises(PlanError, match=r"broken.toml: not valid TOML"):
-        read_plan(folder / "broken.toml")
+        prepare(folder / "broken.toml")
 
 
-FACTORS = """
-[factors.checkpointing]
-off = {}
-on = { arguments = ["--checkpoint"] }
-[factors.ranks]
-one = { ranks = 1 }
-two = { ranks = 2 }
-"""
-
-
-def test_a_product_gives_every_case_a_control_one_factor_away(plan: Writer) -> None:
-    path = plan(FACTORS, top='time_limit = 3\ndesign = "product"')
-    cases = cases_of(read_plan(path), path)
+def test_without_cases_each_factor_is_taken_alone(plan: Writer) -> None:
+    cases = prepare(plan(FACTORS)).cases
     assert [(c.name, c.control, c.factor) for c in cases] == [
         ("base", "", ""),
-        ("ranks=two", "base", "ranks"),
         ("checkpointing=on", "base", "checkpointing"),
-        ("checkpointing=on,ranks=two", "checkpointing=on", "ranks"),
+        ("ranks=two", "base", "ranks"),
     ]
     # One rank is started by the same launcher as two: the launcher is no second factor.
     assert all("torch.distributed.run" in c.argv for c in cases)
     assert [a for a in cases[0].argv if "nproc" in a] == ["--nproc-per-node=1"]
-    assert "--checkpoint" in cases[3].argv
-
-
-def test_one_at_a_time_takes_each_factor_alone(plan: Writer) -> None:
-    path = plan(FACTORS, top='time_limit = 3\ndesign = "one-at-a-time"')
-    assert [c.name for c in cases_of(read_plan(path), path)] == ["base", "ranks=two", "checkpointing=on"]
+    assert cases[1].argv[-1] == "--checkpoint"
 
 
 def test_without_several_ranks_there_is_no_launcher(plan: Writer) -> None:
-    path = plan("[cases.base]\n", base='script = "job.py"\nrun_options = ["--every", "5"]')
-    (case,) = cases_of(read_plan(path), path)
+    path = plan("[cases.base]\n", base='command = ["job.py"]\nrun_options = ["--every", "5"]')
+    (case,) = prepare(path).cases
     assert case.argv[1:] == ("-m", "backlight", "run", "--out", "{run}", "--every", "5", "job.py")
+    path = plan("[cases.base]\n", base='command = ["{python}", "{ranks}", "{run}"]\nranks = 3')
+    assert prepare(path).cases[0].argv == (sys.executable, "3", "{run}")
 
 
 def test_a_level_may_bundle_what_only_makes_sense_together(plan: Writer) -> None:
-    both = "{ arguments = ['--a'], environment = { B = 1 } }"
-    cases = "[cases.base]\n[cases.on]\ncontrol = 'base'\nlevels = { ab = 'on' }\n"
-    path = plan(f"[factors.ab]\noff = {{}}\non = {both}\n{cases}")
-    on = cases_of(read_plan(path), path)[1]
-    assert (on.factor, on.environment) == ("ab", {"B": "1"})
-
-
-def test_options_are_split_as_scripts_read_them() -> None:
-    assert split_options(["x", "--a", "1", "--b=2", "-3", "--flag"]) == [
-        ("positional", ("x",)),
-        ("--a", ("1",)),
-        ("--b", ("2", "-3")),
-        ("--flag", ()),
-    ]
+    both = "{ command = ['-m', 'json'], arguments = ['--a'], environment = { B = 1 } }"
+    on = prepare(plan(f"[factors.ab]\noff = {{}}\non = {both}\n")).cases[1]
+    assert (on.factor, on.environment, on.argv[1:]) == ("ab", {"B": "1"}, ("-m", "json", "--a"))
 
 
 def test_the_root_of_a_tree_is_found(plan: Writer) -> None:
-    path = plan("[cases.base]\n[tree.z]\nconclusion = 'x'\n[tree.a]\ncase = 'base'\non = { PASS = 'z' }\n")
-    assert check_tree(read_plan(path), {"base": ""}, path) == ("a", "z")
+    tree = "[tree.z]\nconclusion = 'x'\n[tree.a]\ncase = 'base'\non = { PASS = 'z' }\n"
+    assert prepare(plan("[cases.base]\n" + tree)).order == ("a", "z")
 
 
 def test_init_writes_a_plan_that_is_ready_to_be_fitted(
     folder: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    code, out, _ = command("matrix", "--init", "mine.toml", "--", "python", "job.py", "--lr", "3")
-    assert (code, out) == (0, "mine.toml\n")
-    text = (folder / "mine.toml").read_text()
-    # Outside of a repository the branch cannot be had: everything else stands as written.
-    (folder / "mine.toml").write_text(
-        text.replace('other = { branch = "HEAD" }', 'other = { directory = ".." }')
-    )
-    read = read_plan(folder / "mine.toml")
-    assert set(read.factors) == {"checkpointing", "ranks", "backend", "branch"}
-    assert (read.base.script, read.base.arguments) == ("job.py", ["--lr", "3"])
-    cases = cases_of(read, folder / "mine.toml")
-    assert [c.name for c in cases] == [
-        "base",
-        "branch=other",
-        "backend=math",
-        "ranks=two",
-        "checkpointing=on",
-    ]
-    assert check_tree(read, {c.name: c.control for c in cases}, folder / "mine.toml")[0] == "base"
+    assert command("matrix", "--init", "mine.toml")[:2] == (0, "mine.toml\n")
+    (folder / "train.py").touch()
+    prepared = prepare(folder / "mine.toml")
+    assert [c.name for c in prepared.cases] == ["base", "checkpointing=on", "ranks=two"]
+    assert prepared.order[0] == "base"
     code, _, err = command("matrix", "--init", "mine.toml")
     assert code == 2
     assert "mine.toml: exists already" in err

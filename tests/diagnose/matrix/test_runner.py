@@ -13,11 +13,12 @@ import zipfile
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
-from backlight.diagnose.matrix.comparison import Effect
 from backlight.diagnose.matrix.decision_tree import Status
+from backlight.diagnose.matrix.evaluation import Effect
 from backlight.diagnose.matrix.plan import PlanError
 from backlight.diagnose.matrix.report import (
     MatrixDirectoryError,
@@ -27,6 +28,7 @@ from backlight.diagnose.matrix.report import (
     page,
     read_report,
     write_bundle,
+    write_report,
 )
 from backlight.diagnose.matrix.runner import execute, prepare
 from backlight.launch.subprocess import mark_of
@@ -38,35 +40,28 @@ Command = Callable[..., tuple[int, str, str]]
 
 alone = pytest.mark.alone
 
-BASE = """
-script = "job.py"
+PLAN = """
+time_limit = 6
+name = 'a <b>matrix</b>'
+[base]
+command = ["job.py"]
 watch = false
-progress = 'step (\\d+)/(\\d+)'
+environment = { HUB_TOKEN = "sesame", PLAIN = "x" }
+progress = 'step (\\d+)/'
 success = '^finished'
-"""
-
-CASES = """
-[cases.base]
-[cases.fails]
-control = "base"
-arguments = ["fail"]
-[cases.waits]
-control = "base"
-arguments = ["wait"]
-[cases.spins]
-control = "base"
-arguments = ["spin"]
-[cases.crawls]
-control = "base"
-arguments = ["crawl"]
-[cases.nothing]
-control = "base"
-environment = { NOTHING_READS_THIS = "1" }
-[cases.gone]
-command = ["sh", "-c", "exit 0"]
+[factors.job]
+ends = {}
+fails = { arguments = ["fail"] }
+waits = { arguments = ["wait"] }
+spins = { arguments = ["spin"] }
+crawls = { arguments = ["crawl"] }
+shell = { command = ["sh", "-c", "exit 0"] }
+[factors.nothing]
+unset = {}
+set = { environment = { NOTHING_READS_THIS = "1" } }
 [tree.start]
 ask = "Does waiting matter?"
-compare = "waits"
+compare = "job=waits"
 on = { causes = "it-does", none = "it-does-not" }
 [tree.it-does]
 conclusion = "the wait"
@@ -80,7 +75,7 @@ conclusion = "something else"
 def done(tmp_path_factory: pytest.TempPathFactory, script: str) -> tuple[Path, MatrixReport]:
     folder = tmp_path_factory.mktemp("matrix")
     (folder / "job.py").write_text(script)
-    (folder / "plan.toml").write_text(f"time_limit = 4\nname = 'a <b>matrix</b>'\n[base]\n{BASE}\n{CASES}")
+    (folder / "plan.toml").write_text(PLAN)
     return folder, execute(prepare(folder / "plan.toml"), folder / "out")
 
 
@@ -90,18 +85,17 @@ def test_every_case_has_its_verdict(done: tuple[Path, MatrixReport]) -> None:
     verdicts = {one.case.name: one.evaluation.verdict for one in report.cases}
     assert verdicts == {
         "base": DiagnosisKind.PASS,
-        "fails": DiagnosisKind.CRASH,
-        "waits": DiagnosisKind.BLOCKED,
-        "spins": DiagnosisKind.SPIN,
-        "crawls": DiagnosisKind.SLOW,
-        "nothing": DiagnosisKind.PASS,
-        "gone": DiagnosisKind.UNKNOWN,  # it exits with 0 and does not print what the plan calls success
+        "job=fails": DiagnosisKind.CRASH,
+        "job=waits": DiagnosisKind.BLOCKED,
+        "job=spins": DiagnosisKind.SPIN,
+        "job=crawls": DiagnosisKind.SLOW,
+        "nothing=set": DiagnosisKind.PASS,
+        "job=shell": DiagnosisKind.UNKNOWN,  # it exits with 0 and does not print what the plan calls success
     }
     lines = {one.case.name: one.evaluation.line.rpartition("/")[2] for one in report.cases}
-    assert lines["waits"] == "job.py:7"
-    assert lines["spins"] == "job.py:10"
-    assert lines["fails"] == "job.py:18"
-    assert report.not_run == ()
+    assert lines["job=waits"] == "job.py:7"
+    assert lines["job=spins"] == "job.py:10"
+    assert lines["job=fails"] == "job.py:18"
 
 
 @alone
@@ -112,35 +106,29 @@ def test_no_process_is_left(done: tuple[Path, MatrixReport]) -> None:
     assert not [pid for pid in read_process_table() if mark_of(pid) in marks]
     ended = {one.case.name: one.observation.ended_by for one in report.cases}
     assert ended["base"] == ()
-    assert ended["waits"][0].startswith("SIGTERM to ")
+    assert ended["job=waits"][0].startswith("SIGTERM to ")
 
 
 @alone
 def test_evidence_was_collected_before_the_end(done: tuple[Path, MatrixReport]) -> None:
     folder, report = done
-    waits = next(one for one in report.cases if one.case.name == "waits")
-    files = {Path(name).name.split("-")[0] for name in waits.observation.files}
-    assert {"processes.txt", "tail.txt", "stacks", "stdout.txt", "start.json"} <= files
-    for one in report.cases:
-        for name in one.observation.files:
-            assert (folder / "out" / one.attempt / name).exists(), name
+    waits = next(one for one in report.cases if one.case.name == "job=waits")
+    evidence = (folder / "out" / waits.attempt / "evidence.txt").read_text()
     # The process was alive when it was sampled: its main thread sleeps.
-    assert " S " in (folder / "out" / waits.attempt / "evidence/processes.txt").read_text()
-    assert any("stdout: mode: wait" in line for line in waits.observation.tail)
+    assert " S " in evidence
+    assert "job.py:7" in evidence
 
 
 @alone
 def test_cases_are_compared_with_their_controls(done: tuple[Path, MatrixReport]) -> None:
     _, report = done
     said = {c.case: c for c in report.comparisons}
-    assert {name: c.outcome for name, c in said.items()} == {
-        "fails": "causes", "waits": "causes", "spins": "causes", "crawls": "causes", "nothing": "",
-    }  # fmt: skip
-    assert said["waits"].effect is Effect.OBSERVED
-    assert said["waits"].factor == "argument positional"
-    assert said["nothing"].effect is Effect.NONE
-    assert said["nothing"].why == "the factor had no effect that shows in the outputs"
-    assert any("NOTHING_READS_THIS reaches the training script" in action.do for action in report.actions)
+    causes = dict.fromkeys(("job=fails", "job=waits", "job=spins", "job=crawls"), "causes")
+    assert {name: c.outcome for name, c in said.items()} == causes | {"job=shell": "", "nothing=set": ""}
+    assert said["job=waits"].effect is Effect.OBSERVED
+    assert said["job=waits"].factor == "job"
+    assert said["nothing=set"].effect is Effect.NONE
+    assert said["nothing=set"].why == "the factor had no effect that shows in the outputs"
 
 
 @alone
@@ -150,10 +138,11 @@ def test_the_tree_is_walked_and_actions_are_ordered(done: tuple[Path, MatrixRepo
         "start": Status.SUPPORTED, "it-does": Status.SUPPORTED, "it-does-not": Status.REFUTED,
     }  # fmt: skip
     assert report.headline == "the wait"
-    first, *others = report.actions
-    assert (first.do, first.at, first.why) == ("do not wait", "job.py:7", "the wait")
-    waits = next(a for a in others if a.at.endswith("job.py:7"))
-    assert waits.verify.endswith("--again waits")
+    first, *others = as_markdown(report).partition("## What to do, in this order")[2].split("1. ")[1:]
+    assert first.startswith("do not wait at `job.py:7`: the wait. Verify: `backlight matrix ")
+    waits = next(text for text in others if text.startswith("find out what should end this wait"))
+    assert "job.py:7`: job=waits: BLOCKED" in waits
+    assert "--again job=waits`" in waits
 
 
 @alone
@@ -164,8 +153,7 @@ def test_the_report_is_read_back_and_rendered(done: tuple[Path, MatrixReport]) -
     assert not is_matrix(folder)
     assert read_report(out) == report
     text = as_markdown(read_report(out))
-    wanted = ("# a &lt;b&gt;matrix", "Environment", "Left open", "Evidence that could not be collected")
-    wanted += ("What to do, in this order", "Commands to verify", "`job.py:7`", "BLOCKED")
+    wanted = ("# a &lt;b&gt;matrix", "What to do, in this order", "not observable", "`job.py:7`", "BLOCKED")
     for part in wanted:
         assert part in text, part
     html = page(read_report(out))
@@ -177,7 +165,7 @@ def test_the_report_is_read_back_and_rendered(done: tuple[Path, MatrixReport]) -
     assert links.scripts == 0
     assert links.found
     for link in links.found:
-        assert (out / link).exists(), link
+        assert (out / unquote(link)).exists(), link
 
 
 class _Links(HTMLParser):
@@ -192,23 +180,44 @@ class _Links(HTMLParser):
 
 
 @alone
+def test_secrets_are_hidden(done: tuple[Path, MatrixReport]) -> None:
+    folder, report = done
+    assert report.cases[0].case.environment == {"HUB_TOKEN": "(hidden)", "PLAIN": "x"}
+    files = [p for p in (folder / "out").rglob("*") if p.is_file() and p.name != "plan.toml"]
+    assert files
+    assert not any("sesame" in path.read_text(errors="replace") for path in files)
+
+
+@alone
 def test_everything_goes_into_one_archive(done: tuple[Path, MatrixReport], tmp_path: Path) -> None:
     out = done[0] / "out"
+    write_report(out, out / "report.html", as_html=True)
     with tarfile.open(write_bundle(out, tmp_path / "all.tar.gz")) as tar:
         names = set(tar.getnames())
     with zipfile.ZipFile(write_bundle(out, tmp_path / "all.zip")) as archive:
         assert set(archive.namelist()) == names
         assert archive.testzip() is None
-    assert {"all/matrix.json", "all/plan.toml", "all/report.html", "all/report.md"} <= names
-    assert "all/cases/waits/000/evidence/processes.txt" in names
+    assert {"all/matrix.json", "all/plan.toml", "all/report.html"} <= names
+    assert "all/cases/job=waits/000/evidence.txt" in names
     assert not [name for name in names if name.endswith((".lock", ".tmp"))]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all.tar.gz", "all.zip"]
     with pytest.raises(ValueError, match=r"all.rar: expected a name that ends in .tar.gz, .tgz, .zip"):
         write_bundle(out, tmp_path / "all.rar")
 
 
+TWO = """
+[factors.job]
+ends = {}
+fails = { arguments = ["fail"] }
+[cases.a]
+[cases.b]
+control = "a"
+levels = { job = "fails" }
+"""
+
+
 def test_a_case_with_a_result_does_not_run_again(folder: Path, plan: Writer) -> None:
-    path = plan("[cases.a]\n[cases.b]\narguments = ['fail']\n")
+    path = plan(TWO)
     started: list[str] = []
 
     def run(**options: object) -> MatrixReport:
@@ -217,10 +226,8 @@ def test_a_case_with_a_result_does_not_run_again(folder: Path, plan: Writer) -> 
             prepare(path), folder / "out", on_start=lambda case: started.append(case.name), **options
         )
 
-    report = run(only=["b"])
-    assert (started, report.not_run) == (["b"], ("a",))
-    report = run()
-    assert (started, report.not_run) == (["a"], ())
+    run()
+    assert started == ["a", "b"]
     run()
     assert started == []
     report = run(again=["b"])
@@ -236,7 +243,7 @@ def test_a_case_with_a_result_does_not_run_again(folder: Path, plan: Writer) -> 
     assert started == ["a"]
     assert report.cases[0].attempt == "cases/a/002"
     with pytest.raises(PlanError, match=r"no case is called 'c'; there are: a, b"):
-        run(only=["c"])
+        run(again=["c"])
 
 
 def test_another_directory_is_left_alone(folder: Path, plan: Writer) -> None:
@@ -247,10 +254,9 @@ def test_another_directory_is_left_alone(folder: Path, plan: Writer) -> None:
     ):
         execute(prepare(plan("[cases.a]\n")), folder / "out")
     assert [p.name for p in (folder / "out").iterdir()] == ["mine.txt"]
-    with pytest.raises(
-        MatrixDirectoryError,
-        match=r"matrix.json: cannot be read: No such file.*is .* the directory of a matrix\?",
-    ):
+    assert not is_matrix(folder / "out")
+    (folder / "out" / "matrix.json").write_text("{}")
+    with pytest.raises(MatrixDirectoryError, match=r"matrix.json: is damaged, or of another release"):
         read_report(folder / "out")
 
 
@@ -280,7 +286,7 @@ def first_process(folder: Path, attempt: str) -> Process:
 
 
 def test_a_killed_and_an_interrupted_matrix_resume(folder: Path, plan: Writer) -> None:
-    path = plan("[cases.a]\narguments = ['wait']\n", top="time_limit = 60")
+    path = plan("[cases.a]\n", base='command = ["job.py", "wait"]\nwatch = false', top="time_limit = 60")
     process = cli(folder)
     left = first_process(folder, "000")
     process.kill()
@@ -300,125 +306,17 @@ def test_a_killed_and_an_interrupted_matrix_resume(folder: Path, plan: Writer) -
     assert [(c.attempt, c.evaluation.verdict) for c in report.cases] == [("cases/a/002", DiagnosisKind.PASS)]
 
 
-VARIANTS = f"""
-time_limit = 30
-[base]
-script = "show.py"
-watch = false
-arguments = ["c.json", "--config=c.txt"]
-[cases.base]
-environment = {{ HUB_TOKEN = "sesame", PLAIN = "x" }}
-[cases.text]
-control = "plain"
-edits = [{{ file = "c.txt", find = "depth = 2", replace = "depth = 7" }}]
-[cases.key]
-control = "plain"
-edits = [{{ file = "c.json", key = "net.depth", value = 9 }}]
-[cases.plain]
-[cases.interpreter]
-control = "plain"
-interpreter = "other"
-[cases.wrapped]
-command = ["env", "-u", "KNOB", "{sys.executable}", "-c", "import time; time.sleep(1)"]
-[cases.knob]
-control = "wrapped"
-command = ["env", "-u", "KNOB", "{sys.executable}", "-c", "import time; time.sleep(1)"]
-environment = {{ KNOB = "1" }}
-"""
-
-
-@pytest.fixture(scope="module")
-def variants(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MatrixReport]:
-    """Run cases that edit files, take another interpreter, hold secrets and lose a variable."""
-    folder = tmp_path_factory.mktemp("variants")
-    (folder / "c.json").write_text('{"net": {"depth": 2}}')
-    (folder / "c.txt").write_text("depth = 2\n")
-    (folder / "show.py").write_text(
-        "import sys\nfor a in sys.argv[1:]: print(open(a.removeprefix('--config=')).read())\n"
-    )
-    other = folder / "other" / "bin" / "python"
-    other.parent.mkdir(parents=True)
-    other.write_text(f'#!/bin/sh\necho "the other"\nexec {sys.executable} "$@"\n')
-    other.chmod(0o755)
-    (folder / "plan.toml").write_text(VARIANTS)
-    prepared = prepare(folder / "plan.toml")
-    assert set(prepared.interpreters) == {sys.executable, str(other)}
-    return folder, execute(prepared, folder / "out")
-
-
-def test_a_variable_that_a_wrapper_drops_had_no_effect(variants: tuple[Path, MatrixReport]) -> None:
-    knob = next(c for c in variants[1].comparisons if c.case == "knob")
-    assert knob.effect is Effect.NONE
-    assert "environment KNOB, which did not reach the process that does the work" in knob.why
-
-
-def test_edits_are_made_in_copies(variants: tuple[Path, MatrixReport]) -> None:
-    folder, report = variants
-    printed = {c.case.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
-    assert '"depth": 2' in printed["plain"]
-    assert "depth = 7" in printed["text"]
-    assert '"depth": 9' in printed["key"]
-    assert (folder / "c.json").read_text() == '{"net": {"depth": 2}}'
-    assert (folder / "c.txt").read_text() == "depth = 2\n"
-    # Only a number differs in what was printed, which by itself could be chance.
-    effects = {c.case: c.effect for c in report.comparisons}
-    assert (effects["text"], effects["key"]) == (Effect.POSSIBLE, Effect.POSSIBLE)
-
-
-def test_an_interpreter_of_its_own(variants: tuple[Path, MatrixReport]) -> None:
-    found = next(c for c in variants[1].comparisons if c.case == "interpreter")
-    assert (found.factor, found.effect) == ("interpreter", Effect.OBSERVED)
-
-
-def test_secrets_are_hidden(variants: tuple[Path, MatrixReport]) -> None:
-    folder, report = variants
-    assert report.cases[0].case.environment == {"HUB_TOKEN": "(hidden)", "PLAIN": "x"}
-    files = [p for p in (folder / "out").rglob("*") if p.is_file() and p.name != "plan.toml"]
-    assert files
-    assert not any("sesame" in path.read_text(errors="replace") for path in files)
-
-
-def git(folder: Path, *arguments: str) -> None:
-    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
-    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
-
-
-def test_a_branch_runs_from_a_copy_of_its_files(folder: Path, plan: Writer) -> None:
-    git(folder, "init", "-q", "-b", "main")
-    git(folder, "add", "job.py")
-    git(folder, "commit", "-q", "-m", "first")
-    (folder / "job.py").write_text("print('changed here')\n")
-    status = subprocess.run(
-        ["git", "status", "--porcelain"], cwd=folder, capture_output=True, check=True
-    ).stdout
-    path = plan("[cases.here]\n[cases.main]\ncontrol = 'here'\nbranch = 'main'\n")
-    assert prepare(path).cases[1].inputs.keys() == {"commit"}
-    path = plan("[cases.here]\n[cases.main]\ncontrol = 'here'\nbranch = 'mian'\n")
-    with pytest.raises(PlanError, match=r"branch 'mian': not found in .*: no such commit"):
-        prepare(path)
-    path = plan("[cases.here]\n[cases.main]\ncontrol = 'here'\nbranch = 'main'\n")
-    report = execute(prepare(path), folder / "out")
-    said = {c.case.name: (folder / "out" / c.attempt / "stdout.txt").read_text() for c in report.cases}
-    assert said == {"here": "changed here\n", "main": "mode: end\nfinished\n"}
-    assert subprocess.run(
-        ["git", "status", "--porcelain", "--", "job.py"], cwd=folder, capture_output=True, check=True
-    ).stdout in status  # fmt: skip
-    assert report.comparisons[0].effect is Effect.OBSERVED
-
-
 def test_the_command_line(folder: Path, plan: Writer, command: Command) -> None:
-    plan("[cases.a]\n[cases.b]\ncontrol = 'a'\narguments = ['fail']\n")
+    plan(TWO)
     code, out, _ = command("matrix", "plan.toml", "--check")
     assert code == 0
-    assert "argument positional" in out
+    assert "job.py fail" in out
     assert not (folder / "runs").exists()
     for arguments, message in (
         (("nowhere.toml",), "nowhere.toml: cannot be read"),
-        (("plan.toml", "--fail-on", "BLOKED"), "did you mean 'BLOCKED'?"),
         (("plan.toml", "--bundle", "x.rar"), "--bundle x.rar: expected a name that ends in"),
         (("plan.toml", "--bundle", "no/x.zip"), "no such folder"),
-        (("plan.toml", "train.py"), "unexpected 'train.py': a script is only taken with --init"),
-        (("plan.toml", "--only", "c"), "no case is called 'c'"),
+        (("plan.toml", "--again", "c"), "no case is called 'c'"),
     ):
         code, _, err = command("matrix", *arguments)
         assert code == 2, arguments

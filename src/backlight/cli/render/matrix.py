@@ -15,8 +15,8 @@ from backlight.records import DiagnosisKind
 from backlight.text import visible
 
 if TYPE_CHECKING:
-    from backlight.diagnose.matrix.cases import Case
-    from backlight.diagnose.matrix.comparison import CaseResult
+    from backlight.diagnose.matrix.evaluation import CaseResult
+    from backlight.diagnose.matrix.plan import Case
     from backlight.diagnose.matrix.report import MatrixReport
 
 _COLOURS = {DiagnosisKind.PASS: "green"} | dict.fromkeys(
@@ -34,9 +34,10 @@ def result_line(one: CaseResult) -> Text:
 
 def print_report(report: MatrixReport, console: Console) -> None:
     """Print the short report; no text of a case or a plan acts on the terminal."""
-    from backlight.diagnose.matrix.report import as_terminal
+    from backlight.diagnose.matrix.report import as_markdown
 
-    console.print(Markdown(as_terminal(report), hyperlinks=False))
+    # The joiner that keeps an address from being a link.
+    console.print(Markdown(as_markdown(report, full=False).replace("&#8203;", ""), hyperlinks=False))
 
 
 def print_cases(cases: Sequence[Case], console: Console) -> None:

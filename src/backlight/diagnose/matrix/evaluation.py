@@ -1,184 +1,234 @@
-"""The verdict on one case, from what was observed of it alone."""
+"""The verdict on a case, from what was observed of it alone, and what its control says of its factor."""
 
 from __future__ import annotations
 
+import enum
+import re
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePath
+from itertools import zip_longest
+from pathlib import Path, PurePath
 
-from backlight.diagnose.matrix.observation import Observation, ProcessSample
-from backlight.records import DiagnosisKind
-from backlight.text import did_you_mean
+from backlight.diagnose.matrix.case_run import Observation, open_case_run, read_output
+from backlight.diagnose.matrix.plan import UNDECIDED, Case
+from backlight.monitors.stalls.model.attach import Attached
+from backlight.records import DiagnosisKind, to_json
+from backlight.store.read.run import Run
 
-IDLE_CORES = 0.05
-"""Cores below which a process does nothing; launchers that poll stay below it."""
-
-BUSY_CORES = 0.8
-"""Cores above which a process computes without a pause; time in the queue for a core counts."""
-
-QUEUED_CORES = 0.2
-"""Cores queued for, above which a process is starved rather than idle."""
-
-MIN_WINDOW_S = 1.0
-"""Window below which CPU time, which the kernel counts in 0.01 s, decides nothing."""
+MAX_DIFFERENCES = 4
+_NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
+_ALTERNATIVES = {
+    DiagnosisKind.BLOCKED: "it waits for something that would have come later",
+    DiagnosisKind.SPIN: "a single long call from that line",
+    DiagnosisKind.LONG_OP: "the operation is slow and will end",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A verdict, what it rests on, what would refute it, and what else the evidence allows.
-
-    ``line`` is ``file:line`` of the user's code where it is known.
-    """
+    """A verdict, what would refute it, and what else the evidence allows; ``line`` is ``file:line``."""
 
     verdict: DiagnosisKind
     claim: str
     confidence: str = "high"
-    because: tuple[str, ...] = ()
     refuted_if: str = ""
     line: str = ""
     alternatives: tuple[str, ...] = ()
 
 
-def read_verdicts(text: str) -> tuple[DiagnosisKind, ...]:
-    """Return the verdicts in a list separated by commas; a ValueError names an unknown one."""
-    words = [word.strip().upper() for word in text.split(",") if word.strip()]
-    for word in words:
-        if word not in set(DiagnosisKind):
-            raise ValueError(f"no verdict is called {word!r}{did_you_mean(word, map(str, DiagnosisKind))}")
-    return tuple(DiagnosisKind(word) for word in words)
+class Effect(enum.StrEnum):
+    """Whether the factor changed anything besides the verdict."""
+
+    OBSERVED = "observed"
+    POSSIBLE = "possible"
+    NONE = "none"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """A case that has run, with its digest; ``attempt`` is relative to the directory of the matrix."""
+
+    case: Case
+    digest: str
+    attempt: str
+    observation: Observation
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A case and its control. ``outcome`` is an answer of the plan's tree; empty if undecided."""
+
+    case: str
+    control: str
+    factor: str
+    effect: Effect
+    differences: tuple[str, ...]
+    compared: tuple[str, ...]
+    outcome: str
+    claim: str
+    why: str = ""
 
 
 def evaluate(observed: Observation) -> Evaluation:
     """Return the verdict on one case; time alone supports none."""
-    if observed.problem:
-        return Evaluation(DiagnosisKind.UNKNOWN, f"could not be started: {observed.problem}", "none")
     if observed.exit_code is not None:
         return _exited(observed, observed.exit_code)
-    rules = (_moving, _stall, _stopped, _blocked, _busy) if observed.window_s else ()
-    return next((found for rule in rules if (found := rule(observed)) is not None), _undecided(observed))
+    found = (rule(observed) for rule in (_moving, _stalled, _diagnosed))
+    return next((each for each in found if each is not None), _undecided(observed))
 
 
 def _exited(observed: Observation, code: int) -> Evaluation:
     after = f"after {observed.seconds:.1f} s"
-    stalls = tuple(f"stall finding: {stall.detail}" for stall in observed.stalls)
     if code:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        how = f"was ended by {name}" if code < 0 else f"left with exit code {code}"
+        claim = f"was ended by {name} {after}" if code < 0 else f"left with exit code {code} {after}"
         return Evaluation(
-            DiagnosisKind.CRASH, f"{how} {after}{': ' if observed.error else ''}{observed.error}",
-            because=(f"exit code {code}", *stalls),
+            DiagnosisKind.CRASH, f"{claim}{': ' if observed.error else ''}{observed.error}",
             refuted_if="the same command exits with 0 when run again", line=observed.error_line,
             alternatives=("another process killed it (out of memory, a batch system)",) if code == -9 else (),
         )  # fmt: skip
     if observed.success is False:
         return Evaluation(
             DiagnosisKind.UNKNOWN, f"exited with 0 {after}, but the pattern of success is not in its output",
-            "none", ("exit code 0",), "another attempt prints what the pattern of success matches",
-            alternatives=("it ended early without an error", "the pattern is wrong"),
+            "none", alternatives=("it ended early without an error", "the pattern is wrong"),
         )  # fmt: skip
-    proof = ("exit code 0", "the pattern of success matches") if observed.success else ("exit code 0",)
-    return Evaluation(
-        DiagnosisKind.PASS, f"finished in {observed.seconds:.1f} s", because=proof + stalls,
-        refuted_if="it does not finish when run again",
-    )  # fmt: skip
+    claim = f"finished in {observed.seconds:.1f} s"
+    return Evaluation(DiagnosisKind.PASS, claim, refuted_if="it does not finish when run again")
 
 
 def _moving(observed: Observation) -> Evaluation | None:
     for p in observed.progress:
         # A case that moved in the first half only may be hung since.
         if p.before < p.middle < p.after:
-            rate = (p.after - p.before) / observed.window_s
-            eta = f", ETA {(p.total - p.after) / rate:.0f} s" if p.total > p.after else ""
-            total = f" of {p.total}" if p.total else ""
-            claim = f"slow, not hung: {p.after}{total} ({p.source}), {rate:.3g}/s over the last "
-            return Evaluation(
-                DiagnosisKind.SLOW, f"{claim}{observed.window_s:.1f} s{eta}",
-                because=(f"{p.source}: {p.before}, {p.middle}, {p.after}",),
-                refuted_if="the count does not change over a longer window",
-            )  # fmt: skip
+            counts = f"{p.before}, {p.middle}, {p.after} {p.source} in {observed.window_s:.1f} s"
+            refuted_if = "the count does not change over a longer window"
+            return Evaluation(DiagnosisKind.SLOW, f"slow, not hung: {counts}", refuted_if=refuted_if)
     return None
 
 
-def _stall(observed: Observation) -> Evaluation | None:
-    stall = observed.stalls[-1] if observed.stalls and not observed.resumed else None
+def _stalled(observed: Observation) -> Evaluation | None:
+    stall = observed.stall
     if stall is None or stall.subject.verdict not in set(DiagnosisKind):
         return None
-    line = stall.subject.line or next((sample.line for sample in _ranked(observed) if sample.line), "")
-    because = ("finding of rule stall in the run directory", *_cpu(observed))
-    verdict = DiagnosisKind(stall.subject.verdict)
-    return Evaluation(verdict, stall.detail, "as the finding", because, stall.refuted_if, line)
+    line = stall.subject.line or next((p.diagnosis.line for p in _ranked(observed) if p.diagnosis.line), "")
+    claim = f"stall finding of the run: {stall.detail}"
+    return Evaluation(DiagnosisKind(stall.subject.verdict), claim, "as the finding", stall.refuted_if, line)
 
 
-def _stopped(observed: Observation) -> Evaluation | None:
-    stopped = [sample for sample in observed.processes if sample.verdict is DiagnosisKind.STOPPED]
-    return _from_sample(observed, stopped[0], DiagnosisKind.STOPPED, "high") if stopped else None
-
-
-def _blocked(observed: Observation) -> Evaluation | None:
-    idle = all(s.cpu < IDLE_CORES and s.delay < QUEUED_CORES for s in observed.processes)
-    blocked = [s for s in _ranked(observed) if s.verdict is DiagnosisKind.BLOCKED]
-    if not idle or not blocked or _may_have_moved(observed) or observed.output_bytes:
-        return None
-    if observed.progress:
-        return _from_sample(observed, blocked[0], DiagnosisKind.BLOCKED, "high")
-    why = "it waits for something that would have come later"
-    return _from_sample(observed, blocked[0], DiagnosisKind.BLOCKED, "medium", why)
-
-
-def _busy(observed: Observation) -> Evaluation | None:
-    for sample in () if _may_have_moved(observed) else _ranked(observed):
-        if sample.cpu + sample.delay < BUSY_CORES or sample.cpu < IDLE_CORES:
-            continue
-        # A run at work shows one line, too: without a known count, only the lock held on one line decides.
-        if sample.spins or sample.verdict is DiagnosisKind.SPIN:
-            confidence, why = "high" if observed.progress else "medium", "a single long call from that line"
-            return _from_sample(observed, sample, DiagnosisKind.SPIN, confidence, why)
-        if observed.progress and sample.verdict is DiagnosisKind.LONG_OP:
-            why = "the operation is slow and will end"
-            return _from_sample(observed, sample, DiagnosisKind.LONG_OP, "medium", why)
+def _diagnosed(observed: Observation) -> Evaluation | None:
+    """Return the diagnosis of a process, where output, progress and the other processes agree with it."""
+    still = all(p.after == p.middle for p in observed.progress)
+    silent = not observed.output and all(process.idle for process in observed.processes)
+    agrees = {
+        DiagnosisKind.STOPPED: True,
+        DiagnosisKind.BLOCKED: still and silent,
+        DiagnosisKind.SPIN: still,
+        # A run at work shows one operation, too.
+        DiagnosisKind.LONG_OP: still and bool(observed.progress),
+    }
+    for kind in (kind for kind, agreed in agrees.items() if agreed):
+        for process in _ranked(observed):
+            found, spins = process.diagnosis, kind is DiagnosisKind.SPIN and process.spins
+            if found.kind is not kind and not spins:
+                continue
+            claim, line = found.claim, found.line or ""
+            if spins:
+                claim = f"SPIN: every sample shows {PurePath(line).name}, with the interpreter lock held"
+            sure = kind is DiagnosisKind.STOPPED or (observed.progress and kind is not DiagnosisKind.LONG_OP)
+            other = (_ALTERNATIVES[kind],) if kind in _ALTERNATIVES else ()
+            return Evaluation(kind, claim, "high" if sure else "medium", found.refuted_if, line, other)
     return None
-
-
-def _from_sample(
-    observed: Observation, sample: ProcessSample, verdict: DiagnosisKind, confidence: str, *why: str
-) -> Evaluation:
-    claim = sample.claim
-    if verdict is DiagnosisKind.SPIN:
-        claim = f"it computes on one line, {PurePath(sample.line).name}; {claim}"
-    return Evaluation(
-        verdict, f"{verdict.value}: {claim}", confidence,
-        (*_cpu(observed), f"every sample of process {sample.pid} shows the same line"),
-        "a later sample shows another line, or progress moves", sample.line, why,
-    )  # fmt: skip
 
 
 def _undecided(observed: Observation) -> Evaluation:
-    because = (f"{observed.seconds:.1f} s passed, the limit was {observed.limit:g} s", *_cpu(observed))
-    alternatives = ("it is slow and would finish", "it hangs")
-    sampled = any(sample.claim for sample in observed.processes)
-    if not sampled or observed.window_s < MIN_WINDOW_S:
-        return Evaluation(
-            DiagnosisKind.DID_NOT_FINISH, f"did not finish in {observed.limit:g} seconds", "none", because,
-            "it finishes with a longer limit", alternatives=alternatives,
-        )  # fmt: skip
-    first = _ranked(observed)[0]
-    return Evaluation(
-        DiagnosisKind.UNKNOWN, f"did not finish in {observed.limit:g} s; {first.claim}",
-        "none", because, "does not apply", first.line,
-        (*alternatives, "set progress = 'regular expression' in [base] to decide"),
+    claim, alternatives = f"did not finish in {observed.seconds:.0f} seconds", ("it is slow", "it hangs")
+    if not observed.processes:
+        refuted_if = "it finishes with a longer limit"
+        return Evaluation(DiagnosisKind.DID_NOT_FINISH, claim, "none", refuted_if, "", alternatives)
+    found = _ranked(observed)[0].diagnosis
+    claim = f"{claim}; {found.claim.removeprefix('UNKNOWN: ')}"
+    return Evaluation(DiagnosisKind.UNKNOWN, claim, "none", found.refuted_if, found.line or "", alternatives)
+
+
+def _ranked(observed: Observation) -> list[Attached]:
+    return sorted(observed.processes, key=lambda process: not process.diagnosis.line)
+
+
+def compare(one: CaseResult, control: CaseResult, root: Path) -> Comparison:
+    """Compare a case with its control; a factor without an observed effect is not cleared."""
+    effect, differences, compared = _effect(one, control, root)
+    verdict, before, factor = one.evaluation.verdict, control.evaluation.verdict, one.case.factor
+    outcome = why = ""
+    if verdict in UNDECIDED:
+        why = f"the verdict of the case is {verdict}"
+    elif before in UNDECIDED:
+        why = f"the verdict of the control is {before}"
+    elif effect is Effect.NONE:
+        why = f"the factor had no effect that shows in {', '.join(compared)}"
+    elif verdict is not before:
+        outcome = {before: "causes", verdict: "cures"}.get(DiagnosisKind.PASS, "changes")
+    elif effect is Effect.OBSERVED:
+        outcome = "none"
+    else:
+        why = "no evidence that the factor changed anything; add shows = 'regular expression'"
+    words = {"": f"undecided: {why}", "none": "makes no difference"}.get(outcome, f"{outcome} it")
+    return Comparison(
+        one.case.name, control.case.name, factor, effect, tuple(differences), tuple(compared), outcome,
+        f"{factor} {words} ({before} -> {verdict})", why,
     )  # fmt: skip
 
 
-def _may_have_moved(observed: Observation) -> bool:
-    """Return whether a count moved in the second half of the window, or the window is too short to tell."""
-    return observed.window_s < MIN_WINDOW_S or any(p.after > p.middle for p in observed.progress)
+def _effect(one: CaseResult, control: CaseResult, root: Path) -> tuple[Effect, list[str], list[str]]:
+    """Return the effect of the factor, what differs, and what was compared."""
+    paths = root / one.attempt, root / control.attempt
+    texts = tuple(map(read_output, paths))
+    found: list[tuple[bool, str]] = []  # what differs for certain (True), and what may differ by chance
+    compared: list[str] = []
+    for pattern in set(one.case.shows) - set(control.case.shows):
+        here, there = (re.search(pattern, each, re.MULTILINE) for each in texts)
+        if here is None:
+            return Effect.NONE, [], [f"its output, which lacks {pattern!r}"]
+        compared.append(f"{pattern!r} in the outputs")
+        found += [] if there else [(True, f"output shows {here[0]!r}, its control's does not")]
+    finished = one.evaluation.verdict is control.evaluation.verdict is DiagnosisKind.PASS
+    runs = [run for path in paths if (run := open_case_run(path)) is not None]
+    if len(runs) == 2:
+        found += [(True, difference) for difference in _fingerprint_differences(*runs)]
+        compared.append("the fingerprints of the runs")
+    if all(text.strip() for text in texts):
+        found += _output_differences(*map(_lines, paths), whole=finished)
+        compared.append("the outputs")
+    if certain := [difference for sure, difference in found if sure]:
+        return Effect.OBSERVED, certain[:MAX_DIFFERENCES], compared
+    if found:
+        notes = [f"{each} (chance, if training is not seeded)" for _, each in found[:MAX_DIFFERENCES]]
+        return Effect.POSSIBLE, notes, compared
+    # What a case that was cut short did not reach may still differ.
+    return Effect.NONE if compared and finished else Effect.UNKNOWN, [], compared
 
 
-def _ranked(observed: Observation) -> list[ProcessSample]:
-    # A process without children explains more than the launcher that waits for it.
-    return sorted(observed.processes, key=lambda sample: (not sample.line, not sample.leaf, sample.pid))
+def _fingerprint_differences(run: Run, control: Run) -> list[str]:
+    here, there = (to_json(each.fingerprint()) or {} for each in (run, control))
+    # Requested settings and the host are no effect; the module hash repeats the module table.
+    keys = (here.keys() & there.keys()) - {"script", "arguments", "host", "module_hash"}
+    moved = sorted(key for key in keys if here[key] != there[key])
+    return [f"fingerprint {key}: {str(there[key])[:80]} and {str(here[key])[:80]}" for key in moved]
 
 
-def _cpu(observed: Observation) -> tuple[str, ...]:
-    each = ", ".join(f"{p.pid}: {100 * p.cpu:.0f} %" for p in observed.processes) or "no process"
-    return (f"CPU over the last {observed.window_s / 2:.1f} s: {each}",) if observed.window_s else ()
+def _output_differences(lines: list[str], others: list[str], *, whole: bool) -> Iterator[tuple[bool, str]]:
+    """Compare the outputs line by line: words differ for certain, numbers may differ by chance."""
+    pairs = zip_longest(lines, others, fillvalue="") if whole else zip(lines, others, strict=False)
+    for here, there in pairs:
+        if here != there:
+            sure = _NUMBER.sub("#", here) != _NUMBER.sub("#", there)
+            yield sure, f"output {here.strip()[:80]!r} where its control has {there.strip()[:80]!r}"
+
+
+def _lines(attempt: Path) -> list[str]:
+    text = (attempt / "stdout.txt").read_text(encoding="utf-8", errors="replace")
+    complete = text[: text.rfind("\n") + 1]  # the last line of a case that was ended may be cut
+    # Paths of the attempt and addresses always differ.
+    return re.sub(r"0x[0-9a-fA-F]+", "0x", complete.replace(str(attempt), "{case}")).splitlines()

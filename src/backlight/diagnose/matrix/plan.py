@@ -1,28 +1,41 @@
-"""The plan of a matrix: what each key of its TOML file may hold, and the plan that ``--init`` writes."""
+"""The plan of a matrix: what its TOML file may hold, the cases that follow, and the plan of ``--init``."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-import os
 import re
-import string
+import shutil
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from backlight.records import DiagnosisKind
 from backlight.text import did_you_mean
 
+FORMAT = 4
+"""Version of what is stored; a result of another version does not count."""
+
+MAX_DIGEST_BYTES = 10 * 1024 * 1024
 UNDECIDED = (DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.UNKNOWN)
 """Verdicts that answer no question: the evidence did not suffice."""
 
 VERDICTS = [kind.value for kind in DiagnosisKind if kind not in UNDECIDED]
 OUTCOMES = ["causes", "cures", "changes", "none"]
-"""Answers of a case against its control; see :func:`backlight.diagnose.matrix.comparison.compare`."""
+"""Answers of a case against its control; see :func:`backlight.diagnose.matrix.evaluation.compare`."""
 
+PLACEHOLDERS = ("python", "run", "ranks")
+"""In braces in a command: the interpreter, the run directory, the number of processes."""
+
+_BRACES = re.compile(r"\{([a-z_]+)\}")
+
+_STARTED = ("argv", "directory", "time_limit", "environment", "progress", "success", "inputs")
 _TEMPLATE = Path(__file__).with_name("plan_template.toml")
 
 
@@ -30,18 +43,9 @@ class PlanError(ValueError):
     """A plan that cannot be run; the message names the position, what is wrong and the fix."""
 
 
-def _check_pattern(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-    return pattern
-
-
-Pattern = Annotated[str, AfterValidator(_check_pattern)]
-Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600, allow_inf_nan=False)]
 # Names of cases become names of directories.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=,+-]{0,119}$")]
+Command = Annotated[list[str], Field(min_length=1)]
 Variables = dict[
     Annotated[str, Field(pattern=r"^[^=\x00]+$")],
     Annotated[str, Field(strict=False, coerce_numbers_to_str=True, pattern=r"^[^\x00]*$")],
@@ -52,65 +56,32 @@ class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Edit(_Table):
-    """One change of a configuration file, made in a copy: ``find`` and ``replace``, or a ``key`` of JSON."""
-
-    file: str
-    find: str | None = None
-    replace: str | None = None
-    key: str | None = None
-    value: Any = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        by_text = bool(self.find) and self.replace is not None
-        by_key = self.key is not None and "value" in self.model_fields_set
-        if by_text == by_key or (self.find is None) != (self.replace is None):
-            raise ValueError("an edit takes either find and replace, or key and value")
-        if by_key and not self.file.endswith(".json"):
-            raise ValueError(f"key and value edit JSON files; for {self.file!r} use find and replace")
-        return self
-
-
 class Change(_Table):
-    """What a level of a factor, or a case, changes of the base."""
+    """What the base holds, or a level of a factor changes."""
 
     arguments: list[str] = []
     environment: Variables = {}
-    unset: list[str] = []
-    edits: list[Edit] = []
-    interpreter: str | None = None
     directory: str | None = None
-    branch: str | None = None
     ranks: Annotated[int, Field(ge=1, le=4096)] | None = None
-    script: str | None = None
-    module: str | None = None
-    command: Annotated[list[str], Field(min_length=1)] | None = None
-    shows: Pattern | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        given = [name for name in ("script", "module", "command") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are both given; expected one of script, module, command")
-        return self
+    command: Command | None = None
+    shows: re.Pattern[str] | None = None
 
 
 class Base(Change):
     """What all cases share."""
 
+    command: Command
     watch: bool = True
     run_options: list[str] = []
-    progress: Pattern | None = None
-    success: Pattern | None = None
+    progress: re.Pattern[str] | None = None
+    success: re.Pattern[str] | None = None
 
 
-class CaseTable(Change):
+class CaseTable(_Table):
     """A case; ``levels`` names a level for each factor that is not at its first."""
 
     control: str | None = None
     levels: dict[str, str] = {}
-    time_limit: Seconds | None = None
 
 
 class Action(_Table):
@@ -138,32 +109,29 @@ class Node(_Table):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        asks = (self.case is not None) + (self.compare is not None)
-        if asks > 1:
-            raise ValueError("a question asks about one case, or compares one; it has both case and compare")
-        if bool(asks) == bool(self.conclusion):
-            raise ValueError("expected a question (case or compare, with on) or a conclusion")
-        if asks and not self.on:
-            raise ValueError("the question leads nowhere: expected on = { answer = node }")
-        if self.on and not asks:
-            raise ValueError("a conclusion ends the tree; it takes no on")
+        asks = self.case is not None or self.compare is not None
+        for wrong, problem in (
+            (None not in (self.case, self.compare), "it has both case and compare; expected one question"),
+            (asks == bool(self.conclusion), "expected a question (case or compare, with on) or a conclusion"),
+            (asks and not self.on, "the question leads nowhere: expected on = { answer = node }"),
+            (self.on and not asks, "a conclusion ends the tree; it takes no on"),
+        ):
+            if wrong:
+                raise ValueError(problem)
         known = OUTCOMES if self.compare is not None else VERDICTS
         for answer, _ in self.edges:
-            if self.case is not None and answer in set(UNDECIDED):
-                raise ValueError(f"on: {answer} decides nothing, it leaves every branch open; remove it")
             if answer not in known:
                 raise ValueError(f"on: unknown answer {answer!r}; expected one of {', '.join(known)}")
+        if len(dict(self.edges)) < len(self.edges):
+            raise ValueError("on: one answer leads to two nodes; expected one")
         return self
 
 
 class Plan(_Table):
-    """A whole plan. ``window`` is the time before the limit over which a case is evaluated, in seconds."""
+    """A whole plan; ``time_limit`` is that of each case, in seconds."""
 
     name: str = ""
-    time_limit: Seconds = 60.0
-    window: Annotated[float, Field(gt=0)] | None = None
-    grace: Annotated[float, Field(ge=0, le=600)] = 3.0
-    design: Literal["listed", "one-at-a-time", "product"] = "listed"
+    time_limit: Annotated[float, Field(ge=3, le=7 * 24 * 3600, allow_inf_nan=False)] = 60.0
     base: Base
     factors: dict[Name, Annotated[dict[Name, Change], Field(min_length=2)]] = {}
     cases: dict[Name, CaseTable] = {}
@@ -171,33 +139,22 @@ class Plan(_Table):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.base.script is None and self.base.module is None and self.base.command is None:
-            raise ValueError("base: expected one of script, module, command")
-        if self.design == "listed" and not self.cases:
-            raise ValueError('no cases: write [cases.NAME], or design = "one-at-a-time" with factors')
-        if self.design != "listed" and not self.factors:
-            raise ValueError(f"design = {self.design!r} needs factors: write [factors.NAME.LEVEL]")
+        if not self.cases and not self.factors:
+            raise ValueError("no cases: write [factors.NAME.LEVEL], and [cases.NAME] to choose among them")
         return self
 
 
 def read_plan(path: Path) -> Plan:
-    """Return the plan in a file.
-
-    Raises
-    ------
-    PlanError
-        If the file cannot be read, is not TOML, or holds what a plan cannot hold.
-    """
+    """Return the plan in a file; a PlanError names the first thing in it that a plan cannot hold."""
     try:
         return Plan.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        raise PlanError(
-            f"{path}: cannot be read: {error.strerror}; `backlight matrix --init {path}` writes a plan"
-        ) from None
+        problem = f"cannot be read: {error.strerror}; `backlight matrix --init {path}` writes a plan"
     except ValidationError as error:
-        raise PlanError(f"{path}: {_first_problem(error)}") from None
+        problem = _first_problem(error)
     except ValueError as error:
-        raise PlanError(f"{path}: not valid TOML: {error}") from None
+        problem = f"not valid TOML: {error}"
+    raise PlanError(problem)
 
 
 _SECTIONS: dict[str, type[BaseModel]] = {"base": Base, "cases": CaseTable, "factors": Change, "tree": Node}
@@ -208,8 +165,7 @@ def _first_problem(error: ValidationError) -> str:
     first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"] if part != "[key]"]
     if first["type"] == "extra_forbidden":
-        table = _SECTIONS.get(path[0], Plan) if len(path) > 1 else Plan
-        table = Edit if "edits" in path else Action if "actions" in path else table
+        table = Action if "actions" in path else _SECTIONS[path[0]] if len(path) > 1 else Plan
         where = f"[{'.'.join(path[:-1])}]: " if len(path) > 1 else ""
         return f"{where}unknown key {path[-1]!r}{did_you_mean(path[-1], table.model_fields)}"
     message = first["msg"].removeprefix("Value error, ")
@@ -219,30 +175,146 @@ def _first_problem(error: ValidationError) -> str:
     return f"{'.'.join(path)}: {message}" if path else message
 
 
-def write_plan(path: Path, command: Sequence[str] = ()) -> Path:
-    """Write a plan for ``command`` (a script and its arguments), to be adapted by hand.
+def write_plan(path: Path) -> None:
+    """Write a plan to be adapted by hand; a PlanError if the file exists already."""
+    if path.exists():
+        raise PlanError(f"{path}: exists already; --init overwrites nothing, choose another name")
+    path.write_text(_TEMPLATE.read_text(encoding="utf-8"), encoding="utf-8")
 
-    Raises
-    ------
-    PlanError
-        If the file exists already, or cannot be written.
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case: a command that can be started, and how it differs from its control.
+
+    ``argv`` still holds ``{run}``. ``inputs`` are digests of the script and of the files that arguments name:
+    a stored result is stale where they changed. ``factor`` is the difference from ``control``.
     """
-    words = [word for word in command if word != "--"]
-    if words and Path(words[0]).name.startswith("python"):
-        words = words[1:]
-    script, *arguments = words or ["train.py"]
-    text = string.Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        file=path.name,
-        script=script.replace('"', "'"),
-        script_text=json.dumps(os.path.relpath(script, path.absolute().parent) if words else script),
-        arguments=json.dumps(arguments),
-        verdicts=", ".join(VERDICTS),
-    )
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise PlanError(f"{path}: exists already; --init overwrites nothing, choose another name") from None
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be written: {error.strerror}") from None
-    return path
+
+    name: str
+    argv: tuple[str, ...]
+    directory: str
+    time_limit: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    progress: str = ""
+    success: str = ""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    shows: tuple[str, ...] = ()
+    control: str = ""
+    factor: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Identity of what is started: a stored result counts only where it agrees."""
+        parts = [FORMAT, *(getattr(self, name) for name in _STARTED)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def fill(part: str, values: Mapping[str, str]) -> str:
+    """Replace ``{name}`` by its value where it has one."""
+    return _BRACES.sub(lambda match: values.get(match[1], match[0]), part)
+
+
+def cases_of(plan: Plan, folder: Path) -> tuple[Case, ...]:
+    """Return the cases of a plan in the order in which they run; ``folder`` is that of the plan."""
+    tables = plan.cases or dict(_each_alone(plan))
+    changes = {name: _changes(plan, name, table) for name, table in tables.items()}
+    # One rank is started by the same launcher as several: the launcher would be a second factor.
+    distributed = any((change.ranks or 1) > 1 for each in changes.values() for change in each)
+    cases = {name: _case(plan, name, changes[name], folder, distributed=distributed) for name in tables}
+    for name, table in tables.items():
+        if table.control is not None:
+            factor = _factor(plan, name, table.control, tables, cases)
+            cases[name] = replace(cases[name], control=table.control, factor=factor)
+    return tuple(cases.values())
+
+
+def _each_alone(plan: Plan) -> Iterator[tuple[str, CaseTable]]:
+    yield "base", CaseTable()
+    for factor, levels in plan.factors.items():
+        for level in list(levels)[1:]:
+            yield f"{factor}={level}", CaseTable(control="base", levels={factor: level})
+
+
+def _levels(plan: Plan, table: CaseTable) -> dict[str, str]:
+    return {factor: table.levels.get(factor, next(iter(levels))) for factor, levels in plan.factors.items()}
+
+
+def _changes(plan: Plan, name: str, table: CaseTable) -> list[Change]:
+    """Return the base and the levels of a case."""
+    for factor, level in table.levels.items():
+        where, known = f"case {name!r}: levels", plan.factors.get(factor, {})
+        if factor not in plan.factors:
+            raise PlanError(f"{where}: no factor is called {factor!r}{did_you_mean(factor, plan.factors)}")
+        if level not in known:
+            raise PlanError(f"{where}: {factor} has no level {level!r}{did_you_mean(level, known)}")
+    levels = {f"factors.{f}.{level}": plan.factors[f][level] for f, level in _levels(plan, table).items()}
+    # Two factors that set the same thing are not two factors: the later one would win silently.
+    setters: dict[str, str] = {}
+    for level, change in levels.items():
+        given = change.model_dump(exclude_defaults=True, exclude={"arguments", "environment", "shows"})
+        for key in (*given, *(f"environment {variable}" for variable in change.environment)):
+            if key in setters:
+                raise PlanError(f"{setters[key]} and {level} both set {key}; only one factor may")
+            setters[key] = level
+    return [plan.base, *levels.values()]
+
+
+def _case(plan: Plan, name: str, changes: Sequence[Change], folder: Path, *, distributed: bool) -> Case:
+    base, where = plan.base, f"case {name!r}"
+    command = next(change.command for change in reversed(changes) if change.command)
+    ranks = next((change.ranks for change in reversed(changes) if change.ranks), None)
+    directory = next((change.directory for change in reversed(changes) if change.directory), ".")
+    at = (folder / directory).resolve()
+    if not at.is_dir():
+        raise PlanError(f"{where}: {at}: no such directory")
+    if command[0] == "-m" or command[0].endswith(".py"):
+        if command[0] != "-m" and not (at / command[0]).exists():
+            raise PlanError(f"{where}: {at / command[0]}: no such file; a script is relative to directory")
+        watch = ("-m", "backlight", "run", "--out", "{run}", *base.run_options) if base.watch else ()
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node={ranks}")
+        command = ["{python}", *(torchrun if distributed else ()), *watch, *command]
+    elif ranks and not any("{ranks}" in part for part in command):
+        raise PlanError(f"{where}: ranks is given, but its command has no {{ranks}} where it would go")
+    for word in _BRACES.findall(" ".join(command)):
+        if word not in PLACEHOLDERS:
+            raise PlanError(f"{where}: unknown placeholder {{{word}}}{did_you_mean(word, PLACEHOLDERS)}")
+    values = {"python": sys.executable, "ranks": str(ranks or 1)}
+    argv = [fill(part, values) for part in (*command, *(a for change in changes for a in change.arguments))]
+    environment = {key: value for change in changes for key, value in change.environment.items()}
+    program = str(at / argv[0]) if "/" in argv[0] else argv[0]
+    if shutil.which(program, path=environment.get("PATH")) is None:
+        raise PlanError(f"{where}: {argv[0]}: no such program; expected one that can be executed")
+    return Case(
+        name, tuple(argv), str(at), plan.time_limit, environment=environment, inputs=_digests(at, argv),
+        progress=base.progress.pattern if base.progress else "",
+        success=base.success.pattern if base.success else "",
+        shows=tuple(change.shows.pattern for change in changes if change.shows),
+    )  # fmt: skip
+
+
+def _digests(directory: Path, argv: Sequence[str]) -> dict[str, str]:
+    digests = {}
+    for name in (name for part in argv[1:] for name in (part, part.partition("=")[2]) if name):
+        with contextlib.suppress(OSError, ValueError):
+            if (directory / name).stat().st_size <= MAX_DIGEST_BYTES:
+                digests[name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()[:16]
+    return digests
+
+
+def _factor(
+    plan: Plan, name: str, control: str, tables: Mapping[str, CaseTable], cases: Mapping[str, Case]
+) -> str:
+    """Return the one factor in which a case differs from its control."""
+    if control not in cases:
+        raise PlanError(f"case {name!r}: unknown control {control!r}{did_you_mean(control, cases)}")
+    here, there = _levels(plan, tables[name]), _levels(plan, tables[control])
+    moved = [factor for factor in here if here[factor] != there[factor]]
+    if len(moved) > 1:
+        raise PlanError(
+            f"case {name!r} differs from its control {control!r} in {len(moved)} factors: "
+            f"{', '.join(moved)}; expected one. Take a nearer control, or make them one factor"
+        )
+    if not moved or cases[name].digest == cases[control].digest:
+        by = f" ({moved[0]} changes nothing of what is started)" if moved else ""
+        raise PlanError(f"case {name!r} is equal to its control {control!r}{by}; change one factor")
+    return moved[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from backlight import processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
-from backlight.monitors.stalls.model.diagnosis import STARVED, diagnose, is_starved, wait_words
+from backlight.monitors.stalls.model.diagnosis import STARVED, diagnose, is_idle, is_starved, wait_words
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.shared_state import read_state
@@ -26,6 +26,9 @@ DURATION_S = 2.0
 """Time over which a process is observed."""
 
 NUM_SAMPLES = 4
+MAX_IDLE_CORES = 0.05
+"""Cores below which a process only waits; launchers that poll stay below it."""
+
 POLL_S = 0.15
 
 
@@ -43,6 +46,7 @@ class Attached:
     samples: tuple[StackSample, ...]
     unseen: tuple[str, ...]  # what is not observable, and why
     spins: bool = False  # the main thread ran, and held the interpreter lock on one line in every sample
+    idle: bool = False  # it used no core and queued for none
 
 
 def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> Attached:
@@ -101,8 +105,10 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
     # The whole stack: the user's line alone also stays the same throughout a long import.
     held = {thread.frames if thread is not None and thread.holds_gil else None for thread in main}
     spins = len(samples) > 1 and len(held) == 1 and None not in held and not starved
+    idle = sum(cpu.values()) <= MAX_IDLE_CORES and not starved
     shown = (*samples[-1:], *natives)
-    return Attached(pid, diagnosis, processes.format_threads(pid), shown, tuple(unseen), spins=spins)
+    threads = processes.format_threads(pid)
+    return Attached(pid, diagnosis, threads, shown, tuple(unseen), spins=spins, idle=idle)
 
 
 def _diagnose_unwatched(
@@ -123,7 +129,7 @@ def _diagnose_unwatched(
         confidence, refuted_if = MEDIUM, "no step has ended after a while"
     elif starved:
         words = STARVED
-    elif used <= 0.05:
+    elif used <= MAX_IDLE_CORES:
         doing = wait_words(processes.wait_reason(pid, pid))
         kind, confidence, refuted_if = DiagnosisKind.BLOCKED, HIGH, "it moves on by itself"
         words = f"in {phase}, the main thread {doing}{at}"
@@ -206,7 +212,8 @@ def _attach_watched(pid: int, directory: Path, rank: int, duration_s: float, *, 
             confidence=MEDIUM,
         )
     shown = (*obs.samples[-1:], *obs.native_samples)
-    return Attached(pid, diagnosis, processes.format_threads(pid), shown, obs.not_collected)
+    threads, idle = processes.format_threads(pid), is_idle(obs, limits)
+    return Attached(pid, diagnosis, threads, shown, obs.not_collected, idle=idle)
 
 
 def _threads(pid: int) -> dict[int, processes.Thread]:

@@ -259,7 +259,7 @@ def _outside_backward(
     if frame is not None:
         when = "in every sample" if summary.same_line else "now"
         parts.append(f"{when} at {frame.location} in {frame.qualified_name}")
-    if obs.wait and _is_idle(obs, limits):
+    if obs.wait and is_idle(obs, limits):
         parts.append(f"it {wait_words(obs.wait)}")
     if obs.workers and phase is Phase.DATA:
         parts.append(obs.workers)
@@ -296,7 +296,7 @@ def _in_backward(
     computes = obs.cpu is not None and obs.cpu >= limits.busy
     if computes and obs.wait == "a lock" and (obs.slices_per_s or 0.0) >= COMPETES_PER_S:
         return _unknown(known, "it is starved of the interpreter lock by other threads of the process", tail)
-    if _is_idle(obs, limits):
+    if is_idle(obs, limits):
         return _blocked(obs, state, summary, known, inside, tail)
     if is_starved(obs.thread_cpu, obs.scheduled):
         return _unknown(known, STARVED, tail)
@@ -389,7 +389,8 @@ def _used_cpu(obs: Observation) -> float | None:
     return obs.thread_cpu if obs.thread_cpu is not None else obs.cpu
 
 
-def _is_idle(obs: Observation, limits: StallLimits) -> bool:
+def is_idle(obs: Observation, limits: StallLimits) -> bool:
+    """Return whether a process used no core and queued for none."""
     used = _used_cpu(obs)
     queues = obs.scheduled is not None and obs.scheduled > MAX_IDLE_SCHEDULED
     return used is not None and used <= limits.idle and not queues and (obs.cpu is None or obs.cpu <= 1.0)

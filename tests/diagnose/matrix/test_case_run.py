@@ -1,11 +1,12 @@
-"""Progress and errors in the output of a case."""
+"""What is read from the output and the run directory of a case."""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
 
-from backlight.diagnose.matrix.observation import count_progress, last_error
+from backlight.diagnose.matrix.case_run import count_progress, last_error, last_stall, open_case_run, steps_at
+from backlight.store.write.writer import RunWriter
 
 LAUNCHER = (
     "Traceback (most recent call last):\n"
@@ -16,10 +17,22 @@ WORKER = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 9
 
 
 def test_progress_is_read_from_the_last_match() -> None:
-    assert count_progress(r"step (\d+)/(\d+)", "step 1/9\nstep 2/9\n") == (2, 9)
-    assert count_progress(r"step (\d+)", "step 1\nstep 2\n") == (2, 0)
-    assert count_progress(r"epoch (\w+)", "epoch one\nepoch two\n") == (2, 0)
-    assert count_progress("x", "") == (0, 0)
+    assert count_progress(r"step (\d+)/(\d+)", "step 1/9\nstep 7/9\n") == 7
+    assert count_progress(r"epoch (\w+)", "epoch one\nepoch two\n") == 2
+    assert count_progress("x", "xx") == 2
+    assert count_progress("x", "") == 0
+
+
+def test_steps_count_by_the_recorded_times(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", name="base")
+    for step in range(3):
+        writer.scalars(step, {"time": 100.0 + step})
+    writer.close()
+    run = open_case_run(tmp_path)
+    assert steps_at(run, [99.0, 100.0, 101.5, 200.0]) == (0, 1, 2, 3)
+    assert last_stall(run) is None
+    assert open_case_run(tmp_path / "elsewhere") is None
+    assert (steps_at(None, [1.0]), last_stall(None)) == (None, None)
 
 
 def test_the_last_error_and_its_line() -> None:
