@@ -21,7 +21,7 @@ Command = Callable[..., tuple[int, str, str]]
 def run(folder: Path, *, limit: float, cases: str = "") -> tuple[Path, MatrixReport]:
     """Run the example; with ``cases``, those and no tree."""
     (folder / "train.py").write_bytes((EXAMPLES / "train.py").read_bytes())
-    text = (EXAMPLES / "recompute.toml").read_text().replace("time_limit = 15.0", f"time_limit = {limit}")
+    text = (EXAMPLES / "recompute.toml").read_text().replace("time_limit = 20.0", f"time_limit = {limit}")
     text = text.partition("[cases.base]")[0] + cases if cases else text
     # The watchdog reports early; the limit leaves time for imports on a busy machine.
     text = text.replace("[base]\n", '[base]\nrun_options = ["--stall", "1.5"]\n')

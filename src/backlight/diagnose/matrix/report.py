@@ -167,8 +167,7 @@ def read_report(root: Path) -> MatrixReport:
 
 def write_report(root: Path, target: Path, *, as_html: bool) -> Path:
     """Write the report of the matrix in ``root`` to ``target`` and return it."""
-    report = read_report(root)
-    text = page(report) if as_html else as_markdown(report)
+    text = (page if as_html else as_markdown)(read_report(root))
     write_atomically(target, text.encode(errors="backslashreplace"))
     return target
 
