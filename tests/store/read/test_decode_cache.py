@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,13 @@ def assert_same(one: Run, other: Run) -> None:
         np.testing.assert_array_equal(one_S.values, other_S.values)
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Growing]:
+    growing = Growing(tmp_path / "run")
+    yield growing
+    growing.close()
+
+
 def test_incremental_read_equals_full_read_at_every_length(tmp_path: Path) -> None:
     run = Growing(tmp_path / "run")
     follow = open_growing()
@@ -74,8 +82,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return decoded
 
 
-def test_only_new_rows_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
-    run = Growing(tmp_path / "run")
+def test_only_new_rows_are_decoded(run: Growing, decoded: list[int]) -> None:
     follow = open_growing()
     run.steps(200)
     follow(run.path).frame("gradient", "rms")
@@ -83,11 +90,9 @@ def test_only_new_rows_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
     assert len(follow(run.path).frame("gradient", "rms").steps) == 203
     follow(run.path).frame("gradient", "rms")
     assert decoded == [200, 3]
-    run.close()
 
 
-def test_returned_arrays_do_not_change(tmp_path: Path) -> None:
-    run = Growing(tmp_path / "run")
+def test_returned_arrays_do_not_change(run: Growing) -> None:
     follow = open_growing()
     run.steps(20)
     early = follow(run.path)
@@ -98,11 +103,9 @@ def test_returned_arrays_do_not_change(tmp_path: Path) -> None:
     assert len(frame.steps) == len(loss.steps) == 20
     np.testing.assert_array_equal(frame.values, before)
     assert len(early.frame("gradient", "rms").steps) == 20
-    run.close()
 
 
-def test_older_snapshot_is_served_from_the_cache(tmp_path: Path, decoded: list[int]) -> None:
-    run = Growing(tmp_path / "run")
+def test_older_snapshot_is_served_from_the_cache(run: Growing, decoded: list[int]) -> None:
     follow = open_growing()
     run.steps(20)
     early, whole = follow(run.path), open_run(run.path)
@@ -116,7 +119,6 @@ def test_older_snapshot_is_served_from_the_cache(tmp_path: Path, decoded: list[i
     assert decoded == []
     run.steps(5)
     assert_same(follow(run.path), open_run(run.path))
-    run.close()
 
 
 def test_replaced_run_is_decoded_again(tmp_path: Path) -> None:
@@ -151,6 +153,14 @@ def several(path: Path, *, sharded: bool = True) -> list[Growing]:
     return [Growing(path, plan, rank=rank, world_size=2, sharded=sharded) for rank in range(2)]
 
 
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[Growing]]:
+    opened = several(tmp_path / "run")
+    yield opened
+    for rank in opened:
+        rank.close()
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
 def test_joined_ranks_equal_a_full_read(tmp_path: Path, sharded: bool) -> None:
     path = tmp_path / "run"
@@ -178,8 +188,7 @@ def test_joined_ranks_equal_a_full_read(tmp_path: Path, sharded: bool) -> None:
     assert_same(follow(path), open_run(path))
 
 
-def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
-    ranks = several(tmp_path / "run")
+def test_only_new_rows_of_ranks_are_decoded(ranks: list[Growing], tmp_path: Path, decoded: list[int]) -> None:
     follow = open_growing()
     for amount in (200, 3):
         for rank in ranks:
@@ -189,12 +198,11 @@ def test_only_new_rows_of_ranks_are_decoded(tmp_path: Path, decoded: list[int]) 
         assert len(newest.scalar("total_norm").steps) == ranks[0].done
         newest.frame("gradient", "rms")
     assert decoded == [200, 200, 200, 200, 3, 3, 3, 3]  # rms needs two columns
-    for rank in ranks:
-        rank.close()
 
 
-def test_scalar_names_are_read_once_per_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = several(tmp_path / "run")
+def test_scalar_names_are_read_once_per_file(
+    ranks: list[Growing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in ranks:
         rank.steps(9)
     requested: list[Path] = []
@@ -213,13 +221,10 @@ def test_scalar_names_are_read_once_per_file(tmp_path: Path, monkeypatch: pytest
     assert newest.frame("gradient", "rms").measured.all()
     assert "loss" in newest.scalar_names()
     assert len(requested) == len(set(requested)) == 2
-    for rank in ranks:
-        rank.close()
 
 
-def test_older_snapshot_of_ranks_does_not_change(tmp_path: Path) -> None:
+def test_older_snapshot_of_ranks_does_not_change(ranks: list[Growing], tmp_path: Path) -> None:
     path = tmp_path / "run"
-    ranks = several(path)
     follow = open_growing()
     readings = []
     for _ in range(4):
@@ -230,15 +235,12 @@ def test_older_snapshot_of_ranks_does_not_change(tmp_path: Path) -> None:
         follow(path).frame("gradient", "rms")
     for snapshot, whole in reversed(readings):
         assert_same(snapshot, whole)
-    for rank in ranks:
-        rank.close()
 
 
 def test_new_rows_are_joined_in_windows_beyond_the_memory_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[int]
+    ranks: list[Growing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[int]
 ) -> None:
     path = tmp_path / "run"
-    ranks = several(path)
     follow = open_growing()
     for rank in ranks:
         rank.steps(20)
@@ -252,8 +254,6 @@ def test_new_rows_are_joined_in_windows_beyond_the_memory_limit(
     assert sum(decoded) == 54
     assert max(decoded) < 10
     assert_same(newest, open_run(path))
-    for rank in ranks:
-        rank.close()
 
 
 def test_only_new_rows_of_a_further_attempt_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
@@ -275,9 +275,8 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(tmp_path: Path, decoded:
     assert_same(follow(path), open_run(path))
 
 
-def test_new_rank_offset_joins_its_step_again(tmp_path: Path) -> None:
+def test_new_rank_offset_joins_its_step_again(ranks: list[Growing], tmp_path: Path) -> None:
     path = tmp_path / "run"
-    ranks = several(path)
     follow = open_growing()
     for rank in ranks:
         rank.steps(8)
@@ -288,8 +287,6 @@ def test_new_rank_offset_joins_its_step_again(tmp_path: Path) -> None:
     assert not newest.measured[5].any()
     assert newest.measured[6].all()
     assert_same(follow(path), open_run(path))
-    for rank in ranks:
-        rank.close()
 
 
 def test_replaced_ranks_are_decoded_again(tmp_path: Path) -> None:
@@ -305,11 +302,9 @@ def test_replaced_ranks_are_decoded_again(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
-def test_evicted_columns_are_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicted_columns_are_decoded_again(run: Growing, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_cache, "MAX_CACHE_BYTES", 1)
-    run = Growing(tmp_path / "run")
     follow = open_growing()
     for _ in range(2):
         run.steps(10)
         assert_same(follow(run.path), open_run(run.path))
-    run.close()
