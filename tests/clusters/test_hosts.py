@@ -91,7 +91,7 @@ def test_hosts_without_shared_storage_write_joinable_parts(tmp_path: Path) -> No
     assert list(part_run.attempts[0].ranks) == remote
     assert len(remote) == 2
     assert sorted(set(range(4)) - set(remote)) == list(main_run.attempts[0].ranks)
-    assert any("bring it there with `backlight join RUN PART`" in loss for loss in part_run.losses)
+    assert any("add it there with `backlight join RUN PART`" in loss for loss in part_run.losses)
     assert any(f"rank {remote[0]} of 4 left no file" in loss for loss in main_run.losses)
     line = [sys.executable, "-m", "backlight", "join", str(run), str(part)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
