@@ -8,6 +8,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TESTS := $(ONE_THREAD) $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --dist worksteal
 # Directories of the tests marked `alone`, so that pytest collects nothing else (tests/test_architecture.py).
+# They assert on shares of time: one that fails is tried once more, in a fresh process.
 ALONE := tests/diagnose/matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups
 
 .PHONY: demo test test-full lint coverage setups bench docs clean
@@ -18,11 +19,11 @@ demo: $(VENV)/.demo  ## install, train a small transformer on real text, show fi
 
 test: $(VENV)/.dev  ## every mechanism at least once; `make lint` checks style, types and import contracts
 	$(TESTS) $(PARALLEL) -m "not full and not alone"
-	$(TESTS) -m "alone and not full" $(ALONE)
+	$(TESTS) -m "alone and not full" $(ALONE) || $(TESTS) --last-failed -m "alone and not full" $(ALONE)
 
 test-full: $(VENV)/.dev  ## the whole matrices and fault suites as well
 	$(TESTS) $(PARALLEL) -m "not alone"
-	$(TESTS) -m "alone" $(ALONE)
+	$(TESTS) -m "alone" $(ALONE) || $(TESTS) --last-failed -m "alone" $(ALONE)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -37,7 +37,7 @@ def test_site_builds_and_its_examples_run(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     tutorial = (tmp_path / "site" / "tutorials" / "health.html").read_text()
-    assert "head.weight and head.bias" in tutorial
+    assert "`head.weight` and `head.bias` are not in any optimizer" in tutorial
     stall = (tmp_path / "site" / "tutorials" / "stalls.html").read_text()
     assert "BLOCKED: the main thread waits for a lock" in stall
     assert "grokking, strong" in (tmp_path / "site" / "tutorials" / "grokking.html").read_text()

@@ -38,4 +38,6 @@ def test_example(tmp_path: Path, script: str, arguments: tuple[str, ...], steps:
     run = backlight.open_run(tmp_path / "run")
     assert run.status.value == "finished"
     assert run.last_step() + 1 == steps
-    assert ("sign.weight and 1 more parameter never had a gradient" in done.stderr) == ("lightning" in script)
+    assert ("`sign.weight` and `sign.bias` never received a gradient" in done.stderr) == (
+        "lightning" in script
+    )

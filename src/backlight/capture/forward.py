@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.capture.hub import HUB, Listener, parameters_of
+from backlight.capture.hub import HUB, Listener, forward_begin, forward_end, parameters_of
 from backlight.capture.modules import holding
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Forwards:
         for module in modules:
             if id(module) not in self._handles and getattr(module, "_compiled_call_impl", None) is None:
                 handles = [
-                    module.register_forward_pre_hook(entered),
-                    module.register_forward_hook(returned, always_call=True),
+                    module.register_forward_pre_hook(forward_begin),
+                    module.register_forward_hook(forward_end, always_call=True),
                 ]
                 self._handles[id(module)] = (weakref.ref(module), handles)
 
@@ -44,18 +44,6 @@ class Forwards:
             for handle in handles:
                 handle.remove()
         self._handles.clear()
-
-
-def entered(_module: nn.Module, _args: Any) -> None:
-    """Hook before the forward of an outermost module."""
-    if not torch.compiler.is_compiling():
-        HUB.emit("forward_begin")
-
-
-def returned(_module: nn.Module, _args: Any, _output: Any) -> None:
-    """Hook after the forward of an outermost module, also when it raised."""
-    if not torch.compiler.is_compiling():
-        HUB.emit("forward_end")
 
 
 class ScopeForwards(Listener):
@@ -85,7 +73,7 @@ class ScopeForwards(Listener):
             return
         known = HUB.optimizers.known()
         if known:
-            HUB.seen.scan()  # once: each looks at every object of the process
+            HUB.seen.scan()  # once: a scan visits every object of the process
         for optimizer in known:
             self._follow_held(optimizer)
 
@@ -97,9 +85,9 @@ class ScopeForwards(Listener):
         self._forwards.leave()
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Follow the models that it holds: their first forward can be seen from here on."""
+        """Follow the models whose parameters it holds, from their first forward on."""
         if not self._scope.models and not self._follow_held(optimizer):
-            HUB.seen.scan()  # the model was built before anybody watched
+            HUB.seen.scan()  # the model was built before the watch began
             self._follow_held(optimizer)
 
     def _follow_held(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -315,4 +315,17 @@ class Hub:
 HUB = Hub()
 """The hub of this process."""
 
+
+def forward_begin(_module: Any, _args: Any) -> None:
+    """Hook before the forward of an outermost module."""
+    if not torch.compiler.is_compiling():
+        HUB.emit("forward_begin")
+
+
+def forward_end(_module: Any, _args: Any, _output: Any) -> None:
+    """Hook after the forward of an outermost module, also when it raised."""
+    if not torch.compiler.is_compiling():
+        HUB.emit("forward_end")
+
+
 os.register_at_fork(after_in_child=HUB.switch_off)

@@ -29,12 +29,16 @@ Profile = tuple[Path, dict[str, Any], str]
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    folder = tmp_path_factory.mktemp("example")
-    done = run_backlight(
-        folder, "profile", "--json", "--steps", "24", "--out", "run", str(EXAMPLE), "--decoding", "1"
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout), done.stderr
+    for _ in range(5):
+        folder = tmp_path_factory.mktemp("example")
+        done = run_backlight(
+            folder, "profile", "--json", "--steps", "24", "--out", "run", str(EXAMPLE), "--decoding", "0.3"
+        )
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        if not answer["not_measured"]:  # such as step times that drift on a busy machine
+            break
+    return folder, answer, done.stderr
 
 
 def test_both_faults_are_found(profile: Profile) -> None:
