@@ -32,7 +32,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     for _ in range(5):
         folder = tmp_path_factory.mktemp("example")
         done = run_backlight(
-            folder, "profile", "--json", "--steps", "24", "--out", "run", str(EXAMPLE), "--decoding", "0.3"
+            folder, "profile", "--json", "--steps", "80", "--out", "run", str(EXAMPLE), "--decoding", "0.3"
         )
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)
@@ -54,7 +54,7 @@ def test_run_contains_every_timed_step(profile: Profile) -> None:
     run = backlight.open_run(folder / "run")
     forward = run.scalar("phase/forward")
     assert forward.unit == "s"
-    assert len(forward.steps) >= 24
+    assert len(forward.steps) >= 80
     assert list(forward.steps) == list(range(len(forward.steps)))
     total = sum(run.scalar(name).values for name in run.scalar_names("backlight") if name != "phase/clip")
     steady = sorted(total[answer["warmup_dropped"] :])
