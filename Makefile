@@ -9,7 +9,7 @@ TESTS := $(ONE_THREAD) $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --dist worksteal
 # Directories of the tests marked `alone`, so that pytest collects nothing else (tests/test_architecture.py).
 # They assert on shares of time: one that fails is tried once more, in a fresh process.
-ALONE := tests/diagnose/matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups
+ALONE := tests/diagnose/test_matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups
 
 .PHONY: demo test test-full lint coverage setups bench docs clean
 .DELETE_ON_ERROR:

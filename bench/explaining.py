@@ -47,7 +47,7 @@ def tracing() -> Iterator[None]:
 OBSERVERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "why-no-grad": lambda: MissingGradientObserver(10**9, never),
     "nan": lambda: NanTracer(never),
-    "checkpoints": lambda: CheckpointObserver(10**9, never),
+    "checkpointing": lambda: CheckpointObserver(10**9, never),
     "--trace gradients,modules,buckets": tracing,
 }
 

@@ -25,11 +25,12 @@ class Block:
             raise ImportError("torch is blocked here")
 sys.meta_path.insert(0, Block())
 import importlib, pkgutil
-import backlight.records, backlight.registry, backlight.store, backlight.report, backlight.diagnose.matrix
+import backlight.records, backlight.registry, backlight.store, backlight.report
+import backlight.diagnose.test_matrix
 from backlight.registry import RULES
 names = [
     m.name
-    for package in (backlight.store, backlight.report, backlight.diagnose.matrix)
+    for package in (backlight.store, backlight.report, backlight.diagnose.test_matrix)
     for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
 ]
 names += ["backlight.findings.evaluate", "backlight.analysis.compare",

@@ -1,6 +1,6 @@
 """Run a script under an observer that explains, for the first steps of its training only.
 
-For ``why-no-grad``, ``nan`` and ``checkpoints``: they look deeper than ``run`` may, slow the script
+For ``why-no-grad``, ``nan`` and ``checkpointing``: they look deeper than ``run`` may, slow the script
 down, and end it when they know enough. Nothing is stored.
 """
 

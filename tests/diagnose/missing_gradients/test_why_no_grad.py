@@ -165,7 +165,7 @@ def test_example(command: Command) -> None:
         ("import sys\nsys.exit(5)\n", "train.py: ended (exit code 5) without a backward"),
     ],
 )
-@pytest.mark.parametrize("name", ["why-no-grad", "nan", "checkpoints"])
+@pytest.mark.parametrize("name", ["why-no-grad", "nan", "checkpointing"])
 def test_script_without_a_backward(
     name: str, text: str | None, message: str, tmp_path: Path, command: Command
 ) -> None:

@@ -70,8 +70,8 @@ def _without_backward(script: str, code: int) -> ValueError:
     )
 
 
-@command("checkpoints", "Diagnose", script=True)
-def checkpoints(
+@command("checkpointing", "Diagnose", script=True)
+def checkpointing(
     context: Context,
     script: Script,
     module: Module = False,

@@ -48,20 +48,20 @@ Table = Literal[
 
 @command("report", "Runs")
 def report(
-    path: Annotated[Path, Argument(metavar="RUN", help="Run directory, or the directory of a matrix.")],
+    path: Annotated[Path, Argument(metavar="RUN", help="Run directory, or the directory of a test matrix.")],
     out: Annotated[Path | None, Option("--out", "-o", help="File to write; default RUN/report.html.")] = None,
     form: Annotated[Format, Option("--format", help="Format: html or md.")] = "html",
     bundle: Annotated[Path | None, Option(help="Archive to write instead: FILE.tar.gz or FILE.zip.")] = None,
     plots: Annotated[Path | None, Option(help="Directory for the charts as SVG and PNG.")] = None,
     animate: Annotated[bool, Option("--animate", help="Animate spectra by layer, with --plots.")] = False,
 ) -> None:
-    """Write the report of a run or matrix as one offline file.
+    """Write the report of a run or test matrix as one offline file.
 
     A panel that cannot be drawn becomes a sentence, and the exit code is 2.
     """
     from backlight.analysis import report as run_report
     from backlight.cli.render.report import report_panel_warnings
-    from backlight.diagnose.matrix import report as matrix_report
+    from backlight.diagnose.test_matrix import report as matrix_report
 
     if animate and plots is None:
         raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
@@ -70,7 +70,7 @@ def report(
     target = out if out is not None else path / f"report.{form}"
     if matrix_report.is_matrix(path):
         if plots is not None:
-            raise ValueError(f"report: {path} is a matrix, which has no pictures; leave out --plots")
+            raise ValueError(f"report: {path} is a test matrix, which has no charts; leave out --plots")
         if bundle is not None:
             print(matrix_report.write_bundle(path, bundle))
         else:

@@ -1,4 +1,4 @@
-"""Prints what ``checkpoints``, ``nan`` and ``why-no-grad`` found in a script, as text or JSON."""
+"""Prints what ``checkpointing``, ``nan`` and ``why-no-grad`` found in a script, as text or JSON."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import graphlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from backlight.diagnose.matrix.evaluation import Comparison, Evaluation
-from backlight.diagnose.matrix.plan import UNDECIDED, Node, Plan, PlanError
+from backlight.diagnose.test_matrix.evaluation import Comparison, Evaluation
+from backlight.diagnose.test_matrix.plan import UNDECIDED, Node, Plan, PlanError
 from backlight.text import did_you_mean
 
 

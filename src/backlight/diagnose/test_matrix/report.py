@@ -1,4 +1,4 @@
-"""The report of a matrix: what ``matrix.json`` holds, and Markdown, from which HTML follows."""
+"""The report of a test matrix: what ``test-matrix.json`` holds, and Markdown, from which HTML follows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from urllib.parse import quote
 from markdown_it import MarkdownIt
 from pydantic import TypeAdapter, ValidationError
 
-from backlight.diagnose.matrix.case_run import EVIDENCE, OUTPUTS
-from backlight.diagnose.matrix.decision_tree import Branch, Status
-from backlight.diagnose.matrix.evaluation import CaseResult, Comparison
-from backlight.diagnose.matrix.plan import FORMAT, UNDECIDED
+from backlight.diagnose.test_matrix.case_run import EVIDENCE, OUTPUTS
+from backlight.diagnose.test_matrix.decision_tree import Branch, Status
+from backlight.diagnose.test_matrix.evaluation import CaseResult, Comparison
+from backlight.diagnose.test_matrix.plan import FORMAT, UNDECIDED
 from backlight.processes import available_cores
 from backlight.records import DiagnosisKind
 from backlight.report.markdown import code, escape
 from backlight.store.export.archive import write_archive
 from backlight.store.platform.atomic_json import write_atomically
 
-REPORT = "matrix.json"
+REPORT = "test-matrix.json"
 
 _FIXES = {
     DiagnosisKind.BLOCKED: "find out what should end this wait",
@@ -35,7 +35,7 @@ _FIXES = {
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>backlight matrix</title><style>
+<title>backlight test-matrix</title><style>
 body{color-scheme:light dark;font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto}
 table{border-collapse:collapse}th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #8884}
 </style></head><body>
@@ -43,12 +43,12 @@ table{border-collapse:collapse}th,td{text-align:left;padding:.3rem .6rem;border-
 
 
 class MatrixDirectoryError(ValueError):
-    """A directory that holds no matrix, or one that cannot be used now."""
+    """A directory that holds no test matrix, or one that cannot be used now."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixReport:
-    """The whole report; ``rerun`` is the command that runs the matrix again."""
+    """The whole report; ``rerun`` is the command that runs the test matrix again."""
 
     name: str
     rerun: str
@@ -151,29 +151,29 @@ def page(report: MatrixReport) -> str:
 
 
 def is_matrix(path: Path) -> bool:
-    """Return whether ``path`` is the directory of a matrix that has a report."""
+    """Return whether ``path`` is the directory of a test matrix that has a report."""
     return (path / REPORT).is_file() and (path / "plan.toml").is_file()
 
 
 def read_report(root: Path) -> MatrixReport:
-    """Return the report in the directory of a matrix; a MatrixDirectoryError if it is damaged."""
+    """Return the report in the directory of a test matrix; a MatrixDirectoryError if it is damaged."""
     path = root / REPORT
     try:
         return REPORTS.validate_json(path.read_bytes())
     except ValidationError:
-        problem = "is damaged, or of another release; run the matrix again"
+        problem = "is damaged, or of another release; run the test matrix again"
         raise MatrixDirectoryError(f"{path}: {problem}") from None
 
 
 def write_report(root: Path, target: Path, *, as_html: bool) -> Path:
-    """Write the report of the matrix in ``root`` to ``target`` and return it."""
+    """Write the report of the test matrix in ``root`` to ``target`` and return it."""
     text = (page if as_html else as_markdown)(read_report(root))
     write_atomically(target, text.encode(errors="backslashreplace"))
     return target
 
 
 def write_bundle(root: Path, target: Path) -> Path:
-    """Pack the directory of a matrix into ``target``, whole or not at all; links are left out."""
+    """Pack the directory of a test matrix into ``target``, whole or not at all; links are left out."""
     files = [path for path in sorted(root.rglob("*")) if path.is_file() and not path.is_symlink()]
     kept = (path for path in files if path not in {target.absolute(), root / ".lock"})
     return write_archive(target, ((path.relative_to(root).as_posix(), path) for path in kept))

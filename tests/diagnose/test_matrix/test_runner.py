@@ -1,4 +1,4 @@
-"""A whole matrix over processes that end, hang, spin, crawl and fail: evaluated, resumed, rendered."""
+"""A whole test matrix over processes that end, hang, spin, crawl and fail: evaluated, resumed, rendered."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from urllib.parse import unquote
 
 import pytest
 
-from backlight.diagnose.matrix.decision_tree import Status
-from backlight.diagnose.matrix.evaluation import Effect
-from backlight.diagnose.matrix.plan import PlanError
-from backlight.diagnose.matrix.report import (
+from backlight.diagnose.test_matrix.decision_tree import Status
+from backlight.diagnose.test_matrix.evaluation import Effect
+from backlight.diagnose.test_matrix.plan import PlanError
+from backlight.diagnose.test_matrix.report import (
     MatrixDirectoryError,
     MatrixReport,
     as_markdown,
@@ -30,7 +30,7 @@ from backlight.diagnose.matrix.report import (
     write_bundle,
     write_report,
 )
-from backlight.diagnose.matrix.runner import execute, prepare
+from backlight.diagnose.test_matrix.runner import execute, prepare
 from backlight.launch.subprocess import mark_of
 from backlight.processes import Process, read_process, read_process_table
 from backlight.records import DiagnosisKind
@@ -139,7 +139,7 @@ def test_the_tree_is_walked_and_actions_are_ordered(done: tuple[Path, MatrixRepo
     }  # fmt: skip
     assert report.headline == "the wait"
     first, *others = as_markdown(report).partition("## What to do, in this order")[2].split("1. ")[1:]
-    assert first.startswith("do not wait at `job.py:7`: the wait. Verify: `backlight matrix ")
+    assert first.startswith("do not wait at `job.py:7`: the wait. Verify: `backlight test-matrix ")
     waits = next(text for text in others if text.startswith("find out what should end this wait"))
     assert "job.py:7`: job=waits: BLOCKED" in waits
     assert "--again job=waits`" in waits
@@ -197,7 +197,7 @@ def test_everything_goes_into_one_archive(done: tuple[Path, MatrixReport], tmp_p
     with zipfile.ZipFile(write_bundle(out, tmp_path / "all.zip")) as archive:
         assert set(archive.namelist()) == names
         assert archive.testzip() is None
-    assert {"all/matrix.json", "all/plan.toml", "all/report.html"} <= names
+    assert {"all/test-matrix.json", "all/plan.toml", "all/report.html"} <= names
     assert "all/cases/job=waits/000/evidence.txt" in names
     assert not [name for name in names if name.endswith((".lock", ".tmp"))]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all.tar.gz", "all.zip"]
@@ -250,13 +250,13 @@ def test_another_directory_is_left_alone(folder: Path, plan: Writer) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "mine.txt").write_text("mine")
     with pytest.raises(
-        MatrixDirectoryError, match=r"out: holds something that is no matrix; choose another --out"
+        MatrixDirectoryError, match=r"out: holds something that is no test matrix; choose another --out"
     ):
         execute(prepare(plan("[cases.a]\n")), folder / "out")
     assert [p.name for p in (folder / "out").iterdir()] == ["mine.txt"]
     assert not is_matrix(folder / "out")
-    (folder / "out" / "matrix.json").write_text("{}")
-    with pytest.raises(MatrixDirectoryError, match=r"matrix.json: is damaged, or of another release"):
+    (folder / "out" / "test-matrix.json").write_text("{}")
+    with pytest.raises(MatrixDirectoryError, match=r"test-matrix.json: is damaged, or of another release"):
         read_report(folder / "out")
 
 
@@ -267,7 +267,7 @@ def runs(process: Process) -> bool:
 
 def cli(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "backlight", "matrix", "plan.toml", "--out", "out"],
+        [sys.executable, "-m", "backlight", "test-matrix", "plan.toml", "--out", "out"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -295,7 +295,7 @@ def test_a_killed_and_an_interrupted_matrix_resume(folder: Path, plan: Writer) -
     process = cli(folder)
     of_case = first_process(folder, "001")
     assert not runs(left)
-    with pytest.raises(MatrixDirectoryError, match="another matrix is running in it"):
+    with pytest.raises(MatrixDirectoryError, match="another test matrix is running in it"):
         execute(prepare(path), folder / "out")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
@@ -308,7 +308,7 @@ def test_a_killed_and_an_interrupted_matrix_resume(folder: Path, plan: Writer) -
 
 def test_the_command_line(folder: Path, plan: Writer, command: Command) -> None:
     plan(TWO)
-    code, out, _ = command("matrix", "plan.toml", "--check")
+    code, out, _ = command("test-matrix", "plan.toml", "--check")
     assert code == 0
     assert "job.py fail" in out
     assert not (folder / "runs").exists()
@@ -318,22 +318,22 @@ def test_the_command_line(folder: Path, plan: Writer, command: Command) -> None:
         (("plan.toml", "--bundle", "no/x.zip"), "no such folder"),
         (("plan.toml", "--again", "c"), "no case is called 'c'"),
     ):
-        code, _, err = command("matrix", *arguments)
+        code, _, err = command("test-matrix", *arguments)
         assert code == 2, arguments
         assert message in err
         assert err.count("\n") == 1
         assert not (folder / "runs").exists()
-    code, out, err = command("matrix", "plan.toml", "--json", "--bundle", "x.zip", "--fail-on", "CRASH")
+    code, out, err = command("test-matrix", "plan.toml", "--json", "--bundle", "x.zip", "--fail-on", "CRASH")
     assert code == 1
     report = json.loads(out)
     assert [c["evaluation"]["verdict"] for c in report["cases"]] == ["PASS", "CRASH"]
     assert "CRASH" in err
     assert (folder / "x.zip").is_file()
-    assert (folder / "runs/matrix-plan/report.html").is_file()
-    code, out, _ = command("matrix", "plan.toml")
+    assert (folder / "runs/test-matrix-plan/report.html").is_file()
+    code, out, _ = command("test-matrix", "plan.toml")
     assert code == 0
     assert "ValueError: injected" in out
-    assert os.path.join("runs", "matrix-plan", "report.html") in out  # noqa: PTH118 - text, not a path
+    assert os.path.join("runs", "test-matrix-plan", "report.html") in out  # noqa: PTH118 - text, not a path
 
 
 def test_hostile_text_is_escaped(folder: Path, plan: Writer, command: Command) -> None:
@@ -341,10 +341,10 @@ def test_hostile_text_is_escaped(folder: Path, plan: Writer, command: Command) -
         "print('\\x1b[31m<script>alert(1)</script> | `code` @someone')\nraise SystemExit(3)\n"
     )
     plan("[cases.a]\n[tree.x]\nconclusion = '<img src=x> [link](http://example.org) @someone'\n")
-    code, out, _ = command("matrix", "plan.toml")
+    code, out, _ = command("test-matrix", "plan.toml")
     assert code == 0
     assert "\x1b[31m" not in out
-    folder_out = folder / "runs" / "matrix-plan"
+    folder_out = folder / "runs" / "test-matrix-plan"
     html, text = page(read_report(folder_out)), as_markdown(read_report(folder_out))
     assert "<script" not in html
     assert "<img" not in html + text

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backlight import processes
-from backlight.diagnose.matrix.plan import Case, fill
+from backlight.diagnose.test_matrix.plan import Case, fill
 from backlight.launch.subprocess import ProcessTree, is_watchdog, start
 from backlight.monitors.stalls.model import stacks
 from backlight.monitors.stalls.model.attach import Attached, ProcessNotFoundError, attach

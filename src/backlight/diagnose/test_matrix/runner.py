@@ -1,4 +1,4 @@
-"""Run a whole matrix: check everything, then run case by case, and resume where an earlier call stopped."""
+"""Run a test matrix: check everything, run case by case, and resume an interrupted one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 import filelock
 from pydantic import TypeAdapter, ValidationError
 
-from backlight.diagnose.matrix.case_run import run_case
-from backlight.diagnose.matrix.decision_tree import check_tree, walk
-from backlight.diagnose.matrix.evaluation import CaseResult, compare, evaluate
-from backlight.diagnose.matrix.plan import Case, Plan, PlanError, cases_of, read_plan
-from backlight.diagnose.matrix.report import REPORT, REPORTS, MatrixDirectoryError, MatrixReport
+from backlight.diagnose.test_matrix.case_run import run_case
+from backlight.diagnose.test_matrix.decision_tree import check_tree, walk
+from backlight.diagnose.test_matrix.evaluation import CaseResult, compare, evaluate
+from backlight.diagnose.test_matrix.plan import Case, Plan, PlanError, cases_of, read_plan
+from backlight.diagnose.test_matrix.report import REPORT, REPORTS, MatrixDirectoryError, MatrixReport
 from backlight.launch.subprocess import end_marked
 from backlight.store.platform.atomic_json import write_atomically
 from backlight.text import did_you_mean
@@ -59,8 +59,8 @@ def execute(
 ) -> MatrixReport:
     """Run what has no result yet, and the cases named in ``again``, and return the report.
 
-    ``out`` is the directory of the matrix; each result is stored there as soon as it exists. ``on_start`` and
-    ``on_end`` are called before and after each case that runs.
+    ``out`` is the directory of the test matrix; each result is stored there as soon as it exists.
+    ``on_start`` and ``on_end`` are called before and after each case that runs.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def _store(prepared: Prepared, root: Path, out: Path, results: Mapping[str, Case
     comparisons = {name: compare(done[name], control, root) for name, control in pairs.items()}
     evaluations = {name: one.evaluation for name, one in done.items()}
     branches = walk(prepared.plan, prepared.order, evaluations, comparisons)
-    rerun = shlex.join(["backlight", "matrix", str(prepared.path), "--out", str(out)])
+    rerun = shlex.join(["backlight", "test-matrix", str(prepared.path), "--out", str(out)])
     name = prepared.plan.name or prepared.path.stem
     report = MatrixReport(name, rerun, tuple(done.values()), tuple(comparisons.values()), branches)
     write_atomically(root / REPORT, REPORTS.dump_json(report, indent=2))
@@ -127,9 +127,9 @@ def _store(prepared: Prepared, root: Path, out: Path, results: Mapping[str, Case
 
 @contextlib.contextmanager
 def _locked(root: Path, plan: Path) -> Iterator[None]:
-    """Make the directory of a matrix and lock it; end what an interrupted matrix left running."""
+    """Make the directory of a test matrix and lock it; end what an interrupted test matrix left running."""
     if not (root / "plan.toml").is_file() and root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise MatrixDirectoryError(f"{root}: holds something that is no matrix; choose another --out")
+        raise MatrixDirectoryError(f"{root}: holds something that is no test matrix; choose another --out")
     (root / "cases").mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(root / ".lock", timeout=0):
@@ -139,7 +139,7 @@ def _locked(root: Path, plan: Path) -> Iterator[None]:
             end_marked(json.loads(start.read_bytes())["mark"] for start in unfinished)
             yield
     except filelock.Timeout:
-        problem = "another matrix is running in it; wait, or choose another --out"
+        problem = "another test matrix is running in it; wait, or choose another --out"
         raise MatrixDirectoryError(f"{root}: {problem}") from None
 
 

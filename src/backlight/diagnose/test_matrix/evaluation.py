@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path, PurePath
 
-from backlight.diagnose.matrix.case_run import Observation, open_case_run, read_output
-from backlight.diagnose.matrix.plan import UNDECIDED, Case
+from backlight.diagnose.test_matrix.case_run import Observation, open_case_run, read_output
+from backlight.diagnose.test_matrix.plan import UNDECIDED, Case
 from backlight.monitors.stalls.model.attach import Attached
 from backlight.records import DiagnosisKind, to_json
 from backlight.store.read.run import Run
@@ -48,7 +48,7 @@ class Effect(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """A case that has run, with its digest; ``attempt`` is relative to the directory of the matrix."""
+    """A case that has run, with its digest; ``attempt`` is relative to the directory of the test matrix."""
 
     case: Case
     digest: str

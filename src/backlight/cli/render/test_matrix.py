@@ -1,4 +1,4 @@
-"""Prints a matrix: its cases before they run, the result of each, and the report."""
+"""Prints a test matrix: its cases before they run, the result of each, and the report."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from backlight.records import DiagnosisKind
 from backlight.text import visible
 
 if TYPE_CHECKING:
-    from backlight.diagnose.matrix.evaluation import CaseResult
-    from backlight.diagnose.matrix.plan import Case
-    from backlight.diagnose.matrix.report import MatrixReport
+    from backlight.diagnose.test_matrix.evaluation import CaseResult
+    from backlight.diagnose.test_matrix.plan import Case
+    from backlight.diagnose.test_matrix.report import MatrixReport
 
 _COLOURS = {DiagnosisKind.PASS: "green"} | dict.fromkeys(
     (DiagnosisKind.UNKNOWN, DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.SLOW), "yellow"
@@ -34,7 +34,7 @@ def result_line(one: CaseResult) -> Text:
 
 def print_report(report: MatrixReport, console: Console) -> None:
     """Print the short report; no text of a case or a plan acts on the terminal."""
-    from backlight.diagnose.matrix.report import as_markdown
+    from backlight.diagnose.test_matrix.report import as_markdown
 
     # The joiner that keeps an address from being a link.
     console.print(Markdown(as_markdown(report, full=False).replace("&#8203;", ""), hyperlinks=False))

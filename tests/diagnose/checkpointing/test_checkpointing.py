@@ -14,7 +14,7 @@ from backlight.diagnose.checkpointing.observer import CheckpointObserver
 from backlight.diagnose.checkpointing.regions import Region
 from cases import CASES, assert_equal
 from diagnose.conftest import Command
-from faults.checkpoints import FAULTS
+from faults.checkpointing import FAULTS
 from faults.injection import Fault, Train, end, run_under
 
 
@@ -78,7 +78,7 @@ for step in range(5):
 
 def test_command(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    code, out, errors = command("checkpoints", "--fail", "--json", "train.py")
+    code, out, errors = command("checkpointing", "--fail", "--json", "train.py")
     assert code == 1, errors
     (region,) = json.loads(out)["regions"]
     assert region["place"]["line"] == "train.py:8"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from backlight.diagnose.matrix.plan import PlanError
-from backlight.diagnose.matrix.runner import prepare
+from backlight.diagnose.test_matrix.plan import PlanError
+from backlight.diagnose.test_matrix.runner import prepare
 
 Writer = Callable[..., Path]
 
@@ -166,11 +166,11 @@ def test_the_root_of_a_tree_is_found(plan: Writer) -> None:
 def test_init_writes_a_plan_that_is_ready_to_be_fitted(
     folder: Path, command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    assert command("matrix", "--init", "mine.toml")[:2] == (0, "mine.toml\n")
+    assert command("test-matrix", "--init", "mine.toml")[:2] == (0, "mine.toml\n")
     (folder / "train.py").touch()
     prepared = prepare(folder / "mine.toml")
     assert [c.name for c in prepared.cases] == ["base", "checkpointing=on", "ranks=two"]
     assert prepared.order[0] == "base"
-    code, _, err = command("matrix", "--init", "mine.toml")
+    code, _, err = command("test-matrix", "--init", "mine.toml")
     assert code == 2
     assert "mine.toml: exists already" in err

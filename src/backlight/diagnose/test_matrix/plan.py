@@ -1,4 +1,4 @@
-"""The plan of a matrix: what its TOML file may hold, the cases that follow, and the plan of ``--init``."""
+"""Plans of test matrices: what a TOML file may hold, its cases, and the plan that ``--init`` writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNDECIDED = (DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.UNKNOWN)
 
 VERDICTS = [kind.value for kind in DiagnosisKind if kind not in UNDECIDED]
 OUTCOMES = ["causes", "cures", "changes", "none"]
-"""Answers of a case against its control; see :func:`backlight.diagnose.matrix.evaluation.compare`."""
+"""Answers of a case against its control; see :func:`backlight.diagnose.test_matrix.evaluation.compare`."""
 
 PLACEHOLDERS = ("python", "run", "ranks")
 """In braces in a command: the interpreter, the run directory, the number of processes."""
@@ -149,7 +149,7 @@ def read_plan(path: Path) -> Plan:
     try:
         return Plan.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
-        problem = f"cannot be read: {error.strerror}; `backlight matrix --init {path}` writes a plan"
+        problem = f"cannot be read: {error.strerror}; `backlight test-matrix --init {path}` writes a plan"
     except ValidationError as error:
         problem = _first_problem(error)
     except ValueError as error:

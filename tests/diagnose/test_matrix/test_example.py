@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from backlight.diagnose.matrix.report import MatrixReport, as_markdown
-from backlight.diagnose.matrix.runner import execute, prepare
+from backlight.diagnose.test_matrix.report import MatrixReport, as_markdown
+from backlight.diagnose.test_matrix.runner import execute, prepare
 from backlight.records import DiagnosisKind
 
 pytestmark = pytest.mark.alone
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "matrix"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "test_matrix"
 
 Command = Callable[..., tuple[int, str, str]]
 

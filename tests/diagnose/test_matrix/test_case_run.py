@@ -5,7 +5,13 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from backlight.diagnose.matrix.case_run import count_progress, last_error, last_stall, open_case_run, steps_at
+from backlight.diagnose.test_matrix.case_run import (
+    count_progress,
+    last_error,
+    last_stall,
+    open_case_run,
+    steps_at,
+)
 from backlight.store.write.writer import RunWriter
 
 LAUNCHER = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from backlight.diagnose.matrix.decision_tree import Status, check_tree, walk
-from backlight.diagnose.matrix.evaluation import Comparison, Effect, Evaluation
-from backlight.diagnose.matrix.plan import Plan, read_plan
+from backlight.diagnose.test_matrix.decision_tree import Status, check_tree, walk
+from backlight.diagnose.test_matrix.evaluation import Comparison, Effect, Evaluation
+from backlight.diagnose.test_matrix.plan import Plan, read_plan
 from backlight.records import DiagnosisKind
 
 TREE = """

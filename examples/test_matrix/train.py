@@ -1,4 +1,4 @@
-"""A small training script with options for a matrix: recomputation in backward, ranks, and a fault to find.
+"""A small training script with options for a test matrix: recomputation, ranks and a fault to find.
 
     python train.py                                  trains and exits
     python train.py --checkpoint                     recomputes each block in backward, and hangs

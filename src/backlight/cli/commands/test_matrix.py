@@ -1,4 +1,4 @@
-"""``backlight matrix``: run a matrix of controlled cases and evaluate them."""
+"""``backlight test-matrix``: run a test matrix of controlled cases and evaluate them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from backlight.cli.options import Json
 from backlight.records import DiagnosisKind
 
 
-@command("matrix", "Diagnose")
-def matrix(
+@command("test-matrix", "Diagnose")
+def run_test_matrix(
     plan: Annotated[Path, Argument(metavar="PLAN.toml", help="Plan file.")],
     init: Annotated[bool, Option("--init", help="Write a plan to adapt.")] = False,
     check: Annotated[bool, Option("--check", help="Check the plan and list its cases only.")] = False,
-    out: Annotated[Path | None, Option(help="Directory of the matrix; default runs/matrix-<plan>.")] = None,
+    out: Annotated[Path | None, Option(help="Directory of results; default runs/test-matrix-<plan>.")] = None,
     again: Annotated[list[str] | None, Option(help="Case to run again (repeatable).")] = None,
     as_json: Json = False,
     bundle: Annotated[Path | None, Option(help="Archive to write, FILE.tar.gz or FILE.zip.")] = None,
@@ -29,12 +29,12 @@ def matrix(
 ) -> int:
     """Run controlled cases, collect evidence and evaluate each one.
 
-    An interrupted matrix resumes.
+    An interrupted test matrix resumes.
     """
-    from backlight.cli.render.matrix import print_cases, print_report, result_line
-    from backlight.diagnose.matrix.plan import write_plan
-    from backlight.diagnose.matrix.report import REPORTS, write_bundle, write_report
-    from backlight.diagnose.matrix.runner import execute, prepare
+    from backlight.cli.render.test_matrix import print_cases, print_report, result_line
+    from backlight.diagnose.test_matrix.plan import write_plan
+    from backlight.diagnose.test_matrix.report import REPORTS, write_bundle, write_report
+    from backlight.diagnose.test_matrix.runner import execute, prepare
     from backlight.store.export.archive import check_archive
 
     if init:
@@ -48,7 +48,7 @@ def matrix(
     if check:
         print_cases(prepared.cases, console)
         return 0
-    folder = out if out is not None else Path("runs") / f"matrix-{plan.stem}"
+    folder = out if out is not None else Path("runs") / f"test-matrix-{plan.stem}"
     report = execute(
         prepared, folder, again=again or (),
         on_start=lambda case: console.print(f"{case.name} ...", style="dim"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
-from backlight.diagnose.matrix.case_run import Observation, Progress
-from backlight.diagnose.matrix.evaluation import CaseResult, Effect, Evaluation, compare, evaluate
-from backlight.diagnose.matrix.plan import Case
+from backlight.diagnose.test_matrix.case_run import Observation, Progress
+from backlight.diagnose.test_matrix.evaluation import CaseResult, Effect, Evaluation, compare, evaluate
+from backlight.diagnose.test_matrix.plan import Case
 from backlight.monitors.stalls.model.attach import Attached
 from backlight.monitors.stalls.model.observation import Diagnosis
 from backlight.records import DiagnosisKind, Finding, Fingerprint, Phase, Severity, Subject
