@@ -18,8 +18,8 @@ import backlight
 from backlight.registry import UnknownNameError
 from backlight.store.errors import StoreError
 
-Panel = Literal["Start", "Diagnose", "Runs", "Cluster", "Research"]
-PANELS: tuple[Panel, ...] = ("Start", "Diagnose", "Runs", "Cluster", "Research")
+Panel = Literal["Start", "Diagnose", "Runs", "Research"]
+PANELS: tuple[Panel, ...] = ("Start", "Diagnose", "Runs", "Research")
 """Groups of commands in ``--help``, in this order."""
 
 REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundError)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backlight.cli import app as application
-from backlight.cli.commands.memory import FakeOptions, fake_options
+from backlight.cli.memory_prediction import FakeOptions, fake_options
 from backlight.diagnose.memory import measure
 from backlight.diagnose.memory.measure import read_allocator
 from backlight.diagnose.memory.result import AllocatorStatistics

@@ -1,4 +1,4 @@
-"""Commands of the group Diagnose that look at a script, a process, a recipe or a trace."""
+"""Commands of the group Diagnose: one question about a script, a process, a recipe or a trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backlight.cli.app import command
 from backlight.cli.console import Page, make_console, print_json
 from backlight.cli.options import Json, Module, Script, StoreIn
 from backlight.cli.progress import count_bar
-from backlight.records import to_json
+from backlight.records import DiagnosisKind, to_json
 
 if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.reasons import Row
@@ -230,42 +230,6 @@ def profile(
     return 0
 
 
-@command("sweep", "Diagnose")
-def sweep(
-    recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="Recipe file.")],
-    chosen: Annotated[list[str], Option("--set", help="Setting with values, dim=512,768 (repeatable).")],
-    steps: Annotated[int, Option(min=12, help="Timed steps at each size.")] = 30,
-    fake: Annotated[bool, Option("--fake", help="Predict memory and operations on fake tensors.")] = False,
-    limit: Annotated[float, Option(min=1, help="Time limit of a size in seconds.")] = 600.0,
-    max_memory: Annotated[float | None, Option(min=0.1, help="Memory limit of a size in GiB.")] = None,
-    at: Annotated[
-        list[str] | None, Option(help="Setting to extrapolate to, NAME=VALUE (repeatable).")
-    ] = None,
-    as_json: Json = False,
-) -> int:
-    """Measure a recipe at several sizes and fit how it scales.
-
-    Each size runs in its own process.
-    """
-    from backlight.cli.render.sweep import show
-    from backlight.diagnose.scaling.sweep import parse_axes
-    from backlight.diagnose.scaling.sweep import sweep as run
-    from backlight.launch.recipe import parse_settings
-
-    axes = parse_axes(chosen)
-    memory = None if max_memory is None else int(max_memory * 2**30)
-    wanted = parse_settings(at) if at else None
-    with count_bar("sizes", quiet=as_json) as bar:
-        found = run(
-            recipe, axes, fake=fake, steps=steps, limit=limit, max_memory=memory, at=wanted, on_point=bar
-        )
-    if as_json:
-        print_json(found)
-    else:
-        show(found)
-    return 0
-
-
 @command("trace", "Diagnose")
 def trace(
     files: Annotated[
@@ -300,3 +264,106 @@ def trace(
         save_page(analysis, out, top)
         print(f"written: {out}", file=sys.stderr)
     return 0
+
+
+@command("memory", "Diagnose", script=True)
+def memory(
+    context: Context,
+    target: Annotated[
+        str, Argument(metavar="TARGET", help="Training script; with --fake a recipe, with -m a module.")
+    ],
+    module: Module = False,
+    fake: Annotated[bool, Option("--fake", help="Predict for a recipe on fake tensors.")] = False,
+    warmup: Annotated[int, Option(min=1, help="Steps before recording.")] = 2,
+    steps: Annotated[int, Option(min=1, help="Steps to record.")] = 1,
+    settings: Annotated[
+        list[str] | None, Option("--set", help="Recipe setting NAME=VALUE, with --fake (repeatable).")
+    ] = None,
+    budget: Annotated[str | None, Option(help="Memory for the largest batch, as 24G, with --fake.")] = None,
+    batch_setting: Annotated[str, Option(help="Recipe setting that is the batch size.")] = "batch",
+    checkpointing: Annotated[
+        bool, Option("--checkpointing", help="Predict savings of checkpointing, with --fake.")
+    ] = False,
+    out: StoreIn = None,
+    as_json: Json = False,
+) -> int:
+    """Profile the memory of a step by module and tensor kind.
+
+    A script runs until some steps are recorded, and is ended. With --fake nothing is allocated: TARGET is a
+    recipe, options may follow it, and --NAME VALUE is a setting of it.
+    """
+    arguments = list(context.args)
+    from backlight.cli.memory_prediction import fake_options, predict
+
+    options = fake_options(
+        target, arguments, fake=fake, settings=settings or [], budget=budget, out=out, as_json=as_json,
+        batch_setting=batch_setting, checkpointing=checkpointing,
+    )  # fmt: skip
+    if options is not None:
+        predict(options)
+        return 0
+    from backlight.launch.script import check
+
+    check(target, module=module)
+    from backlight.cli.render.memory import print_measured
+    from backlight.diagnose.memory.measure import measure_memory
+    from backlight.diagnose.memory.result import open_memory_run, store_memory
+
+    writer = open_memory_run(out, target, arguments) if out is not None else None
+    measured = measure_memory(target, arguments, module=module, warmup=warmup, steps=steps, quiet=as_json)
+    print_measured(measured, as_json=as_json)
+    if writer is not None:
+        store_memory(writer, measured)
+    return 0
+
+
+@command("test-matrix", "Diagnose")
+def run_test_matrix(
+    plan: Annotated[Path, Argument(metavar="PLAN.toml", help="Plan file.")],
+    init: Annotated[bool, Option("--init", help="Write a plan to adapt.")] = False,
+    check: Annotated[bool, Option("--check", help="Check the plan and list its cases only.")] = False,
+    out: Annotated[Path | None, Option(help="Directory of results; default runs/test-matrix-<plan>.")] = None,
+    again: Annotated[list[str] | None, Option(help="Case to run again (repeatable).")] = None,
+    as_json: Json = False,
+    bundle: Annotated[Path | None, Option(help="Archive to write, FILE.tar.gz or FILE.zip.")] = None,
+    fail_on: Annotated[
+        list[DiagnosisKind] | None, Option(help="Verdict that exits with 1 (repeatable).")
+    ] = None,
+) -> int:
+    """Run controlled cases, collect evidence and evaluate each one.
+
+    An interrupted test matrix resumes.
+    """
+    from backlight.cli.render.test_matrix import print_cases, print_report, result_line
+    from backlight.diagnose.test_matrix.plan import write_plan
+    from backlight.diagnose.test_matrix.report import REPORTS, write_bundle, write_report
+    from backlight.diagnose.test_matrix.runner import execute, prepare
+    from backlight.store.export.archive import check_archive
+
+    if init:
+        write_plan(plan)
+        print(plan)
+        return 0
+    if bundle is not None:
+        check_archive(bundle)
+    prepared = prepare(plan)
+    console = make_console(stderr=as_json)
+    if check:
+        print_cases(prepared.cases, console)
+        return 0
+    folder = out if out is not None else Path("runs") / f"test-matrix-{plan.stem}"
+    report = execute(
+        prepared, folder, again=again or (),
+        on_start=lambda case: console.print(f"{case.name} ...", style="dim"),
+        on_end=lambda one: console.print(result_line(one), soft_wrap=True),
+    )  # fmt: skip
+    write_report(folder, folder / "report.md", as_html=False)
+    page = write_report(folder, folder / "report.html", as_html=True)
+    if as_json:
+        print(REPORTS.dump_json(report, indent=2).decode())
+    else:
+        print_report(report, console)
+        console.print(f"report: {page}", soft_wrap=True)
+    if bundle is not None:
+        print(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
+    return int(any(case.evaluation.verdict in (fail_on or ()) for case in report.cases))

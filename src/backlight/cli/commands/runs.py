@@ -1,13 +1,12 @@
-"""Commands of the group Runs, and ``join``: what can be done with stored runs."""
+"""Commands of the group Runs: what can be done with stored runs."""
 
 from __future__ import annotations
 
 import sys
-import webbrowser
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Argument, BadParameter, Exit, Option
+from typer import Argument, BadParameter, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import make_console, print_json
@@ -39,56 +38,10 @@ def findings(
     return int(failing is not None and any(map(failing, found)))
 
 
-Format = Literal["html", "md"]
 Table = Literal[
     "parameters", "spectra", "gradient", "update", "histogram", "steps", "scalars", "events", "findings",
     "parameter-table", "attempts",
 ]  # fmt: skip
-
-
-@command("report", "Runs")
-def report(
-    path: Annotated[Path, Argument(metavar="RUN", help="Run directory, or the directory of a test matrix.")],
-    out: Annotated[Path | None, Option("--out", "-o", help="File to write; default RUN/report.html.")] = None,
-    form: Annotated[Format, Option("--format", help="Format: html or md.")] = "html",
-    bundle: Annotated[Path | None, Option(help="Archive to write instead: FILE.tar.gz or FILE.zip.")] = None,
-    plots: Annotated[Path | None, Option(help="Directory for the charts as SVG and PNG.")] = None,
-    animate: Annotated[bool, Option("--animate", help="Animate spectra by layer, with --plots.")] = False,
-) -> None:
-    """Write the report of a run or test matrix as one offline file.
-
-    A panel that cannot be drawn becomes a sentence, and the exit code is 2.
-    """
-    from backlight.analysis import report as run_report
-    from backlight.cli.render.report import report_panel_warnings
-    from backlight.diagnose.test_matrix import report as matrix_report
-
-    if animate and plots is None:
-        raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
-    if bundle is not None and out is not None:
-        raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
-    target = out if out is not None else path / f"report.{form}"
-    if matrix_report.is_matrix(path):
-        if plots is not None:
-            raise ValueError(f"report: {path} is a test matrix, which has no charts; leave out --plots")
-        if bundle is not None:
-            print(matrix_report.write_bundle(path, bundle))
-        else:
-            print(matrix_report.write_report(path, target, as_html=form == "html"))
-        return
-    with report_panel_warnings() as failed:
-        if bundle is not None:
-            print(run_report.write_bundle(path, bundle))
-        else:
-            write = run_report.write_html if form == "html" else run_report.write_markdown
-            print(write(path, target))
-            if plots is not None:
-                pictures = run_report.write_pictures(path, plots, animate=animate)
-                print(*pictures.files, sep="\n")
-                if pictures.words_only:
-                    print(f"no pictures, but words: {', '.join(pictures.words_only)}", file=sys.stderr)
-    if failed:
-        raise Exit(2)
 
 
 @command("export", "Runs")
@@ -239,7 +192,7 @@ def compact(
         print(line)
 
 
-@command("join", "Cluster")
+@command("join", "Runs")
 def join(
     run: Annotated[Path, Argument(metavar="RUN", help="Run of rank 0.")],
     parts: Annotated[list[Path], Argument(metavar="PART...", help="Directories that other hosts wrote.")],
@@ -254,42 +207,3 @@ def join(
     for attempt, ranks in sorted(joined.ranks.items()):
         print(f"attempt {attempt}: ranks {', '.join(map(str, sorted(ranks)))}")
     print(f"{joined.files} files copied into {run}" if joined.files else f"{run} holds all of it already")
-
-
-@command("open", "Runs")
-def open_page(
-    paths: Annotated[
-        list[Path], Argument(metavar="RUN...", help="Run directories; they may still be empty.")
-    ],
-    port: Annotated[int, Option(min=0, max=65535, help="Port; 0 for any free port.")] = 0,
-    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
-) -> None:
-    """Serve a live page of one or more runs on this machine."""
-    from backlight.analysis.live import Live, followed
-
-    live = Live(followed(paths), port)
-    print(f"backlight: live page at {live.address}\nbacklight: Ctrl-C closes it", file=sys.stderr, flush=True)
-    if browser:
-        webbrowser.open(live.address)
-    try:
-        live.run()
-    except KeyboardInterrupt:
-        pass  # how it is closed
-    finally:
-        live.close()
-
-
-@command("top", "Runs")
-def top(
-    path: Annotated[Path, Argument(metavar="RUN", help="Run directory; it may still be empty.")],
-    once: Annotated[bool, Option("--once", help="Print one frame; the default without a terminal.")] = False,
-) -> None:
-    """Show a run live in the terminal.
-
-    Press q or Ctrl-C to quit.
-    """
-    from backlight.analysis.live import followed
-    from backlight.cli.render.live import show
-
-    (run,) = followed([path])
-    show(run, make_console(), once=once)

@@ -1,66 +1,14 @@
-"""``backlight memory``: where the memory of a step goes, measured or predicted."""
+"""``backlight memory --fake``: the options around a recipe, and the prediction that they ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from typer import Argument, Context, Option
-
-from backlight.cli.app import command
 from backlight.cli.console import make_console
-from backlight.cli.options import Json, Module, StoreIn, parse_size
-
-
-@command("memory", "Diagnose", script=True)
-def memory(
-    context: Context,
-    target: Annotated[
-        str, Argument(metavar="TARGET", help="Training script; with --fake a recipe, with -m a module.")
-    ],
-    module: Module = False,
-    fake: Annotated[bool, Option("--fake", help="Predict for a recipe on fake tensors.")] = False,
-    warmup: Annotated[int, Option(min=1, help="Steps before recording.")] = 2,
-    steps: Annotated[int, Option(min=1, help="Steps to record.")] = 1,
-    settings: Annotated[
-        list[str] | None, Option("--set", help="Recipe setting NAME=VALUE, with --fake (repeatable).")
-    ] = None,
-    budget: Annotated[str | None, Option(help="Memory for the largest batch, as 24G, with --fake.")] = None,
-    batch_setting: Annotated[str, Option(help="Recipe setting that is the batch size.")] = "batch",
-    checkpointing: Annotated[
-        bool, Option("--checkpointing", help="Predict savings of checkpointing, with --fake.")
-    ] = False,
-    out: StoreIn = None,
-    as_json: Json = False,
-) -> int:
-    """Profile the memory of a step by module and tensor kind.
-
-    A script runs until some steps are recorded, and is ended. With --fake nothing is allocated: TARGET is a
-    recipe, options may follow it, and --NAME VALUE is a setting of it.
-    """
-    arguments = list(context.args)
-    options = fake_options(
-        target, arguments, fake=fake, settings=settings or [], budget=budget, out=out, as_json=as_json,
-        batch_setting=batch_setting, checkpointing=checkpointing,
-    )  # fmt: skip
-    if options is not None:
-        _predict(options)
-        return 0
-    from backlight.launch.script import check
-
-    check(target, module=module)
-    from backlight.cli.render.memory import print_measured
-    from backlight.diagnose.memory.measure import measure_memory
-    from backlight.diagnose.memory.result import open_memory_run, store_memory
-
-    writer = open_memory_run(out, target, arguments) if out is not None else None
-    measured = measure_memory(target, arguments, module=module, warmup=warmup, steps=steps, quiet=as_json)
-    print_measured(measured, as_json=as_json)
-    if writer is not None:
-        store_memory(writer, measured)
-    return 0
+from backlight.cli.options import parse_size
 
 
 @dataclass(frozen=True)
@@ -124,7 +72,8 @@ def _pairs(target: str, rest: list[str]) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _predict(options: FakeOptions) -> None:
+def predict(options: FakeOptions) -> None:
+    """Predict the memory of a recipe, print it and store it where asked."""
     from backlight.cli.render.memory import print_predicted
     from backlight.diagnose.memory.predictor import Predictor, checkpointing_savings, largest_batch
     from backlight.diagnose.memory.result import open_memory_run, store_memory

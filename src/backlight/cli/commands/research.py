@@ -1,4 +1,4 @@
-"""``backlight spectra``: what in the gradients of a recipe's model is signal, over its checkpoints."""
+"""Commands of the group Research that measure a recipe; those of ``grok`` have files of their own."""
 
 from __future__ import annotations
 
@@ -68,4 +68,40 @@ def spectra(
         print_json(as_object(outcome, run))
     else:
         show(outcome, run)
+    return 0
+
+
+@command("sweep", "Research")
+def sweep(
+    recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="Recipe file.")],
+    chosen: Annotated[list[str], Option("--set", help="Setting with values, dim=512,768 (repeatable).")],
+    steps: Annotated[int, Option(min=12, help="Timed steps at each size.")] = 30,
+    fake: Annotated[bool, Option("--fake", help="Predict memory and operations on fake tensors.")] = False,
+    limit: Annotated[float, Option(min=1, help="Time limit of a size in seconds.")] = 600.0,
+    max_memory: Annotated[float | None, Option(min=0.1, help="Memory limit of a size in GiB.")] = None,
+    at: Annotated[
+        list[str] | None, Option(help="Setting to extrapolate to, NAME=VALUE (repeatable).")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Measure a recipe at several sizes and fit how it scales.
+
+    Each size runs in its own process.
+    """
+    from backlight.cli.render.sweep import show
+    from backlight.diagnose.scaling.sweep import parse_axes
+    from backlight.diagnose.scaling.sweep import sweep as run
+    from backlight.launch.recipe import parse_settings
+
+    axes = parse_axes(chosen)
+    memory = None if max_memory is None else int(max_memory * 2**30)
+    wanted = parse_settings(at) if at else None
+    with count_bar("sizes", quiet=as_json) as bar:
+        found = run(
+            recipe, axes, fake=fake, steps=steps, limit=limit, max_memory=memory, at=wanted, on_point=bar
+        )
+    if as_json:
+        print_json(found)
+    else:
+        show(found)
     return 0
