@@ -36,10 +36,10 @@ coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 	$(TESTS) $(PARALLEL) -m "not full and not alone" --cov --cov-report=
 	$(BIN)/coverage report
 
-docs: $(VENV)/.dev  ## the documentation site in build/site; its examples run while it is built
+docs: $(VENV)/.dev  ## the documentation site in build/site; its commands run while it is built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-setups: $(VENV)/.dev  ## every monitor in every training setup; writes the tables of README and docs/setups.md
+setups: $(VENV)/.dev  ## every monitor in every training setup; writes the table of docs/setups.md
 	$(ONE_THREAD) $(BIN)/python tests/setups/table.py
 
 bench: $(VENV)/.dev  ## every speed claim, interleaved with a peer

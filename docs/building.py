@@ -1,7 +1,7 @@
-"""What the site needs beyond its pages: example programs as pages, and a gallery made while it is built.
+"""What the site needs beyond its pages: outputs of their commands, example programs, and a gallery.
 
-mkdocs calls the functions below by their names. Pictures come from runs that are made now, by the
-commands next to them; a command that fails makes the build fail.
+mkdocs calls the functions below by their names. Outputs and pictures come from the commands next to them, run
+while the site is built; a command that fails makes the build fail.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import page_commands
 from mkdocs.structure.files import File, Files
 
 from backlight.findings.limits import Limits, declared
 from backlight.registry import RULES
 
 ROOT = Path(__file__).parents[1]
-RUNS = ROOT / "build" / "tutorials"
+RUNS = ROOT / "build" / "docs"
 """Where pages and pictures put their runs: made anew by every build."""
 
 
@@ -43,21 +44,21 @@ EXHIBITS = (
     Exhibit(
         "Health of a small transformer",
         "Every parameter is a row, every recorded step a column.",
-        ("backlight run --out build/tutorials/gpt examples/char_gpt.py --steps 40",),
+        ("backlight run --out build/docs/gpt examples/char_gpt.py --steps 40",),
         "gpt",
         ("parameters", "total_norm", "phases"),
     ),
     Exhibit(
         "Grokking of a modular polynomial",
         "The accuracies, and the spectrum of the gradients of single samples while they part and meet again.",
-        ("backlight grok run doshi --out build/tutorials/gallery-doshi",),
+        ("backlight grok run doshi --out build/docs/gallery-doshi",),
         "gallery-doshi",
         ("learning_curves", "gram_spectrum", "second_moment"),
     ),
     Exhibit(
         "Signal and noise in the gradients of one checkpoint",
         "Directions that come back with other data, and those that do not.",
-        ("backlight spectra examples/gpt_recipe.py --replicates 16 --out build/tutorials/gallery-spectra",),
+        ("backlight spectra examples/gpt_recipe.py --replicates 16 --out build/docs/gallery-spectra",),
         "gallery-spectra",
         ("spectra", "spectra_signal"),
     ),
@@ -105,10 +106,22 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Insert what is generated from the rules; let links to example programs lead to their pages."""
-    markdown = generated(markdown, Path(page.file.src_uri).stem)
+    """Run the commands of a page, insert what is generated, and link example programs to their pages."""
+    markdown = generated(with_outputs_of(markdown, page.file.src_uri), Path(page.file.src_uri).stem)
     to = rf"]({_up(page)}examples/\1.md)"
     return re.sub(r"\]\((?:\.\./)+examples/(\w+)(?:\.py|/README\.md)\)", to, markdown)
+
+
+def with_outputs_of(markdown: str, name: str) -> str:
+    """Return a page with the output of its commands, run in a folder of its own if it brings files."""
+    folder = ROOT
+    if page_commands.has_files(markdown):
+        folder = RUNS / Path(name).stem
+        folder.mkdir()
+    try:
+        return page_commands.with_outputs(markdown, folder, os.environ)
+    except page_commands.PageError as error:
+        raise SystemExit(f"docs/{name}: {error}") from error
 
 
 def generated(markdown: str, rule: str) -> str:
@@ -168,7 +181,7 @@ def _pictures(exhibit: Exhibit) -> list[Path]:
     for command in exhibit.commands:
         _run(command)
     folder = RUNS / f"{exhibit.folder}-plots"
-    _run(f"backlight report build/tutorials/{exhibit.folder} --plots {folder.relative_to(ROOT)}")
+    _run(f"backlight report build/docs/{exhibit.folder} --plots {folder.relative_to(ROOT)}")
     found = [
         path for wanted in exhibit.pictures for path in sorted(folder.glob("*.svg")) if path.stem == wanted
     ]

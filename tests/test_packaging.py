@@ -1,13 +1,15 @@
-"""The wheel: it contains the demo, and reads runs without torch."""
+"""The wheel: the quickstart and the demo run from it, and it reads runs without torch."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
+import page_commands
 import pytest
 
 import backlight
@@ -38,10 +40,14 @@ def environment(folder: Path, wheel: Path, *, torch: bool) -> Path:
     subprocess.run(
         [*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True
     )
-    installed = Path(sysconfig.get_path("purelib"))
     target = next((folder / "lib").glob("python*")) / "site-packages"
-    for item in installed.iterdir():
-        if item.name.startswith(("backlight", "_backlight", "__editable__")) or (target / item.name).exists():
+    installed = [Path(entry) for entry in sys.path if entry.endswith("site-packages")]
+    for item in (item for entry in installed for item in entry.iterdir()):
+        if (
+            item.suffix == ".pth"
+            or item.name.startswith(("backlight", "_backlight", "__editable__"))
+            or (target / item.name).exists()
+        ):
             continue
         name = item.name.split("-")[0].lower()
         if torch or item.name in READER or name in READER:
@@ -92,6 +98,42 @@ def test_wheel_contains_every_package_file_and_the_demo(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith("backlight/")}
     assert names == expected | {"backlight/cli/demo/char_gpt.py"}
+
+
+def test_quickstart_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    scripts = environment(tmp_path / "venv", wheel, torch=True).parent
+    folder = tmp_path / "work"
+    folder.mkdir()
+    variables = {name: os.environ[name] for name in os.environ if not name.startswith("PYTHON")}
+    variables |= {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "200"}
+    page = list(page_commands.blocks((ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")))
+    # The environment has the wheel and its dependencies: what the first command would install.
+    assert page.pop(0).text == "pip install 'backlight[torch]'\n"
+    outputs = [
+        page_commands.execute(block, folder, variables)
+        for block in [page_commands.Block("bash", {"exec": ""}, "command -v backlight\n", (0, 0)), *page]
+    ]
+    program, first, report, fixed = (output for output in outputs if output)
+    assert Path(program.strip()) == scripts / "backlight"
+    assert "`2.weight` and `2.bias` are not in any optimizer" in first
+    assert "first.html" in report
+    assert "are not in any optimizer" in (folder / "first.html").read_text(encoding="utf-8")
+    assert "✓ No findings. Gradients of all 4 parameters were measured at 200 steps." in fixed
+
+
+@pytest.mark.full
+def test_make_demo_runs_from_another_directory(wheel: Path, tmp_path: Path) -> None:
+    environment(tmp_path / "venv", wheel, torch=True)
+    (tmp_path / "venv" / ".demo").touch()  # installed already
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "--no-print-directory", "demo", f"VENV={tmp_path / 'venv'}"],
+        capture_output=True, text=True, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = Path(done.stdout.strip().splitlines()[-1].removeprefix("report: "))
+    assert report.is_file()
+    assert ROOT in report.parents
+    shutil.rmtree(report.parent)
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
@@ -22,6 +23,19 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named - {"gallery.md", "examples/index.md"} <= pages  # the build generates these two
 
 
+def test_every_page_is_three_clicks_from_the_first() -> None:
+    """Follow links in the text alone, without the navigation."""
+    reached = {DOCS / "index.md"}
+    for _ in range(3):
+        targets = {
+            (page.parent / link).resolve()
+            for page in reached
+            for link in re.findall(r"\]\(([\w./-]+\.md)", page.read_text())
+        }
+        reached |= {target for target in targets if target.exists() and DOCS in target.parents}
+    assert sorted({*DOCS.rglob("*.md")} - reached) == []
+
+
 def test_no_page_loads_external_resources() -> None:
     for page in DOCS.rglob("*.md"):
         assert not re.search(r"!\[[^\]]*\]\(https?:|<(script|img|iframe)[^>]+https?:", page.read_text()), page
@@ -36,11 +50,16 @@ def test_site_builds_and_its_examples_run(tmp_path: Path) -> None:
         cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    tutorial = (tmp_path / "site" / "tutorials" / "health.html").read_text()
-    assert "`head.weight` and `head.bias` are not in any optimizer" in tutorial
-    stall = (tmp_path / "site" / "tutorials" / "stalls.html").read_text()
-    assert "BLOCKED: the main thread waits for a lock" in stall
-    assert "grokking, strong" in (tmp_path / "site" / "tutorials" / "grokking.html").read_text()
+    for page, output in (
+        ("quickstart", "`2.weight` and `2.bias` are not in any optimizer"),
+        ("guides/not-learning", "`head.weight` and `head.bias` are not in any optimizer"),
+        ("guides/nan", "produced by div.Tensor in SqrtBackward0"),
+        ("guides/hang", "BLOCKED: the main thread waits for a lock"),
+        ("guides/out-of-memory", "largest batch within 2 GB"),
+        ("grokking", "grokking, strong"),
+    ):
+        text = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "site" / f"{page}.html").read_text()))
+        assert output in text, page
     assert list((tmp_path / "site" / "gallery").glob("*.svg"))
     for page in (tmp_path / "site").rglob("*.html"):
         assert not re.search(r"<(script|img|link)[^>]+(src|href)=\"https?:", page.read_text()), page

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
+import building
 import pytest
 
 from backlight.registry import RULES
@@ -16,13 +15,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = DOCS / "findings"
 NAMES = [name for name in RULES if RULES.origin(name) is None]
 SECTIONS = ["Symptom", "Cause", "Fix", "Refuted if", "When it is reported", "Example", "Known limitations"]
-
-spec = importlib.util.spec_from_file_location("docs_building", DOCS / "building.py")
-assert spec is not None
-assert spec.loader is not None
-building = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = building
-spec.loader.exec_module(building)
 
 
 def page(name: str) -> str:

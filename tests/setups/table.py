@@ -1,7 +1,7 @@
-"""Run the matrix, store the results, and write the tables of README and docs/setups.md.
+"""Run the matrix, store the results, and write the table of docs/setups.md.
 
-python tests/setups/table.py              all cells, then the tables; some minutes
-python tests/setups/table.py --stored     the tables alone, from the stored results
+python tests/setups/table.py              all cells, then the table; some minutes
+python tests/setups/table.py --stored     the table alone, from the stored results
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from setups.matrix import ALL, Cell, expected, launch  # noqa: E402 - found by n
 from setups.training_setups import SETUPS  # noqa: E402 - found by now
 
 RESULTS = Path(__file__).with_name("results.json")
-PAGES = (TESTS.parent / "README.md", TESTS.parent / "docs" / "setups.md")
+PAGE = TESTS.parent / "docs" / "setups.md"
 BEGIN, END = "<!-- setups: written by `make setups` -->", "<!-- end of setups -->"
 
 MARKS = {TESTED: "✓", IN_PART: "in part", REFUSED: "refused"}
@@ -125,9 +125,8 @@ def main() -> None:
     if "--stored" not in sys.argv[1:]:
         store(run())
     table = rendered(*stored())
-    for page in PAGES:
-        before, _, after = between(page.read_text(encoding="utf-8"))
-        page.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+    before, _, after = between(PAGE.read_text(encoding="utf-8"))
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
