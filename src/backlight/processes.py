@@ -134,6 +134,18 @@ def read_threads(pid: int) -> tuple[Thread, ...]:
     return tuple(threads)
 
 
+def queued_s(tid: int | None = None) -> float | None:
+    """Return the seconds that a thread of this process, by default the calling one, has waited for a core.
+
+    None where the kernel does not count them.
+    """
+    place = "thread-self" if tid is None else f"self/task/{tid}"
+    try:
+        return int(Path(f"/proc/{place}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
 def _read_stat(path: Path) -> tuple[str, list[str]] | None:
     try:
         text = path.read_bytes().decode("utf-8", "replace")

@@ -24,6 +24,7 @@ from backlight.monitors.stalls.model.runtime_dir import write_document
 from backlight.monitors.stalls.model.shared_state import PHASES, Slot, StateSnapshot, read_state
 from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious
+from backlight.processes import queued_s
 from backlight.records import Phase
 from backlight.user_code import is_user_code
 
@@ -42,6 +43,9 @@ MAX_SAMPLES = 8
 NUM_PROBES = 5
 PROBE_S = 0.001
 """Sleep between two requests for the interpreter lock."""
+
+STARVED = 0.2
+"""Share of that time in a queue for a core, above which a thread's silence tells nothing."""
 
 MAX_FRAMES = 120
 MAX_USER_FRAMES = 12
@@ -203,10 +207,12 @@ def probe_bytecode(tid: int | None) -> bool | None:
     """Return whether a thread runs Python, by requesting the interpreter lock a few times.
 
     A thread that runs Python releases the lock only after the switch interval, and then waits for it itself,
-    which the kernel counts; a thread in native code does neither. None where the two signs disagree.
+    which the kernel counts; a thread in native code does neither. None where the two signs disagree, and
+    where the thread spent much of the time in a queue for a core: it could not have taken the lock either.
     """
-    before = _voluntary_switches(tid)
+    before, queued_before = _voluntary_switches(tid), queued_s(tid)
     delays = []
+    start = time.perf_counter()
     for _ in range(NUM_PROBES):
         begin = time.perf_counter()
         time.sleep(PROBE_S)
@@ -216,7 +222,10 @@ def probe_bytecode(tid: int | None) -> bool | None:
     typical = sorted(delays)[NUM_PROBES // 2]
     if typical > 0.6 * interval and (switches is None or switches >= NUM_PROBES - 1):
         return True
-    if typical < 0.3 * interval and (switches is None or switches <= 1):
+    queued = queued_s(tid)
+    waited = 0.0 if queued is None or queued_before is None else queued - queued_before
+    starved = waited > STARVED * (time.perf_counter() - start)
+    if typical < 0.3 * interval and (switches is None or switches <= 1) and not starved:
         return False
     return None
 

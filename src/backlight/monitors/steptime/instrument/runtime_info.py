@@ -21,7 +21,7 @@ import backlight
 from backlight import devices
 from backlight.capture.modules import live_objects
 from backlight.distributed import world
-from backlight.processes import available_cores
+from backlight.processes import available_cores, queued_s
 
 MAX_REASONS = 20
 """Reasons of graph breaks, and functions that were compiled again, that are kept."""
@@ -34,21 +34,14 @@ class CoreWait:
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
-        self._waited = _waited()
+        self._waited = queued_s()
 
     def share(self) -> float | None:
         """Return the share of the time since then; None where it is not counted."""
-        now, elapsed = _waited(), time.perf_counter() - self._began
+        now, elapsed = queued_s(), time.perf_counter() - self._began
         if now is None or self._waited is None or elapsed <= 0:
             return None
         return min(1.0, max(0.0, (now - self._waited) / elapsed))
-
-
-def _waited() -> float | None:
-    try:
-        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
-        return None
 
 
 def runtime_info(optimizers: Sequence[dict[str, Any]], waiting: CoreWait | None = None) -> dict[str, Any]:
