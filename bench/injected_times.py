@@ -119,7 +119,7 @@ def profile(folder: Path, steps: int) -> tuple[dict[str, Any], dict[str, list[fl
     script = folder / "injected.py"
     script.write_text(injected(), encoding="utf-8")
     line = 1 + next(i for i, text in enumerate(injected().splitlines()) if "the copy" in text)
-    command = [sys.executable, "-m", "backlight", "profile", "--json", "--steps", str(steps)]
+    command = [sys.executable, "-m", "backlight", "profile", "--json", "--timed", str(steps)]
     command += ["--tokens-per-step", str(TOKENS), "--peak-flops", "1e9", str(script)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     slept = json.loads((folder / "slept.json").read_text())

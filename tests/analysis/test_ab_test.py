@@ -71,7 +71,7 @@ def test_interleaved_pairs_find_difference_on_noisy_machine(recorded: list[str])
         (("ls -l", "train.py"), 3, "'ls -l': not a Python script; expected `python SCRIPT.py"),
         (("train.py", "python 'train.py"), 3, "No closing quotation"),
         (("train.py", ""), 3, "'': not a Python script"),
-        (("train.py", "train.py"), 2, "--rounds 2: an interval takes 3"),
+        (("train.py", "train.py"), 2, "--pairs 2: an interval takes 3"),
     ],
 )
 def test_invalid_command_or_rounds_are_refused(commands: tuple[str, str], rounds: int, message: str) -> None:
@@ -121,7 +121,7 @@ def test_cli_compares_two_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     line = [sys.executable, "-m", "backlight", "compare", "--ab", "train.py", "python train.py --unused"]
     done = subprocess.run(
-        [*line, "--rounds", "3", "--steps", "20", "--json"], capture_output=True, text=True, check=False
+        [*line, "--pairs", "3", "--steps", "20", "--json"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)

@@ -13,6 +13,7 @@ import typer
 
 import backlight
 from backlight.cli import app as application
+from backlight.cli.help_page import value_name
 from cases import CASES, build, loop
 
 Run = Callable[..., tuple[int, str, str]]
@@ -143,6 +144,20 @@ def test_commands_and_options_match_surface_json() -> None:
     assert surface == json.loads(Path(__file__).with_name("surface.json").read_text())
 
 
+def test_an_option_means_the_same_in_every_command() -> None:
+    kinds: dict[str, dict[str, str]] = {}
+    for name, command in _commands().items():
+        for parameter in command.params:
+            if "--out" in parameter.opts:
+                assert "-o" in parameter.opts, name
+            for option in (o for o in parameter.opts if o.startswith("-")):
+                kind = "a directory or file" if option in {"--out", "-o"} else value_name(parameter, None)
+                kinds.setdefault(option, {})[name] = kind
+    # Two values of --set are possible where sizes are swept, and --fail-on takes each command's own names.
+    clashes = {o: found for o, found in kinds.items() if len(set(found.values())) > 1}
+    assert sorted(clashes) == ["--fail-on", "--set"]
+
+
 def test_help_texts_are_short() -> None:
     for name, command in _commands().items():
         summary = command.help.split("\n\n")[0]
@@ -156,5 +171,5 @@ def test_help_texts_are_short() -> None:
 
 def test_commands_are_grouped_in_help(command: Run) -> None:
     _, out, _ = command("--help")
-    positions = [out.index(f" {panel} ") for panel in application.PANELS]
+    positions = [out.index(f"{panel}:\n") for panel in application.PANELS]
     assert positions == sorted(positions)

@@ -47,7 +47,7 @@ def test_command_prints_tables(made: list[Path], capsys: pytest.CaptureFixture[s
         "rank 1 comes last in 2 of 2 steps",
     )
     assert [text for text in expected if text not in out] == []
-    code, out, _ = call(capsys, made[0], "--step", "4", "--top", "1")
+    code, out, _ = call(capsys, made[0], "--step", "4", "--rows", "1")
     assert code == 0
     assert "comes last" not in out
     assert "... 1 more" in out
@@ -107,7 +107,7 @@ def test_engine_needs_no_torch(made: list[Path]) -> None:
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as exit_info:\n    sys.exit(exit_info.code)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "trace", str(made[0]), "--workers", "2", "--json"],
+        [sys.executable, "-c", code, "trace", str(made[0]), "--jobs", "2", "--json"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -60,7 +60,7 @@ def run_ab_test(
 ) -> ABTest:
     """Run two commands alternately in ``rounds`` pairs of ``steps`` each, and compare their steps."""
     if rounds < 3:
-        raise ABTestError(f"--rounds {rounds}: an interval takes 3 pairs or more")
+        raise ABTestError(f"--pairs {rounds}: an interval takes 3 pairs or more")
     lines = [_watched_command(command) for command in commands]
     notes: dict[str, None] = {}
     with tempfile.TemporaryDirectory(prefix="backlight-ab-") as folder:

@@ -10,17 +10,27 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 import backlight
+from backlight.cli.help_page import HelpCommand, HelpGroup
 from backlight.registry import UnknownNameError
 from backlight.store.errors import StoreError
 
-Panel = Literal["Start", "Diagnose", "Runs", "Research"]
-PANELS: tuple[Panel, ...] = ("Start", "Diagnose", "Runs", "Research")
-"""Groups of commands in ``--help``, in this order."""
+PANELS = {
+    "Start": ("run", "report", "open", "top", "doctor", "demo"),
+    "Diagnose": (
+        "why-no-grad", "nan", "attach", "profile", "memory", "checkpointing", "trace", "test-matrix",
+    ),
+    "Runs": ("ls", "findings", "compare", "query", "export", "compact", "join"),
+    "Research": ("spectra", "sweep", "gram", "grok"),
+}  # fmt: skip
+"""Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""
+
+_PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
+_ORDER = list(_PANEL_OF)
 
 REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundError)
 """Errors whose message names what, where, expected, got and the fix."""
@@ -36,30 +46,33 @@ _EXTRAS = {
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HELP = {"help_option_names": ["-h", "--help"]}
 _OPTIONS: dict[str, Any] = {
-    "no_args_is_help": True,
     "pretty_exceptions_enable": False,
-    "add_completion": False,
+    "cls": HelpGroup,
     "context_settings": _HELP,
 }
 
-app = typer.Typer(
-    name="backlight", help="See inside the backward pass of any PyTorch training, unchanged.", **_OPTIONS
-)
-grok = typer.Typer(name="grok", help="Run experiments on grokking and diagnose grokking in runs.", **_OPTIONS)
+_SUMMARY = "See inside the backward pass of any PyTorch training, unchanged."
+app = typer.Typer(name="backlight", help=_SUMMARY, add_completion=True, **_OPTIONS)
+grok = typer.Typer(
+    name="grok", help="Run experiments on grokking and diagnose grokking in runs.", add_completion=False,
+    **_OPTIONS,
+)  # fmt: skip
 
 # Newer releases of typer carry a click of their own: the class is found by its name.
 _USAGE: type[Any] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def command(
-    name: str, panel: Panel = "Research", *, group: str = "", script: bool = False
+    name: str, *examples: str, group: str = "", script: bool = False
 ) -> Callable[[_Function], _Function]:
     """Register a function as a command.
 
     Parameters
     ----------
-    name, panel:
-        Its name, and its group in ``--help``.
+    name:
+        Its name, in :data:`PANELS`.
+    examples:
+        Command lines that its ``--help`` shows.
     group:
         ``"grok"`` for a command of that group.
     script:
@@ -67,13 +80,15 @@ def command(
     """
 
     def register(function: _Function) -> _Function:
-        text = inspect.cleandoc(function.__doc__ or "")
         settings: dict[str, Any] = {
             "allow_extra_args": script,
             "allow_interspersed_args": not script,
         }
         target = grok if group else app
-        target.command(name, help=text, rich_help_panel=panel, context_settings=settings)(function)
+        target.command(
+            name, cls=HelpCommand, help=inspect.cleandoc(function.__doc__ or ""), epilog="\n".join(examples),
+            rich_help_panel="" if group else _PANEL_OF[name], context_settings=settings,
+        )(function)  # fmt: skip
         return function
 
     return register
@@ -89,13 +104,13 @@ def _version(wanted: bool) -> None:
 def options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Print the traceback of an error, not one line.")
     ] = False,
 ) -> None:
-    """See inside the backward pass of any PyTorch training, unchanged."""
+    """Take the options in front of a command."""
     context.obj = {"traceback": traceback, "version": version}
 
 
@@ -105,10 +120,9 @@ def load_commands() -> None:
     folder = Path(__file__).parent / "commands"
     for module in pkgutil.walk_packages([str(folder)], "backlight.cli.commands."):
         importlib.import_module(module.name)
-    # Panels are listed in the order in which they first occur.
-    app.registered_commands.sort(key=lambda found: (PANELS.index(found.rich_help_panel), found.name or ""))
+    app.registered_commands.sort(key=lambda found: _ORDER.index(found.name or ""))
     grok.registered_commands.sort(key=lambda found: found.name or "")
-    app.add_typer(grok, rich_help_panel="Research")
+    app.add_typer(grok, rich_help_panel=_PANEL_OF["grok"])
 
 
 def error_line(error: Exception) -> str:

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from backlight.text import assignments
+from backlight.text import assignments, did_you_mean
 
 Run = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
 Script = Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
 Module = Annotated[bool, Option("-m", help="Run SCRIPT as a module, as python -m does.")]
-Json = Annotated[bool, Option("--json", help="Print JSON; a script prints to stderr.")]
+Json = Annotated[bool, Option("--json", help="Print JSON; what a script prints goes to standard error.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing file.")]
-StoreIn = Annotated[Path | None, Option("--out", help="Run directory to store the result in.")]
+StoreIn = Annotated[
+    Path | None, Option("--out", "-o", metavar="DIR", help="Run directory to store the result in.")
+]
 Slurm = Annotated[
     list[str] | None,
     Option("--slurm", metavar="KEY=VALUE", help="Slurm option, as nodes=2 or cluster=local (repeatable)."),
 ]
 SlurmScript = Annotated[
-    Path | None, Option("--slurm-script", help="Write the batch script instead of submitting it.")
+    Path | None,
+    Option("--slurm-script", metavar="FILE", help="Write the batch script instead of submitting it."),
 ]
 
 # Of the configuration of an experiment
-Preset = Annotated[str | None, Option("--preset", help="Preset: ci (default, up to minutes) or paper.")]
+Preset = Annotated[
+    str | None, Option("--preset", metavar="NAME", help="Preset: ci (default, up to minutes) or paper.")
+]
 Changes = Annotated[
     list[str] | None,
     Option("--set", metavar="KEY=VALUE", help="Configuration key, as training.lr=0.001 (repeatable)."),
 ]
-Steps = Annotated[int | None, Option("--steps", min=1, help="Training steps.")]
+Steps = Annotated[int | None, Option("--steps", min=1, help="Optimizer steps after which the run is ended.")]
 Seed = Annotated[int | None, Option("--seed", help="Seed of data, weights and batches.")]
-Device = Annotated[str | None, Option("--device", help="Device, as cpu, cuda or cuda:1.")]
+Device = Annotated[str | None, Option("--device", metavar="NAME", help="Device, as cpu, cuda or cuda:1.")]
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -62,3 +67,19 @@ def parse_groups(items: Iterable[str]) -> dict[str, str]:
         If an item has another form, or a name comes twice.
     """
     return assignments(items, "--group", "NAME=PATTERN, such as --group host='encoder.*'")
+
+
+def parse_fail_on(text: str | None, known: Collection[str]) -> frozenset[str]:
+    """Return the names of a ``--fail-on`` other than that of findings; ``any`` is all of them, None is none.
+
+    Raises
+    ------
+    ValueError
+        If a name is not one of ``known``.
+    """
+    names = [] if text is None else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in {*known, "any"}:
+            hint = did_you_mean(name, ["any", *known])
+            raise ValueError(f"--fail-on {name!r}: no such name{hint}")
+    return frozenset(known) if "any" in names else frozenset(names)

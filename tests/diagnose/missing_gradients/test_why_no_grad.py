@@ -136,7 +136,7 @@ def test_command_reports_before_the_first_backward(tmp_path: Path, command: Comm
 
 def test_command_in_json(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    code, out, errors = command("why-no-grad", "--json", "--fail", "train.py")
+    code, out, errors = command("why-no-grad", "--json", "--fail-on", "any", "train.py")
     assert code == 1, errors
     answer = json.loads(out)
     assert [(r["parameter"], r["cause"], r["found"]) for r in answer["not_trained"]] == [

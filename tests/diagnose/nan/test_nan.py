@@ -113,7 +113,7 @@ for step in range(5):
 
 def test_command(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    code, out, errors = command("nan", "--json", "--fail", "train.py")
+    code, out, errors = command("nan", "--json", "--fail-on", "any", "train.py")
     assert code == 1, errors
     found = json.loads(out)["found"]
     assert (found["step"], found["phase"], found["value"]) == (3, "forward", "infinity")

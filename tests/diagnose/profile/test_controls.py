@@ -189,7 +189,7 @@ def test_slow_loader_is_confirmed_end_to_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     command = [sys.executable, "-m", "backlight", "profile", "--json", "--confirm", "--pairs", "3"]
     done = subprocess.run(
-        [*command, "--steps", "12", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+        [*command, "--timed", "12", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     found = {row["name"]: row for row in json.loads(done.stdout)["controls"]}
     assert found[CACHED_BATCH]["confirmed"]

@@ -32,7 +32,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     for _ in range(5):
         folder = tmp_path_factory.mktemp("example")
         done = run_backlight(
-            folder, "profile", "--json", "--steps", "80", "--out", "run", str(EXAMPLE), "--decoding", "0.3"
+            folder, "profile", "--json", "--timed", "80", "--out", "run", str(EXAMPLE), "--decoding", "0.3"
         )
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)
@@ -95,7 +95,7 @@ for _ in range(500):
 def test_ranks_end_together_and_rank_0_is_traced(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "backlight"]
-    command += ["profile", "--steps", "15", "--out", "run", "train.py"]
+    command += ["profile", "--timed", "15", "--out", "run", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
@@ -123,7 +123,7 @@ counters = torch._dynamo.utils.counters["frames"]
 @pytest.mark.full
 def test_compiled_code_stays_compiled(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COMPILED, encoding="utf-8")
-    done = run_backlight(tmp_path, "profile", "--json", "--steps", "12", "train.py")
+    done = run_backlight(tmp_path, "profile", "--json", "--timed", "12", "train.py")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     states = {row["name"]: row["state"] for row in answer["optimizations"]}
@@ -149,6 +149,6 @@ for _ in range(200):
 @pytest.mark.full
 def test_alternating_optimizers_are_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ALTERNATING, encoding="utf-8")
-    answer = json.loads(run_backlight(tmp_path, "profile", "--json", "--steps", "12", "train.py").stdout)
+    answer = json.loads(run_backlight(tmp_path, "profile", "--json", "--timed", "12", "train.py").stdout)
     assert any("they step alternately" in text for text in answer["not_measured"])
     assert {module["name"] for module in answer["modules"]} == {"Linear", "Linear#2"}

@@ -12,7 +12,7 @@ from typer import Argument, Context, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import Page, make_console, print_json
-from backlight.cli.options import Json, Module, Script, StoreIn
+from backlight.cli.options import Json, Module, Script, StoreIn, parse_fail_on
 from backlight.cli.progress import count_bar
 from backlight.records import DiagnosisKind, to_json
 
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.reasons import Row
     from backlight.user_code import SourceLine
 
+FAILED = "failed backward"
+"""In ``why-no-grad --fail-on``: an in-place operation broke the backward pass."""
 
-@command("attach", "Diagnose")
+
+@command("attach")
 def attach(
     pid: Annotated[int, Argument(metavar="PID", help="Process id.")],
-    seconds: Annotated[float, Option(min=0.5, help="Observation time in seconds.")] = 2.0,
+    seconds: Annotated[float, Option(metavar="SECONDS", min=0.5, help="Observation time.")] = 2.0,
     native: Annotated[
         bool, Option("--native/--no-native", help="Take native stacks, which pauses the process briefly.")
     ] = True,
@@ -70,14 +73,16 @@ def _without_backward(script: str, code: int) -> ValueError:
     )
 
 
-@command("checkpointing", "Diagnose", script=True)
+@command("checkpointing", script=True)
 def checkpointing(
     context: Context,
     script: Script,
     module: Module = False,
-    steps: Annotated[int, Option(min=1, help="Optimizer steps before the script is ended.")] = 2,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps after which the script is ended.")] = 2,
     as_json: Json = False,
-    fail: Annotated[bool, Option("--fail", help="Exit 1 if a region has remarks.")] = False,
+    fail_on: Annotated[
+        str | None, Option(metavar="KIND,...", help="Exit 1 for remarks of these kinds, or any.")
+    ] = None,
 ) -> int:
     """Inspect activation checkpointing in a training script.
 
@@ -86,8 +91,10 @@ def checkpointing(
     """
     from backlight.cli.render.explanations import print_regions, regions_as_json
     from backlight.diagnose.checkpointing.observer import CheckpointObserver
+    from backlight.diagnose.checkpointing.regions import REMARK_KINDS
     from backlight.launch.observe import end_script
 
+    failing = parse_fail_on(fail_on, REMARK_KINDS)
     observer = CheckpointObserver(steps, end_script)
     code = _explain(observer, script, context, module=module, quiet=as_json)
     if not observer.backwards and not observer.regions:
@@ -96,17 +103,21 @@ def checkpointing(
         print_json(regions_as_json(observer, script, code))
     else:
         print_regions(Page(), observer, code)
-    return int(fail and any(region.remarks for region in observer.regions))
+    return int(any(remark.kind in failing for region in observer.regions for remark in region.remarks))
 
 
-@command("nan", "Diagnose", script=True)
+@command("nan", script=True)
 def nan(
     context: Context,
     script: Script,
     module: Module = False,
-    steps: Annotated[int | None, Option(min=1, help="Optimizer steps to check; default all.")] = None,
+    steps: Annotated[
+        int | None, Option(min=1, help="Optimizer steps after which the script is ended; default: never.")
+    ] = None,
     as_json: Json = False,
-    fail: Annotated[bool, Option("--fail", help="Exit 1 if an origin was found.")] = False,
+    fail_on: Annotated[
+        str | None, Option(metavar="KIND,...", help="Exit 1 for an origin: nan, infinity or any.")
+    ] = None,
 ) -> int:
     """Find the operation that produced the first NaN or infinity.
 
@@ -117,6 +128,7 @@ def nan(
     from backlight.diagnose.nan.tracer import NanTracer
     from backlight.launch.observe import end_script
 
+    failing = parse_fail_on(fail_on, ("nan", "infinity"))
     tracer = NanTracer(end_script, steps)
     code = _explain(tracer, script, context, module=module, quiet=as_json)
     if not tracer.backwards and tracer.found is None:
@@ -125,17 +137,19 @@ def nan(
         print_json(origin_as_json(tracer, script, code))
     else:
         print_origin(Page(), tracer, code)
-    return int(fail and tracer.found is not None)
+    return int(tracer.found is not None and tracer.found.value.lower() in failing)
 
 
-@command("why-no-grad", "Diagnose", script=True)
+@command("why-no-grad", script=True)
 def why_no_grad(
     context: Context,
     script: Script,
     module: Module = False,
-    steps: Annotated[int, Option(min=1, help="Optimizer steps before the script is ended.")] = 3,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps after which the script is ended.")] = 3,
     as_json: Json = False,
-    fail: Annotated[bool, Option("--fail", help="Exit 1 if a parameter is not trained.")] = False,
+    fail_on: Annotated[
+        str | None, Option(metavar="CAUSE,...", help="Exit 1 for parameters of these causes, or any.")
+    ] = None,
 ) -> int:
     """Explain why parameters receive no gradient.
 
@@ -144,8 +158,10 @@ def why_no_grad(
     """
     from backlight.cli.render.explanations import missing_as_json, print_missing, print_row
     from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
+    from backlight.diagnose.missing_gradients.reasons import Cause
     from backlight.launch.observe import end_script
 
+    failing = parse_fail_on(fail_on, [*Cause, FAILED])
     page = Page()
     printed: dict[str, str] = {}
 
@@ -165,25 +181,29 @@ def why_no_grad(
         print_json(missing_as_json(answer, script, code))
     else:
         print_missing(page, answer, code, printed)
-    return int(fail and bool(answer.rows or answer.failure))
+    causes = {row.reason.cause.value for row in answer.rows if row.reason is not None}
+    return int(bool(failing & causes) or (answer.failure is not None and FAILED in failing))
 
 
-@command("profile", "Diagnose", script=True)
+@command("profile", script=True)
 def profile(
     context: Context,
     script: Script,
     module: Module = False,
-    steps: Annotated[int, Option(min=1, help="Steps to time, the cold first one included.")] = 30,
+    timed: Annotated[int, Option(min=1, help="Steps to time, the cold first one included.")] = 30,
     traced: Annotated[int, Option(min=0, help="Steps to trace after them; 0 for none.")] = 3,
-    trace: Annotated[Path | None, Option(help="Trace file; default <script>-trace.json.gz.")] = None,
+    trace_file: Annotated[
+        Path | None, Option(metavar="FILE", help="Trace to write; default <script>-trace.json.gz.")
+    ] = None,
     stacks: Annotated[
         bool, Option("--stacks", help="Record whole stacks in the trace; slows traced steps.")
     ] = False,
     tokens: Annotated[
-        int | None, Option("--tokens-per-step", min=1, help="Tokens of one step, over all ranks.")
+        int | None,
+        Option("--tokens-per-step", metavar="N", min=1, help="Tokens of one step, over all ranks."),
     ] = None,
     peak: Annotated[
-        float | None, Option("--peak-flops", min=1, help="Peak FLOP/s of one device, as 989e12.")
+        float | None, Option("--peak-flops", metavar="X", min=1, help="Peak FLOP/s of one device, as 989e12.")
     ] = None,
     out: StoreIn = None,
     confirm: Annotated[
@@ -205,9 +225,9 @@ def profile(
     from backlight.diagnose.profile.run import ProfileOptions
     from backlight.diagnose.profile.run import profile as run
 
-    where = trace or (None if out is not None else Path(f"{Path(script).stem}-trace.json.gz"))
+    where = trace_file or (None if out is not None else Path(f"{Path(script).stem}-trace.json.gz"))
     options = ProfileOptions(
-        steps=steps, traced=traced, trace=where, keep=out is not None, stacks=stacks, tokens=tokens,
+        steps=timed, traced=traced, trace=where, keep=out is not None, stacks=stacks, tokens=tokens,
         peak=peak, quiet=as_json,
     )  # fmt: skip
     arguments = list(context.args)
@@ -230,19 +250,21 @@ def profile(
     return 0
 
 
-@command("trace", "Diagnose")
+@command("trace")
 def trace(
     files: Annotated[
         list[Path],
         Argument(metavar="FILE...", help="Traces of torch.profiler (.json, .json.gz), one per rank."),
     ],
     step: Annotated[int | None, Option(help="Step to analyse, the N of ProfilerStep#N.")] = None,
-    top: Annotated[int, Option(min=1, help="Rows of each table.")] = 12,
+    rows: Annotated[int, Option(min=1, help="Maximum rows of a printed table.")] = 12,
     as_json: Json = False,
-    out: Annotated[Path | None, Option(help="File to write, .html or .md.")] = None,
+    out: Annotated[
+        Path | None, Option("--out", "-o", metavar="FILE", help="File to write, .html or .md.")
+    ] = None,
     cache: Annotated[bool, Option("--cache", help="Keep events as Parquet next to each file.")] = False,
-    workers: Annotated[
-        int | None, Option(min=1, help="Decoding processes; default up to 4 for large files.")
+    jobs: Annotated[
+        int | None, Option(min=1, help="Concurrent processes; default up to 4 for large files.")
     ] = None,
 ) -> int:
     """Analyse traces of torch.profiler.
@@ -254,19 +276,19 @@ def trace(
     from backlight.trace.cache import open_trace
     from backlight.trace.reader import default_workers
 
-    traces = [open_trace(f, cache=cache, workers=workers or default_workers(f)) for f in files]
+    traces = [open_trace(f, cache=cache, workers=jobs or default_workers(f)) for f in files]
     analysis = analyse(traces, step=step)
     if as_json:
         print_json({"unit": "ns", **to_json(analysis)})
     else:
-        print_analysis(analysis, make_console(), top)
+        print_analysis(analysis, make_console(), rows)
     if out is not None:
-        save_page(analysis, out, top)
+        save_page(analysis, out, rows)
         print(f"written: {out}", file=sys.stderr)
     return 0
 
 
-@command("memory", "Diagnose", script=True)
+@command("memory", script=True)
 def memory(
     context: Context,
     target: Annotated[
@@ -275,12 +297,17 @@ def memory(
     module: Module = False,
     fake: Annotated[bool, Option("--fake", help="Predict for a recipe on fake tensors.")] = False,
     warmup: Annotated[int, Option(min=1, help="Steps before recording.")] = 2,
-    steps: Annotated[int, Option(min=1, help="Steps to record.")] = 1,
+    recorded: Annotated[int, Option(min=1, help="Steps to record, after which the script is ended.")] = 1,
     settings: Annotated[
-        list[str] | None, Option("--set", help="Recipe setting NAME=VALUE, with --fake (repeatable).")
+        list[str] | None,
+        Option("--set", metavar="KEY=VALUE", help="Recipe setting, with --fake (repeatable)."),
     ] = None,
-    budget: Annotated[str | None, Option(help="Memory for the largest batch, as 24G, with --fake.")] = None,
-    batch_setting: Annotated[str, Option(help="Recipe setting that is the batch size.")] = "batch",
+    budget: Annotated[
+        str | None, Option(metavar="SIZE", help="Memory for the largest batch, as 24G, with --fake.")
+    ] = None,
+    batch_setting: Annotated[
+        str, Option(metavar="KEY", help="Recipe setting that is the batch size.")
+    ] = "batch",
     checkpointing: Annotated[
         bool, Option("--checkpointing", help="Predict savings of checkpointing, with --fake.")
     ] = False,
@@ -310,24 +337,27 @@ def memory(
     from backlight.diagnose.memory.result import open_memory_run, store_memory
 
     writer = open_memory_run(out, target, arguments) if out is not None else None
-    measured = measure_memory(target, arguments, module=module, warmup=warmup, steps=steps, quiet=as_json)
+    measured = measure_memory(target, arguments, module=module, warmup=warmup, steps=recorded, quiet=as_json)
     print_measured(measured, as_json=as_json)
     if writer is not None:
         store_memory(writer, measured)
     return 0
 
 
-@command("test-matrix", "Diagnose")
+@command("test-matrix")
 def run_test_matrix(
     plan: Annotated[Path, Argument(metavar="PLAN.toml", help="Plan file.")],
     init: Annotated[bool, Option("--init", help="Write a plan to adapt.")] = False,
     check: Annotated[bool, Option("--check", help="Check the plan and list its cases only.")] = False,
-    out: Annotated[Path | None, Option(help="Directory of results; default runs/test-matrix-<plan>.")] = None,
-    again: Annotated[list[str] | None, Option(help="Case to run again (repeatable).")] = None,
+    out: Annotated[
+        Path | None,
+        Option("--out", "-o", metavar="DIR", help="Directory of results; default runs/test-matrix-<plan>."),
+    ] = None,
+    again: Annotated[list[str] | None, Option(metavar="CASE", help="Case to run again (repeatable).")] = None,
     as_json: Json = False,
-    bundle: Annotated[Path | None, Option(help="Archive to write, FILE.tar.gz or FILE.zip.")] = None,
+    bundle: Annotated[Path | None, Option(metavar="FILE", help="Archive to write: .tar.gz or .zip.")] = None,
     fail_on: Annotated[
-        list[DiagnosisKind] | None, Option(help="Verdict that exits with 1 (repeatable).")
+        str | None, Option(metavar="VERDICT,...", help="Exit 1 for cases with these verdicts.")
     ] = None,
 ) -> int:
     """Run controlled cases, collect evidence and evaluate each one.
@@ -344,6 +374,7 @@ def run_test_matrix(
         write_plan(plan)
         print(plan)
         return 0
+    failing = parse_fail_on(fail_on, [kind for kind in DiagnosisKind if kind is not DiagnosisKind.PASS])
     if bundle is not None:
         check_archive(bundle)
     prepared = prepare(plan)
@@ -366,4 +397,4 @@ def run_test_matrix(
         console.print(f"report: {page}", soft_wrap=True)
     if bundle is not None:
         print(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
-    return int(any(case.evaluation.verdict in (fail_on or ()) for case in report.cases))
+    return int(any(case.evaluation.verdict in failing for case in report.cases))

@@ -87,7 +87,9 @@ def estimate(
     steps: Steps = None,
     seed: Seed = None,
     device: Device = None,
-    out: Annotated[Path, Option(help="Directory whose free disk space is checked.")] = Path("runs"),
+    out: Annotated[
+        Path, Option("--out", "-o", metavar="DIR", help="Run directory, whose free disk space is checked.")
+    ] = Path("runs"),
     as_json: Json = False,
 ) -> None:
     """Estimate time, memory and disk of an experiment.
@@ -114,7 +116,9 @@ def estimate(
 def detect(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories.")],
     as_json: Json = False,
-    control: Annotated[Path | None, Option(help="Run directory of the matched control.")] = None,
+    control_run: Annotated[
+        Path | None, Option(metavar="RUN", help="Run directory of the matched control.")
+    ] = None,
     chance: Annotated[float | None, Option(help="Accuracy of guessing; default as recorded.")] = None,
     test_size: Annotated[int | None, Option(help="Number of test samples; default as recorded.")] = None,
 ) -> int:
@@ -129,7 +133,7 @@ def detect(
     from backlight.store.read.run import open_run
 
     opened = [open_run(path) for path in runs]
-    against = open_run(control) if control is not None else None
+    against = open_run(control_run) if control_run is not None else None
     console, out, failed = make_console(), [], False
     for run in opened:
         try:
@@ -155,8 +159,10 @@ def compare(
     align: Annotated[
         bool, Option("--align", help="Count steps of each run from its generalisation.")
     ] = False,
-    measure: Annotated[list[str] | None, Option(help="Prefix of measures to show (repeatable).")] = None,
-    out: Annotated[Path | None, Option("--out", "-o", help="HTML file to write.")] = None,
+    measure: Annotated[
+        list[str] | None, Option(metavar="PREFIX", help="Measures to show (repeatable).")
+    ] = None,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="HTML file to write.")] = None,
     as_json: Json = False,
 ) -> None:
     """Overlay measures of several runs by step or generalisation."""

@@ -24,22 +24,29 @@ if TYPE_CHECKING:
 def run(
     name: Annotated[str | None, Argument(metavar="NAME", help="Experiment, see backlight grok list.")] = None,
     preset: Preset = None,
-    config: Annotated[Path | None, Option(help="YAML file, as backlight grok config prints it.")] = None,
+    config: Annotated[
+        Path | None, Option(metavar="FILE", help="YAML file, as backlight grok config prints it.")
+    ] = None,
     changes: Changes = None,
     steps: Steps = None,
     seed: Seed = None,
     device: Device = None,
-    out: Annotated[Path | None, Option(help="Run directory; default runs/NAME-PRESET-seed-N.")] = None,
+    out: Annotated[
+        Path | None,
+        Option("--out", "-o", metavar="DIR", help="Run directory; default runs/NAME-PRESET-seed-N."),
+    ] = None,
     resume: Annotated[bool, Option("--resume", help="Resume the run in --out.")] = False,
-    control: Annotated[str | None, Option(help="Matched control to run as well: random-labels.")] = None,
+    control: Annotated[
+        str | None, Option(metavar="NAME", help="Matched control to run as well: random-labels.")
+    ] = None,
     degrade: Annotated[
         bool, Option("--degrade", help="Record less, without asking, if not all fits.")
     ] = False,
-    seeds: Annotated[str | None, Option(help="Seeds, one run each: 0-4 or 0,1,7.")] = None,
+    seeds: Annotated[str | None, Option(metavar="LIST", help="Seeds, one run each: 0-4 or 0,1,7.")] = None,
     sweep: Annotated[
         list[str] | None, Option(metavar="KEY=V,V", help="Key and values, one run each (repeatable).")
     ] = None,
-    jobs: Annotated[int | None, Option(min=1, help="Concurrent runs; default: as cores allow.")] = None,
+    jobs: Annotated[int | None, Option(min=1, help="Concurrent processes; default: as cores allow.")] = None,
     slurm: Slurm = None,
     slurm_script: SlurmScript = None,
 ) -> int:

@@ -13,7 +13,7 @@ from backlight.cli.options import Json, parse_size
 from backlight.cli.progress import count_bar
 
 
-@command("spectra", "Research")
+@command("spectra")
 def spectra(
     recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="build_model, batches and loss.")],
     checkpoints: Annotated[
@@ -29,15 +29,22 @@ def spectra(
     changes: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Recipe setting (repeatable).")
     ] = None,
-    method: Annotated[str, Option(help="Decomposition: auto, svd, gram, randomized.")] = "auto",
+    method: Annotated[
+        str, Option(metavar="NAME", help="Decomposition: auto, svd, gram, randomized.")
+    ] = "auto",
     max_directions: Annotated[int | None, Option(min=1, help="Maximum directions of a layer.")] = None,
     device: Annotated[
-        str | None, Option(help="Device: cpu, cuda, cuda:1; default CUDA if available.")
+        str | None, Option(metavar="NAME", help="Device: cpu, cuda, cuda:1; default CUDA if available.")
     ] = None,
-    dtype: Annotated[str | None, Option(help="Data type: float32, bfloat16, float64.")] = None,
+    dtype: Annotated[
+        str | None, Option(metavar="NAME", help="Data type: float32, bfloat16, float64.")
+    ] = None,
     seed: Annotated[int, Option(help="Random seed.")] = 0,
-    budget: Annotated[str, Option(help="Memory for replicates per rank, as 2G.")] = "2G",
-    out: Annotated[Path | None, Option(help="Run directory, resumed if it exists; default runs/...")] = None,
+    budget: Annotated[str, Option(metavar="SIZE", help="Memory for replicates per rank, as 2G.")] = "2G",
+    out: Annotated[
+        Path | None,
+        Option("--out", "-o", metavar="DIR", help="Run directory, resumed if it exists; default runs/..."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Separate signal from noise in gradient singular directions.
@@ -71,16 +78,19 @@ def spectra(
     return 0
 
 
-@command("sweep", "Research")
+@command("sweep")
 def sweep(
     recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="Recipe file.")],
-    chosen: Annotated[list[str], Option("--set", help="Setting with values, dim=512,768 (repeatable).")],
-    steps: Annotated[int, Option(min=12, help="Timed steps at each size.")] = 30,
+    chosen: Annotated[
+        list[str],
+        Option("--set", metavar="KEY=V,V", help="Recipe setting, or several values of it (repeatable)."),
+    ],
+    timed: Annotated[int, Option(min=12, help="Steps to time at each size.")] = 30,
     fake: Annotated[bool, Option("--fake", help="Predict memory and operations on fake tensors.")] = False,
-    limit: Annotated[float, Option(min=1, help="Time limit of a size in seconds.")] = 600.0,
-    max_memory: Annotated[float | None, Option(min=0.1, help="Memory limit of a size in GiB.")] = None,
+    limit: Annotated[float, Option(metavar="SECONDS", min=1, help="Time limit of a size.")] = 600.0,
+    max_memory: Annotated[str | None, Option(metavar="SIZE", help="Memory limit of a size, as 8G.")] = None,
     at: Annotated[
-        list[str] | None, Option(help="Setting to extrapolate to, NAME=VALUE (repeatable).")
+        list[str] | None, Option(metavar="KEY=VALUE", help="Setting to extrapolate to (repeatable).")
     ] = None,
     as_json: Json = False,
 ) -> int:
@@ -94,11 +104,11 @@ def sweep(
     from backlight.launch.recipe import parse_settings
 
     axes = parse_axes(chosen)
-    memory = None if max_memory is None else int(max_memory * 2**30)
+    memory = None if max_memory is None else parse_size(max_memory, "--max-memory")
     wanted = parse_settings(at) if at else None
     with count_bar("sizes", quiet=as_json) as bar:
         found = run(
-            recipe, axes, fake=fake, steps=steps, limit=limit, max_memory=memory, at=wanted, on_point=bar
+            recipe, axes, fake=fake, steps=timed, limit=limit, max_memory=memory, at=wanted, on_point=bar
         )
     if as_json:
         print_json(found)

@@ -15,12 +15,12 @@ from backlight.cli.progress import count_bar
 from backlight.records import to_json
 
 
-@command("findings", "Runs")
+@command("findings")
 def findings(
     path: Run,
     as_json: Json = False,
     fail_on: Annotated[
-        str | None, Option(help="Severities and rules that exit with 1, as error,spike.")
+        str | None, Option(metavar="NAME,...", help="Exit 1 for these severities and rules, as error,spike.")
     ] = None,
 ) -> int:
     """Print the findings of a run."""
@@ -40,22 +40,24 @@ def findings(
 
 Table = Literal[
     "parameters", "spectra", "gradient", "update", "histogram", "steps", "scalars", "events", "findings",
-    "parameter-table", "attempts",
+    "parameter-table", "attempts", "all",
 ]  # fmt: skip
 
 
-@command("export", "Runs")
+@command("export")
 def export(
     path: Run,
     target: Annotated[
         Path | None, Argument(metavar="FILE", help="File to write: .csv, .parquet or .h5.")
     ] = None,
-    to: Annotated[list[str] | None, Option(help="Tracker NAME or NAME=TARGET (repeatable).")] = None,
+    tracker: Annotated[
+        list[str] | None,
+        Option(metavar="NAME[=TARGET]", help="Tracker, as tensorboard=logs (repeatable)."),
+    ] = None,
     overwrite: Overwrite = False,
-    rows: Annotated[Table | None, Option(help="Rows: a parameter or spectrum at a step, or a table.")] = None,
-    whole: Annotated[
-        bool, Option("--all", help="Export all tables, as NAME.<table>.csv or .parquet.")
-    ] = False,
+    table: Annotated[
+        Table | None, Option(metavar="NAME", help="Table to export, or all; default: what the run holds.")
+    ] = None,
     max_directions: Annotated[int | None, Option(help="Maximum directions of a layer at a step.")] = None,
 ) -> None:
     """Export a run to CSV, Parquet or HDF5, or to a tracker."""
@@ -66,35 +68,39 @@ def export(
     from backlight.store.read.run import open_run
     from backlight.text import count
 
-    if target is None and not to:
-        raise BadParameter("name a FILE to write, or a tracker with --to NAME=TARGET")
-    if whole and (rows or max_directions):
-        raise BadParameter("--all is every table: leave --rows and --max-directions out")
+    if target is None and not tracker:
+        raise BadParameter("name a FILE to write, or a tracker with --tracker NAME=TARGET")
+    if table == "all" and max_directions:
+        raise BadParameter("--table all is every table: leave --max-directions out")
     run = open_run(path)
-    for sent in send_all(run, to or ()):
+    for sent in send_all(run, tracker or ()):
         print(f"{sent.tracker}: {count(sent.steps, 'step')}, {count(sent.findings, 'finding')}")
     if target is None:
         return
-    if whole or rows not in {None, "parameters", "spectra"}:
-        name = "parameters" if rows == "parameter-table" else rows
+    if table not in {None, "parameters", "spectra"}:
+        name = {"all": None, "parameter-table": "parameters"}.get(table or "", table)
         made = export_tables(run, target, name, findings=lambda: findings_of(run), overwrite=overwrite)
         print(*made, sep="\n")
         return
-    for written in write(run, target, overwrite=overwrite, rows=rows, max_directions=max_directions):
+    for written in write(run, target, overwrite=overwrite, rows=table, max_directions=max_directions):
         print(written)
 
 
-@command("compare", "Runs")
+@command("compare")
 def compare(
     first: Annotated[Path | None, Argument(metavar="RUN", help="Reference run.", show_default=False)] = None,
     second: Annotated[
         Path | None, Argument(metavar="RUN", help="Run to compare.", show_default=False)
     ] = None,
-    factor: Annotated[str | None, Option(help="Argument or field that may differ, as --lr.")] = None,
-    ab: Annotated[tuple[str, str] | None, Option(help="Two commands to run interleaved.")] = None,
-    rounds: Annotated[int, Option(min=3, help="Pairs of runs, with --ab.")] = 6,
-    steps: Annotated[int, Option(min=12, help="Steps of each run, with --ab.")] = 60,
-    limit: Annotated[float, Option(min=1, help="Time limit of a run in seconds, with --ab.")] = 600.0,
+    factor: Annotated[
+        str | None, Option(metavar="NAME", help="Argument or field that may differ, as --lr.")
+    ] = None,
+    ab: Annotated[
+        tuple[str, str] | None, Option(metavar="COMMAND COMMAND", help="Two commands to run interleaved.")
+    ] = None,
+    pairs: Annotated[int, Option(min=3, help="Pairs of runs, with --ab.")] = 6,
+    steps: Annotated[int, Option(min=12, help="Optimizer steps after which a run is ended, with --ab.")] = 60,
+    limit: Annotated[float, Option(metavar="SECONDS", min=1, help="Time limit of a run, with --ab.")] = 600.0,
     as_json: Json = False,
 ) -> int:
     """Compare two runs, or the step times of two commands.
@@ -102,7 +108,7 @@ def compare(
     Exit code 1 if the runs are not comparable. With --ab 'COMMAND' 'COMMAND', run both interleaved.
     """
     if ab is not None:
-        return _alternate(ab, rounds, steps, limit, given=first is not None, as_json=as_json)
+        return _alternate(ab, pairs, steps, limit, given=first is not None, as_json=as_json)
     if first is None or second is None:
         raise ValueError(
             "expected two runs, or --ab with two commands; got " + (str(first) if first else "none")
@@ -136,16 +142,18 @@ def _alternate(
     return 0
 
 
-@command("query", "Runs")
+@command("query")
 def query(
     path: Run,
     statement: Annotated[str | None, Argument(metavar="SQL", help="One SELECT statement of DuckDB.")] = None,
     tables: Annotated[bool, Option("--tables", help="List tables and columns with their units.")] = False,
     as_json: Json = False,
     as_csv: Annotated[bool, Option("--csv", help="Print CSV.")] = False,
-    out: Annotated[Path | None, Option(help="File for all rows, .parquet or .csv.")] = None,
+    out: Annotated[
+        Path | None, Option("--out", "-o", metavar="FILE", help="File for all rows, .parquet or .csv.")
+    ] = None,
     overwrite: Overwrite = False,
-    rows: Annotated[int, Option(min=1, help="Maximum rows of the printed table.")] = 50,
+    rows: Annotated[int, Option(min=1, help="Maximum rows of a printed table.")] = 50,
 ) -> None:
     """Query a run with SQL.
 
@@ -177,22 +185,24 @@ def query(
             print_rows(answer, rows)
 
 
-@command("compact", "Runs")
+@command("compact")
 def compact(
     path: Run,
-    every: Annotated[int | None, Option(min=1, help="Recorded steps between those that are kept.")] = None,
+    keep_every: Annotated[
+        int | None, Option(min=1, help="Recorded steps of which one is kept; default: keep all.")
+    ] = None,
     force: Annotated[bool, Option("--force", help="Compact although the writer may still run.")] = False,
 ) -> None:
     """Repair and compact a run directory."""
     from backlight.store.maintenance.compact import compact as tidy
 
-    done = tidy(path, every=every, force=force)
+    done = tidy(path, every=keep_every, force=force)
     print(f"{done.before / 1e6:.1f} MB before, {done.after / 1e6:.1f} MB after")
     for line in done.notes:
         print(line)
 
 
-@command("join", "Runs")
+@command("join")
 def join(
     run: Annotated[Path, Argument(metavar="RUN", help="Run of rank 0.")],
     parts: Annotated[list[Path], Argument(metavar="PART...", help="Directories that other hosts wrote.")],

@@ -18,20 +18,27 @@ from backlight.cli.console import make_console, make_table, print_json
 from backlight.cli.options import Json, Module, Script, Slurm, SlurmScript, parse_groups, parse_size
 
 
-@command("run", "Start", script=True)
+@command("run", script=True)
 def run(
     context: Context,
     script: Script,
-    out: Annotated[Path | None, Option(help="Run directory; default runs/<script>-<time>.")] = None,
+    out: Annotated[
+        Path | None,
+        Option("--out", "-o", metavar="DIR", help="Run directory; default runs/<script>-<time>."),
+    ] = None,
     module: Module = False,
     monitors: Annotated[
-        str | None, Option(help="Monitors, separated by commas: health,stalls,steptime.")
+        str | None, Option(metavar="NAME,...", help="Monitors, as health,stalls,steptime.")
     ] = None,
     every: Annotated[
         int | None, Option(min=1, help="Steps between recordings; default: within 1 % of the time.")
     ] = None,
-    steps: Annotated[int | None, Option(min=1, help="Steps after which the script is ended cleanly.")] = None,
-    group: Annotated[list[str] | None, Option(help="Group of parameters, NAME=PATTERN (repeatable).")] = None,
+    steps: Annotated[
+        int | None, Option(min=1, help="Optimizer steps after which the script is ended.")
+    ] = None,
+    group: Annotated[
+        list[str] | None, Option(metavar="NAME=PATTERN", help="Group of parameters (repeatable).")
+    ] = None,
     histogram: Annotated[bool, Option("--histogram", help="Record exponent histograms.")] = False,
     exact_updates: Annotated[
         int | None, Option(min=1, help="Recorded steps between exact update measurements.")
@@ -43,16 +50,20 @@ def run(
         bool, Option("--reduce", help="Reduce the total norm over ranks; needs --every.")
     ] = False,
     stall: Annotated[
-        float | None, Option(min=0.5, help="Seconds without progress until a diagnosis.")
+        float | None, Option(metavar="SECONDS", min=0.5, help="Time without progress until a diagnosis.")
     ] = None,
     trace: Annotated[
-        str | None, Option(help="Trace of backward to print: gradients,modules,buckets.")
+        str | None, Option(metavar="KIND,...", help="Trace of backward to print: gradients,modules,buckets.")
     ] = None,
     tracker: Annotated[
-        list[str] | None, Option(help="Tracker, NAME or NAME=TARGET, as tensorboard (repeatable).")
+        list[str] | None, Option(metavar="NAME[=TARGET]", help="Tracker, as tensorboard=logs (repeatable).")
     ] = None,
-    max_disk: Annotated[str | None, Option(help="Maximum size of the run directory, as 500M or 2G.")] = None,
-    config: Annotated[Path | None, Option(help="TOML file of settings and thresholds.")] = None,
+    max_disk: Annotated[
+        str | None, Option(metavar="SIZE", help="Maximum size of the run directory, as 500M.")
+    ] = None,
+    config: Annotated[
+        Path | None, Option(metavar="FILE", help="TOML file of settings and thresholds.")
+    ] = None,
     slurm: Slurm = None,
     slurm_script: SlurmScript = None,
 ) -> int:
@@ -155,10 +166,13 @@ def _options(context: Context) -> list[str]:
     return line
 
 
-@command("demo", "Start")
+@command("demo")
 def demo(
-    out: Annotated[Path | None, Option(help="Run directory; default runs/demo-<time>.")] = None,
-    steps: Annotated[int, Option(min=10, help="Training steps.")] = 120,
+    out: Annotated[
+        Path | None,
+        Option("--out", "-o", metavar="DIR", help="Run directory; default runs/demo-<time>."),
+    ] = None,
+    steps: Annotated[int, Option(min=10, help="Optimizer steps after which the script is ended.")] = 120,
 ) -> int:
     """Train a small transformer under backlight and write the report."""
     from backlight.analysis.report import write_html
@@ -184,7 +198,7 @@ def demo(
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 
 
-@command("doctor", "Start")
+@command("doctor")
 def doctor(as_json: Json = False) -> int:
     """Check what works on this machine.
 
@@ -208,13 +222,19 @@ def doctor(as_json: Json = False) -> int:
 Format = Literal["html", "md"]
 
 
-@command("report", "Start")
+@command("report")
 def report(
     path: Annotated[Path, Argument(metavar="RUN", help="Run directory, or the directory of a test matrix.")],
-    out: Annotated[Path | None, Option("--out", "-o", help="File to write; default RUN/report.html.")] = None,
+    out: Annotated[
+        Path | None, Option("--out", "-o", metavar="FILE", help="File to write; default RUN/report.html.")
+    ] = None,
     form: Annotated[Format, Option("--format", help="Format: html or md.")] = "html",
-    bundle: Annotated[Path | None, Option(help="Archive to write instead: FILE.tar.gz or FILE.zip.")] = None,
-    plots: Annotated[Path | None, Option(help="Directory for the charts as SVG and PNG.")] = None,
+    bundle: Annotated[
+        Path | None, Option(metavar="FILE", help="Archive to write instead: .tar.gz or .zip.")
+    ] = None,
+    plots: Annotated[
+        Path | None, Option(metavar="DIR", help="Directory for the charts as SVG and PNG.")
+    ] = None,
     animate: Annotated[bool, Option("--animate", help="Animate spectra by layer, with --plots.")] = False,
 ) -> None:
     """Write the report of a run or test matrix as one offline file.
@@ -253,7 +273,7 @@ def report(
         raise Exit(2)
 
 
-@command("open", "Start")
+@command("open")
 def open_page(
     paths: Annotated[
         list[Path], Argument(metavar="RUN...", help="Run directories; they may still be empty.")
@@ -276,7 +296,7 @@ def open_page(
         live.close()
 
 
-@command("top", "Start")
+@command("top")
 def top(
     path: Annotated[Path, Argument(metavar="RUN", help="Run directory; it may still be empty.")],
     once: Annotated[bool, Option("--once", help="Print one frame; the default without a terminal.")] = False,

@@ -91,6 +91,13 @@ MAX_REMARKS = 20
 """Remarks of one kind that are kept for a region."""
 
 
+REMARK_KINDS = (
+    "in-place on input", "in-place", "unused", "no gradient", "boundary", "attention", "state", "random",
+    "recomputation",
+)  # fmt: skip
+"""What a remark may be about."""
+
+
 @dataclass(frozen=True)
 class Remark:
     """A remark on a region; ``kind`` groups remarks."""

@@ -161,7 +161,7 @@ def run_controls(
 def _run(profile: Profile, options: ProfileOptions, suspicion: Suspicion, *, module: bool, on: bool) -> float:
     """Return the median step of one run in milliseconds."""
     command = [sys.executable, "-m", "backlight", "profile", "--json", "--traced", "0"]
-    command += ["--steps", str(options.steps), *(["-m"] if module else []), profile.result.script]
+    command += ["--timed", str(options.steps), *(["-m"] if module else []), profile.result.script]
     control = json.dumps({"name": suspicion.name, "line": suspicion.line, "on": on})
     done = run_in_own_session(
         [*command, *profile.result.arguments], limit=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -245,7 +245,7 @@ class TrackerMonitor(Monitor):
                 self._notifier.unmeasured(
                     "norms for trackers",
                     "this rank holds parts of parameters, and only a reader joins them: "
-                    "backlight export RUN --to TRACKER",
+                    "backlight export RUN --tracker NAME",
                 )
             self._naming = records, Naming([r.name for r in records], self._groups, split=split)
         return self._naming[1]

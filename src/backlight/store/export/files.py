@@ -103,13 +103,13 @@ def _chosen_rows(run: Run, target: Path, rows: Rows | str | None, max_directions
         raise ExportError(f"rows must be one of {', '.join(Rows)}, got {rows!r}") from None
     if target.suffix.lower() == ".h5" and (kind is not None or max_directions is not None):
         raise ExportError(
-            f"{target}: .h5 holds every series and array; --rows and --max-directions are for tables"
+            f"{target}: .h5 holds every series and array; --table and --max-directions are for tables"
         )
     if kind is None:
         spectra_only = bool(run.events(LAYER)) and not run.has("gradient")
         kind = Rows.SPECTRA if spectra_only else Rows.PARAMETERS
     if kind is Rows.PARAMETERS and max_directions is not None:
-        raise ExportError("--max-directions is for the rows of spectra; add --rows spectra")
+        raise ExportError("--max-directions is for the rows of spectra; add --table spectra")
     return kind
 
 
