@@ -283,7 +283,9 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
                 item = original(self)
             except BaseException as error:
                 last = int(getattr(self, "_num_yielded", 0)) - 1
-                if ahead and last >= 0 and isinstance(error, StopIteration):
+                if not isinstance(error, StopIteration):
+                    hub.emit("batch_raised", error)
+                elif ahead and last >= 0:
                     hub.emit("batch", last, time.perf_counter() - begin)  # the one that was held back
                 else:
                     hub.emit("batch_missing")

@@ -126,7 +126,10 @@ class Listener:
         """A DataLoader gave its batch number ``index`` after ``seconds`` of waiting."""
 
     def batch_missing(self) -> None:
-        """A DataLoader that was asked had no batch left, or raised."""
+        """A DataLoader that was asked had no batch left."""
+
+    def batch_raised(self, error: BaseException) -> None:
+        """A DataLoader that was asked raised ``error``."""
 
     def dropped(self, error: Exception) -> None:
         """The listener raised ``error`` and has been taken off."""

@@ -177,6 +177,10 @@ class StepTracker(Listener):
         """Account for a wait that gave no batch."""
         self._clock.leave(Phase.DATA)
 
+    def batch_raised(self, error: BaseException) -> None:
+        """Account for a wait that failed."""
+        self._clock.leave(Phase.DATA)
+
     def forward_begin(self) -> None:
         """Close a step that is complete, and account for the forward; without gradients it is evaluation."""
         if self._clock.inside(Phase.BACKWARD):

@@ -260,6 +260,10 @@ class Heartbeat(Listener):
         if self._slots[Slot.PHASE] == _EVALUATION and source == self._training_data:
             self._enter(_DATA)
 
+    def batch_raised(self, error: BaseException) -> None:
+        """Waiting for data failed: where that ends the training run, it ends in this phase."""
+        self._enter(_DATA)
+
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Backward begins: count its nodes."""
         self._began = _now()

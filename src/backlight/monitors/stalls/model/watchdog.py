@@ -68,6 +68,7 @@ class _Reports:
     retry_at: float | None = None  # when an inconclusive report is repeated
     stall: ReportedStall | None = None
     is_dead: bool = False
+    is_death_reported: bool = False
 
 
 class Watchdog:
@@ -302,6 +303,14 @@ class Watchdog:
             return  # reported before, and nothing new is known
         if self._is_mismatch_reported and diagnosis.claim.startswith(self._mismatch):
             return  # reported when the call was made, before anything hung
+        if cause is not None and diagnosis.kind is DiagnosisKind.DEAD:
+            # How those that waited for it end is no news of its own.
+            is_known, self._reports[cause.rank].is_death_reported = (
+                self._reports[cause.rank].is_death_reported,
+                True,
+            )
+            if is_known:
+                return
         observations = host.observations
         shown = [o for o in observations if o.rank == diagnosis.rank] or observations[:MAX_EVIDENCE]
         self._emit(diagnosis, [] if is_slow else shown, observations)
