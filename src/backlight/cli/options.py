@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +13,14 @@ from typer import Argument, Option
 from backlight.text import assignments, did_you_mean
 
 Run = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
+RunOrLatest = Annotated[
+    Path | None,
+    Argument(metavar="RUN", help="Run directory; default: the latest in runs/."),
+]
 Script = Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
 Module = Annotated[bool, Option("-m", help="Run SCRIPT as a module, as python -m does.")]
 Json = Annotated[bool, Option("--json", help="Print JSON; what a script prints goes to standard error.")]
+Full = Annotated[bool, Option("--full", help="Print all rows and names, not only the first.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing file.")]
 StoreIn = Annotated[
     Path | None, Option("--out", "-o", metavar="DIR", help="Run directory to store the result in.")
@@ -39,6 +45,9 @@ Changes = Annotated[
 Steps = Annotated[int | None, Option("--steps", min=1, help="Optimizer steps after which the run is ended.")]
 Seed = Annotated[int | None, Option("--seed", help="Seed of data, weights and batches.")]
 Device = Annotated[str | None, Option("--device", metavar="NAME", help="Device, as cpu, cuda or cuda:1.")]
+
+RUNS = Path("runs")
+"""Where runs are recorded by default."""
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -83,3 +92,20 @@ def parse_fail_on(text: str | None, known: Collection[str]) -> frozenset[str]:
             hint = did_you_mean(name, ["any", *known])
             raise ValueError(f"--fail-on {name!r}: no such name{hint}")
     return frozenset(known) if "any" in names else frozenset(names)
+
+
+def given_or_latest(run: Path | None) -> Path:
+    """Return the run that was given, else the one in ``runs`` that was started last, named on stderr.
+
+    Raises
+    ------
+    NoRunError
+        If none was given and there is none.
+    """
+    if run is not None:
+        return run
+    from backlight.store.read.run_list import latest_run
+
+    found = latest_run(RUNS)
+    print(f"backlight: {found}, the latest run", file=sys.stderr)
+    return found

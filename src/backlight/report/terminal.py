@@ -35,8 +35,11 @@ _STYLES = {
 _TONES = {"error": "red", "warning": "yellow", "info": "cyan", "clear": "green", "unmeasured": "bold"}
 
 
-def print_findings(run: Run, findings: Sequence[Finding], console: Console) -> None:
-    """Print the verdict over ``run``, then its findings, worst first, then what was not measured."""
+def print_findings(run: Run, findings: Sequence[Finding], console: Console, *, full: bool = False) -> None:
+    """Print the verdict over ``run``, then its findings, worst first, then what was not measured.
+
+    Without ``full`` only some findings of a rule are printed, and the others are counted.
+    """
     said = outcome(Source(run, tuple(findings)))
     glyph = {"error": "✕", "warning": "!", "info": "i", "clear": "✓"}.get(said.tone, "?")
     console.print(Text(visible(run.name) or "unnamed run", "bold"))
@@ -49,12 +52,12 @@ def print_findings(run: Run, findings: Sequence[Finding], console: Console) -> N
     console.print()
     for _, alike in groupby(_together(findings), key=lambda f: (f.severity, f.rule)):
         same = list(alike)
-        whole = same if len(same) <= ALIKE + 1 else same[:ALIKE]
+        whole = same if full or len(same) <= ALIKE + 1 else same[:ALIKE]
         for finding in whole:
             _print_finding(finding, console)
         if len(whole) < len(same):
             rest = count(len(same) - len(whole), "more finding")
-            console.print(Text(f"  and {rest} of {visible(same[0].rule)}; --json prints all of them.", "dim"))
+            console.print(Text(f"  and {rest} of {visible(same[0].rule)}; --full prints all of them.", "dim"))
             console.print()
     _print_unmeasured(said, console)
 

@@ -14,6 +14,7 @@ from backlight.registry import RULES
 from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_pieces import Filters
+from backlight.store.format.schema import EVALUATED
 from backlight.store.read.attempt_files import wait_for_ranks
 from backlight.store.read.run import open_run
 from backlight.store.write.attempt import JOIN_TIMEOUT_S
@@ -101,6 +102,7 @@ def final_findings(writer: RunWriter, *, failed: bool) -> list[Finding]:
         for finding in findings:
             if not RULES[finding.rule].restates:  # else it is stored already
                 writer.finding(finding)
+        writer.event(None, EVALUATED, {"findings": len(findings)})
     return findings
 
 

@@ -24,7 +24,7 @@ FAILED = "failed backward"
 """In ``why-no-grad --fail-on``: an in-place operation broke the backward pass."""
 
 
-@command("attach")
+@command("attach", "backlight attach 4711", "backlight attach 4711 --seconds 10 --no-native")
 def attach(
     pid: Annotated[int, Argument(metavar="PID", help="Process id.")],
     seconds: Annotated[float, Option(metavar="SECONDS", min=0.5, help="Observation time.")] = 2.0,
@@ -73,7 +73,11 @@ def _without_backward(script: str, code: int) -> ValueError:
     )
 
 
-@command("checkpointing", script=True)
+@command(
+    "checkpointing", "backlight checkpointing train.py",
+    "backlight checkpointing --fail-on state,random train.py",
+    script=True,
+)  # fmt: skip
 def checkpointing(
     context: Context,
     script: Script,
@@ -106,7 +110,7 @@ def checkpointing(
     return int(any(remark.kind in failing for region in observer.regions for remark in region.remarks))
 
 
-@command("nan", script=True)
+@command("nan", "backlight nan train.py", "backlight nan --steps 500 --fail-on any train.py", script=True)
 def nan(
     context: Context,
     script: Script,
@@ -140,7 +144,10 @@ def nan(
     return int(tracer.found is not None and tracer.found.value.lower() in failing)
 
 
-@command("why-no-grad", script=True)
+@command(
+    "why-no-grad", "backlight why-no-grad train.py", "backlight why-no-grad --fail-on unused,cut train.py",
+    script=True,
+)  # fmt: skip
 def why_no_grad(
     context: Context,
     script: Script,
@@ -185,7 +192,11 @@ def why_no_grad(
     return int(bool(failing & causes) or (answer.failure is not None and FAILED in failing))
 
 
-@command("profile", script=True)
+@command(
+    "profile", "backlight profile train.py", "backlight profile --timed 60 -o runs/profile train.py",
+    "backlight profile --confirm train.py",
+    script=True,
+)  # fmt: skip
 def profile(
     context: Context,
     script: Script,
@@ -250,7 +261,7 @@ def profile(
     return 0
 
 
-@command("trace")
+@command("trace", "backlight trace trace.json.gz", "backlight trace rank0.json rank1.json -o trace.html")
 def trace(
     files: Annotated[
         list[Path],
@@ -288,7 +299,10 @@ def trace(
     return 0
 
 
-@command("memory", script=True)
+@command(
+    "memory", "backlight memory train.py", "backlight memory recipe.py --fake --set batch=64 --budget 24G",
+    script=True,
+)  # fmt: skip
 def memory(
     context: Context,
     target: Annotated[
@@ -344,7 +358,10 @@ def memory(
     return 0
 
 
-@command("test-matrix")
+@command(
+    "test-matrix", "backlight test-matrix --init plan.toml", "backlight test-matrix plan.toml --check",
+    "backlight test-matrix plan.toml --fail-on CRASH,BLOCKED",
+)  # fmt: skip
 def run_test_matrix(
     plan: Annotated[Path, Argument(metavar="PLAN.toml", help="Plan file.")],
     init: Annotated[bool, Option("--init", help="Write a plan to adapt.")] = False,

@@ -40,7 +40,7 @@ def configured(
     return configure(name, preset, *layers, options)
 
 
-@command("list", group="grok")
+@command("list", "backlight grok list", group="grok")
 def listing(as_json: Json = False) -> None:
     """List the experiments with their sources and effects."""
     from backlight.experiments.experiment import EXPERIMENTS
@@ -64,7 +64,7 @@ def listing(as_json: Json = False) -> None:
     make_console().print(table)
 
 
-@command("config", group="grok")
+@command("config", "backlight grok config nanda --preset paper", group="grok")
 def config(
     name: Annotated[str, Argument(metavar="NAME", help="Experiment, see backlight grok list.")],
     preset: Preset = None,
@@ -79,7 +79,7 @@ def config(
     print(configuration.as_yaml(), end="")
 
 
-@command("estimate", group="grok")
+@command("estimate", "backlight grok estimate nanda", group="grok")
 def estimate(
     what: Annotated[str, Argument(metavar="CONFIG|NAME", help="YAML file or name of an experiment.")],
     preset: Preset = None,
@@ -112,7 +112,7 @@ def estimate(
         print_estimate(found, make_console())
 
 
-@command("detect", group="grok")
+@command("detect", "backlight grok detect runs/nanda-ci-seed-0", group="grok")
 def detect(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories.")],
     as_json: Json = False,
@@ -153,7 +153,7 @@ def detect(
     return 2 if failed else 0
 
 
-@command("compare", group="grok")
+@command("compare", "backlight grok compare runs/a runs/b --align -o curves.html", group="grok")
 def compare(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Two or more run directories.")],
     align: Annotated[

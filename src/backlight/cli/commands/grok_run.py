@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
 
 
-@command("run", group="grok")
+@command(
+    "run", "backlight grok run nanda", "backlight grok run nanda --control random-labels",
+    "backlight grok run nanda --seeds 0-4 --sweep training.lr=0.001,0.003",
+    group="grok",
+)  # fmt: skip
 def run(
     name: Annotated[str | None, Argument(metavar="NAME", help="Experiment, see backlight grok list.")] = None,
     preset: Preset = None,

@@ -13,7 +13,10 @@ from backlight.cli.options import Json, parse_size
 from backlight.cli.progress import count_bar
 
 
-@command("spectra")
+@command(
+    "spectra", "backlight spectra recipe.py",
+    "backlight spectra recipe.py --checkpoints 'ckpt/*.pt' -o runs/spectra",
+)  # fmt: skip
 def spectra(
     recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="build_model, batches and loss.")],
     checkpoints: Annotated[
@@ -78,7 +81,10 @@ def spectra(
     return 0
 
 
-@command("sweep")
+@command(
+    "sweep", "backlight sweep recipe.py --set dim=512,768,1024",
+    "backlight sweep recipe.py --set dim=512,1024 --fake --at dim=4096",
+)  # fmt: skip
 def sweep(
     recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="Recipe file.")],
     chosen: Annotated[

@@ -10,15 +10,36 @@ from typer import Argument, BadParameter, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import make_console, print_json
-from backlight.cli.options import Json, Overwrite, Run
+from backlight.cli.options import RUNS, Full, Json, Overwrite, Run, RunOrLatest, given_or_latest
 from backlight.cli.progress import count_bar
 from backlight.records import to_json
 
 
-@command("findings")
-def findings(
-    path: Run,
+@command("ls", "backlight ls", "backlight ls /scratch/runs --json")
+def ls(
+    folder: Annotated[Path, Argument(metavar="DIR", help="Directory of runs.")] = RUNS,
     as_json: Json = False,
+) -> None:
+    """List the runs of a directory, the newest first.
+
+    The loss is the last one logged. Findings are those stored while the run was watched: "none" means that
+    the rules were evaluated at its end, "-" that they were not.
+    """
+    from backlight.cli.render.run_list import print_runs
+    from backlight.store.read.run_list import list_runs
+
+    found = list_runs(folder)
+    if as_json:
+        print_json(found)
+    else:
+        print_runs(found, make_console())
+
+
+@command("findings", "backlight findings", "backlight findings runs/first --fail-on error,spike")
+def findings(
+    path: RunOrLatest = None,
+    as_json: Json = False,
+    full: Full = False,
     fail_on: Annotated[
         str | None, Option(metavar="NAME,...", help="Exit 1 for these severities and rules, as error,spike.")
     ] = None,
@@ -29,12 +50,12 @@ def findings(
     from backlight.store.read.run import open_run
 
     failing = parse_fail_on(fail_on) if fail_on is not None else None
-    run = open_run(path)
+    run = open_run(given_or_latest(path))
     found = findings_of(run)
     if as_json:
         print_json(found)
     else:
-        print_findings(run, found, make_console())
+        print_findings(run, found, make_console(), full=full)
     return int(failing is not None and any(map(failing, found)))
 
 
@@ -44,9 +65,12 @@ Table = Literal[
 ]  # fmt: skip
 
 
-@command("export")
+@command(
+    "export", "backlight export curves.csv", "backlight export runs/first run.h5",
+    "backlight export --tracker tensorboard=logs",
+)  # fmt: skip
 def export(
-    path: Run,
+    path: RunOrLatest = None,
     target: Annotated[
         Path | None, Argument(metavar="FILE", help="File to write: .csv, .parquet or .h5.")
     ] = None,
@@ -68,11 +92,13 @@ def export(
     from backlight.store.read.run import open_run
     from backlight.text import count
 
+    if path is not None and target is None and not path.is_dir() and path.suffix:
+        path, target = None, path
     if target is None and not tracker:
         raise BadParameter("name a FILE to write, or a tracker with --tracker NAME=TARGET")
     if table == "all" and max_directions:
         raise BadParameter("--table all is every table: leave --max-directions out")
-    run = open_run(path)
+    run = open_run(given_or_latest(path))
     for sent in send_all(run, tracker or ()):
         print(f"{sent.tracker}: {count(sent.steps, 'step')}, {count(sent.findings, 'finding')}")
     if target is None:
@@ -142,9 +168,14 @@ def _alternate(
     return 0
 
 
-@command("query")
+@command(
+    "query",
+    "backlight query --tables",
+    'backlight query "select parameter, max(norm) from gradient group by all"',
+    'backlight query runs/first "select * from findings" -o findings.csv',
+)
 def query(
-    path: Run,
+    path: RunOrLatest = None,
     statement: Annotated[str | None, Argument(metavar="SQL", help="One SELECT statement of DuckDB.")] = None,
     tables: Annotated[bool, Option("--tables", help="List tables and columns with their units.")] = False,
     as_json: Json = False,
@@ -157,19 +188,20 @@ def query(
 ) -> None:
     """Query a run with SQL.
 
-    Series, scalars, events, findings and parameters are tables, for example:
-    backlight query RUN "select parameter, max(norm) from gradient group by all order by 2 desc".
-    The statement can read this run only, and write nothing.
+    Series, scalars, events, findings and parameters are tables. The statement can read this run only, and
+    write nothing.
     """
     from backlight.analysis import sql
     from backlight.cli.render.query import print_rows, print_tables
     from backlight.store.read.run import open_run
 
+    if path is not None and statement is None and not tables and not path.is_dir():
+        path, statement = None, str(path)
     if (statement is None) != tables:
         raise BadParameter("give one SELECT, or --tables for what it can ask about")
     if as_json + as_csv + (out is not None) > 1:
         raise BadParameter("--json, --csv and --out exclude one another")
-    run = open_run(path)
+    run = open_run(given_or_latest(path))
     if statement is None:
         print_tables(sql.tables(run), as_json=as_json)
         return
@@ -185,7 +217,7 @@ def query(
             print_rows(answer, rows)
 
 
-@command("compact")
+@command("compact", "backlight compact runs/first --keep-every 10")
 def compact(
     path: Run,
     keep_every: Annotated[
@@ -202,7 +234,7 @@ def compact(
         print(line)
 
 
-@command("join")
+@command("join", "backlight join runs/job runs/job-host2 runs/job-host3")
 def join(
     run: Annotated[Path, Argument(metavar="RUN", help="Run of rank 0.")],
     parts: Annotated[list[Path], Argument(metavar="PART...", help="Directories that other hosts wrote.")],

@@ -15,10 +15,25 @@ from typer import Argument, Context, Exit, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import make_console, make_table, print_json
-from backlight.cli.options import Json, Module, Script, Slurm, SlurmScript, parse_groups, parse_size
+from backlight.cli.options import (
+    Json,
+    Module,
+    RunOrLatest,
+    Script,
+    Slurm,
+    SlurmScript,
+    given_or_latest,
+    parse_groups,
+    parse_size,
+)
 
 
-@command("run", script=True)
+@command(
+    "run", "backlight run train.py --lr 0.1", "backlight run -m package.train",
+    "backlight run -o runs/first --every 10 train.py --lr 0.1",
+    "torchrun --nproc-per-node 2 -m backlight run train.py",
+    script=True,
+)  # fmt: skip
 def run(
     context: Context,
     script: Script,
@@ -166,7 +181,7 @@ def _options(context: Context) -> list[str]:
     return line
 
 
-@command("demo")
+@command("demo", "backlight demo -o runs/demo")
 def demo(
     out: Annotated[
         Path | None,
@@ -198,7 +213,7 @@ def demo(
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 
 
-@command("doctor")
+@command("doctor", "backlight doctor")
 def doctor(as_json: Json = False) -> int:
     """Check what works on this machine.
 
@@ -222,9 +237,15 @@ def doctor(as_json: Json = False) -> int:
 Format = Literal["html", "md"]
 
 
-@command("report")
+@command(
+    "report", "backlight report", "backlight report runs/first -o page.html",
+    "backlight report runs/first --bundle run.zip",
+)  # fmt: skip
 def report(
-    path: Annotated[Path, Argument(metavar="RUN", help="Run directory, or the directory of a test matrix.")],
+    path: Annotated[
+        Path | None,
+        Argument(metavar="RUN", help="Run or test matrix; default: the latest in runs/."),
+    ] = None,
     out: Annotated[
         Path | None, Option("--out", "-o", metavar="FILE", help="File to write; default RUN/report.html.")
     ] = None,
@@ -249,6 +270,7 @@ def report(
         raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
     if bundle is not None and out is not None:
         raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
+    path = given_or_latest(path)
     target = out if out is not None else path / f"report.{form}"
     if matrix_report.is_matrix(path):
         if plots is not None:
@@ -273,18 +295,19 @@ def report(
         raise Exit(2)
 
 
-@command("open")
+@command("open", "backlight open", "backlight open runs/first runs/second --no-browser")
 def open_page(
     paths: Annotated[
-        list[Path], Argument(metavar="RUN...", help="Run directories; they may still be empty.")
-    ],
+        list[Path] | None,
+        Argument(metavar="RUN...", help="Runs, also empty; default: the latest in runs/."),
+    ] = None,
     port: Annotated[int, Option(min=0, max=65535, help="Port; 0 for any free port.")] = 0,
     browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
     """Serve a live page of one or more runs on this machine."""
     from backlight.analysis.live import Live, followed
 
-    live = Live(followed(paths), port)
+    live = Live(followed(paths or [given_or_latest(None)]), port)
     print(f"backlight: live page at {live.address}\nbacklight: Ctrl-C closes it", file=sys.stderr, flush=True)
     if browser:
         webbrowser.open(live.address)
@@ -296,9 +319,9 @@ def open_page(
         live.close()
 
 
-@command("top")
+@command("top", "backlight top", "backlight top runs/first --once")
 def top(
-    path: Annotated[Path, Argument(metavar="RUN", help="Run directory; it may still be empty.")],
+    path: RunOrLatest = None,
     once: Annotated[bool, Option("--once", help="Print one frame; the default without a terminal.")] = False,
 ) -> None:
     """Show a run live in the terminal.
@@ -308,5 +331,5 @@ def top(
     from backlight.analysis.live import followed
     from backlight.cli.render.live import show
 
-    (run,) = followed([path])
+    (run,) = followed([given_or_latest(path)])
     show(run, make_console(), once=once)

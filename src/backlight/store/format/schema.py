@@ -194,5 +194,8 @@ def unit_of_scalar(name: str, source: str = "backlight") -> str:
     return schema.unit if schema is not None and source == "backlight" else "1"
 
 
+EVALUATED = "evaluated"
+"""Event of a run whose rules were evaluated when it ended: findings that are not stored do not exist."""
+
 WATCHDOG_RANK = -1
 """Rank of the watchdog's events and findings for a reader: they belong to no rank."""

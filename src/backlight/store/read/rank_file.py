@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,6 +226,16 @@ class RankFile:
             [(self._all_scalars if self.keeps_scalars else self.scalars(i)).get(i, NOTHING) for i in ids]
         )
 
+    def last_scalar(self, source: str, name: str) -> float | None:
+        """Return the value of a scalar that was logged last, without reading the others; None without one."""
+        for identifier in self.scalar_ids(source, name):
+            select = (
+                f"SELECT value FROM scalar WHERE name = {int(identifier)} AND id <= {self.last['scalar']}"
+            )
+            for (value,) in self._snapshot.rows(f"{select} ORDER BY id DESC LIMIT 1"):
+                return float(value) if isinstance(value, float) else math.nan
+        return None
+
     @functools.cached_property
     def _all_scalars(self) -> dict[int, Logged]:
         return self.scalar_source(self)
@@ -247,6 +258,11 @@ class RankFile:
             if payload is not None:
                 out.append((None if step is None else step + self.step_offset, when, what, payload))
         return out
+
+    def has_event(self, kind: str) -> bool:
+        """Return whether there is an event of a kind, without reading the others."""
+        select = f"SELECT 1 FROM event WHERE kind = ? AND id <= {self.last['event']} LIMIT 1"
+        return bool(self._snapshot.rows(select, (kind,)))
 
     def findings(self) -> list[Finding]:
         """Return the stored findings, in the order of writing."""

@@ -1,0 +1,68 @@
+"""Prints a list of runs: state, start, duration, steps, last loss and findings, in 80 columns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from backlight.cli.console import make_table
+from backlight.records import RunStatus, Severity
+from backlight.text import number, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from backlight.store.read.run_list import ListedRun
+
+_STATES = {RunStatus.RUNNING: "bold green", RunStatus.FAILED: "bold red", RunStatus.KILLED: "bold red"}
+_SEVERITIES = {
+    Severity.ERROR: ("error", "bold red"),
+    Severity.WARNING: ("warning", "bold yellow"),
+    Severity.INFO: ("note", "bold cyan"),
+}
+
+
+def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
+    """Print one row for each run, and below the table what is no run or could not be read."""
+    table = make_table(
+        "run", "state", "started", "took", "steps", "loss", "findings", left={"state", "findings"}
+    )
+    listed = [run for run in runs if run.started is not None]
+    for run in listed:
+        table.add_row(
+            visible(run.path.name), Text(run.state.value, _STATES.get(run.state, "")), _moment(run.started),
+            _span(run.seconds), f"{run.steps:,}", "-" if run.loss is None else number(run.loss),
+            _findings(run),
+        )  # fmt: skip
+    if listed:
+        console.print(table)
+    else:
+        console.print("no run here; record one: backlight run train.py")
+    for run in runs:
+        if run.problem:
+            console.print(visible(run.problem), style="dim")
+
+
+def _findings(run: ListedRun) -> Text:
+    if run.worst is None:
+        return Text("none", "green") if run.evaluated else Text("-", "dim")
+    word, style = _SEVERITIES[run.worst]
+    return Text.assemble((word, style), f" ({run.findings})")
+
+
+def _moment(seconds: float | None) -> str:
+    then = time.localtime(seconds)
+    return time.strftime("%m-%d %H:%M" if then.tm_year == time.localtime().tm_year else "%Y-%m-%d", then)
+
+
+def _span(seconds: float | None) -> str:
+    """Return a time span in at most seven characters: ``12 s``, ``4m 05s``, ``31h 02m``."""
+    whole = round(seconds or 0.0)
+    if whole < 60:
+        return f"{whole} s"
+    return (
+        f"{whole // 60}m {whole % 60:02}s" if whole < 3600 else f"{whole // 3600}h {whole % 3600 // 60:02}m"
+    )

@@ -1,0 +1,106 @@
+"""``backlight ls``, and commands that take the latest run, through the installed console script."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import backlight
+from backlight.store.read.run_list import ListedRun, list_runs
+from backlight.store.write.writer import RunWriter
+from cases import build, loop
+
+Console = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def train(path: Path, *, frozen: bool) -> None:
+    model = build()
+    optimizer = torch.optim.SGD((model.first if frozen else model).parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=path, every=1, monitors=("health",)):
+        loop(model, optimizer, steps=30)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with runs in ``runs``: one with a finding, a later one without, and what is no run."""
+    folder = tmp_path_factory.mktemp("cwd")
+    train(folder / "runs" / "with-finding", frozen=True)
+    train(folder / "runs" / "a-run-with-the-time-in-its-name-20260101-000000", frozen=False)
+    (folder / "runs" / "foreign").mkdir()
+    (folder / "runs" / "foreign" / "notes.txt").write_text("mine")
+    (folder / "runs" / "damaged").mkdir()
+    (folder / "runs" / "damaged" / "manifest.json").write_text("{")
+    return folder
+
+
+def test_ls_lists_the_newest_first_in_80_columns(console_script: Console, folder: Path) -> None:
+    done = console_script(folder, "ls")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    newest = next(i for i, line in enumerate(lines) if line.startswith("a-run"))
+    older = next(i for i, line in enumerate(lines) if line.startswith("with-finding"))
+    assert newest < older
+    assert lines[newest].split()[-1] == "none"
+    assert "finished" in lines[older]
+    assert "error (" in lines[older] or "warning (" in lines[older]
+    assert "runs/foreign: is not a run" in lines
+    assert any(line.startswith("runs/damaged/manifest.json: is not valid JSON") for line in lines)
+
+
+def test_ls_prints_json(console_script: Console, folder: Path) -> None:
+    newest, older, *others = json.loads(console_script(folder, "ls", "--json").stdout)
+    assert newest["steps"] == older["steps"] == 30
+    run = backlight.open_run(folder / "runs" / "with-finding")
+    assert older["loss"] == run.scalar("loss").values[-1]
+    assert older["findings"] == len(run.stored_findings()) > 0
+    assert (newest["worst"], newest["evaluated"]) == (None, True)
+    assert {Path(other["path"]).name for other in others} == {"foreign", "damaged"}
+
+
+def test_commands_take_the_latest_run_and_name_it(console_script: Console, folder: Path) -> None:
+    name = "runs/a-run-with-the-time-in-its-name-20260101-000000"
+    for arguments in (
+        ("findings",), ("report",), ("top", "--once"), ("export", "out.csv"), ("query", "select 1"),
+        ("query", "--tables"),
+    ):  # fmt: skip
+        done = console_script(folder, *arguments)
+        assert (done.returncode, done.stderr) == (0, f"backlight: {name}, the latest run\n"), arguments
+        assert done.stdout
+    assert (folder / name / "report.html").is_file()
+    assert (folder / "out.csv").is_file()
+
+
+def test_without_a_run_there_is_one_clear_line(console_script: Console, tmp_path: Path) -> None:
+    for arguments in (("findings",), ("open",), ("top",), ("report",)):
+        done = console_script(tmp_path, *arguments)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"backlight: {tmp_path}/runs: there is no such directory; name a RUN")
+        assert done.stderr.count("\n") == 1
+    (tmp_path / "runs").mkdir()
+    assert "holds no run" in console_script(tmp_path, "findings").stderr
+    assert console_script(tmp_path, "ls").stdout == "no run here; record one: backlight run train.py\n"
+    assert "expected a directory of runs" in console_script(tmp_path, "ls", "nowhere").stderr
+
+
+def test_a_run_that_was_not_evaluated_does_not_read_as_healthy(tmp_path: Path) -> None:
+    RunWriter.create(tmp_path / "run").close()
+    (listed,) = list_runs(tmp_path)
+    assert (listed.worst, listed.evaluated, listed.loss, listed.steps) == (None, False, None, 0)
+
+
+def test_only_the_first_rank_is_read(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    for step, loss in enumerate((3.0, 2.0, float("nan"))):
+        writer.scalar(step, "loss", loss)
+    writer.close()
+    (tmp_path / "run" / "attempt-000" / "rank-00001.db").write_bytes(b"not a database")
+    (listed,) = list_runs(tmp_path)
+    assert isinstance(listed, ListedRun)
+    assert (listed.problem, listed.steps) == ("", 3)
+    assert listed.loss != listed.loss  # the last loss is NaN, as it was logged
