@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +29,17 @@ RUNS = ROOT / "build" / "docs"
 """Where pages and pictures put their runs: made anew by every build."""
 
 
+_OUTPUTS: dict[str, str] = {}
+"""Output of each block that ran at the root."""
+
+
 @dataclass(frozen=True)
 class Exhibit:
-    """A picture of the gallery: the commands that make its run, the folder, the pictures and their words."""
+    """A part of the gallery: the command that makes its run, the folder, the pictures and their words."""
 
     title: str
     words: str
-    commands: tuple[str, ...]
+    command: str
     folder: str
     pictures: tuple[str, ...]
 
@@ -44,22 +48,22 @@ EXHIBITS = (
     Exhibit(
         "Health of a small transformer",
         "Every parameter is a row, every recorded step a column.",
-        ("backlight run --out build/docs/gpt examples/char_gpt.py --steps 40",),
+        "backlight run --out build/docs/gpt examples/char_gpt.py --steps 40",
         "gpt",
         ("parameters", "total_norm", "phases"),
     ),
     Exhibit(
         "Grokking of a modular polynomial",
         "The accuracies, and the spectrum of the gradients of single samples while they part and meet again.",
-        ("backlight grok run doshi --out build/docs/gallery-doshi",),
-        "gallery-doshi",
+        "backlight grok run doshi --control random-labels --out build/docs/doshi",
+        "doshi",
         ("learning_curves", "gram_spectrum", "second_moment"),
     ),
     Exhibit(
         "Signal and noise in the gradients of one checkpoint",
         "Directions that come back with other data, and those that do not.",
-        ("backlight spectra examples/gpt_recipe.py --replicates 16 --out build/docs/gallery-spectra",),
-        "gallery-spectra",
+        "backlight spectra examples/gpt_recipe.py --replicates 16 --out build/docs/spectra",
+        "spectra",
         ("spectra", "spectra_signal"),
     ),
 )
@@ -94,9 +98,9 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, f"examples/{package.name}.md", content="\n".join(parts)))
         index.append(f"- [{package.name}]({package.name}.md), a package")
     files.append(File.generated(config, "examples/index.md", content="\n".join(index)))
-    lines = ["# Gallery", "", "Made while this site was built, each by the commands above it.", ""]
+    lines = ["# Gallery", "", "Made while this site was built, each by the command above it.", ""]
     for exhibit in EXHIBITS:
-        lines += [f"## {exhibit.title}", "", exhibit.words, "", "```bash", *exhibit.commands, "```", ""]
+        lines += [f"## {exhibit.title}", "", exhibit.words, "", "```bash", exhibit.command, "```", ""]
         for picture in _pictures(exhibit):
             source = f"gallery/{exhibit.folder}-{picture.name}"
             files.append(File.generated(config, source, abs_src_path=str(picture)))
@@ -114,12 +118,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def with_outputs_of(markdown: str, name: str) -> str:
     """Return a page with the output of its commands, run in a folder of its own if it brings files."""
-    folder = ROOT
+    execute = _execute
     if page_commands.has_files(markdown):
         folder = RUNS / Path(name).stem
         folder.mkdir()
+        execute = functools.partial(page_commands.execute, folder=folder, environment=os.environ)
     try:
-        return page_commands.with_outputs(markdown, folder, os.environ)
+        return page_commands.with_outputs(markdown, execute)
     except page_commands.PageError as error:
         raise SystemExit(f"docs/{name}: {error}") from error
 
@@ -177,11 +182,18 @@ def _up(page: Any) -> str:
     return "../" * page.file.src_uri.count("/")
 
 
+def _execute(block: page_commands.Block) -> str:
+    """Run a block at the root of the repository; the same commands on several pages run once."""
+    if block.text not in _OUTPUTS:
+        _OUTPUTS[block.text] = page_commands.execute(block, ROOT, os.environ)
+    return _OUTPUTS[block.text]
+
+
 def _pictures(exhibit: Exhibit) -> list[Path]:
-    for command in exhibit.commands:
-        _run(command)
     folder = RUNS / f"{exhibit.folder}-plots"
-    _run(f"backlight report build/docs/{exhibit.folder} --plots {folder.relative_to(ROOT)}")
+    plots = f"backlight report build/docs/{exhibit.folder} --plots {folder.relative_to(ROOT)}"
+    for command in (exhibit.command, plots):
+        _execute(page_commands.Block("bash", {"exec": ""}, f"{command}\n", (0, 0)))
     found = [
         path for wanted in exhibit.pictures for path in sorted(folder.glob("*.svg")) if path.stem == wanted
     ]
@@ -189,11 +201,3 @@ def _pictures(exhibit: Exhibit) -> list[Path]:
         have = ", ".join(sorted(path.name for path in folder.glob("*.svg")))
         raise SystemExit(f"gallery: {exhibit.folder} has {have}, expected {', '.join(exhibit.pictures)}")
     return found
-
-
-def _run(command: str) -> None:
-    done = subprocess.run(
-        command.split(), cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
-    if done.returncode:
-        raise SystemExit(f"gallery: {command} failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +74,11 @@ def execute(block: Block, folder: Path, environment: Mapping[str, str]) -> str:
     return ""
 
 
-def with_outputs(markdown: str, folder: Path, environment: Mapping[str, str]) -> str:
-    """Return a page with the output below each block of commands, after running them in ``folder``."""
+def with_outputs(markdown: str, execute: Callable[[Block], str]) -> str:
+    """Return a page with the output below each block of commands; ``execute`` gets every block in turn."""
     parts, end = [], 0
     for block in blocks(markdown):
-        output = execute(block, folder, environment)
+        output = execute(block)
         if "exec" in block.options:
             shown = f"```text\n{output.rstrip()}\n```" if output.strip() else ""
             parts += [markdown[end : block.span[0]], f"```bash\n{block.text}```\n\n{shown}"]
