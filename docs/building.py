@@ -124,7 +124,7 @@ def with_outputs_of(markdown: str, name: str) -> str:
         folder.mkdir()
         execute = functools.partial(page_commands.execute, folder=folder, environment=os.environ)
     try:
-        return page_commands.with_outputs(markdown, execute)
+        return page_commands.with_outputs(markdown, execute).replace(f"{ROOT}/", "")
     except page_commands.PageError as error:
         raise SystemExit(f"docs/{name}: {error}") from error
 
