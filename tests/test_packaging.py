@@ -113,12 +113,13 @@ def test_quickstart_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
         page_commands.execute(block, folder, variables)
         for block in [page_commands.Block("bash", {"exec": ""}, "command -v backlight\n", (0, 0)), *page]
     ]
-    program, first, report, fixed = (output for output in outputs if output)
+    program, first, report, fixed, listed = (output for output in outputs if output)
     assert Path(program.strip()) == scripts / "backlight"
     assert "`2.weight` and `2.bias` are not in any optimizer" in first
     assert "first.html" in report
     assert "are not in any optimizer" in (folder / "first.html").read_text(encoding="utf-8")
     assert "✓ No findings. Gradients of all 4 parameters were measured at 200 steps." in fixed
+    assert listed.count("train-") == 2
 
 
 @pytest.mark.full

@@ -118,7 +118,7 @@ class SlowOptimizerLimits(SteadyLimits):
         0.1, "share of a step in the optimizer; a fused update of a usual model takes 1 to 5 %", high=1.0
     )
     optimizer_floor: float = limit(
-        1e-3,
+        5e-3,
         "seconds in the optimizer below which nothing is gained: a tiny step is bound by Python's calls",
         high=10.0,
     )
