@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ from typer import Argument, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
-from backlight.cli.options import Json, parse_size
+from backlight.cli.options import Json, Overwrite, parse_size
 from backlight.cli.progress import count_bar
 
 
@@ -121,3 +122,50 @@ def sweep(
     else:
         show(found)
     return 0
+
+
+@command(
+    "gram", "backlight gram recipe.py --set batch=64",
+    "backlight gram recipe.py --checkpoint ckpt/1000.pt -o gram.h5",
+)  # fmt: skip
+def gram(
+    recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="build_model, batches and loss.")],
+    checkpoint: Annotated[Path | None, Option(metavar="FILE", help="Checkpoint to load first.")] = None,
+    changes: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Recipe setting (repeatable).")
+    ] = None,
+    reduction: Annotated[
+        str, Option(metavar="NAME", help="The recipe's loss over the samples: mean or sum.")
+    ] = "mean",
+    rows: Annotated[int, Option(min=1, help="Maximum rows of a printed table.")] = 10,
+    device: Annotated[str | None, Option(metavar="NAME", help="Device, as cpu, cuda or cuda:1.")] = None,
+    dtype: Annotated[str | None, Option(metavar="NAME", help="Data type: float32 or float64.")] = None,
+    out: Annotated[
+        Path | None, Option("--out", "-o", metavar="FILE", help="HDF5 file for Grams and eigenvalues, .h5.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Measure exact gradient outer products of a recipe's batch.
+
+    A sample is a row along the first dimension of the batch. The eigenvalues are those of the second moment
+    of the per-sample gradients; every Gram is checked against backward.
+    """
+    from backlight.cli.render.gram import as_object, show
+    from backlight.launch.recipe import parse_settings
+    from backlight.store.export.files import check_target, write_arrays
+
+    if out is not None:
+        check_target(out, (".h5",), "use .h5")
+    settings = parse_settings(changes or [])
+    from backlight.diagnose.recipe_gram import measure_gram
+
+    found = measure_gram(
+        recipe, settings, checkpoint=checkpoint, reduction=reduction, device=device, dtype=dtype
+    )
+    if as_json:
+        print_json(as_object(found))
+    else:
+        show(found, rows)
+    if out is not None:
+        print(write_arrays(out, found.arrays(), overwrite=overwrite), file=sys.stderr if as_json else None)

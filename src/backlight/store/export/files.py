@@ -82,6 +82,23 @@ def export_tables(
     return publish_files(_writers(paths), overwrite=overwrite)
 
 
+def write_arrays(
+    target: Path, arrays: Mapping[str, tuple[npt.ArrayLike, Sequence[str], str]], *, overwrite: bool = False
+) -> Path:
+    """Write values with the names of their axes and their unit, by name, to an HDF5 file, and return it."""
+    check_target(target, (".h5",), "use .h5")
+
+    def write(path: Path) -> None:
+        import h5py  # noqa: PLC0415 - 0.1 s that other exports need not pay
+
+        with h5py.File(path, "w", locking=False) as file:
+            for name, (values, dims, unit) in arrays.items():
+                dataset = file.create_dataset(_hdf5_text(name), data=np.asarray(values))
+                dataset.attrs["dims"], dataset.attrs["unit"] = list(dims), unit
+
+    return publish_files({target: write}, overwrite=overwrite)[0]
+
+
 def check_target(target: Path, endings: Sequence[str], known: str) -> None:
     """Refuse a target with another ending, without its library, or in a folder that does not exist."""
     ending = target.suffix.lower()
