@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cli_reference
 import page_commands
 from mkdocs.structure.files import File, Files
 
@@ -133,8 +134,11 @@ def generated(markdown: str, rule: str) -> str:
     """Return the page of a rule with its limits and an example of its finding, from the code.
 
     ``<!-- limits -->`` becomes the limits of the rule, ``<!-- limits module:Class -->`` those of a class, and
-    ``<!-- example -->`` the finding on the injected fault of the tests.
+    ``<!-- example -->`` the finding on the injected fault of the tests; ``<!-- commands -->`` the reference
+    of the command line.
     """
+    if "<!-- commands -->" in markdown:
+        markdown = markdown.replace("<!-- commands -->", cli_reference.reference())
     return re.sub(
         r"<!-- (limits|example) ?([\w.:]*) -->",
         lambda found: limits_table(rule, found[2]) if found[1] == "limits" else example(rule),

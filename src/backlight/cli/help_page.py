@@ -113,7 +113,7 @@ def _usage(command: Any, context: Any) -> str:
         words.append(name if parameter.required else f"[{name}]")
     if hasattr(command, "list_commands"):
         words.append("COMMAND")
-    elif command.allow_extra_args:
+    elif context.allow_extra_args:
         words.append("[ARGUMENTS]...")
     return f"{_bold('Usage:')} {' '.join(words)}"
 

@@ -104,7 +104,7 @@ def export(
     if target is None:
         return
     if table not in {None, "parameters", "spectra"}:
-        name = {"all": None, "parameter-table": "parameters"}.get(table or "", table)
+        name = {"all": None, "parameter-table": "parameters"}.get(table, table)
         made = export_tables(run, target, name, findings=lambda: findings_of(run), overwrite=overwrite)
         print(*made, sep="\n")
         return
@@ -112,7 +112,10 @@ def export(
         print(written)
 
 
-@command("compare")
+@command(
+    "compare", "backlight compare runs/first runs/second",
+    "backlight compare --ab 'python train.py' 'python train.py --fused'",
+)  # fmt: skip
 def compare(
     first: Annotated[Path | None, Argument(metavar="RUN", help="Reference run.", show_default=False)] = None,
     second: Annotated[

@@ -1,0 +1,101 @@
+"""Help pages, completion and the generated reference: 80 columns, examples that parse, every command."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from backlight.cli import app as application
+
+Console = Callable[..., subprocess.CompletedProcess[str]]
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def all_commands() -> Iterator[tuple[str, Any]]:
+    application.load_commands()
+    for name, command in typer.main.get_command(application.app).commands.items():
+        inner = getattr(command, "commands", None)
+        yield from [(name, command)] if inner is None else ((f"{name} {n}", c) for n, c in inner.items())
+
+
+def test_no_help_page_is_wider_than_80_columns(command: Callable[..., tuple[int, str, str]]) -> None:
+    for name, one in [*all_commands(), ("", None)]:
+        code, out, _ = command(*name.split(), "--help")
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 80, name
+        assert "<bool>" not in out
+        assert "\x1b" not in out
+        if one is not None:
+            assert out.startswith(f"Usage: backlight {name} ")
+            assert all(o in out for p in one.params for o in p.opts if o.startswith("-")), name
+
+
+def test_every_command_has_an_example_that_parses() -> None:
+    for name, command in all_commands():
+        examples = command.epilog.splitlines()
+        assert examples, name
+        for line in examples:
+            _, _, arguments = line.partition(f"backlight {name}")
+            assert line.endswith(arguments), line
+            words = shlex.split(arguments)
+            context = command.make_context(name, list(words), resilient_parsing=False)
+            assert not context.args or context.allow_extra_args, line
+
+
+def test_console_script_prints_groups_in_order_and_exits_0(console_script: Console, tmp_path: Path) -> None:
+    for arguments in ((), ("-h",)):
+        done = console_script(tmp_path, *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        listed = re.findall(r"^  ([a-z-]+)  ", done.stdout, re.MULTILINE)
+        expected = [name for names in application.PANELS.values() for name in names]
+        assert [name for name in listed if name in expected] == expected
+    assert console_script(tmp_path, "grok").stdout.startswith("Usage: backlight grok [OPTIONS] COMMAND")
+    assert console_script(tmp_path, "-V").stdout == console_script(tmp_path, "--version").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [("backlight wh", "why-no-grad"), ("backlight nan --fa", "--fail-on")]
+)
+def test_completion_completes_commands_and_options(line: str, expected: str) -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("backlight")],
+        env={
+            **os.environ, "_BACKLIGHT_COMPLETE": "complete_bash", "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split()) - 1),
+        },
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout.split(), done.stderr) == ([expected], "")
+
+
+def test_fail_on_an_unknown_name_is_refused_before_the_script_runs(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('the script ran')")
+    for name, given, message in (
+        ("nan", "nam", "did you mean 'nan'?"),
+        ("why-no-grad", "unsued", "did you mean 'unused'?"),
+        ("checkpointing", "states", "did you mean 'state'?"),
+    ):
+        assert message in refused(name, "--fail-on", given, tmp_path / "train.py")
+
+
+def test_the_reference_of_the_site_has_every_command() -> None:
+    import building  # in the folder of the docs
+
+    page = building.generated((DOCS / "cli.md").read_text(), "cli")
+    for name, command in all_commands():
+        assert f"### backlight {name}\n" in page
+        assert f"Usage: backlight {name} " in page
+        assert command.help.split("\n\n")[0] in page
+    assert "<!--" not in page
+    assert "\x1b" not in page
