@@ -138,7 +138,7 @@ def test_internal_error_warns_once_and_training_continues(
 def test_invalid_setting_is_rejected_at_construction() -> None:
     from backlight.integrations.huggingface import BacklightCallback
 
-    with pytest.raises(ValueError, match="unknown key 'evry'; did you mean 'every'"):
+    with pytest.raises(TypeError, match=r"no parameter 'evry'; did you mean 'every'\?"):
         BacklightCallback(evry=3)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backlight.integrations.hosted import Hosted, HostedWatch, OnEnd, require
+from backlight.session.settings import DEFAULT_MONITORS, given_settings, suggest_keywords
 
 VERSION = require("accelerate", "accelerate")
 """The release of Accelerate that is here."""
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backlight.monitor import Samples
+    from backlight.monitors.grokking.model.measures import Measures
+    from backlight.monitors.spectra.model.options import SpectraOptions
     from backlight.session.watch import Watch
 
 
@@ -54,6 +57,7 @@ class AcceleratedWatch(HostedWatch):
             trackers[:] = [tracker for tracker in trackers if tracker is not self._tracker]
 
 
+@suggest_keywords
 def watch(
     accelerator: Accelerator,
     model: nn.Module | Sequence[nn.Module],
@@ -64,7 +68,24 @@ def watch(
     samples: Samples | None = None,
     on_end: OnEnd | None = None,
     summary: bool = True,
-    **settings: Any,
+    monitors: str | Sequence[str] = DEFAULT_MONITORS,
+    every: int | None = None,
+    steps: int | None = None,
+    groups: Mapping[str, str] | None = None,
+    histogram: bool = False,
+    exact_updates: int | None = None,
+    per_backward: bool = False,
+    reduce: bool = False,
+    detail: int = 20,
+    stall: float | None = None,
+    trace: str | Sequence[str] | None = None,
+    max_disk: int | None = None,
+    flush_interval: float = 1.0,
+    step_offset: int | None = None,
+    thresholds: Mapping[str, Mapping[str, float]] | None = None,
+    trackers: str | Sequence[str] = (),
+    measures: Mapping[str, Any] | Measures | None = None,
+    spectra: Mapping[str, Any] | SpectraOptions | None = None,
 ) -> AcceleratedWatch:
     """Watch a loop of Accelerate; use the result as a context manager around it.
 
@@ -74,7 +95,7 @@ def watch(
         The Accelerator, and what its ``prepare`` returned; several models or optimizers as a list.
     step:
         Optimizer steps done before, after ``accelerator.load_state``.
-    run, samples, on_end, summary, **settings:
+    run, samples, on_end, summary, monitors, every, ...:
         As for :class:`backlight.integrations.hosted.HostedCallback`. ``run`` is by default
         ``runs/<script>-<time>``.
 
@@ -86,8 +107,9 @@ def watch(
     Raises
     ------
     ValueError
-        If a setting is unknown or out of range.
+        If a setting is out of range.
     """
+    settings = given_settings(locals())
     hosted = Hosted("accelerate.watch", run, settings, samples=samples, on_end=on_end, summary=summary)
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

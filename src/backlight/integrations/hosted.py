@@ -25,7 +25,7 @@ from backlight.monitor import Samples, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding
 from backlight.report.terminal import print_findings
-from backlight.session.settings import Settings
+from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
 from backlight.session.watch import Watch, watch
 from backlight.store.errors import StoreError
 from backlight.store.read.attempt_files import wait_for_ranks
@@ -35,6 +35,9 @@ from backlight.store.write.attempt import default_path
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from backlight.monitors.grokking.model.measures import Measures
+    from backlight.monitors.spectra.model.options import SpectraOptions
 
 
 OLDEST_RELEASES = {
@@ -270,15 +273,16 @@ class HostedCallback(Hosting):
         Called on rank 0 with the list of findings when a run has ended.
     summary:
         Print the findings once at the end, on rank 0.
-    **settings:
-        Settings of :func:`backlight.watch`: ``monitors``, ``every``, ``groups``, ``thresholds`` and others.
+    monitors, every, steps, groups, ...:
+        What is measured and kept: the fields of :class:`backlight.session.settings.Settings`.
 
     Raises
     ------
     ValueError
-        If a setting is unknown or out of range.
+        If a setting is out of range.
     """
 
+    @suggest_keywords
     def __init__(
         self,
         run: str | os.PathLike[str] | None = None,
@@ -286,8 +290,26 @@ class HostedCallback(Hosting):
         samples: Samples | None = None,
         on_end: OnEnd | None = None,
         summary: bool = True,
-        **settings: Any,
+        monitors: str | Sequence[str] = DEFAULT_MONITORS,
+        every: int | None = None,
+        steps: int | None = None,
+        groups: Mapping[str, str] | None = None,
+        histogram: bool = False,
+        exact_updates: int | None = None,
+        per_backward: bool = False,
+        reduce: bool = False,
+        detail: int = 20,
+        stall: float | None = None,
+        trace: str | Sequence[str] | None = None,
+        max_disk: int | None = None,
+        flush_interval: float = 1.0,
+        step_offset: int | None = None,
+        thresholds: Mapping[str, Mapping[str, float]] | None = None,
+        trackers: str | Sequence[str] = (),
+        measures: Mapping[str, Any] | Measures | None = None,
+        spectra: Mapping[str, Any] | SpectraOptions | None = None,
     ) -> None:
+        settings = given_settings(locals())
         super().__init__()
         self._hosted = Hosted(
             type(self).__name__, run, settings, samples=samples, on_end=on_end, summary=summary

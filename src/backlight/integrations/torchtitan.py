@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from backlight.integrations.hosted import Hosted, HostedWatch, OnEnd, require
+from backlight.session.settings import DEFAULT_MONITORS, given_settings, suggest_keywords
 
 VERSION = require("torchtitan", "torchtitan")
 """The release of torchtitan that is here."""
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backlight.monitor import Samples
+    from backlight.monitors.grokking.model.measures import Measures
+    from backlight.monitors.spectra.model.options import SpectraOptions
 
 
 class TitanWatch(HostedWatch):
@@ -69,6 +72,7 @@ class TitanWatch(HostedWatch):
         trainer.train_step = train_step
 
 
+@suggest_keywords
 def watch(
     trained: Any,
     optimizers: Any = None,
@@ -78,7 +82,24 @@ def watch(
     samples: Samples | None = None,
     on_end: OnEnd | None = None,
     summary: bool = True,
-    **settings: Any,
+    monitors: str | Sequence[str] = DEFAULT_MONITORS,
+    every: int | None = None,
+    steps: int | None = None,
+    groups: Mapping[str, str] | None = None,
+    histogram: bool = False,
+    exact_updates: int | None = None,
+    per_backward: bool = False,
+    reduce: bool = False,
+    detail: int = 20,
+    stall: float | None = None,
+    trace: str | Sequence[str] | None = None,
+    max_disk: int | None = None,
+    flush_interval: float = 1.0,
+    step_offset: int | None = None,
+    thresholds: Mapping[str, Mapping[str, float]] | None = None,
+    trackers: str | Sequence[str] = (),
+    measures: Mapping[str, Any] | Measures | None = None,
+    spectra: Mapping[str, Any] | SpectraOptions | None = None,
 ) -> TitanWatch:
     """Watch a torchtitan ``Trainer``, or a loop in its style; use the result as a context manager.
 
@@ -90,7 +111,7 @@ def watch(
         With a model: its optimizer, several, or torchtitan's container of them.
     step:
         With a model: optimizer steps done before. A trainer has that number.
-    run, samples, on_end, summary, **settings:
+    run, samples, on_end, summary, monitors, every, ...:
         As for :class:`backlight.integrations.hosted.HostedCallback`. ``run`` is by default
         ``runs/<model>-<time>``.
 
@@ -104,8 +125,9 @@ def watch(
     TypeError
         If ``trained`` is neither a trainer nor models with their optimizers.
     ValueError
-        If a setting is unknown or out of range.
+        If a setting is out of range.
     """
+    settings = given_settings(locals())
     hosted = Hosted("torchtitan.watch", run, settings, samples=samples, on_end=on_end, summary=summary)
     if hasattr(trained, "model_parts") and hasattr(trained, "train_step"):
         return TitanWatch(trained, list(trained.model_parts), trained.optimizers, step, hosted)

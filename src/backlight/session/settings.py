@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -27,6 +28,9 @@ from backlight.monitors.spectra.model.options import SpectraOptions
 from backlight.monitors.stalls.trace_monitor import traced_kinds
 from backlight.session.trackers.base import chosen
 from backlight.text import did_you_mean
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DEFAULT_MONITORS = ("health", "stalls", "steptime")
 
@@ -135,10 +139,6 @@ class Settings:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
         """Check keywords; ValueError if a key is unknown or a value has the wrong type or range."""
-        folder = next((key for key in values if key in FOLDERS), None)
-        if folder is not None:
-            given = f"unknown key {folder!r}; the run directory is run={values[folder]!r}"
-            raise ValueError(f"settings: {given}")
         return cls._checked(values, "settings")
 
     @classmethod
@@ -175,6 +175,29 @@ class Settings:
     def overrides(self) -> dict[str, dict[str, float]]:
         """Return the thresholds that differ from their defaults, by monitor."""
         return {monitor: dict(values) for monitor, values in self.thresholds.items() if values}
+
+
+def given_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings among the arguments of a call; None stands for the default."""
+    names = [field.name for field in dataclasses.fields(Settings)]
+    return {name: arguments[name] for name in names if arguments.get(name) is not None}
+
+
+def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Return ``function`` with a TypeError that suggests a keyword in place of one that it does not have."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in kwargs.items():
+            if name not in known:
+                hint = (
+                    f"; the run directory is run={value!r}" if name in FOLDERS else did_you_mean(name, known)
+                )
+                raise TypeError(f"{function.__qualname__}() has no parameter {name!r}{hint}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 @functools.cache  # building a schema takes 50 ms

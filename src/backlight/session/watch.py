@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +21,7 @@ from backlight.notifier import Notifier
 from backlight.records import Finding, Made, RunStatus
 from backlight.session.monitor_set import MonitorSet, requested_monitors
 from backlight.session.run_directory import final_findings, open_writer
-from backlight.session.settings import Settings
+from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
 from backlight.session.step_recorder import Sampling, StepRecorder
 from backlight.session.writer_thread import ResultQueue, WriterThread
 from backlight.store.read.run import open_run
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from backlight.monitors.grokking.model.measures import Measures
+    from backlight.monitors.spectra.model.options import SpectraOptions
     from backlight.store.write.writer import RunWriter
 
 __all__ = ["StopTraining", "Watch", "watch"]
@@ -330,13 +332,31 @@ def _loggable(name: str, value: Any) -> Any:
         ) from None
 
 
+@suggest_keywords
 def watch(
     model: nn.Module | Sequence[nn.Module] | None = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     run: str | os.PathLike[str] | None = None,
     samples: Samples | None = None,
-    **settings: Any,
+    monitors: str | Sequence[str] = DEFAULT_MONITORS,
+    every: int | None = None,
+    steps: int | None = None,
+    groups: Mapping[str, str] | None = None,
+    histogram: bool = False,
+    exact_updates: int | None = None,
+    per_backward: bool = False,
+    reduce: bool = False,
+    detail: int = 20,
+    stall: float | None = None,
+    trace: str | Sequence[str] | None = None,
+    max_disk: int | None = None,
+    flush_interval: float = 1.0,
+    step_offset: int | None = None,
+    thresholds: Mapping[str, Mapping[str, float]] | None = None,
+    trackers: str | Sequence[str] = (),
+    measures: Mapping[str, Any] | Measures | None = None,
+    spectra: Mapping[str, Any] | SpectraOptions | None = None,
 ) -> Watch:
     """Watch a training run; use the result as a context manager around your loop.
 
@@ -352,13 +372,11 @@ def watch(
         attempt of it.
     samples:
         For the monitor grokking: ``(loss_fn, batch)``, where ``loss_fn(model, batch)`` is the loss summed
-        over
-        the samples along the first dimension, and ``batch`` a fixed probe batch or a callable that gives
+        over the samples along the first dimension, and ``batch`` a fixed probe batch or a callable that gives
         one. Without them, what needs per-sample gradients is not measured. The monitor spectra splits that
         batch where ``spectra={"split": R}`` asks for it.
-    **settings:
-        Fields of :class:`backlight.session.settings.Settings`: ``monitors``, ``every``, ``groups``,
-        ``histogram``, ``thresholds``, ``max_disk`` and others.
+    monitors, every, steps, groups, ...:
+        What is measured and kept: the fields of :class:`backlight.session.settings.Settings`.
 
     Returns
     -------
@@ -368,8 +386,9 @@ def watch(
     Raises
     ------
     ValueError
-        If a setting is out of range or unknown.
+        If a setting is out of range.
     """
+    settings = given_settings(locals())
     models = _listed(model, "model", "torch.nn.Module", "parameters")
     given = _listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
     optimizers = [inner for outer in given for inner in underlying(outer)]
