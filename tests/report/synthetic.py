@@ -375,8 +375,9 @@ def fingerprint(table: tuple[ParameterRecord, ...]) -> Fingerprint:
         device="cpu",
         host="node-1",
         module_hash="3f9c1b7a",
-        modules=tuple(
-            (record.module, record.module_type) for record in table if record.name.endswith("weight")
+        modules=(
+            ("", "GPT"),
+            *((record.module, record.module_type) for record in table if record.name.endswith("weight")),
         ),
         parameter_count=sum(record.numel for record in table),
         dtypes={"float32": len(table)},

@@ -113,7 +113,7 @@ def share_of(pixels: np.ndarray, wanted: list[int]) -> float:
     return float((pixels[..., :3] == wanted).all(axis=-1).mean())
 
 
-def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path) -> None:
+def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     sent = [
         json.loads(entry["message"])["message"]["params"]
@@ -123,7 +123,8 @@ def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path) 
     # The start page of the browser makes requests as well.
     requested = [each["request"]["url"] for each in sent if not each["documentURL"].startswith("chrome:")]
     assert [url.split(":")[0] for url in requested] == ["file"]
-    assert driver.find_element(By.TAG_NAME, "h1").text == "1 error, 1 warning, 2 notes"
+    assert driver.find_element(By.TAG_NAME, "h1").text == findings(run)[0].title.replace("`", "")
+    assert text_of(driver, ".headline p").startswith("1 error, 1 warning, 2 notes. ")
     assert driver.title == "browser run · backlight"
     empty = "[...document.querySelectorAll('.panel-body')].filter((b) => !b.children.length).length"
     assert driver.execute_script(f"return {empty}") == 0

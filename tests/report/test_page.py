@@ -99,7 +99,8 @@ def test_page_makes_no_requests(page: str) -> None:
 
 def test_finding_has_its_evidence_link(page: str) -> None:
     model = model_of(page)
-    assert model["verdict"]["headline"] == "1 error"
+    assert model["verdict"]["headline"] == model["findings"][0]["title"]
+    assert model["verdict"]["detail"].startswith("1 error. ")
     (shown,) = model["findings"]
     assert shown["made"] == "live"
     assert shown["evidence"][0]["place"] == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,8 @@ def test_findings_set_tone_and_headline(tmp_path: Path) -> None:
         finding("embed.weight", 3, severity=Severity.WARNING),
     ]
     result = outcome(Source(run, findings))
-    assert (result.tone, result.headline) == ("error", "2 errors, 1 warning, 1 note")
+    assert (result.tone, result.headline) == ("error", findings[1].title)
+    assert result.summary == f"2 errors, 1 warning, 1 note. {result.detail}"
     assert result.detail == "Gradients of all 51 parameters were measured at 10 steps."
     assert result.losses == ()
     assert result.unmeasured == ()
@@ -43,6 +45,7 @@ def test_no_findings_lists_what_was_not_checked(tmp_path: Path) -> None:
     plan = Plan(steps=10, unmeasured={7: "frozen", 9: "frozen", 30: "unused in forward"}, updates=False)
     result = outcome(Source(write_run(tmp_path / "run", plan)))
     assert (result.tone, result.headline) == ("clear", "No findings")
+    assert result.summary == result.detail
     assert "48 of 51 parameters" in result.detail
     assert "Only recorded data was checked" in result.detail
     gaps = {(gap.what, gap.reason): gap.names for gap in result.unmeasured}
@@ -120,13 +123,19 @@ def test_joined_part_is_complete(tmp_path: Path, joined: bool) -> None:
     assert [gap.what for gap in result.unmeasured] == ([] if joined else [OTHERS])
 
 
+def test_model_command_and_host_are_named(tmp_path: Path) -> None:
+    model, command, host = outcome(Source(write_run(tmp_path / "run", Plan(steps=5)))).about
+    assert re.fullmatch(r"GPT, [\d,]+ parameters", model)
+    assert (command, host) == ("train.py --steps 300", "node-1, cpu")
+
+
 def test_performance_hints_do_not_change_the_headline(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=5))
     hint = finding("embed.weight", 3, rule="data_bound", monitor="steptime")
     alone = outcome(Source(run, (hint,)))
     assert (alone.tone, alone.headline) == ("clear", "No findings")
     assert alone.detail.endswith("1 performance hint.")
-    assert outcome(Source(run, (hint, finding("embed.weight", 3)))).headline == "1 error"
+    assert outcome(Source(run, (hint, finding("embed.weight", 3)))).tally == "1 error"
 
 
 def test_degraded_measurement_is_listed(tmp_path: Path) -> None:
@@ -149,8 +158,8 @@ def step_times(tmp_path: Path) -> Source:
 
 def test_headline_reports_step_times(step_times: Source) -> None:
     result = outcome(step_times)
-    assert result.headline == "No findings"
-    assert result.detail.startswith("The times of 20 steps were measured.")
+    assert result.headline == "A step takes 51 ms (median)"
+    assert result.summary.startswith("No findings. The times of 20 steps were measured.")
 
 
 def test_step_time_sums_all_phases(step_times: Source) -> None:

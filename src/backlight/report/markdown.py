@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from backlight.records import Finding, Made
 from backlight.report.evidence_links import collected
 from backlight.report.source import Source
-from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
+from backlight.report.verdict import PARTED, Outcome, by_severity, measurements, outcome, where
 from backlight.store.read.run import Run
 from backlight.text import number, visible
 
@@ -27,8 +27,9 @@ def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
     """Return the verdict, the findings and what was not measured; no text of the run acts as markup."""
     source = Source(run, tuple(findings))
     said = outcome(source)
-    lines = [f"# {escape(run.name) or 'unnamed run'}: {said.headline}", "", said.detail, ""]
-    lines.append(" · ".join(part for part in (run.status.value, escape(said.status)) if part))
+    lines = [f"# {escape(run.name) or 'unnamed run'}: {prose(said.headline)}", "", said.summary, ""]
+    parts = (run.status.value, said.status, *said.about)
+    lines.append(PARTED.join(escape(part) for part in parts if part))
     lines += [f"\n**Lost:** {escape(loss)}" for loss in said.losses]
     for finding in by_severity(findings):
         lines += ["", *_finding(finding)]

@@ -30,7 +30,7 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
     status = " · ".join(part for part in (run.status.value, said.status) if part)
     parts = [
         f"<div><strong>{_safe(run.name or 'unnamed run')}</strong> <small>{_safe(status)}</small></div>",
-        f'<div><strong style="color:{tone}">{_safe(said.headline)}.</strong> {_safe(said.detail)}</div>',
+        f'<div><strong style="color:{tone}">{_safe(said.tally)}.</strong> {_safe(said.detail)}</div>',
         *(f'<div style="color:{_TONES["warning"]}">Lost: {_safe(loss)}</div>' for loss in said.losses),
     ]
     figures = []

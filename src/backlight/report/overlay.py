@@ -69,6 +69,7 @@ def compared(name: str, runs: int, detail: str, monitors: Sequence[str] = ()) ->
             "headline": f"{count(runs, 'run')} overlaid",
             "detail": f"{detail} A difference between unlike runs is not a difference.",
             "status": "",
+            "about": [],
             "losses": [],
             "unmeasured": [],
             "figures": [],

@@ -144,8 +144,9 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
         "verdict": {
             "tone": said.tone,
             "headline": said.headline,
-            "detail": said.detail,
+            "detail": said.summary,
             "status": said.status,
+            "about": said.about,
             "losses": said.losses,
             "unmeasured": _unmeasured(said, drawn, source),
             "figures": [

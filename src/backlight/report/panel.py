@@ -60,11 +60,15 @@ Figures = Sequence[tuple[str, str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What was measured in a run, as one sentence, and the numbers that matter most."""
+    """What was measured in a run, as one sentence, and the numbers that matter most.
+
+    ``headline`` is the result of a command that looks for one thing, shown where there are no findings.
+    """
 
     detail: str
     figures: Callable[[Source], Figures]
     measured: bool = True
+    headline: str = ""
 
 
 class PanelWarning(UserWarning):

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from backlight.records import Finding, Severity
 from backlight.report.source import Source
-from backlight.report.verdict import Outcome, by_severity, measurements, outcome, where
+from backlight.report.verdict import PARTED, Outcome, by_severity, measurements, outcome, where
 from backlight.store.read.run import Run
 from backlight.text import count, listed, number, visible
 
@@ -43,10 +43,10 @@ def print_findings(run: Run, findings: Sequence[Finding], console: Console, *, f
     said = outcome(Source(run, tuple(findings)))
     glyph = {"error": "✕", "warning": "!", "info": "i", "clear": "✓"}.get(said.tone, "?")
     console.print(Text(visible(run.name) or "unnamed run", "bold"))
-    console.print(
-        Text.assemble((f"{glyph} {said.headline}.", f"bold {_TONES[said.tone]}"), f" {said.detail}")
-    )
-    console.print(Text(" · ".join(part for part in (run.status.value, said.status) if part), "dim"))
+    console.print(Text.assemble((f"{glyph} {said.tally}.", f"bold {_TONES[said.tone]}"), f" {said.detail}"))
+    for parts in ((run.status.value, said.status), said.about):
+        if line := PARTED.join(part for part in parts if part):
+            console.print(Text(line, "dim"))
     for loss in said.losses:
         console.print(Text(f"Lost: {loss}", "yellow"))
     console.print()

@@ -44,14 +44,25 @@ class Unmeasured:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The verdict in words; ``tone`` is ``error``, ``warning``, ``info``, ``clear`` or ``unmeasured``."""
+    """The verdict in words; ``tone`` is ``error``, ``warning``, ``info``, ``clear`` or ``unmeasured``.
+
+    ``headline`` is the title of the worst finding, or the result of a run without one. ``tally`` counts the
+    findings. ``about`` is the model, the command and the host, each where it is known.
+    """
 
     tone: str
     headline: str
+    tally: str
     detail: str
     status: str
+    about: tuple[str, ...]
     losses: tuple[str, ...]
     unmeasured: tuple[Unmeasured, ...]
+
+    @property
+    def summary(self) -> str:
+        """What stands under the headline: the tally, unless the headline is the same, and the detail."""
+        return self.detail if self.tally == self.headline else f"{self.tally}. {self.detail}"
 
 
 def by_severity(findings: Sequence[Finding]) -> list[Finding]:
@@ -81,16 +92,32 @@ def outcome(source: Source) -> Outcome:
     summary = summary_of(source)
     detail = summary.detail
     if findings:
-        tone, headline = findings[0].severity.value, tally(findings)
+        tone, headline, counted = findings[0].severity.value, visible(findings[0].title), tally(findings)
     elif summary.measured:
-        tone, headline = "clear", "No findings"
+        tone, counted = "clear", "No findings"
+        headline = summary.headline or counted
         detail += " Only recorded data was checked."
     else:
-        tone, headline = "unmeasured", "Nothing was measured"
+        tone, headline, counted = "unmeasured", *["Nothing was measured"] * 2
         detail += " Nothing can be said about the gradients of this run."
     if hints:
         detail += f" {count(len(hints), 'performance hint')}."
-    return Outcome(tone, headline, detail, status_line(source), _losses(source), _unmeasured(source))
+    state = (status_line(source), about(source), _losses(source), _unmeasured(source))
+    return Outcome(tone, headline, counted, detail, *state)
+
+
+def about(source: Source) -> tuple[str, ...]:
+    """Return the model with its size, the command, and the host with its device, each where it is known."""
+    stored = source.run.fingerprint()
+    if stored is None:
+        return ()
+    root = [kind for name, kind in stored.modules if not name]
+    parts = (
+        ", ".join((*root, count(stored.parameter_count, "parameter"))),
+        " ".join((stored.script, *stored.arguments)),
+        ", ".join(part for part in (stored.host, stored.device) if part),
+    )
+    return tuple(visible(part) for part in parts if part)
 
 
 def status_line(source: Source) -> str:

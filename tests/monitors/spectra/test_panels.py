@@ -166,11 +166,11 @@ def test_evidence_links_to_its_layer() -> None:
     assert layer_at("arrays/spectra/odd/name/directions/echo") == ("spectra", "odd/name", 5)
 
 
-def test_headline_counts_layers_and_steps(source: Source) -> None:
+def test_headline_is_the_signal_share(source: Source) -> None:
     page = model(source)
-    assert page["verdict"]["headline"] == "No findings"
+    assert page["verdict"]["headline"] == "Median signal share of 3 layers: 0.331"
     detail = "Spectra of 3 layers over replicates were measured at 4 steps."
-    assert page["verdict"]["detail"].startswith(detail)
+    assert page["verdict"]["detail"].startswith(f"No findings. {detail}")
     assert {f["label"]: f["value"] for f in page["verdict"]["figures"]}["replicates"] == "12"
 
 

@@ -220,7 +220,7 @@ def test_findings_are_sent_before_panels_are_read(grow: Grow) -> None:
     run.steps(5, broken=2)
     found.append(finding(run.names[2], 9))
     view.look()
-    assert headlines == [(2, "1 error")]
+    assert headlines == [(2, found[0].title)]
     assert view.version == 3
 
 

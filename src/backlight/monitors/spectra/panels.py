@@ -209,7 +209,16 @@ def summary(source: Source) -> Summary | None:
     if source.run.has("gradient") or not found:
         return None
     layers, steps = count(len(found), "layer"), count(len(steps_of(found)), "step")
-    return Summary(f"Spectra of {layers} over replicates were measured at {steps}.", _figures)
+    detail = f"Spectra of {layers} over replicates were measured at {steps}."
+    share = _median_of(found, "signal_share")
+    headline = f"Median signal share of {layers}: {share}" if share else ""
+    return Summary(detail, _figures, headline=headline)
+
+
+def _median_of(found: Sequence[LayerHistory], name: str) -> str:
+    """Return the median over layers of a number at their last steps, empty where none has it."""
+    values = [one.last[name] for one in found if not math.isnan(one.last[name])]
+    return number(median(values), 3) if values else ""
 
 
 def _figures(source: Source) -> Figures:
@@ -217,18 +226,15 @@ def _figures(source: Source) -> Figures:
     last, steps = [history.last for history in found], steps_of(found)
     fewest, most = min(one.replicates for one in last), max(one.replicates for one in last)
     first_step, last_step = (number(int(steps[at])) for at in (0, -1))
-
-    def median_of(name: str) -> str:
-        values = [one[name] for one in last if not math.isnan(one[name])]
-        return number(median(values), 3) if values else "not measured"
+    none = "not measured"
 
     replicates = number(most) if fewest == most else f"{number(fewest)} to {number(most)}"
     return (
         ("layers", number(len(last)), ""),
         ("steps", number(len(steps)), f"{first_step} to {last_step}"),
         ("replicates", replicates, "at the last step of each layer"),
-        ("signal share", median_of("signal_share"), "median of the layers"),
-        ("noise scale", median_of("noise_scale"), "samples, median of the layers"),
+        ("signal share", _median_of(found, "signal_share") or none, "median of the layers"),
+        ("noise scale", _median_of(found, "noise_scale") or none, "samples, median of the layers"),
     )
 
 

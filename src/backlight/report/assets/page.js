@@ -125,12 +125,13 @@ const unmeasuredList = () => {
 };
 
 const verdictPart = () => {
-  const { tone: mood, headline, detail, status, losses, figures } = report.verdict;
+  const { tone: mood, headline, detail, status, about, losses, figures } = report.verdict;
   return el(
     "section",
     { class: `verdict ${mood}`, "aria-labelledby": "headline" },
-    el("div", { class: "headline" }, glyph(mood), el("div", {}, el("h1", { id: "headline" }, headline), el("p", {}, detail))),
+    el("div", { class: "headline" }, glyph(mood), el("div", {}, el("h1", { id: "headline" }, prose(headline)), el("p", {}, detail))),
     el("p", { class: "status" }, el("span", { class: `pill ${report.run.status}` }, report.run.status), status),
+    about.length ? el("p", { class: "about" }, about.map((text) => el("span", {}, text))) : null,
     losses.map((loss) => el("p", { class: "loss" }, loss)),
     el("dl", { class: "figures" }, figures.map(({ label, value, note }) => el("div", {}, el("dt", {}, label), el("dd", { class: value === "not measured" ? "none" : "" }, value), el("dd", { class: "note" }, note)))),
   );

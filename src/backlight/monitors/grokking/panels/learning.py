@@ -73,7 +73,10 @@ def summary(source: Source) -> Summary | None:
     if source.run.has("gradient") or not names:
         return None
     steps = np.unique(np.concatenate([source.scalar(name).steps for name in names]))
-    return Summary(f"The geometry of gradients was measured at {count(len(steps), 'step')}.", _figures)
+    detail = f"The geometry of gradients was measured at {count(len(steps), 'step')}."
+    found = analysis_of(source)
+    headline = f"Verdict on grokking: {verdict_of(found.detection)}" if found else ""
+    return Summary(detail, _figures, headline=headline)
 
 
 def _figures(source: Source) -> Figures:

@@ -21,7 +21,9 @@ def summary(source: Source) -> Summary | None:
     """Return the summary of a run that measured times alone: health was not requested, and is not missing."""
     if source.run.monitors != ("steptime",) or not len(source.step_times):
         return None
-    return Summary(f"The times of {count(len(source.step_times), 'step')} were measured.", _figures)
+    detail = f"The times of {count(len(source.step_times), 'step')} were measured."
+    usual = duration(float(np.median(source.step_times)))
+    return Summary(detail, _figures, headline=f"A step takes {usual} (median)")
 
 
 def _figures(source: Source) -> Figures:
