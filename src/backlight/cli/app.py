@@ -16,6 +16,7 @@ import typer
 
 import backlight
 from backlight.cli.help_page import HelpCommand, HelpGroup
+from backlight.cli.script_command import ScriptCommand
 from backlight.registry import UnknownNameError
 from backlight.store.errors import StoreError
 
@@ -86,8 +87,9 @@ def command(
         }
         target = grok if group else app
         target.command(
-            name, cls=HelpCommand, help=inspect.cleandoc(function.__doc__ or ""), epilog="\n".join(examples),
-            rich_help_panel="" if group else _PANEL_OF[name], context_settings=settings,
+            name, cls=ScriptCommand if script else HelpCommand, help=inspect.cleandoc(function.__doc__ or ""),
+            epilog="\n".join(examples), rich_help_panel="" if group else _PANEL_OF[name],
+            context_settings=settings,
         )(function)  # fmt: skip
         return function
 

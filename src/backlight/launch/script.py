@@ -23,21 +23,53 @@ class ScriptNotFoundError(ValueError):
     """The script or module to watch does not exist."""
 
 
+class NoTrainingError(ValueError):
+    """The script ended, with ``exit_code``, before what a command needs of a training run."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 def check(target: str, *, module: bool) -> None:
     """Check that ``target`` can be started, before anything is written."""
     if module:
-        try:
-            found = importlib.util.find_spec(target)
-        except (ImportError, ValueError):
-            found = None
-        if found is None:
-            raise ScriptNotFoundError(f"no module named {target!r} in {Path.cwd()} or on the path")
+        _check_module(target)
         return
     path = Path(target)
     if not path.exists():
         raise ScriptNotFoundError(f"{target}: no such script; expected a Python file below {Path.cwd()}")
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise ScriptNotFoundError(f"{target}: a directory without __main__.py; expected a Python file")
+
+
+def _check_module(name: str) -> None:
+    """Look a module up as ``python -m`` does: in the working directory first."""
+    if name.endswith(".py") and Path(name).is_file():
+        raise ScriptNotFoundError(f"-m {name}: is a file, expected the name of a module; leave out -m")
+    _add_working_directory()
+    try:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            return  # missing in a package of the user's: running it shows where
+        found = None
+    except ValueError:  # not a name of a module
+        found = None
+    except Exception:  # noqa: BLE001 - of a package of the user's: running it shows where
+        return
+    if found is None:
+        raise ScriptNotFoundError(f"no module named {name!r} in {Path.cwd()} or on the path")
+
+
+def _add_working_directory() -> None:
+    """Put the working directory first on the path: the console script has its own directory there."""
+    folder = str(Path.cwd())
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
 
 
 _KEPT: list[object] = []
@@ -78,7 +110,7 @@ def launch(watch: AbstractContextManager[object], target: str, arguments: list[s
 
 def _execute(target: str, *, module: bool) -> None:
     if module:
-        sys.path[0:0] = [str(Path.cwd())]
+        _add_working_directory()
         with _keeping_globals():
             _KEPT.append(runpy.run_module(target, run_name="__main__", alter_sys=True))
         return

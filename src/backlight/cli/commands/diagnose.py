@@ -66,11 +66,14 @@ def _explain(
     return explain(observer, script, list(context.args), module=module, quiet=quiet)
 
 
-def _without_backward(script: str, code: int) -> ValueError:
-    return ValueError(
+def _without_backward(script: str, code: int) -> Exception:
+    from backlight.launch.script import NoTrainingError
+
+    message = (
         f"{script}: ended (exit code {code}) without a backward; expected a script that calls "
         "loss.backward() and is not stopped before"
     )
+    return NoTrainingError(message, code)
 
 
 @command(

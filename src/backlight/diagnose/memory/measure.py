@@ -24,6 +24,7 @@ from backlight.diagnose.memory.result import (
 from backlight.diagnose.memory.storage_log import Account
 from backlight.diagnose.script_observer import StepObserver
 from backlight.launch.observe import end_script, explain
+from backlight.launch.script import NoTrainingError
 from backlight.records import Phase
 
 
@@ -41,7 +42,7 @@ def measure_memory(
             if not module and "def build_model" in Path(script).read_text(encoding="utf-8", errors="replace"):
                 what += ". It looks like a recipe: add --fake to predict its memory"
         also = f"; {'; '.join(observer.trouble)}" if observer.trouble else ""
-        raise ValueError(f"{script}: ended (exit code {code}) {what}{also}")
+        raise NoTrainingError(f"{script}: ended (exit code {code}) {what}{also}", code)
     granule = GRANULE_BYTES if recorder.device == "cuda" else 1
     parameters = {id(p): p for model in observer.forwards.models for p in model.parameters()}
     return MeasuredMemory(

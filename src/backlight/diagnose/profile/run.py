@@ -24,6 +24,7 @@ from backlight.diagnose.profile.step_summary import StepProfile, summarize_steps
 from backlight.diagnose.profile.throughput import Attention, find_attention, peak_flops, throughput
 from backlight.distributed import world
 from backlight.launch.observe import end_script, explain
+from backlight.launch.script import NoTrainingError
 from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.monitors.steptime.monitor import GarbagePauses
 from backlight.trace.events import TraceError
@@ -87,9 +88,10 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
             code = explain(observer, script, arguments, module=module, quiet=options.quiet, compiled=True)
         collector.stop()
         if not observed.steps:
-            raise ValueError(
+            raise NoTrainingError(
                 f"{script}: ended (exit code {code}) without a step of an optimizer after a backward; "
-                "expected a training script"
+                "expected a training script",
+                code,
             )
         try:
             summary = summarize_steps(observed.steps)
