@@ -77,7 +77,7 @@ def victim(path: Path, shared: mmap.mmap, seed: int) -> None:
             writer.scalar(step, "loss", 1.0 / (step + 1))
             if step % 25 == 7:
                 writer.array("gram", step, floats_at(step), dims=("a", "b"))
-                writer.event(step, "cadence", {"every": 1})
+                writer.event(step, "sampling", {"every": 1})
             if step % 60 == 11:
                 writer.finding(FINDING)
             if step % 90 == 13:

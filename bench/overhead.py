@@ -117,7 +117,7 @@ def main() -> None:
         table.add_column(column, justify="right")
     rows: dict[str, dict[str, object] | None] = {
         "nothing (two unwatched steps)": None,
-        "default monitors, cadence by the budget": {},
+        "default monitors, sampling by the budget": {},
         "default monitors, every step": {"every": 1},
         "without stalls, every step": {"every": 1, "monitors": "health,steptime"},
         "every step, with histograms": {"every": 1, "histogram": True},

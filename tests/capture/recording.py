@@ -21,7 +21,7 @@ class Sink(StepSink):
     scope: Scope
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
     summaries: list[StepSummary] = field(default_factory=list)
-    moments: list[str] = field(default_factory=list)
+    collections: int = 0
     updates: int = 0
     error: Exception | None = None
 
@@ -29,8 +29,8 @@ class Sink(StepSink):
         self.grads.append({})
         return True
 
-    def collect(self, parameters: Sequence[Tensor], scale: Tensor | float | None, moment: str) -> None:
-        self.moments.append(moment)
+    def collect(self, parameters: Sequence[Tensor], scale: Tensor | float | None) -> None:
+        self.collections += 1
         if self.error is not None:
             raise self.error
         for parameter in parameters:

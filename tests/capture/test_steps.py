@@ -12,9 +12,6 @@ from cases import CASE_NAMES, CASES, Case, build, build_with_sgd, loop
 
 EVERY = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 
-# Cases whose .grad differs from the result of backward: set by hand, or consumed inside backward.
-NOT_FROM_BACKWARD = {"functional_gradients", "gradients_by_grad", "optimizer_in_backward"}
-
 
 @pytest.fixture
 def truth(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, Tensor]]:
@@ -145,7 +142,7 @@ def test_internal_error_does_not_reach_the_training() -> None:
     with tracking() as sink:
         sink.error = ZeroDivisionError("injected")
         watched = CASES["plain"].train()
-    assert sink.moments == ["step"], "the listener was not taken off after its error"
+    assert sink.collections == 1, "the listener was not taken off after its error"
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
 
 
@@ -202,7 +199,7 @@ def test_existing_optimizer_is_tracked_from_its_first_clipping() -> None:
 
     with tracking() as sink:
         loop(model, optimizer, clip)
-    assert sink.moments == ["clip"] * 4
+    assert sink.collections == 4
     assert [max(g.abs().max().item() for g in step.values()) for step in sink.grads[:4]] == largest
 
 

@@ -60,9 +60,7 @@ class StepSink:
         """Return whether this step is to be recorded."""
         return False
 
-    def collect(
-        self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, moment: str
-    ) -> None:
+    def collect(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None) -> None:
         """Measure the gradients of ``parameters`` now; they are unchanged since backward."""
 
     def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -231,14 +229,14 @@ class StepTracker(Listener):
         if self._recording and self._scope.holds(optimizer):
             self._refresh()
             self._note_scale(scaler)
-            self._collect(self._scope.parameters_of(optimizer), None, "unscale")
+            self._collect(self._scope.parameters_of(optimizer), None)
 
     def norm_begin(self) -> None:
         """Account for the norm as a part of clipping."""
         self._clock.enter(Phase.CLIP)
 
     def norm_end(self) -> None:
-        """What follows is clipping itself, or nothing of it."""
+        """End the time of the norm: clipping itself follows, or nothing of it."""
         self._clock.leave(Phase.CLIP)
 
     def clip_begin(
@@ -258,7 +256,7 @@ class StepTracker(Listener):
             parameters = [p for p in self._scope.parameters() if id(p) in wanted or id(p.grad) in wanted]
         if not parameters:
             return
-        self._collect(parameters, None, "clip")
+        self._collect(parameters, None)
         known = None if norm is None else settled(norm.detach())
         if kind == "norm" and norm is not None and known is None:
             # The norm of sharded gradients is a part of it here; the reader knows that of all of them.
@@ -293,14 +291,16 @@ class StepTracker(Listener):
         parameters = self._scope.parameters_of(optimizer)
         whole = self._summary.backwards and not HUB.optimizers.goes_on
         if not has_closure or whole:  # else they come with the first evaluation
-            self._collect([*parameters, *self._scope.orphans()], self._scale_inside(optimizer), "step")
+            self._collect(
+                [*parameters, *self._scope.orphans()], self._scale_inside(optimizer), at_step=True
+            )
         self._sink.update_begins(parameters)
 
     def closure_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Collect after the first evaluation of a closure."""
         if self._recording and self._scope.holds(optimizer):
             parameters = self._scope.parameters_of(optimizer)
-            self._collect([*parameters, *self._scope.orphans()], None, "closure")
+            self._collect([*parameters, *self._scope.orphans()], None)
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure the update that was taken."""
@@ -357,16 +357,20 @@ class StepTracker(Listener):
         return scale.detach() if isinstance(scale, torch.Tensor) else scale
 
     def _collect(
-        self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, moment: str
+        self,
+        parameters: Sequence[torch.Tensor],
+        scale: torch.Tensor | float | None,
+        *,
+        at_step: bool = False,
     ) -> None:
         fresh = [p for p in parameters if id(p) not in self._collected]
         if not fresh:
             return
         self._collected.update(id(p) for p in fresh)
-        if moment == "step" and scale is None and self._versions:
+        if at_step and scale is None and self._versions:
             self._summary.changed_by_hand += sum(
                 p.grad is not None and self._versions.get(id(p), p.grad._version) != p.grad._version
                 for p in fresh
             )
         self._summary.without_gradient.extend(p for p in fresh if p.grad is None)
-        self._sink.collect(fresh, scale, moment)
+        self._sink.collect(fresh, scale)

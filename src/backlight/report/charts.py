@@ -1,4 +1,4 @@
-"""Charts over steps: scalars of different cadence on one axis, reduced to what the eye can tell apart."""
+"""Charts over steps: scalars recorded at different steps on one axis, reduced to what the eye can tell apart."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _value(value: Any) -> str:
     "fingerprint",
     title="Fingerprint",
     order=130,
-    series=("fingerprint", "thresholds", "scalars/cost", "events/cadence"),
+    series=("fingerprint", "thresholds", "scalars/cost", "events/sampling"),
     note="What must agree before runs are compared, overridden thresholds, and the cost of watching.",
 )
 def fingerprint(source: Source) -> Drawn | NotMeasured:

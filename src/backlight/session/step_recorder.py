@@ -243,7 +243,7 @@ class StepRecorder(StepSink):
         spacing = self._sampling.review(index, self._spent(), time.perf_counter() - self._started)
         if spacing is not None:
             reason = "the budget of time for measuring"
-            self._notifier.event("cadence", {"every": spacing, "reason": reason}, index)
+            self._notifier.event("sampling", {"every": spacing, "reason": reason}, index)
         wanted = any(self._monitors.call("wants_step", index))
         return self._sampling.wants(index) or wanted
 
@@ -280,9 +280,7 @@ class StepRecorder(StepSink):
             self._report_partial()
         return found
 
-    def collect(
-        self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, moment: str
-    ) -> None:
+    def collect(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None) -> None:
         """Measure gradients as backward left them."""
         record = self._current()
         self._monitors.call("on_gradients_ready", self._gradients(parameters, scale), record)

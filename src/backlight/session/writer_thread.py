@@ -1,4 +1,4 @@
-"""Background the writer thread completed steps and results of monitors; nothing waits for it."""
+"""Background thread that writes completed steps and results of monitors; training never waits for it."""
 
 from __future__ import annotations
 

@@ -361,7 +361,7 @@ def test_wandb_does_not_wait_for_an_unreachable_server(
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setattr(wandb_tracker, "PATIENCE", 2.0)
+    monkeypatch.setattr(wandb_tracker, "TIMEOUT_S", 2.0)
     with pytest.warns(
         RuntimeWarning, match="'wandb' is left out: CommError: "
     ):  # did not wait for the timeout
@@ -372,16 +372,16 @@ def test_wandb_does_not_wait_for_an_unreachable_server(
 def test_wandb_honours_the_timeout_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
-    from backlight.session.trackers.wandb import PATIENCE, _patience
+    from backlight.session.trackers.wandb import TIMEOUT_S, _timeouts
 
     for name in ("INIT", "FINISH"):
         monkeypatch.delenv(f"WANDB_{name}_TIMEOUT", raising=False)
     training, stored = (Tracked("run", tmp_path, live=live) for live in (True, False))
-    assert _patience(wandb, training)["init_timeout"] == PATIENCE
-    assert set(_patience(wandb, stored)) == {"init_timeout"}
+    assert _timeouts(wandb, training)["init_timeout"] == TIMEOUT_S
+    assert set(_timeouts(wandb, stored)) == {"init_timeout"}
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
-    assert "init_timeout" not in _patience(wandb, training)
-    assert wandb.Settings(**_patience(wandb, training)) is not None
+    assert "init_timeout" not in _timeouts(wandb, training)
+    assert wandb.Settings(**_timeouts(wandb, training)) is not None
 
 
 # MLflow

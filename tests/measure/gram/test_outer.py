@@ -65,9 +65,9 @@ def test_dense_matrix_needs_space(monkeypatch: pytest.MonkeyPatch) -> None:
         OuterProductError, match=r"1000000 x 1000000 entries takes 4 TB.*ask for entries, rows"
     ):
         product.dense()
-    monkeypatch.setattr(outer, "available_memory", lambda device: 799)
+    monkeypatch.setattr(outer, "_free_memory", lambda device: 799)
     small = backlight.outer_product(torch.ones(10))
     with pytest.raises(OuterProductError, match="takes 400 B, 799 B of memory are available"):
         small.dense()
-    monkeypatch.setattr(outer, "available_memory", lambda device: 800)
+    monkeypatch.setattr(outer, "_free_memory", lambda device: 800)
     assert small.dense().shape == (10, 10)

@@ -127,12 +127,12 @@ def print_overlaid(overlaid: Overlaid, console: Console) -> None:
     first = "measure" if not overlaid.aligned else "measure, steps after t_g"
     named = max((len(name) for name in (first, *overlaid.measures)), default=0)
     runs = max((len(name) for name in overlaid.runs), default=0)
-    places = _spread(overlaid.table_steps(), (console.width - named - runs - 4) // _VALUE)
-    heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in places]
+    chosen = _spread(overlaid.table_steps(), (console.width - named - runs - 4) // _VALUE)
+    heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in chosen]
     table = make_table(first, "run", *heads, left=("run",))
     for measure, of_run in overlaid.measures.items():
         for row, (name, series) in enumerate(of_run.items()):
-            values = [value_at(series, step) for step in places]
+            values = [value_at(series, step) for step in chosen]
             shown = ["" if value is None else number(value, 3) for value in values]
             table.add_row("" if row else visible(measure), visible(name), *shown)
     console.print(table)
@@ -142,10 +142,10 @@ def _signed(value: float | None) -> str:
     return "" if value is None else f"{value:+.2f}"
 
 
-def _spread(places: list[int], monitor: int) -> list[int]:
-    """Return at most ``monitor`` places, or three, the first and the last among them."""
-    count = min(len(places), max(3, monitor))
-    return [places[round(k * (len(places) - 1) / max(1, count - 1))] for k in range(count)]
+def _spread(steps: list[int], most: int) -> list[int]:
+    """Return at most ``most`` of the steps, or three, the first and the last among them."""
+    count = min(len(steps), max(3, most))
+    return [steps[round(k * (len(steps) - 1) / max(1, count - 1))] for k in range(count)]
 
 
 def print_estimate(found: Estimate, console: Console) -> None:

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from backlight.cli.console import make_console, make_table
 from backlight.diagnose.scaling.sweep import DONE, Point, Scaling
+from backlight.text import size
 
 UNITS = {"step_ms": "step", "memory": "memory", "flops": "operations", "parameters": "parameters"}
 
@@ -74,7 +75,7 @@ def _value(quantity: str, value: float | None) -> str:
     if value is None:
         return "not measured"
     if quantity == "memory":
-        return f"{value / 2**30:.2f} GiB"
+        return size(value)
     if quantity == "flops":
         return f"{value / 1e12:.3g} TFLOP"
     if quantity == "parameters":

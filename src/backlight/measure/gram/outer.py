@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from psutil import virtual_memory
 from torch import Tensor, nn
 
 from backlight import devices
+from backlight.processes import available_memory
 from backlight.text import size
 
 
@@ -122,7 +122,7 @@ class OuterProduct:
             raise OuterProductError(f"outer_product: {error}; there are {len(self._g)} rows") from error
 
     def _check_space(self, entries: int, what: str) -> None:
-        needed, free = entries * self._g.element_size(), available_memory(self._g.device)
+        needed, free = entries * self._g.element_size(), _free_memory(self._g.device)
         if needed > free / 2:
             raise OuterProductError(
                 f"outer_product: {what} takes {size(needed)}, {size(free)} of memory are available on "
@@ -130,9 +130,8 @@ class OuterProduct:
             )
 
 
-def available_memory(device: torch.device) -> int:
-    """Return the bytes of memory that are available on ``device``."""
-    return devices.free_memory(device) if device.type == "cuda" else int(virtual_memory().available)
+def _free_memory(device: torch.device) -> int:
+    return devices.free_memory(device) if device.type == "cuda" else available_memory()
 
 
 def outer_product(gradients: nn.Module | Tensor | Iterable[Any]) -> OuterProduct:

@@ -18,7 +18,7 @@ from typing import Any
 from backlight.records import Finding
 from backlight.session.trackers.base import PREFIX, Point, Tracked, TrackerError, tracker
 
-PATIENCE = 20.0
+TIMEOUT_S = 20.0
 """Seconds for which a run of backlight waits for a server, at its start and for its last rows.
 
 W&B's own are 90, and without end. ``WANDB_INIT_TIMEOUT`` and ``WANDB_FINISH_TIMEOUT`` set others."""
@@ -85,11 +85,11 @@ def _has_credentials(wandb: Any) -> bool:
     return wandb.api.api_key is not None
 
 
-def _patience(wandb: Any, run: Tracked) -> dict[str, Any]:
+def _timeouts(wandb: Any, run: Tracked) -> dict[str, Any]:
     """Return how long W&B may wait, where the user set no limit: a dead server must not hold the process."""
-    wanted = {"init_timeout": PATIENCE}
+    wanted = {"init_timeout": TIMEOUT_S}
     if run.live:  # sending a stored run may wait
-        wanted["finish_timeout"] = PATIENCE
+        wanted["finish_timeout"] = TIMEOUT_S
     known = getattr(wandb.Settings, "model_fields", {})
     return {
         name: seconds
@@ -121,6 +121,6 @@ def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
         dir=folder,
         reinit="create_new",
         config={"backlight/run": str(run.path.absolute())},
-        settings=wandb.Settings(console="off", silent=True, **_patience(wandb, run)),
+        settings=wandb.Settings(console="off", silent=True, **_timeouts(wandb, run)),
     )
     return _Run(wandb, opened, own=True)
