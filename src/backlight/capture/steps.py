@@ -291,9 +291,7 @@ class StepTracker(Listener):
         parameters = self._scope.parameters_of(optimizer)
         whole = self._summary.backwards and not HUB.optimizers.goes_on
         if not has_closure or whole:  # else they come with the first evaluation
-            self._collect(
-                [*parameters, *self._scope.orphans()], self._scale_inside(optimizer), at_step=True
-            )
+            self._collect([*parameters, *self._scope.orphans()], self._scale_inside(optimizer), at_step=True)
         self._sink.update_begins(parameters)
 
     def closure_end(self, optimizer: torch.optim.Optimizer) -> None:

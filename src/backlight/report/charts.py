@@ -1,4 +1,4 @@
-"""Charts over steps: scalars recorded at different steps on one axis, reduced to what the eye can tell apart."""
+"""Charts over steps: scalars recorded at different steps on one axis, reduced to what a chart can show."""
 
 from __future__ import annotations
 
