@@ -45,6 +45,15 @@ def _calling() -> Line | None:
     return frame.f_code.co_filename, frame.f_lineno, str(frame.f_globals.get("__name__", "<unknown>"))
 
 
+def _show(text: str, line: Line | None) -> None:
+    file, number, module = line or (sys.argv[0] or __file__, 0, "__main__")
+    # Not through the warnings module alone: a filter that makes them errors must not end a training run.
+    try:
+        warnings.warn_explicit(f"backlight: {text}", RuntimeWarning, file, number, module, _SHOWN)
+    except RuntimeWarning as warning:
+        print(warning, file=sys.stderr)
+
+
 class Notifier:
     """Warns the user of one watch; records events once ``writer`` is set."""
 
@@ -84,13 +93,11 @@ class Notifier:
         self._warned.add(about)
         # With the user's line that led here, or that made the watch where a thread reports; else with the
         # script that a command runs.
-        file, line, module = _calling() or self._made or (sys.argv[0] or __file__, 0, "__main__")
-        # Not through the warnings module alone: a filter that makes them errors must not end a training run.
-        try:
-            said = f"backlight: {text}. Your training goes on unchanged."
-            warnings.warn_explicit(said, RuntimeWarning, file, line, module, _SHOWN)
-        except RuntimeWarning as warning:
-            print(warning, file=sys.stderr)
+        _show(f"{text}. Your training goes on unchanged.", _calling() or self._made)
+
+    def remind(self, text: str) -> None:
+        """Warn the user at the line that made the watch, of which nothing is left."""
+        _show(text, self._made)
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import backlight
-from backlight.integrations.hosted import Hosted
+from backlight.integrations.hosted import Hosted, HostedCallback
 
 
 def hosted(run: Path | None, **more: Any) -> Hosted:
@@ -53,6 +53,14 @@ def test_unusable_directory_warns_once_and_training_continues(tmp_path: Path) ->
 def test_unknown_monitor_is_rejected_at_the_call(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no monitor is called 'helth'; expected some of: .*health"):
         hosted(tmp_path / "run", settings={"monitors": ("helth",)})
+
+
+def test_findings_before_the_training_are_refused() -> None:
+    class Callback(HostedCallback):
+        """A callback without a framework."""
+
+    with pytest.raises(RuntimeError, match=r"Callback.findings: no training run has begun"):
+        _ = Callback().findings
 
 
 def test_only_numbers_are_logged_under_any_metric_name(tmp_path: Path) -> None:
@@ -112,7 +120,7 @@ def test_default_directory_is_named_after_the_framework(
 def test_run_is_closed_at_interpreter_exit(tmp_path: Path) -> None:
     program = f"""
 import torch
-from backlight.integrations.hosted import Hosted
+from backlight.integrations.hosted import Hosted, HostedCallback
 model = torch.nn.Linear(2, 1)
 host = Hosted("Host", {str(tmp_path / "run")!r}, {{"monitors": ("health",)}}, summary=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,7 +10,6 @@ import contextlib
 import importlib.metadata
 import os
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from backlight.monitor import Samples, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding
 from backlight.report.terminal import print_findings
+from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
 from backlight.session.watch import Watch, watch
 from backlight.store.errors import StoreError
@@ -86,7 +86,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 class Hosted:
     """The watch behind the callback of a framework, which the user calls ``host``.
 
-    ``watch`` is the one that is entered, else the one of the last training run; None before the first.
+    ``watch`` is the one that runs, else the one of the last training run; None before the first. ``begun`` is
+    whether a training run has begun, watched or not.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Hosted:
         self._samples = samples
         self._on_end = on_end
         self._summary = summary
-        self.active = False
+        self.active = self.begun = False
         self._broken: set[str] = set()
         self._notifier = Notifier(self._run or Path("runs"))
         self.watch: Watch | None = None
@@ -121,6 +122,7 @@ class Hosted:
         step: int = 0,
     ) -> None:
         """Start to watch; ``step`` is the number of steps done before."""
+        self.begun = True
         if self.active:
             self.end(RuntimeError("the training run was left, and another one started"))
         with self.shield("begin", "anything of this training run"):
@@ -144,7 +146,7 @@ class Hosted:
         with self.shield("log", "what the framework logs"):
             own = {n: v for n, v in values.items() if n not in {"step", "self"} and _is_number(v)}
             if own:
-                self.watch.log(step=step, **own)
+                self.watch.log(own, step=step)
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the run, and report the findings once."""
@@ -223,7 +225,15 @@ class Hosting:
 
     @property
     def findings(self) -> list[Finding]:
-        """Findings of the run so far."""
+        """Findings of the run so far.
+
+        Raises
+        ------
+        RuntimeError
+            If no training run has begun.
+        """
+        if not self._hosted.begun:
+            raise RuntimeError(f"{type(self).__name__}.findings: no training run has begun; train first")
         return [] if self.watch is None else self.watch.findings
 
 
@@ -243,12 +253,13 @@ class HostedWatch(Hosting):
     ) -> None:
         """Remove everything and close the run; an exception goes on its way."""
         self._detach()
-        clean = isinstance(error, SystemExit) and error.code in {None, 0}
-        self._hosted.end(None if clean else error)
+        self._hosted.end(failure(error))
 
-    def log(self, step: int | None = None, **scalars: Any) -> None:
+    def log(
+        self, values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **scalars: Any
+    ) -> None:
         """Record numbers of your own at the current step, on every rank."""
-        self._hosted.log(scalars, step=step)
+        self._hosted.log({**(values or {}), **scalars}, step=step)
 
     def _attach(self) -> None:
         """Begin to watch, and listen to what the framework logs."""
@@ -327,6 +338,6 @@ def _close_at_exit(hosted: Hosted) -> None:
     def close() -> None:
         left = reference()
         if left is not None and left.active:
-            left.end(getattr(sys, "last_value", None))
+            left.end(uncaught_exception())
 
     atexit.register(close)

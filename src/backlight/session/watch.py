@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +21,16 @@ from backlight.findings.evaluate import evaluate_rules
 from backlight.monitor import MONITORS, Monitor, RunContext, Samples, Timed, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding, Made, RunStatus
+from backlight.session.arguments import check_samples, listed, loggable
 from backlight.session.monitor_set import MonitorSet, requested_monitors
 from backlight.session.run_directory import final_findings, open_writer
+from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
 from backlight.session.step_recorder import Sampling, StepRecorder
 from backlight.session.writer_thread import ResultQueue, WriterThread
 from backlight.store.read.run import open_run
 from backlight.store.write.attempt import default_path
+from backlight.text import count
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +42,14 @@ if TYPE_CHECKING:
 
 __all__ = ["StopTraining", "Watch", "watch"]
 
+HOW_TO_START = (
+    "write `with backlight.watch(...) as watch:` around the training loop, or "
+    "`watch = backlight.watch(...).start()` before it"
+)
+
 
 class Watch:
-    """One watched training run; made by :func:`watch`, used as a context manager.
+    """One watched training run; made by :func:`watch`, used as a context manager or by start and stop.
 
     Attributes
     ----------
@@ -66,6 +76,7 @@ class Watch:
         self._arguments = arguments if script else tuple(sys.argv[1:])
         self._models, self._optimizers = list(models), list(optimizers)
         self._depth = 0
+        self._started = False
         self._abandoned = False
         self._notifier = Notifier(self.path)
         self._error: BaseException | None = None
@@ -85,11 +96,50 @@ class Watch:
             table = build_table(self._models, self._optimizers, HUB.seen)
             for monitor in monitors:
                 monitor.check_models(self._models, table)
+        reminder = f"this watch was never started, so nothing was recorded: {HOW_TO_START}"
+        self._reminder = weakref.finalize(self, self._notifier.remind, reminder)
+
+    def __repr__(self) -> str:
+        if not self._started:
+            state = "not started"
+        elif self._error is not None:
+            state = f"failed with {type(self._error).__name__}, {count(self.step, 'step')}"
+        else:
+            state = f"{'running' if self._depth else 'finished'}, {count(self.step, 'step')}"
+        return f"<{type(self).__name__}: {state}, {self.path}>"
 
     # Life
 
+    def start(self) -> Self:
+        """Open the run and attach; :meth:`stop`, or the end of the process, closes it.
+
+        A watch that runs already is left as it is.
+        """
+        if not self._depth:
+            self.__enter__()
+            atexit.register(self._stop_at_exit)
+        return self
+
+    def stop(self) -> None:
+        """Detach everything, evaluate the rules and close the run; nothing where that is done already.
+
+        Raises
+        ------
+        RuntimeError
+            If the watch was never started.
+        """
+        self._require_start("stop")
+        atexit.unregister(self._stop_at_exit)
+        self.__exit__(None, None, None)
+
+    def _stop_at_exit(self) -> None:
+        error = uncaught_exception()
+        self._depth = min(self._depth, 1)
+        self.__exit__(None if error is None else type(error), error, None)
+
     def __enter__(self) -> Self:
         """Open the run and attach; entering a watch that is entered already does nothing more."""
+        self._reminder.detach()
         self._depth += 1
         if self._depth > 1:
             return self
@@ -103,7 +153,7 @@ class Watch:
         except BaseException:
             self._depth = 0
             raise
-        self.path = writer.path
+        self.path, self._started = writer.path, True
         self._stack = contextlib.ExitStack()
         try:
             self._attach(writer, monitors, self._stack)
@@ -121,11 +171,13 @@ class Watch:
         traceback: TracebackType | None,
     ) -> None:
         """Detach everything, evaluate the rules and close the run; an exception passes through."""
+        if not self._depth:
+            return  # stopped within the block
         self._depth -= 1
         # A forked child inherits the watch, but neither its threads nor its files.
         if self._depth or self._writer is None or os.getpid() != self._pid:
             return
-        self._error = error if error is not None and not _is_clean_exit(error) else None
+        self._error = failure(error)
         with self._notifier.shield():
             self._stack.close()
 
@@ -238,37 +290,44 @@ class Watch:
 
     # Public
 
-    def log(self, step: int | None = None, **scalars: Any) -> None:
+    def log(
+        self, values: Mapping[str, Any] | None = None, /, *, step: int | None = None, **scalars: Any
+    ) -> None:
         """Record scalars of your own at the current step.
 
         Parameters
         ----------
+        values, **scalars:
+            Numbers or tensors with one element, by name: ``log({"val/accuracy": 0.9})`` or
+            ``log(accuracy=0.9)``. A tensor is read later, off the step's path.
         step:
             Your own number for the step, where it is not the count of optimizer steps.
-        **scalars:
-            Numbers or tensors with one element; a tensor is read later, off the step's path.
 
         Raises
         ------
         RuntimeError
-            If the watch is not entered.
+            If the watch is not running.
         TypeError
             If a value is neither a number nor a tensor with one element.
         """
+        self._require_start("log")
         if self._abandoned:
             return
         if self._writer is None or not self._depth:
-            raise RuntimeError(
-                "watch.log: this watch is not entered; call it inside `with backlight.watch(...)`"
-            )
-        values = {name: _loggable(name, value) for name, value in scalars.items()}
+            raise RuntimeError("watch.log: this watch has ended; log before it is left or stopped")
+        numbers = loggable(values, scalars)
         if step is not None:
-            values["step"] = float(step)
-        self._recorder.logged.append((max(self._tracker.done - 1, 0), values))
+            numbers["step"] = float(step)
+        self._recorder.logged.append((max(self._tracker.done - 1, 0), numbers))
+
+    def _require_start(self, what: str) -> None:
+        if not self._started:
+            raise RuntimeError(f"watch.{what}: this watch was not started; {HOW_TO_START}")
 
     @property
     def monitors(self) -> tuple[Monitor, ...]:
-        """The monitors of a watch that is or was entered."""
+        """The monitors of a watch that is or was running."""
+        self._require_start("monitors")
         return tuple(self._monitors)
 
     @property
@@ -279,16 +338,19 @@ class Watch:
     @property
     def step(self) -> int:
         """Number of completed optimizer steps."""
+        self._require_start("step")
         return self._tracker.done if self._writer is not None else 0
 
     @property
     def total_norm(self) -> tuple[int, float] | None:
         """Step and total norm over all ranks that ``reduce=True`` joined last; None on other ranks than 0."""
+        self._require_start("total_norm")
         return self._published.get("total_norm")
 
     @property
     def findings(self) -> list[Finding]:
         """Findings of the run so far; while it runs, of what has been flushed."""
+        self._require_start("findings")
         if self._writer is None:
             return []
         if self._depth:
@@ -297,6 +359,7 @@ class Watch:
 
     def check_limit(self) -> None:
         """Raise :class:`StopTraining` once the requested steps are done."""
+        self._require_start("check_limit")
         self._tracker.check_limit()
 
     # While it runs
@@ -314,22 +377,6 @@ class Watch:
 
 def _shared_launch() -> str | None:
     return launch_id() if rank_and_size()[1] > 1 else None
-
-
-def _is_clean_exit(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in {None, 0}
-
-
-def _loggable(name: str, value: Any) -> Any:
-    try:
-        if hasattr(value, "detach") and value.numel() == 1:
-            return value.detach().reshape(()).clone()
-        return float(value)
-    except (TypeError, ValueError, AttributeError):
-        kind = type(value).__name__
-        raise TypeError(
-            f"watch.log({name}=...): expected a number or a tensor with one element, got {kind}"
-        ) from None
 
 
 @suggest_keywords
@@ -358,7 +405,14 @@ def watch(
     measures: Mapping[str, Any] | Measures | None = None,
     spectra: Mapping[str, Any] | SpectraOptions | None = None,
 ) -> Watch:
-    """Watch a training run; use the result as a context manager around your loop.
+    """Watch a training run.
+
+    Use the result as a context manager around your loop, or call its ``start`` before the loop and its
+    ``stop`` after it::
+
+        with backlight.watch(model, optimizer, run="runs/first") as watch:
+            ...
+        print(watch.findings)
 
     Parameters
     ----------
@@ -381,7 +435,7 @@ def watch(
     Returns
     -------
     Watch
-        Not yet attached.
+        Not started.
 
     Raises
     ------
@@ -389,33 +443,9 @@ def watch(
         If a setting is out of range.
     """
     settings = given_settings(locals())
-    models = _listed(model, "model", "torch.nn.Module", "parameters")
-    given = _listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
+    models = listed(model, "model", "torch.nn.Module", "parameters")
+    given = listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
     optimizers = [inner for outer in given for inner in underlying(outer)]
     if samples is not None:
-        _check_samples(samples, models)
+        check_samples(samples, models)
     return Watch(models, optimizers, Settings.of(settings), run, samples=samples)
-
-
-def _check_samples(samples: Any, models: Sequence[Any]) -> None:
-    """Refuse samples that are no pair of a loss function and a batch, or not of a single model."""
-    if not isinstance(samples, tuple) or len(samples) != 2 or not callable(samples[0]):
-        raise ValueError(
-            "watch: samples must be (loss_fn, batch): loss_fn(model, batch) returns the loss summed over "
-            "the samples, batch is a fixed probe batch or a callable that gives one; got "
-            f"{type(samples).__name__}"
-        )
-    if len(models) != 1:
-        raise ValueError(
-            f"watch: samples are of one model, got {len(models)}; call watch(model, optimizer, ...)"
-        )
-
-
-def _listed(given: Any, what: str, expected: str, attribute: str) -> list[Any]:
-    if given is None:
-        return []
-    listed = list(given) if isinstance(given, (list, tuple)) else [given]
-    for item in listed:
-        if not hasattr(item, attribute):
-            raise ValueError(f"watch: {what} is {type(item).__name__}, expected {expected} or a list of them")
-    return listed
