@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from synthetic import FULL, Plan, records, write_run
 
+from backlight.records import Fingerprint
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from backlight.text import duration, percent
 
-ALONE = [panel for panel in in_order() if not panel.several]
+ALONE = [panel for panel in in_order() if not panel.optional]
 """Panels of a run of one process; panels of several ranks are tested in tests/ranks."""
 
-ALWAYS = {"events", "fingerprint", "health", "updates"}
+ALWAYS = {"events", "fingerprint", "learning_rates", "loss", "thresholds"}
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +70,11 @@ def test_panel_without_data_has_a_reason(empty: Source, name: str) -> None:
 
 
 def test_reason_is_the_recorded_one(empty: Source) -> None:
-    for name in ("parameters", "depth", "total_norm"):
+    for name in ("parameters", "depth", "total_norm", "health"):
         result = PANELS[name].render(empty)
         assert isinstance(result, NotMeasured)
         assert result.reason == "No optimizer step was seen."
-    remark = "The update ratio was not measured. The optimizer steps inside backward."
-    assert drawn(empty, "updates").remarks == (remark,)
+    assert PANELS["updates"].render(empty) == NotMeasured("The optimizer steps inside backward.")
 
 
 def test_parameter_reason_is_not_the_series_reason(tmp_path: Path) -> None:
@@ -132,13 +132,6 @@ def test_memory_is_stacked_by_kind_and_listed_by_module(full: Source) -> None:
     ]
 
 
-def test_unmeasured_health_has_no_line(empty: Source) -> None:
-    result = drawn(empty, "health")
-    labels = [line["label"] for line in result.data["charts"][0]["lines"]]
-    assert labels == ["loss"]
-    assert result.remarks == ("Health was not measured. No optimizer step was seen.",)
-
-
 def test_health_line_has_gaps_where_unmeasured(full: Source) -> None:
     steps = np.arange(6)
     values = np.array([1, 1, np.nan, np.nan, 0.5, 0.75])
@@ -146,15 +139,15 @@ def test_health_line_has_gaps_where_unmeasured(full: Source) -> None:
     line = result.data["charts"][0]["lines"][0]
     assert line["gap"].tolist() == [2, 3]
     assert line["odd"].tolist() == []
-    assert facts(Source(full.run, health=(steps, values)), "health")["lowest health"] == "0.5 at step 4"
+    assert facts(Source(full.run, health=(steps, values)), "health")["lowest"] == "0.5 at step 4"
     assert result.remarks == ("Health was not measured at 2 of the steps.",)
 
 
 def test_nan_loss_is_marked(full: Source) -> None:
-    chart = drawn(full, "health").data["charts"][0]
-    loss = next(line for line in chart["lines"] if line["label"] == "loss")
+    chart = drawn(full, "loss").data["charts"][0]
+    (loss,) = chart["lines"]
     assert chart["steps"][loss["odd"]].tolist() == list(range(91, 120))
-    assert facts(full, "health")["loss, first to last"].endswith(" to NaN")
+    assert facts(full, "loss")["first to last"].endswith(" to NaN")
 
 
 def test_norm_panel_counts_clipped_and_non_finite_steps(full: Source) -> None:
@@ -166,7 +159,7 @@ def test_norm_panel_counts_clipped_and_non_finite_steps(full: Source) -> None:
 
 
 def test_skipped_steps_are_marked(full: Source) -> None:
-    chart = drawn(full, "updates").data["charts"][2]
+    chart = drawn(full, "loss_scale").data["charts"][0]
     assert [mark["label"] for mark in chart["marks"]] == ["skipped step"]
     assert chart["marks"][0]["steps"].tolist() == [0, 20, 40, 60, 80, 100]
 
@@ -214,9 +207,26 @@ def test_histogram_shares_add_up_to_one(full: Source) -> None:
     assert np.isnan(single[25]).all()
 
 
-def test_equal_schedules_share_a_line(full: Source) -> None:
-    chart = drawn(full, "updates").data["charts"][1]
-    assert [line["label"] for line in chart["lines"]] == ["optimizer 0, group 0"]
+@pytest.mark.parametrize(
+    ("optimizers", "rates", "labels"),
+    [
+        (("AdamW",), ("0/0=1",), ["AdamW"]),
+        (("AdamW(lr=0.1)",), ("0/0=1", "0/1=2"), ["AdamW, group 0", "AdamW, group 1"]),
+        (("AdamW",), ("0/0=1", "0/1=1", "0/2=2"), ["AdamW, group 0 and 1 more", "AdamW, group 2"]),
+        (("Muon", "AdamW"), ("0/0=1", "1/0=2", "1/1=3"), ["Muon", "AdamW, group 0", "AdamW, group 1"]),
+        (("SGD", "SGD"), ("0/0=1", "1/0=2"), ["SGD 0", "SGD 1"]),
+        ((), ("0/0=1",), ["optimizer 0"]),
+    ],
+)
+def test_learning_rates_are_named_by_optimizer(
+    tmp_path: Path, optimizers: tuple[str, ...], rates: tuple[str, ...], labels: list[str]
+) -> None:
+    writer = RunWriter.create(tmp_path / "run", monitors=("health",))
+    writer.fingerprint(Fingerprint(optimizers=optimizers))
+    writer.scalars(0, {f"lr/{name}": float(rate) for name, rate in (r.split("=") for r in rates)})
+    writer.close()
+    chart = drawn(Source(open_run(tmp_path / "run")), "learning_rates").data["charts"][0]
+    assert [line["label"] for line in chart["lines"]] == labels
 
 
 def test_repeated_events_are_one_row(full: Source) -> None:
@@ -226,14 +236,15 @@ def test_repeated_events_are_one_row(full: Source) -> None:
     assert not [row for row in rows if row["kind"] == "unmeasured"]
 
 
-def test_fingerprint_lists_overrides_and_cost(tmp_path: Path) -> None:
+def test_details_list_overrides_and_cost(tmp_path: Path) -> None:
     run = write_run(
         tmp_path / "run", Plan(steps=30, phases=True, overrides={"health": {"vanishing_rms": 1e-9}})
     )
     rows = dict(drawn(Source(run), "fingerprint").data["rows"])
-    assert rows["threshold health.vanishing_rms"] == "1e-9 (overridden)"
     assert rows["time in backlight"].endswith("of the run")
-    assert not [name for name in rows if name.startswith("threshold") and "spike" in name]
+    limits = {row[1]: row[2] for row in drawn(Source(run), "thresholds").data["rows"]}
+    assert next(iter(limits.items())) == ("vanishing_rms", "1e-9 (overridden)")
+    assert not [value for name, value in limits.items() if "spike" in name and "overridden" in value]
 
 
 def test_long_run_is_reduced_with_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,11 +71,12 @@ def chart(
     spans: Sequence[Span] = (),
     across: str = "step",
     numbers: int = NUMBERS,
+    adjustable: bool = False,
 ) -> dict[str, Any]:
     """Return a chart as the page's drawer ``lines`` takes it.
 
     ``marks`` are steps to point out, by label; ``spans`` are stretches of them; ``across`` names the
-    horizontal axis.
+    horizontal axis. With ``adjustable`` the page offers a logarithmic axis and smoothing.
     """
     steps = np.unique(np.concatenate([line.steps for line in lines]))
     columns, present = [], []
@@ -114,6 +115,7 @@ def chart(
         "marks": [{"label": label, "steps": at} for label, at in (marks or {}).items() if len(at)],
         "spans": [dataclasses.asdict(span) for span in spans],
         "across": across,
+        "adjustable": adjustable,
     }
 
 

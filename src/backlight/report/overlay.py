@@ -82,10 +82,16 @@ def compared(name: str, runs: int, detail: str, monitors: Sequence[str] = ()) ->
 
 
 def part(
-    name: str, title: str, kind: str, data: Mapping[str, Any], remarks: Sequence[str] = ()
+    name: str,
+    title: str,
+    kind: str,
+    data: Mapping[str, Any],
+    remarks: Sequence[str] = (),
+    *,
+    place: str = "full",
 ) -> dict[str, Any]:
     """Return a panel of a page of several runs, for the drawer ``kind``."""
-    named = {"name": name, "title": title, "note": "", "kind": kind}
+    named = {"name": name, "title": title, "note": "", "place": place, "kind": kind}
     return {**named, "facts": [], "remarks": list(remarks), "data": dict(data)}
 
 

@@ -36,7 +36,8 @@ def curve_panels(sources: Sequence[tuple[str, Source]]) -> Iterator[dict[str, An
         said = "; ".join(failed)
         if charts:
             data = {"charts": charts, "small": name == "logged" and len(charts) > 1}
-            yield part(name, title, "lines", data, [f"Not drawn: {said}."] if said else [])
+            place = "half" if len(charts) == 1 else "full"
+            yield part(name, title, "lines", data, [f"Not drawn: {said}."] if said else [], place=place)
         elif said:
             yield part(name, title, "failed", {"reason": not_drawn(name, said)})
 

@@ -189,7 +189,7 @@ def rendered(source: Source) -> list[tuple[Panel, Drawn | NotMeasured]]:
 
 def belongs(panel: Panel, result: Drawn | NotMeasured, source: Source) -> bool:
     """Return whether a panel stands on the page: with data, where it raised, and where it would be missed."""
-    return isinstance(result, Drawn | Failed) or (source.watched(panel.monitor) and not panel.several)
+    return isinstance(result, Drawn | Failed) or (source.watched(panel.monitor) and not panel.optional)
 
 
 def _unmeasured(
@@ -217,7 +217,7 @@ def _unmeasured(
 
 def announced(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
     """Return one panel without its data, or with the reason why it has none."""
-    named = {"name": panel.name, "title": panel.title, "note": panel.note}
+    named = {"name": panel.name, "title": panel.title, "note": panel.note, "place": panel.place}
     if isinstance(result, Drawn):
         return named | {"kind": result.kind}
     missing = named | {"missing": visible(result.reason)}

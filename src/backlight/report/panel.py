@@ -81,10 +81,12 @@ class Panel:
 
     ``series`` are paths inside a run, as evidence names them: ``series/gradient``, ``scalars/clip``.
     A path belongs to the panel with the longest matching beginning, in whole segments. ``monitor`` is the
-    monitor whose measurements it shows, empty for what every run has: without data, a panel of a monitor that
-    did not watch is left out, since one line says so for all of them; and so is one that is about
-    ``several`` ranks, where there is one process. ``summary`` returns the summary of a run in which this
-    monitor measured what matters most; the first one that does, in the order of the page, is the run's.
+    monitor whose measurements it shows, empty for what every run has. Without data, a panel of a monitor that
+    did not watch is left out, since one line says so for all of them; and so is an ``optional`` one, about
+    what many runs do not have: several ranks, a loss scale. ``place`` is ``"full"``, ``"half"`` for a panel
+    that shares its row with another where there is room, or ``"details"`` for one in the folded part at the
+    end. ``summary`` returns the summary of a run in which this monitor measured what matters most; the first
+    one that does, in the order of the page, is the run's.
     """
 
     name: str
@@ -94,7 +96,8 @@ class Panel:
     render: Callable[[Source], Drawn | NotMeasured]
     note: str = ""
     monitor: str = ""
-    several: bool = False
+    optional: bool = False
+    place: str = "full"
     summary: Callable[[Source], Summary | None] | None = None
 
     def __post_init__(self) -> None:

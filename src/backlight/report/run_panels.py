@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from backlight.findings.limits import declared
 from backlight.report.charts import NUMBERS, Axis, Line, chart, spans_decades
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
@@ -19,7 +20,7 @@ CURVES = {"train_accuracy", "test_accuracy", "train_loss", "test_loss"}
 """Scalars that a run on grokking shows as its learning curves."""
 
 
-@panel("user_scalars", title="Your scalars", order=90, series=("scalars", "user"))
+@panel("user_scalars", title="Your scalars", order=60, series=("scalars", "user"))
 def user_scalars(source: Source) -> Drawn | NotMeasured:
     """Draw each scalar that was given to ``watch.log``."""
     names = [n for n in source.run.scalar_names(source="user") if not _elsewhere(n, source)]
@@ -56,7 +57,7 @@ ELSEWHERE = {"unmeasured", "config", "spectra", "spectra_left_out", "spectra_mea
 """Kinds that other parts of the page show."""
 
 
-@panel("events", title="Events", order=120, series=("events",))
+@panel("events", title="Events", order=120, series=("events",), place="details")
 def events(source: Source) -> Drawn:
     """List the events of the run; equal events in a row are one line with how often they came."""
     found = [event for event in source.run.events() if event.kind not in ELSEWHERE]
@@ -93,11 +94,38 @@ def _value(value: Any) -> str:
 
 
 @panel(
+    "thresholds",
+    title="Thresholds",
+    order=110,
+    series=("thresholds",),
+    note="The limits of the rules of the monitors that watched; docs/findings has their reasons.",
+    place="details",
+)
+def thresholds(source: Source) -> Drawn | NotMeasured:
+    """List the limits by monitor, those that were overridden first."""
+    rows = []
+    for monitor in source.run.monitors:
+        changed = source.run.overrides.get(monitor, {})
+        for name, field in declared(monitor).items():
+            default: Any = field.default
+            value = f"{number(changed[name], 6)} (overridden)" if name in changed else number(default, 6)
+            rows.append((name not in changed, visible(monitor), name, value, field.metadata["reason"]))
+    if not rows:
+        return NotMeasured("The monitors that watched have no rules with limits.")
+    heads = ("Monitor", "Threshold", "Value", "Meaning")
+    return Drawn(
+        "listing",
+        {"name": "Thresholds", "heads": heads, "figures": (2,), "rows": [r[1:] for r in sorted(rows)]},
+    )
+
+
+@panel(
     "fingerprint",
     title="Fingerprint",
     order=130,
-    series=("fingerprint", "thresholds", "scalars/cost", "events/sampling"),
-    note="What must agree before runs are compared, overridden thresholds, and the cost of watching.",
+    series=("fingerprint", "scalars/cost", "events/sampling"),
+    note="What must agree before runs are compared, and the cost of watching.",
+    place="details",
 )
 def fingerprint(source: Source) -> Drawn | NotMeasured:
     """List the fingerprint of the lowest rank of the newest attempt, and the tree of modules."""
@@ -117,11 +145,6 @@ def fingerprint(source: Source) -> Drawn | NotMeasured:
         ("flags", _pairs(stored.flags)),
         ("module tree", stored.module_hash),
         ("run id", source.run.run_id),
-        *(
-            (f"threshold {monitor}.{name}", f"{number(value, 6)} (overridden)")
-            for monitor, changed in sorted(source.run.overrides.items())
-            for name, value in sorted(changed.items())
-        ),
         ("time in backlight", _cost(source)),
     ]
     tree = [(visible(name) or "(model)", visible(kind)) for name, kind in stored.modules]

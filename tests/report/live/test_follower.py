@@ -156,7 +156,7 @@ def test_panel_is_sent_once_until_it_changes(grow: Grow) -> None:
     view = follow(run.path)
     view.look()
     stamp, text = view.panel("total_norm")  # type: ignore[misc]  # there is one
-    assert json.loads(text)["title"] == "Gradient norm and clipping"
+    assert json.loads(text)["title"] == "Gradient norm"
     assert view.panel("total_norm", have=stamp) is None
     run.steps(5)
     view.look()

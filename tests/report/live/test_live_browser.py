@@ -220,7 +220,7 @@ def test_offscreen_panels_are_updated_on_scroll(look: Look, grow: Grow) -> None:
     run.steps(10)
     until_version(driver, version)
     sent = " ".join(request["url"] for request in requests(driver))
-    assert "/panel/health?" in sent
+    assert "/panel/loss?" in sent
     assert "/panel/phases?" not in sent
     driver.execute_script("document.querySelector('#panel-phases').scrollIntoView({behavior: 'instant'})")
     wait(driver, lambda d: any("/panel/phases?" in request["url"] for request in requests(d)))

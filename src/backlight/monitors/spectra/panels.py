@@ -279,7 +279,7 @@ FEW_REPLICATES = 8
 @panel(
     "spectra_layers",
     title="Layers by signal",
-    order=21,
+    order=74,
     series=("events/spectra", "events/spectra_measured"),
     note="The last measurement of each layer. The signal share is that of one replicate's squared norm; "
     "noise scales are in samples, ranks stable ranks.",
@@ -313,7 +313,7 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
 @panel(
     "spectra",
     title="Spectra over replicates",
-    order=22,
+    order=75,
     series=("scalars/spectra", "arrays/spectra"),
     note="Which directions of a layer's gradient are found again with other data. A band is an interval over "
     "replicates; the null is what chance shows.",
@@ -340,7 +340,7 @@ def spectra(source: Source) -> Drawn | NotMeasured:
 @panel(
     "spectra_signal",
     title="Signal, noise and stable ranks over steps",
-    order=23,
+    order=76,
     series=("spectra/signal", "spectra/stable_rank"),
     note="Where the noise scale is far above the batch, steps are mostly noise; where it is far below, "
     "samples are spent on what is known. A noise scale has a gap where no signal was found; a share below "

@@ -11,7 +11,7 @@ from backlight.text import visible
 @panel(
     "evidence",
     title="Evidence of stalls",
-    order=115,
+    order=9,
     series=("evidence", "events/stall"),
     note="Stacks, thread states and shared state of each process at the time of a diagnosis.",
     monitor="stalls",

@@ -179,7 +179,7 @@ const say = ({ word, detail }) => {
   document.documentElement.dataset.stand = word;
 };
 
-const slots = { verdict: el("div", { class: "slot" }), findings: el("section", { class: "findings", "aria-label": "Findings", "aria-live": "polite" }), gaps: el("div", { class: "slot" }), nav: el("nav", {}), panels: el("div", { class: "panels" }) };
+const slots = { verdict: el("div", { class: "slot" }), findings: el("section", { class: "findings", "aria-label": "Findings", "aria-live": "polite" }), gaps: el("div", { class: "slot" }), nav: el("nav", {}), panels: el("div", { class: "panels" }), folded: el("div", { class: "panels" }) };
 
 // Findings that are there already stay the nodes that they are; new ones are pointed out once.
 const tellFindings = () => {
@@ -276,12 +276,15 @@ const apply = (head) => {
         section.remove();
         shown.delete(name);
       }
-      let last = null;
-      for (const entry of drawn) {
-        const { section } = shown.get(entry.name) ?? livePart(entry);
-        if (last ? last.nextSibling !== section : slots.panels.firstChild !== section) last ? last.after(section) : slots.panels.prepend(section);
-        last = section;
+      const parts = drawn.map((entry) => ({ place: entry.place, section: (shown.get(entry.name) ?? livePart(entry)).section }));
+      for (const [slot, folded] of [[slots.panels, false], [slots.folded, true]]) {
+        let last = null;
+        for (const { section } of parts.filter(({ place }) => (place === "details") === folded)) {
+          if (last ? last.nextSibling !== section : slot.firstChild !== section) last ? last.after(section) : slot.prepend(section);
+          last = section;
+        }
       }
+      arrange(parts.filter(({ place }) => place !== "details"));
       const menu = contents(report.panels);
       slots.nav.replaceWith(menu);
       slots.nav = menu;
@@ -334,7 +337,7 @@ const open = () => {
   top.querySelector(".search").before(stand);
   say({ word: "reading", detail: "The run is being read." });
   saying.hidden = true;
-  const main = el("main", { id: "top" }, saying, slots.verdict, slots.findings, slots.panels, slots.gaps, el("footer", {}, "Followed by backlight. Nothing here changes the run or leaves this machine."));
+  const main = el("main", { id: "top" }, saying, slots.verdict, slots.findings, slots.panels, detailsPart(slots.gaps, slots.folded), el("footer", {}, "Followed by backlight. Nothing here changes the run or leaves this machine."));
   slots.findings.hidden = true;
   slots.verdict.append(before({ word: "reading", detail: "This takes a moment where a run is long." }));
   document.body.append(top, el("div", { class: "frame" }, slots.nav, main));

@@ -12,6 +12,7 @@ const glyph = (kind) => el("span", { class: `glyph ${kind}`, "aria-hidden": "tru
 const goTo = (place) => {
   const section = document.getElementById(`panel-${place.panel}`);
   if (!section) return;
+  for (let fold = section.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
   if (place.row !== null) {
     if (view.matches && !view.matches.includes(place.row)) clearSearch();
     if (place.column && view.grid?.column(place.column)) view.set("column", place.column);
@@ -121,7 +122,7 @@ const unmeasuredList = () => {
     ),
   ];
   if (!items.length) return null;
-  return el("section", { class: "not-measured", id: "not-measured" }, el("h2", {}, "Not measured"), el("ul", {}, items));
+  return el("section", { class: "panel not-measured", id: "not-measured" }, el("h2", {}, "Not measured"), el("ul", {}, items));
 };
 
 const verdictPart = () => {
@@ -150,6 +151,21 @@ const panelPart = (panel) => {
   );
   return { section, body };
 };
+
+// Panels that share a row where there is room; one that has no neighbour takes the whole row.
+const arrange = (parts) => {
+  let alone = null;
+  for (const { place, section } of parts) {
+    section.classList.toggle("half", place === "half");
+    if (place !== "half") alone?.classList.remove("half");
+    alone = place === "half" && !alone ? section : null;
+  }
+  alone?.classList.remove("half");
+};
+
+// What few readers need, folded: what was not measured, thresholds, events, fingerprint.
+const detailsPart = (...content) =>
+  el("details", { class: "details", id: "details", open: report.verdict?.tone === "unmeasured" }, el("summary", {}, el("h2", {}, "Details"), el("span", { class: "hint" }, "not measured, thresholds, events, fingerprint")), el("div", { class: "panels" }, content));
 
 let clearSearch = () => {};
 
@@ -196,7 +212,8 @@ const contents = (panels) =>
     "nav",
     { class: "contents", "aria-label": "On this page" },
     el("a", { href: "#top" }, "Verdict"),
-    panels.filter(({ kind }) => kind).map((panel) => el("a", { href: `#panel-${panel.name}` }, panel.title)),
+    panels.filter(({ kind, place }) => kind && place !== "details").map((panel) => el("a", { href: `#panel-${panel.name}` }, panel.title)),
+    el("a", { href: "#details" }, "Details"),
   );
 
 const footer = () =>
@@ -212,14 +229,16 @@ const footer = () =>
 // The whole page from what it holds; the static report is drawn once.
 const drawOnce = async () => {
   const switchTheme = followTheme();
-  const parts = report.panels.filter(({ kind }) => kind).map((panel) => ({ panel, ...panelPart(panel) }));
+  const parts = report.panels.filter(({ kind }) => kind).map((panel) => ({ panel, place: panel.place, ...panelPart(panel) }));
+  const [folded, open] = [true, false].map((yes) => parts.filter(({ place }) => (place === "details") === yes));
+  arrange(open);
   const main = el(
     "main",
     { id: "top" },
     verdictPart(),
     report.findings.length ? el("section", { class: "findings", "aria-label": "Findings" }, findingList()) : null,
-    unmeasuredList(),
-    parts.map(({ section }) => section),
+    el("div", { class: "panels" }, open.map(({ section }) => section)),
+    detailsPart(unmeasuredList(), folded.map(({ section }) => section)),
   );
   document.body.append(topBar(switchTheme), el("div", { class: "frame" }, contents(report.panels), main));
   const drawers = await Promise.all(parts.map(({ panel, body }) => KINDS[panel.kind](body, panel.data)));

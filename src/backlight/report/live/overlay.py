@@ -49,7 +49,10 @@ class Several:
             return state
         findings = sum(len(source.findings) for _, _, source in self._read())
         detail = f"{count(findings, 'finding')} in all; each run has a page of its own above."
-        shown = [{key: panel[key] for key in ("name", "title", "note", "kind")} for panel in panels.values()]
+        shown = [
+            {key: panel[key] for key in ("name", "title", "note", "place", "kind")}
+            for panel in panels.values()
+        ]
         return state | compared(self.name, len(self._runs), detail) | {"table": "", "panels": shown}
 
     def panel(

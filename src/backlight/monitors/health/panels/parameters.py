@@ -111,10 +111,11 @@ MAX_LINES = 8
 @panel(
     "groups",
     title="Groups",
-    order=35,
+    order=62,
     series=("groups/rms",),
     note="Root mean square over all measured gradients of a group; groups of any size compare.",
     monitor="health",
+    place="half",
 )
 def groups(source: Source) -> Drawn | NotMeasured:
     """Draw one line per group, and one per pair for the ratio of the first to the second."""
@@ -144,7 +145,7 @@ def groups(source: Source) -> Drawn | NotMeasured:
 @panel(
     "depth",
     title="Distribution over depth",
-    order=40,
+    order=64,
     series=("series/gradient/depth",),
     note="Rms of the gradient of each parameter in model order: its spread over all recorded steps, and "
     "its value at the chosen step.",
@@ -168,7 +169,7 @@ HISTOGRAM_CELLS = 400_000
 @panel(
     "exponents",
     title="Exponent histogram",
-    order=45,
+    order=66,
     series=("series/histogram",),
     note="Share of gradient values by their power of two. Exact zeros, NaN and Inf have no exponent and are "
     "left out.",

@@ -1,7 +1,8 @@
-"""Panels of the whole model and its ranks: health, loss, clipping, learning rate, loss scale, ranks."""
+"""Panels of the whole model and its ranks: loss, norm, updates, learning rate, loss scale, health."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
 from backlight.store.read.run import Scalar, Spread
-from backlight.text import count, number, percent, score
+from backlight.text import count, number, percent, score, visible
 
 
 def summary(source: Source) -> Summary:
@@ -49,56 +50,36 @@ def _figures(source: Source) -> Figures:
 
 
 @panel(
-    "health",
-    title="Health and loss",
+    "loss",
+    title="Loss",
     order=10,
-    series=("scalars/loss", "scalars/health", "health"),
-    note="Health is 1 where no parameter vanishes or explodes, and 0 where a gradient holds NaN or Inf.",
+    series=("scalars/loss",),
     monitor="health",
+    place="half",
     summary=summary,
 )
-def health(source: Source) -> Drawn | NotMeasured:
-    """Draw the health score that the caller computed and the recorded loss."""
-    lines, facts, remarks = [], [], []
-    left, right = Axis("health (0 to 1)", low=0.0, high=1.0), None
-    steps, values = source.health or (np.empty(0, np.int64), np.empty(0))
-    scored = ~np.isnan(values)
-    if scored.any():
-        lines.append(Line("health", steps, values, tone="health", gaps=True))
-        worst = int(np.nanargmin(values))
-        at = "" if values[worst] == np.nanmax(values) else f" at step {number(int(steps[worst]))}"
-        facts.append(Fact("lowest health", score(values[worst]) + at))
-        facts.append(Fact("health at the end", score(values[scored][-1])))
-        if not scored.all():
-            remarks.append(f"Health was not measured at {number(int((~scored).sum()))} of the steps.")
-    else:
-        reason = source.reason("health", "gradient", otherwise="No gradient was recorded.")
-        remarks.append(f"Health was not measured. {reason}")
+def loss(source: Source) -> Drawn | NotMeasured:
+    """Draw the recorded loss."""
     loss = source.scalar("loss")
-    if len(loss.steps):
-        axis = Axis("loss", log=spans_decades(loss.values))
-        side = "right" if lines else "left"
-        left, right = (left, axis) if lines else (axis, None)
-        lines.append(Line("loss", loss.steps, loss.values, axis=side, tone="loss"))
-        facts.append(Fact("loss, first to last", f"{number(loss.values[0])} to {number(loss.values[-1])}"))
-    else:
-        reason = source.reason("loss", otherwise="No backward pass gave one.")
-        remarks.append(f"The loss was not measured. {reason}")
-    if not lines:
-        return NotMeasured(" ".join(remarks))
-    return Drawn("lines", {"charts": [chart(lines, left, right)]}, tuple(facts), tuple(remarks))
+    if not len(loss.steps):
+        return NotMeasured(source.reason("loss", otherwise="No backward pass gave a loss."))
+    line = Line("loss", loss.steps, loss.values, tone="loss")
+    drawn = chart([line], Axis("loss", log=spans_decades(loss.values)), adjustable=True)
+    facts = (Fact("first to last", f"{number(loss.values[0])} to {number(loss.values[-1])}"),)
+    return Drawn("lines", {"charts": [drawn]}, facts)
 
 
 @panel(
     "total_norm",
-    title="Gradient norm and clipping",
+    title="Gradient norm",
     order=20,
     series=("scalars/total_norm", "scalars/clip", "events/clip_by_hand", "events/clip_by_value"),
     note="L2 norm over all parameters, each tensor once, before clipping.",
     monitor="health",
+    place="half",
 )
 def total_norm(source: Source) -> Drawn | NotMeasured:
-    """Draw the total norm with the clip limit, and the factor that clipping applied."""
+    """Draw the total norm with the clip limit."""
     norm, factor = source.scalar("total_norm"), source.scalar("clip/factor")
     clipped, limit = source.scalar("clip/norm"), source.scalar("clip/limit")
     if not len(norm.steps):
@@ -109,7 +90,7 @@ def total_norm(source: Source) -> Drawn | NotMeasured:
         lines.append(Line("norm that clipping computed", clipped.steps, clipped.values, tone="second"))
     if len(limit.steps):
         lines.append(Line("clip limit", limit.steps, limit.values, style="dashed", tone="limit"))
-    charts = [chart(lines, Axis("norm (gradient)", log=True))]
+    drawn = chart(lines, Axis("norm (gradient)", log=True))
     facts = []
     finite = np.isfinite(norm.values)
     if finite.any():
@@ -124,15 +105,11 @@ def total_norm(source: Source) -> Drawn | NotMeasured:
         facts.append(Fact("clipped", f"{share} ({active:,} of {count(len(factor.values), 'step')})"))
         if np.isfinite(factor.values).any():
             facts.append(Fact("strongest factor", number(float(np.nanmin(factor.values)))))
-        line = Line("factor", factor.steps, factor.values, tone="second")
-        charts.append(
-            chart([line], Axis("clip factor", low=0.0, high=1.0), title="Factor applied by clipping")
-        )
     by_hand = len(source.run.events("clip_by_hand"))
     remarks = (
         (f"Gradients were changed by hand between backward and step {by_hand:,} times.",) if by_hand else ()
     )
-    return Drawn("lines", {"charts": charts}, tuple(facts), remarks)
+    return Drawn("lines", {"charts": [drawn]}, tuple(facts), remarks)
 
 
 def _same(one: Scalar, other: Scalar) -> bool:
@@ -147,31 +124,19 @@ MAX_LINES = 8
 
 @panel(
     "updates",
-    title="Updates, learning rate and loss scale",
-    order=50,
-    series=("series/update", "scalars/lr", "scalars/scaler", "events/scaler_skip"),
-    note="Norm of the step that the optimizer took over the norm of the weights before it, across "
-    "parameters: an estimate from a fixed sample of each tensor, exact where the sample is the whole. All "
-    "gradients on this page are divided by the loss scale.",
+    title="Update to weight",
+    order=40,
+    series=("series/update",),
+    note="Norm of an optimizer step over the norm of the weights before it, across parameters; of a large "
+    "tensor a fixed sample is measured.",
     monitor="health",
+    place="half",
 )
 def updates(source: Source) -> Drawn | NotMeasured:
-    """Draw the spread of the update ratio, the learning rates, and the loss scale with skipped steps."""
-    moved, facts = _update_ratio(source)
-    rates, remarks = _learning_rates(source)
-    scales, more = _loss_scale(source)
-    if not moved:
-        reason = source.reason("update", "ratio", otherwise="No update was recorded.")
-        if not rates and not scales:
-            return NotMeasured(reason)
-        remarks.append(f"The update ratio was not measured. {reason}")
-    return Drawn("lines", {"charts": [*moved, *rates, *scales]}, (*facts, *more), tuple(remarks))
-
-
-def _update_ratio(source: Source) -> tuple[list[dict[str, Any]], list[Fact]]:
+    """Draw the spread of the update ratio over the parameters."""
     spread = source.frames.ratio_spread
     if spread is None or not np.isfinite(spread).any():
-        return [], []
+        return NotMeasured(source.reason("update", "ratio", otherwise="No update was recorded."))
     steps = source.frames.steps["update"]
     lines = [
         Line("largest", steps, spread[4], tone="fourth", gaps=True),
@@ -179,53 +144,107 @@ def _update_ratio(source: Source) -> tuple[list[dict[str, Any]], list[Fact]]:
         Line("lower tenth", steps, spread[1], style="edge", tone="first", gaps=True),
         Line("median", steps, spread[2], tone="first", gaps=True),
     ]
-    facts = [Fact("median update to weight", number(float(np.nanmedian(spread[2]))))]
+    facts = [Fact("median", number(float(np.nanmedian(spread[2]))))]
     still = int(np.count_nonzero(source.frames.stats["ratio_max"] == 0))
     if still:
         facts.append(Fact("parameters that never moved", number(still)))
-    return [chart(lines, Axis("update / weight", log=True), title="Update to weight")], facts
+    return Drawn("lines", {"charts": [chart(lines, Axis("update / weight", log=True))]}, tuple(facts))
 
 
-def _learning_rates(source: Source) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return one line per optimizer and group; groups with the same rate at every step share a line."""
-    seen: dict[bytes, tuple[list[str], Line]] = {}
-    names = source.scalar_names("lr")
-    for name in names:
-        rate = source.scalar(name)
-        if not len(rate.steps):
-            continue
-        optimizer, _, group = name.removeprefix("lr/").partition("/")
-        label = f"optimizer {optimizer}, group {group}" if group else f"optimizer {optimizer}"
-        line = Line(label, rate.steps, rate.values, style="steps")
-        key = rate.steps.tobytes() + rate.values.tobytes()
-        seen.setdefault(key, ([], line))[0].append(label)
-    if not seen:
-        return [], []
+@panel(
+    "learning_rates",
+    title="Learning rate",
+    order=42,
+    series=("scalars/lr",),
+    monitor="health",
+    place="half",
+)
+def learning_rates(source: Source) -> Drawn | NotMeasured:
+    """Draw one line per optimizer and group; groups with the same rate at every step share a line."""
+    rates = {name.removeprefix("lr/"): source.scalar(name) for name in source.scalar_names("lr")}
+    rates = {name: rate for name, rate in rates.items() if len(rate.steps)}
+    if not rates:
+        return NotMeasured(source.reason("lr", otherwise="No optimizer with a learning rate was recorded."))
+    labels = _group_labels(list(rates), source)
+    alike: dict[bytes, list[str]] = {}
+    for name, rate in rates.items():
+        alike.setdefault(rate.steps.tobytes() + rate.values.tobytes(), []).append(name)
     lines = []
-    for labels, line in list(seen.values())[:MAX_LINES]:
-        label = labels[0] if len(labels) == 1 else f"{labels[0]} and {len(labels) - 1} more"
-        lines.append(Line(label, line.steps, line.values, style="steps"))
-    remarks = []
-    if len(seen) > MAX_LINES:
-        remarks.append(f"{len(seen)} different schedules were recorded; the first {MAX_LINES} are drawn.")
+    for names in list(alike.values())[:MAX_LINES]:
+        label = labels[names[0]] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        lines.append(Line(label, rates[names[0]].steps, rates[names[0]].values, style="steps"))
+    remarks: tuple[str, ...] = ()
+    if len(alike) > MAX_LINES:
+        remarks = (f"{len(alike)} different schedules were recorded; the first {MAX_LINES} are drawn.",)
     log = spans_decades(*(line.values for line in lines), factor=1000.0)
-    high = max((float(np.nanmax(line.values)) for line in lines), default=1.0)
+    high = max(float(np.nanmax(line.values)) for line in lines)
     axis = Axis("learning rate", log=log, low=None if log or high <= 0 else 0.0)
-    return [chart(lines, axis, title="Learning rate")], remarks
+    return Drawn("lines", {"charts": [chart(lines, axis)]}, (), remarks)
 
 
-def _loss_scale(source: Source) -> tuple[list[dict[str, Any]], list[Fact]]:
+def _group_labels(groups: Sequence[str], source: Source) -> dict[str, str]:
+    """Return ``AdamW, group 1`` for the groups ``0/1``: by the optimizers' names, as short as they differ."""
+    stored = source.run.fingerprint()
+    kinds = [kind.partition("(")[0] for kind in stored.optimizers] if stored else []
+    labels = {}
+    for name in groups:
+        optimizer, _, group = name.partition("/")
+        place = int(optimizer) if optimizer.isdecimal() else len(kinds)
+        label = visible(kinds[place]) if place < len(kinds) else f"optimizer {optimizer}"
+        if place < len(kinds) and kinds.count(kinds[place]) > 1:
+            label += f" {optimizer}"
+        alone = sum(other.partition("/")[0] == optimizer for other in groups) == 1
+        labels[name] = label if alone or not group else f"{label}, group {group}"
+    return labels
+
+
+@panel(
+    "loss_scale",
+    title="Loss scale",
+    order=44,
+    series=("scalars/scaler", "events/scaler_skip"),
+    note="All gradients on this page are divided by it.",
+    monitor="health",
+    optional=True,
+    place="half",
+)
+def loss_scale(source: Source) -> Drawn | NotMeasured:
+    """Draw the scale of a gradient scaler, with the steps that it skipped."""
     scale, skipped = source.scalar("scaler/scale"), source.scalar("scaler/skipped")
     if not len(scale.steps):
-        return [], []
+        return NotMeasured(source.reason("scaler", otherwise="No gradient scaler was used."))
     at = skipped.steps[skipped.values > 0]
-    facts = [Fact("loss scale, first to last", f"{number(scale.values[0])} to {number(scale.values[-1])}")]
+    facts = [Fact("first to last", f"{number(scale.values[0])} to {number(scale.values[-1])}")]
     if len(skipped.steps):
         share = percent(len(at) / len(skipped.steps))
         facts.append(Fact("skipped steps", f"{share} ({len(at):,} of {count(len(skipped.steps), 'step')})"))
     lines = [Line("scale", scale.steps, scale.values, style="steps", tone="first")]
     axis = Axis("loss scale", log=bool(np.all(scale.values > 0)), base=2)
-    return [chart(lines, axis, title="Loss scale", marks={"skipped step": at})], facts
+    return Drawn("lines", {"charts": [chart(lines, axis, marks={"skipped step": at})]}, tuple(facts))
+
+
+@panel(
+    "health",
+    title="Health",
+    order=51,
+    series=("scalars/health", "health"),
+    note="1 where no parameter vanishes or explodes, 0 where a gradient holds NaN or Inf.",
+    monitor="health",
+    place="half",
+)
+def health(source: Source) -> Drawn | NotMeasured:
+    """Draw the health score that the caller computed."""
+    steps, values = source.health or (np.empty(0, np.int64), np.empty(0))
+    scored = ~np.isnan(values)
+    if not scored.any():
+        return NotMeasured(source.reason("health", "gradient", otherwise="No gradient was recorded."))
+    worst = int(np.nanargmin(values))
+    at = "" if values[worst] == np.nanmax(values) else f" at step {number(int(steps[worst]))}"
+    facts = (Fact("lowest", score(values[worst]) + at), Fact("at the end", score(values[scored][-1])))
+    without = number(int((~scored).sum()))
+    remarks = () if scored.all() else (f"Health was not measured at {without} of the steps.",)
+    line = Line("health", steps, values, tone="health", gaps=True)
+    return Drawn("lines", {"charts": [chart([line], Axis("health", low=0.0, high=1.0))]}, facts, remarks)
 
 
 LINES = 8
@@ -237,13 +256,13 @@ FACTS = 16
 @panel(
     "ranks",
     title="Ranks",
-    order=108,
+    order=70,
     series=("ranks",),
     note=(
         "What each process saw by itself: the loss of its part of the batch, the norm of the gradients "
         "that it holds, the time between its steps."
     ),
-    several=True,
+    optional=True,
 )
 def ranks(source: Source) -> Drawn | NotMeasured:
     """Draw the spread over ranks, where there are several."""

@@ -56,7 +56,7 @@ TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eig
 @panel(
     "memory_steps",
     title="Memory over the step",
-    order=105,
+    order=55,
     series=("arrays/memory",),
     note="Bytes of all tensors after each allocation and free, by kind.",
     monitor="steptime",
@@ -106,7 +106,7 @@ def memory_steps(source: Source) -> Drawn | NotMeasured:
 @panel(
     "memory_modules",
     title="Memory at the peak by module",
-    order=106,
+    order=56,
     series=("memory/modules",),
     note="Each storage once, under the innermost module whose forward or backward allocated it.",
     monitor="steptime",

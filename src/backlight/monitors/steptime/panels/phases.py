@@ -39,10 +39,11 @@ def _figures(source: Source) -> Figures:
 @panel(
     "phases",
     title="Time per step",
-    order=100,
+    order=50,
     series=("scalars/phase", "scalars/time"),
     note="Time of each phase of a step, stacked.",
     monitor="steptime",
+    place="half",
     summary=summary,
 )
 def phases(source: Source) -> Drawn | NotMeasured:

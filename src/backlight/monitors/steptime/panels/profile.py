@@ -64,7 +64,7 @@ def figures(tables: Sequence[dict[str, Any]], remarks: Sequence[str] = ()) -> Dr
 @panel(
     "modules",
     title="Time by module",
-    order=101,
+    order=52,
     series=("profile/modules",),
     note="Host milliseconds of a traced step, forward and backward; own time is without the modules inside.",
     monitor="steptime",
@@ -91,7 +91,7 @@ def modules(source: Source) -> Drawn | NotMeasured:
 @panel(
     "operators",
     title="Operators of a step",
-    order=102,
+    order=53,
     series=(
         *(
             f"profile/{key}"
