@@ -4,6 +4,9 @@ Real short runs of one small model, watched into run directories, in pairs one a
 one each step waits, busily, for 3 % of what it took. Pairs are compared as `backlight compare` does, and
 groups of pairs as `backlight compare --ab` does.
 
+Then a simulation with a known variation between runs: the steps of two equal runs are drawn in blocks from
+one recorded run, and multiplied by one factor for each run.
+
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/comparison.py --pairs 100
 """
 
@@ -26,16 +29,21 @@ from rich.table import Table
 from torch import nn
 
 import backlight
+from backlight.monitors.steptime.model.run_variation import measure_variation
 from backlight.monitors.steptime.model.step_comparison import (
-    STEP,
     TimeComparison,
     compare_pairs,
+    compare_steady,
     compare_times,
+    medians,
+    medians_of,
 )
-from backlight.monitors.steptime.model.step_times import read_phases
+from backlight.monitors.steptime.model.step_times import PhaseTimes, read_phases
 
 SLOWER = 1.03
 ROUNDS = 8
+BLOCK_STEPS = 10
+SIMULATED = 1000
 
 
 def train(path: Path, steps: int, slower: float) -> None:
@@ -67,12 +75,42 @@ def pair(
     return backlight.open_run(paths[0]), backlight.open_run(paths[1])
 
 
-def medians(run: backlight.Run) -> dict[str, float]:
-    """Return what one run of ``compare --ab`` gives: the medians of its steady steps."""
+def steady(run: backlight.Run) -> PhaseTimes:
+    """Return the steady steps of a run."""
     table = read_phases(run)
     assert table is not None
-    rest = table.steady()[1]
-    return {STEP: float(np.median(rest.total)), **{n: float(np.median(rest.phase(n))) for n in rest.names}}
+    return table.steady()[1]
+
+
+def simulated(table: PhaseTimes, deviation: float, random: np.random.Generator) -> PhaseTimes:
+    """Return a run of blocks of the recorded steps, multiplied by one factor."""
+    steps = len(table.steps)
+    starts = random.integers(0, steps - BLOCK_STEPS + 1, -(-steps // BLOCK_STEPS))
+    rows = (starts[:, None] + np.arange(BLOCK_STEPS)).ravel()[:steps]
+    return PhaseTimes(table.steps, table.names, table.seconds[rows] * np.exp(random.normal(0, deviation)))
+
+
+def simulation(recorded: Sequence[PhaseTimes]) -> Table:
+    """Return how often pairs differ, by the variation between runs and the runs of A at hand."""
+    random = np.random.default_rng(0)
+    table = Table(title=f"{SIMULATED} simulated pairs from {len(recorded)} recorded runs")
+    for column in ("variation", "runs of A", "equal: step", "step or phase", "5 % slower", "10 % slower"):
+        table.add_column(column, justify="right")
+    for deviation in (0.005, 0.01, 0.02):
+        for repeats in (1, 3, 5):
+            found = []
+            for number in range(SIMULATED):
+                steps = recorded[number % len(recorded)]
+                group = [simulated(steps, deviation, random) for _ in range(repeats)]
+                other = simulated(steps, deviation, random)
+                rows = compare_steady(group[0], other, [[medians_of(each) for each in group]]).rows
+                low, high = rows[0].low or 0.0, rows[0].high or np.inf
+                slower = (not low * by <= 1 <= high * by for by in (1.05, 1.1))
+                found.append((rows[0].found, any(part.found for part in rows), *slower))
+            table.add_row(
+                f"{deviation:.1%}", str(repeats), *(f"{rate:.1%}" for rate in np.mean(found, axis=0))
+            )
+    return table
 
 
 def row(name: str, truth: float, found: Sequence[TimeComparison]) -> list[str]:
@@ -93,7 +131,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--steps", type=int, default=80)
     given = parser.parse_args()
-    table = Table(title=f"{given.pairs} pairs of {given.steps} steps; intervals of 99 %")
+    table = Table(title=f"{given.pairs} pairs of {given.steps} steps; two runs at 95 %, interleaved at 99 %")
     for column in (
         "",
         "compared",
@@ -111,11 +149,17 @@ def main() -> None:
                 for number in track(range(given.pairs), words, console=Console(stderr=True), transient=True)
             ]
             table.add_row(*row(f"{words}: two runs", slower, [compare_times(*one) for one in runs]))
-            sides = [(medians(a), medians(b)) for a, b in runs]
+            sides = [(medians_of(steady(a)), medians_of(steady(b))) for a, b in runs]
             groups = [sides[i : i + ROUNDS] for i in range(0, len(sides) - ROUNDS + 1, ROUNDS)]
             interleaved = [compare_pairs([a for a, _ in g], [b for _, b in g]) for g in groups]
             table.add_row(*row(f"{words}: {ROUNDS} interleaved pairs", slower, interleaved))
-    Console().print(table)
+            if slower == 1.0:
+                recorded = [steady(run) for pair in runs for run in pair if medians(run) is not None]
+    console = Console()
+    console.print(table)
+    measured = measure_variation([[float(np.median(table.total)) for table in recorded]])
+    console.print(f"measured variation between {len(recorded)} equal runs: {measured.deviation:.1%}")
+    console.print(simulation(recorded))
 
 
 if __name__ == "__main__":

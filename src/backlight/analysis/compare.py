@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from backlight.analysis.fingerprint_diff import Difference, Role, assign_roles, differences
 from backlight.analysis.op_times import compare_kinds
+from backlight.analysis.repeats import groups_of_repeats
 from backlight.monitors.health.model.score import health_series
-from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
-from backlight.monitors.steptime.model.step_times import CONFIDENCE
+from backlight.monitors.steptime.model.step_comparison import RUN_CONFIDENCE, TimeComparison, compare_times
 from backlight.store.read.run import Run, Scalar
 
 MAX_POINTS = 256
@@ -134,8 +134,8 @@ def _times(a: Run, b: Run, found: list[Difference]) -> TimeComparison | None:
         return None
     hosts = [d for d in found if d.field == "host" and d.role is not Role.FACTOR]
     if hosts:
-        return TimeComparison((0, 0), (), CONFIDENCE, (hosts[0].text,))
-    return compare_times(a, b)
+        return TimeComparison((0, 0), (), RUN_CONFIDENCE, (hosts[0].text,))
+    return compare_times(a, b, groups_of_repeats(a, b))
 
 
 def _side(run: Run) -> Side:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from backlight.monitors.steptime.model.evidence import StoredProfile, read_profile
+from backlight.monitors.steptime.model.run_variation import ASSUMED
 from backlight.monitors.steptime.model.step_comparison import (
+    RUN_CONFIDENCE,
     TimeComparison,
     TimeRow,
     compare_series,
@@ -13,14 +15,14 @@ from backlight.monitors.steptime.model.step_comparison import (
     levels_of,
     widen,
 )
-from backlight.monitors.steptime.model.step_times import CONFIDENCE, MIN_STEPS, Floats, difference
+from backlight.monitors.steptime.model.step_times import MIN_STEPS, Floats, difference
 from backlight.store.read.run import Run
 
 NEGLIGIBLE = 0.005
 """Share of all operations below which a kind is not tested."""
 
 
-def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> TimeComparison | None:
+def compare_kinds(first: Run, second: Run, confidence: float = RUN_CONFIDENCE) -> TimeComparison | None:
     """Compare two profiles by kind of operation; None where one of the runs has no traced profile."""
     profiles = read_profile(first), read_profile(second)
     if profiles[0] is None or profiles[1] is None:
@@ -44,12 +46,16 @@ def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
     levels = levels_of((one, other), least, confidence)
     waits = core_wait(first), core_wait(second)
     shown = (
-        widen(compare_series(row.name, one, other, difference, levels[row.name]), *waits, is_drifting=False)
+        widen(
+            compare_series(row.name, one, other, difference, levels[row.name], ASSUMED),
+            *waits,
+            is_drifting=False,
+        )
         if row.name in levels
         else row
         for row in rows
     )
-    return TimeComparison(counts, tuple(shown), confidence)
+    return TimeComparison(counts, tuple(shown), confidence, variation=ASSUMED)
 
 
 def _averages(profiled: StoredProfile) -> dict[str, float]:

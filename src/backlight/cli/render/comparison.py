@@ -20,7 +20,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     if not comparison.comparable:
         return
     if comparison.times is not None:
-        print_times(comparison.times, console)
+        print_times(comparison.times, console, comparison.times.basis)
     if comparison.kinds is not None:
         _print_rows(comparison.kinds, console, "by kind of operation, traced steps")
     table = make_table(
@@ -39,23 +39,24 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(table)
 
 
-def print_times(times: TimeComparison, console: Console, counted: str = "steady steps") -> None:
-    """Print step times side by side, the step first, then its phases."""
+def print_times(times: TimeComparison, console: Console, basis: str) -> None:
+    """Print step times side by side, the step first, then its phases, and what the intervals rest on."""
     console.print(times.verdict)
     if times.rows:
-        _print_rows(times, console, counted)
+        _print_rows(times, console, "median")
+        console.print(f"  {basis}")
 
 
-def _print_rows(times: TimeComparison, console: Console, counted: str) -> None:
+def _print_rows(times: TimeComparison, console: Console, title: str) -> None:
     for trouble in times.trouble:
         console.print(f"  {trouble}")
-    first, second = times.counts
-    table = make_table(f"{counted} {first} and {second}", "median ms", "median ms", "difference")
+    table = make_table(title, "A ms", "B ms", "B÷A", f"{times.confidence:.0%} interval", "", left=("",))
     for row in times.rows:
-        style = "bold" if row.found else ""
+        ratio, _, interval = row.text.partition(" ")
+        style = "bold" if row.found else "" if row.text else "dim"
         table.add_row(
-            row.name.replace("_", " "),
-            f"{row.first_ms:.2f}", f"{row.second_ms:.2f}", Text(row.text, style=style),
+            row.name.replace("_", " "), f"{row.first_ms:.2f}", f"{row.second_ms:.2f}",
+            ratio, interval.strip("()"), Text(row.verdict, style=style),
         )  # fmt: skip
     console.print(table)
 
@@ -66,7 +67,7 @@ def print_ab_test(result: ABTest, console: Console) -> None:
         console.print(f"{name}: {command}")
     for remark in result.remarks:
         console.print(f"  {remark}")
-    print_times(result.times, console, "runs")
+    print_times(result.times, console, f"intervals from {result.rounds} pairs of interleaved runs")
 
 
 def _print_sides(comparison: Comparison, console: Console) -> None:

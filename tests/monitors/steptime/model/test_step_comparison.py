@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.monitors.steptime.model.step_comparison import compare_times
+from backlight.monitors.steptime.model.step_comparison import compare_pairs, compare_times, medians
 from backlight.monitors.steptime.model.step_times import read_phases
 from backlight.store.read.run import Run
 from monitors.steptime.rules.conftest import write as write_run
@@ -35,15 +35,37 @@ def test_phases_add_up_and_warmup_is_cut(tmp_path: Path) -> None:
 
 
 def test_slower_backward_is_found_in_its_phase(tmp_path: Path) -> None:
-    found = compare_times(write(tmp_path / "a", 0), write(tmp_path / "b", 1, backward=1.05))
+    found = compare_times(write(tmp_path / "a", 0), write(tmp_path / "b", 1, backward=1.1))
     rows = {row.name: row for row in found.rows}
     assert found.rows[0].name == "step"
-    assert rows["step"].found
-    assert rows["step"].low <= 1.03 <= rows["step"].high
-    assert rows["backward"].low <= 1.05 <= rows["backward"].high
+    assert rows["step"].low <= 1.06 <= rows["step"].high
+    assert rows["backward"].low <= 1.1 <= rows["backward"].high
     assert [name for name, row in rows.items() if row.found] == ["step", "backward"]
-    assert found.verdict.startswith("step time: the second is slower, +")
-    assert found.verdict.endswith("; phases that differ: backward")
+    assert all(row.ratio == pytest.approx(row.second_ms / row.first_ms) for row in found.rows)
+    assert {row.verdict for row in found.rows if not row.found} == {"undecided"}
+    assert found.verdict.startswith("step time: B is slower, B÷A is 1.0")
+    assert found.verdict.endswith("; backward slower")
+
+
+def test_repeats_replace_the_assumed_variation(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 0), write(tmp_path / "b", 1, backward=1.05)
+    assumed = compare_times(a, b)
+    assert not assumed.rows[0].found
+    assert "assumed to vary by 1.25 %" in assumed.basis
+    repeats = [found for seed in range(2, 6) if (found := medians(write(tmp_path / f"{seed}", seed)))]
+    measured = compare_times(a, b, [repeats])
+    assert measured.rows[0].found  # of equal speed, they differ by less than is assumed
+    assert measured.basis.endswith("measured over 4 runs")
+    varying = [{name: by * value for name, value in repeats[0].items()} for by in (0.9, 1.0, 1.1)]
+    assert not compare_times(a, b, [varying]).rows[0].found
+
+
+def test_ratio_of_pairs_is_that_of_their_times() -> None:
+    found = compare_pairs(
+        [{"step": 1.0}, {"step": 2.0}, {"step": 4.0}], [{"step": s} for s in (2.0, 2.0, 5.0)]
+    )
+    (row,) = found.rows
+    assert row.ratio == pytest.approx(row.second_ms / row.first_ms)
 
 
 def test_controls_do_not_differ(tmp_path: Path) -> None:
@@ -58,14 +80,14 @@ def test_controls_do_not_differ(tmp_path: Path) -> None:
 
 def test_differences_within_core_waits_are_not_claimed(tmp_path: Path) -> None:
     calm = write(tmp_path / "a", 0)
-    busy = compare_times(calm, write(tmp_path / "b", 1, core_wait=0.06, backward=1.05))
+    busy = compare_times(calm, write(tmp_path / "b", 1, core_wait=0.06, backward=1.1))
     assert not busy.rows[0].found
     assert busy.rows[0].low <= 1.0
-    assert busy.rows[0].high >= 1.03
-    assert "second run: its thread waited for a core 6% of the time" in busy.trouble[0]
+    assert busy.rows[0].high >= 1.06
+    assert "B: its thread waited for a core 6% of the time" in busy.trouble[0]
     # A larger difference is found, and so is one against a faster run that waited.
     assert compare_times(calm, write(tmp_path / "c", 1, core_wait=0.06, backward=1.5)).rows[0].found
-    waited, slower = write(tmp_path / "d", 1, core_wait=0.06), write(tmp_path / "e", 1, backward=1.05)
+    waited, slower = write(tmp_path / "d", 1, core_wait=0.06), write(tmp_path / "e", 1, backward=1.1)
     assert compare_times(waited, slower).rows[0].found
 
 
@@ -80,11 +102,11 @@ def test_drifting_run_has_no_difference(tmp_path: Path) -> None:
 def test_missing_or_negligible_phase_is_not_tested(tmp_path: Path) -> None:
     found = compare_times(write(tmp_path / "a", 0, data=0.0), write(tmp_path / "b", 1, optimizer=1e-4))
     rows = {row.name: row for row in found.rows}
-    assert rows["data"].text == "not in both"
-    assert rows["optimizer"].text == "too short to test"
+    assert rows["data"].verdict == "not in both"
+    assert rows["optimizer"].verdict == "too short to test"
 
 
 def test_too_few_steps_give_a_reason(tmp_path: Path) -> None:
     found = compare_times(write(tmp_path / "a", 0), write(tmp_path / "b", 1, steps=6))
     assert found.rows == ()
-    assert found.verdict.startswith("step times are not compared: second run: 6 steps are too few")
+    assert found.verdict.startswith("step times are not compared: B: 6 steps are too few")

@@ -5,6 +5,7 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
+from backlight.monitors.steptime.model.run_variation import ASSUMED, measure_variation
 from backlight.monitors.steptime.model.step_times import (
     SeriesError,
     difference,
@@ -83,6 +84,32 @@ def test_three_percent_are_found_with_coverage() -> None:
     assert np.mean([d.is_significant for d in found]) >= 0.95
 
 
+@pytest.mark.parametrize("repeats", [0, 3, 5])
+def test_equal_runs_that_vary_rarely_differ(repeats: int) -> None:
+    random = np.random.default_rng(0)
+
+    def run(seed: int) -> Floats:
+        return noisy(seed) * np.exp(random.normal(0, 0.01))
+
+    found = []
+    for seed in range(0, 200 * 7, 7):
+        group = [run(seed + number) for number in range(1, 1 + max(1, repeats))]
+        variation = measure_variation([[float(np.median(each)) for each in group]])
+        assert variation.is_measured == bool(repeats)
+        found.append(difference(group[0], run(seed), 0.95, variation).is_significant)
+    assert np.mean(found) <= 0.05
+
+
+def test_variation_is_measured_within_groups_of_repeats() -> None:
+    groups = [[1.0, 1.01, 1.02], [2.0, 2.04]]
+    squares = sum(len(g) * np.var(np.log(g)) for g in groups)
+    assert measure_variation(groups).deviation == pytest.approx(np.sqrt(squares / 3))
+    assert measure_variation(groups).freedom == 3
+    # Two repeats can widen what is assumed, and never narrow it.
+    assert measure_variation([[1.0]]) == measure_variation([[1.0, 1.0001]]) == ASSUMED
+    assert measure_variation([[1.0, 1.2]]).deviation > ASSUMED.deviation
+
+
 def test_pairing_cancels_shared_noise() -> None:
     random = np.random.default_rng(0)
     disturbance = np.exp(random.normal(0, 0.2, 12))
@@ -134,4 +161,4 @@ def test_uncorrelated_interval_matches_welch() -> None:
     expected = stats.ttest_ind(medians[1], medians[0], equal_var=False).confidence_interval(0.95)
     assert np.log(found.high / found.low) >= expected.high - expected.low
     assert np.log(found.high / found.low) == pytest.approx(expected.high - expected.low, rel=0.35)
-    assert np.log(found.ratio) == pytest.approx((expected.low + expected.high) / 2)
+    assert found.ratio == np.median(after) / np.median(before)

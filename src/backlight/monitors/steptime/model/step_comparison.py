@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from scipy.stats import gmean
 
 from backlight.monitors.steptime.model.evidence import read_runtime_info
+from backlight.monitors.steptime.model.run_variation import NONE, Variation, measure_variation
 from backlight.monitors.steptime.model.step_times import (
     CONFIDENCE,
     MIN_STEPS,
@@ -21,13 +23,18 @@ from backlight.monitors.steptime.model.step_times import (
     read_phases,
 )
 from backlight.store.read.run import Run
+from backlight.text import number
 
 T = TypeVar("T")
 
 Side = Mapping[str, Floats]
 """Seconds of the steps, or medians of the runs, by phase."""
 
-Test = Callable[[Floats, Floats, float], Difference]
+Centre = Callable[[Floats], Any]
+Test = Callable[[Floats, Floats, float, Variation], Difference]
+
+RUN_CONFIDENCE = 0.95
+"""Of the interval of two runs, whose variation is part of it."""
 
 STEP = "step"
 """Name of the row of the whole step."""
@@ -38,9 +45,10 @@ NEGLIGIBLE = 0.002
 
 @dataclass(frozen=True)
 class TimeRow:
-    """One phase in two runs: medians in milliseconds, and the second over the first with its interval.
+    """One phase in two runs: milliseconds of either, and the second over the first with its interval.
 
-    ``ratio`` is None where it was not tested; ``found`` is whether the interval excludes 1.
+    ``ratio`` is that of the milliseconds, None where it was not tested; ``found`` is whether a difference is
+    claimed, for which the interval must exclude 1.
     """
 
     name: str
@@ -52,13 +60,20 @@ class TimeRow:
     found: bool = False
 
     @property
-    def text(self) -> str:
-        """The difference, as ``+3.1 % (+2.2 to +4.0 %)``."""
-        if self.ratio is None or self.low is None or self.high is None:
+    def verdict(self) -> str:
+        """``faster``, ``slower``, ``undecided``, or why there is no test."""
+        if self.ratio is None:
             return "too short to test" if self.first_ms and self.second_ms else "not in both"
-        change = [100 * (value - 1) for value in (self.ratio, self.low, self.high)]
-        text = f"{change[0]:+.1f} % ({change[1]:+.1f} to {change[2]:+.1f} %)"
-        return text if self.found else f"no difference found: {text}"
+        if not self.found:
+            return "undecided"
+        return "slower" if self.ratio > 1 else "faster"
+
+    @property
+    def text(self) -> str:
+        """The ratio with its interval, as ``1.031 (1.022 to 1.040)``; empty where it was not tested."""
+        if self.ratio is None or self.low is None or self.high is None:
+            return ""
+        return f"{self.ratio:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
 @dataclass(frozen=True)
@@ -66,13 +81,16 @@ class TimeComparison:
     """Step times of two runs: the step first, then its phases.
 
     ``counts`` are steady steps of each run, or pairs; ``confidence`` is that of the interval of the step.
-    Without ``rows``, ``trouble`` gives the reason.
+    ``variation`` between equal runs is part of the intervals; it was measured over ``repeats`` runs, or is
+    assumed. Without ``rows``, ``trouble`` gives the reason.
     """
 
     counts: tuple[int, int]
     rows: tuple[TimeRow, ...]
     confidence: float
     trouble: tuple[str, ...] = ()
+    variation: Variation = NONE
+    repeats: int = 0
 
     @property
     def verdict(self) -> str:
@@ -81,21 +99,38 @@ class TimeComparison:
             return f"step times are not compared: {', '.join(self.trouble)}"
         step = self.rows[0]
         if not step.found:
-            return f"step time: {step.text}"
-        direction = "slower" if (step.ratio or 1.0) > 1 else "faster"
-        moved = [row.name.replace("_", " ") for row in self.rows[1:] if row.found]
-        where = f"; phases that differ: {', '.join(moved)}" if moved else ""
-        return f"step time: the second is {direction}, {step.text}{where}"
+            return f"step time: undecided, B÷A is {step.text}"
+        moved = [f"{row.name.replace('_', ' ')} {row.verdict}" for row in self.rows[1:] if row.found]
+        return f"step time: B is {step.verdict}, B÷A is {step.text}{''.join(f'; {one}' for one in moved)}"
+
+    @property
+    def basis(self) -> str:
+        """What the intervals rest on, in one line."""
+        first, second = self.counts
+        intervals = f"{self.confidence:.0%} intervals from {first:,} steady steps of A and {second:,} of B"
+        deviation = f"{number(100 * self.variation.deviation, 3)} %"
+        if self.variation.is_measured:
+            return f"{intervals}; equal runs vary by {deviation}, measured over {self.repeats} runs"
+        return f"{intervals}; equal runs are assumed to vary by {deviation} (no repeat to measure it)"
 
 
-def compare_times(first: Run, second: Run, confidence: float = CONFIDENCE) -> TimeComparison:
-    """Compare the steady steps of two runs, phase by phase; the caller checks that they are comparable."""
-    runs = {"first": first, "second": second}
+def compare_times(
+    first: Run,
+    second: Run,
+    repeats: Sequence[Sequence[Mapping[str, float]]] = (),
+    confidence: float = RUN_CONFIDENCE,
+) -> TimeComparison:
+    """Compare the steady steps of two runs, phase by phase.
+
+    ``repeats`` are groups of equal runs, each as its medians by phase: how much they differ is part of the
+    intervals.
+    """
+    runs = {"A": first, "B": second}
     parts = {name: table.steady() for name, run in runs.items() if (table := read_phases(run)) is not None}
     if len(parts) < 2:
-        missing = tuple(f"the {name} run has no phase times" for name in runs if name not in parts)
+        missing = tuple(f"{name} has no phase times" for name in runs if name not in parts)
         return TimeComparison((0, 0), (), confidence, missing)
-    trouble = tuple(f"{name} run: {steady.trouble}" for name, (steady, _) in parts.items() if steady.trouble)
+    trouble = tuple(f"{name}: {steady.trouble}" for name, (steady, _) in parts.items() if steady.trouble)
     is_drifting = bool(trouble)
     one, other = (rest for _, rest in parts.values())
     counts = (len(one.steps), len(other.steps))
@@ -103,13 +138,44 @@ def compare_times(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
         return TimeComparison(counts, (), confidence, trouble)
     waits = {name: core_wait(run) for name, run in runs.items()}
     trouble += tuple(
-        f"{name} run: its thread waited for a core {wait:.0%} of the time; the intervals are widened by that"
+        f"{name}: its thread waited for a core {wait:.0%} of the time, which widens the intervals"
         for name, wait in waits.items()
         if wait > NEGLIGIBLE
     )
-    rows = _step_rows(_columns(one), _columns(other), difference, confidence)
-    widened = (widen(row, waits["first"], waits["second"], is_drifting=is_drifting) for row in rows)
-    return TimeComparison(counts, tuple(widened), confidence, trouble)
+    found = compare_steady(one, other, repeats, confidence)
+    rows = tuple(widen(row, waits["A"], waits["B"], is_drifting=is_drifting) for row in found.rows)
+    return dataclasses.replace(found, rows=rows, trouble=trouble)
+
+
+def compare_steady(
+    one: PhaseTimes,
+    other: PhaseTimes,
+    repeats: Sequence[Sequence[Mapping[str, float]]] = (),
+    confidence: float = RUN_CONFIDENCE,
+) -> TimeComparison:
+    """Compare two tables of steady steps; see :func:`compare_times`."""
+
+    def variation(name: str) -> Variation:
+        return measure_variation([[run[name] for run in group if name in run] for group in repeats])
+
+    rows = _step_rows(_columns(one), _columns(other), difference, np.median, confidence, variation)
+    measured = sum(len(group) for group in repeats if len(group) > 1)
+    counts = (len(one.steps), len(other.steps))
+    return TimeComparison(counts, tuple(rows), confidence, (), variation(STEP), measured)
+
+
+def medians(run: Run, attempt: int | None = None) -> dict[str, float] | None:
+    """Return the median seconds of the steady steps by phase; None where they are too few, or drift."""
+    table = read_phases(run, attempt=attempt)
+    if table is None:
+        return None
+    steady, rest = table.steady()
+    return None if steady.trouble or len(rest.steps) < MIN_STEPS else medians_of(rest)
+
+
+def medians_of(table: PhaseTimes) -> dict[str, float]:
+    """Return the median seconds of a table of steady steps by phase, with the step."""
+    return {name: float(np.median(column)) for name, column in _columns(table).items()}
 
 
 def core_wait(run: Run) -> float:
@@ -135,7 +201,10 @@ def compare_pairs(
     second: Sequence[Mapping[str, float]],
     confidence: float = CONFIDENCE,
 ) -> TimeComparison:
-    """Compare median seconds by phase of interleaved runs; ``first[i]`` and ``second[i]`` are a pair."""
+    """Compare median seconds by phase of interleaved runs; ``first[i]`` and ``second[i]`` are a pair.
+
+    The times of a row are geometric means of these medians: their ratio is the mean of the pairs' ratios.
+    """
     one, other = (
         {
             name: np.array([run.get(name, 0.0) for run in runs])
@@ -143,7 +212,7 @@ def compare_pairs(
         }
         for runs in (first, second)
     )
-    rows = _step_rows(one, other, paired_difference, confidence)
+    rows = _step_rows(one, other, _paired, gmean, confidence)
     return TimeComparison((len(first), len(second)), tuple(rows), confidence)
 
 
@@ -169,12 +238,25 @@ def _columns(table: PhaseTimes) -> dict[str, Floats]:
     return {STEP: table.total, **{name: table.phase(name) for name in table.names}}
 
 
-def _step_rows(one: Side, other: Side, test: Test, confidence: float) -> list[TimeRow]:
+def _paired(one: Floats, other: Floats, confidence: float, _: Variation) -> Difference:
+    return paired_difference(one, other, confidence)
+
+
+def _step_rows(
+    one: Side,
+    other: Side,
+    test: Test,
+    centre: Centre,
+    confidence: float,
+    variation: Callable[[str], Variation] = lambda _: NONE,
+) -> list[TimeRow]:
     """Compare the step, and each phase that is long enough in every step of both."""
     least = [NEGLIGIBLE * float(np.median(side[STEP])) for side in (one, other)]
     levels = {STEP: confidence, **levels_of((one, other), least, confidence)}
     names = dict.fromkeys([STEP, *one, *other])
-    return [compare_series(name, one, other, test, levels.get(name)) for name in names]
+    return [
+        compare_series(name, one, other, test, levels.get(name), variation(name), centre) for name in names
+    ]
 
 
 def levels_of(sides: tuple[Side, Side], least: Sequence[float], confidence: float) -> dict[str, float]:
@@ -198,12 +280,14 @@ def compare_series(
     name: str,
     one: Side,
     other: Side,
-    test: Callable[[Floats, Floats, float], Difference],
+    test: Test,
     level: float | None,
+    variation: Variation,
+    centre: Centre = np.median,
 ) -> TimeRow:
-    """Return the medians of one series, and with a ``level`` of confidence their difference."""
-    first, second = (float(np.median(side[name])) * 1e3 if name in side else 0.0 for side in (one, other))
+    """Return the ``centre`` of one series in either run, and with a ``level`` of confidence their ratio."""
+    first, second = (float(centre(side[name])) * 1e3 if name in side else 0.0 for side in (one, other))
     if level is None:
         return TimeRow(name, first, second)
-    found = test(one[name], other[name], level)
+    found = test(one[name], other[name], level, variation)
     return TimeRow(name, first, second, found.ratio, found.low, found.high, found.is_significant)

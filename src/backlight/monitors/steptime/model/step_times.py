@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtrit
 
+from backlight.monitors.steptime.model.run_variation import NONE, Variation
 from backlight.store.read.run import Run, Scalar
 
 Floats = npt.NDArray[np.float64]
@@ -102,19 +103,19 @@ class PhaseTimes:
         return found, PhaseTimes(self.steps[rest], self.names, self.seconds[rest])
 
 
-def read_phases(run: Run, *, rank: int | None = None) -> PhaseTimes | None:
-    """Return the phase times of the newest attempt of a run; None where none were recorded.
+def read_phases(run: Run, *, attempt: int | None = None, rank: int | None = None) -> PhaseTimes | None:
+    """Return the phase times of an attempt of a run, the newest by default; None where none were recorded.
 
     Attempts are not joined: each is a process with its own warm-up. Without ``rank``, the lowest is read.
     """
     if not run.attempts:
         return None
-    newest = run.attempts[-1].index
+    chosen = run.attempts[-1].index if attempt is None else attempt
     names = [name for name in run.scalar_names("backlight") if name.startswith(PREFIX)]
     scalars = {
         name.removeprefix(PREFIX): scalar
         for name in names
-        if len((scalar := run.scalar(name, attempt=newest, rank=rank)).steps)
+        if len((scalar := run.scalar(name, attempt=chosen, rank=rank)).steps)
     }
     if not scalars:
         return None
@@ -173,21 +174,26 @@ def summarize(values: Sequence[float] | Floats, confidence: float = 0.95) -> Sum
 
 
 def difference(
-    before: Sequence[float] | Floats, after: Sequence[float] | Floats, confidence: float = CONFIDENCE
+    before: Sequence[float] | Floats,
+    after: Sequence[float] | Floats,
+    confidence: float = CONFIDENCE,
+    variation: Variation = NONE,
 ) -> Difference:
-    """Compare two series of steady step times, each from its own run.
+    """Compare the medians of two series of steady step times, each from its own run.
 
-    The logarithms of batch medians are compared by Welch's t interval, so that the result is a ratio; the
-    interval is widened by the correlation of neighbouring steps.
+    Welch's t interval of the logarithms, with the errors of batch medians widened by the correlation of
+    neighbouring steps, and with the variation between equal runs added to either side.
     """
     sides = [np.log(_checked(side, positive=True)) for side in (before, after)]
-    first, second = (_batch_medians(side) for side in sides)
-    errors = [_squared_error(side) for side in sides]
-    squared = sum(errors)
+    errors = [(_squared_error(side), len(_batch_medians(side)) - 1.0) for side in sides]
+    errors.append((2 * variation.deviation**2, variation.freedom))
+    squared = sum(error for error, _ in errors)
     # Welch-Satterthwaite on the widened errors; scipy's tests take the errors from the samples alone.
-    parts = errors[0] ** 2 / (len(first) - 1) + errors[1] ** 2 / (len(second) - 1)
-    freedom = squared**2 / parts if squared else 1.0
-    return _interval(float(second.mean() - first.mean()), freedom, float(np.sqrt(squared)), confidence)
+    parts = sum(error**2 / freedom for error, freedom in errors)
+    # A deviation of few repeats that is small by chance must not narrow the interval.
+    freedom = min(squared**2 / parts if parts else 1.0, variation.freedom)
+    middle = float(np.log(np.median(after) / np.median(before)))
+    return _interval(middle, freedom, float(np.sqrt(squared)), confidence)
 
 
 def paired_difference(
