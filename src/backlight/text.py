@@ -114,11 +114,16 @@ def listed(items: Sequence[str], most: int = 3) -> str:
 
 def size(nbytes: float) -> str:
     """Return a number of bytes in powers of 1000: ``1.25 GB``."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(nbytes) >= factor:
-            amount = nbytes / factor
-            return f"{amount:.3g} {unit}" if abs(amount) < 999.5 else f"{amount:.0f} {unit}"
-    return f"{nbytes:.0f} B"
+    return scaled(nbytes, "B")
+
+
+def scaled(value: float, unit: str) -> str:
+    """Return an amount in powers of 1000 of a unit: ``1.25 TFLOP``."""
+    for prefix, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= factor:
+            amount = value / factor
+            return f"{amount:.3g} {prefix}{unit}" if abs(amount) < 999.5 else f"{amount:.0f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from backlight import text
 from backlight.records import Evidence
 
 if TYPE_CHECKING:
@@ -23,21 +24,12 @@ EVIDENCE_ROWS = 5
 
 def number(value: float) -> str:
     """Write a number with three significant digits, as sentences need it."""
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "infinite" if value > 0 else "-infinite"
-    return f"{value:.3g}"
+    return text.number(value, 3)
 
 
 def share(part: int, whole: int, nouns: str) -> str:
     """Write ``3 of 12 parameters (25 %)``."""
     return f"{part} of {whole} {nouns} ({100 * part / max(whole, 1):.0f} %)"
-
-
-def plural(count: int, noun: str) -> str:
-    """Write ``1 step`` or ``3 steps``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def parameters(names: Sequence[str], count: int) -> str:
@@ -81,9 +73,9 @@ def loudest(items: Iterable[T], size: Callable[[T], float], count: int = EVIDENC
     return sorted(items, key=lambda item: -size(item))[:count]
 
 
-def shorten(text: str) -> str:
-    """Return text cut to the length of a title."""
-    return text if len(text) <= TITLE_CHARACTERS else f"{text[: TITLE_CHARACTERS - 1].rstrip()}…"
+def shorten(title: str) -> str:
+    """Return a title cut to its length."""
+    return title if len(title) <= TITLE_CHARACTERS else f"{title[: TITLE_CHARACTERS - 1].rstrip()}…"
 
 
 def modules_of(run: Run) -> dict[str, str]:

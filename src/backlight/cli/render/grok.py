@@ -12,7 +12,7 @@ from backlight.cli.console import make_table
 from backlight.monitors.grokking.model.analysis import GrokkingAnalysis
 from backlight.monitors.grokking.model.lead_lag import LeadLag
 from backlight.monitors.grokking.model.verdicts import Detection
-from backlight.text import number, size, visible
+from backlight.text import duration, number, size, visible
 
 if TYPE_CHECKING:
     from backlight.experiments.cost import Estimate
@@ -156,10 +156,11 @@ def print_estimate(found: Estimate, console: Console) -> None:
     for part in (*found.training, *found.measured):
         disk = size(part.total_disk) if part.total_disk else ""
         memory = size(part.memory) if part.memory else ""
-        each = f"{1000 * part.seconds:.3g} ms"
-        table.add_row(part.name, str(part.times), each, _duration(part.total_seconds), disk, memory)
+        table.add_row(
+            part.name, str(part.times), duration(part.seconds), duration(part.total_seconds), disk, memory
+        )
     table.add_row(
-        "in all", "", "", _duration(found.seconds()), size(found.disk()), size(found.memory()), style="bold"
+        "in all", "", "", duration(found.seconds()), size(found.disk()), size(found.memory()), style="bold"
     )
     free = f"{size(found.free_disk)} free", f"{size(found.free_memory)} free"
     table.add_row("this machine", "", "", "", *free, style="dim")
@@ -174,10 +175,3 @@ def print_estimate(found: Estimate, console: Console) -> None:
         console.print(f"With --degrade: {tier}; left out: {names}.")
     else:
         console.print(f"Not even scalars alone fit: {found.problem(TIERS[-1])}.")
-
-
-def _duration(seconds: float) -> str:
-    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds:.2g} s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backlight.cli.console import Page, make_console, make_table, print_json
-from backlight.text import size
+from backlight.text import scaled, size
 
 if TYPE_CHECKING:
     from backlight.diagnose.memory.result import Fit, MeasuredMemory, PredictedMemory, Saving, StepMemory
@@ -173,7 +173,4 @@ def _parameters(count: int) -> str:
 
 
 def _flops(count: float) -> str:
-    for unit, factor in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}FLOP"
-    return f"{count:.0f} FLOP"
+    return scaled(count, "FLOP")

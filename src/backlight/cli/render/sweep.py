@@ -6,7 +6,7 @@ from rich.console import Console
 
 from backlight.cli.console import make_console, make_table
 from backlight.diagnose.scaling.sweep import DONE, Point, Scaling
-from backlight.text import size
+from backlight.text import scaled, size
 
 UNITS = {"step_ms": "step", "memory": "memory", "flops": "operations", "parameters": "parameters"}
 
@@ -77,7 +77,7 @@ def _value(quantity: str, value: float | None) -> str:
     if quantity == "memory":
         return size(value)
     if quantity == "flops":
-        return f"{value / 1e12:.3g} TFLOP"
+        return scaled(value, "FLOP")
     if quantity == "parameters":
         return f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value:,.0f}"
     return f"{value:.2f} ms"

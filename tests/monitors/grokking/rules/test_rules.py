@@ -25,7 +25,6 @@ def test_verdict_is_finding_with_both_times(tmp_path: Path) -> None:
     locations = {(e.path, e.step) for e in found.evidence}
     assert ("user/test_accuracy", detection.generalised.by) in locations
     assert ("user/train_accuracy", detection.memorised.after) in locations
-    assert "control" in found.fix
     (found,) = evaluate_rules(run, {"grokking": {"delay_ratio": 100.0}})
     assert found.subject.verdict == "no-delay"
     assert found.overridden == {"delay_ratio": 100.0}

@@ -23,7 +23,6 @@ def test_data_wait_without_a_control_is_info(stored: Any, evaluated: Any) -> Non
     (found,) = evaluated(stored(WAITING), "data_bound")
     assert found.severity is Severity.INFO
     assert found.evidence[0].path == "scalars/phase/data"
-    assert "--confirm" in found.fix
 
 
 def test_control_confirms_or_refutes_the_data_wait(stored: Any, evaluated: Any) -> None:
@@ -46,7 +45,6 @@ def test_for_loop_optimizer_is_found_if_it_takes_time(stored: Any, evaluated: An
     (found,) = evaluated(stored(slow, runtime_info=LOOP), "slow_optimizer")
     assert found.subject.phase == "optimizer"
     assert found.evidence[1].value == "AdamW: fused off, foreach off"
-    assert "AdamW(..., fused=True)" in found.fix
     assert not evaluated(stored(slow, runtime_info=FUSED), "slow_optimizer")
     assert not evaluated(stored(HEALTHY, runtime_info=LOOP), "slow_optimizer")
     toy = {name: seconds / 20 for name, seconds in slow.items()}
@@ -61,7 +59,6 @@ def test_outliers_are_reported_by_cause(stored: Any, evaluated: Any) -> None:
     assert [f.subject.phase for f in found] == ["data", None]
     assert found[0].evidence[0].path == "scalars/phase/data"
     assert found[0].subject.step == 30
-    assert "num_workers" in found[0].fix or "persistent_workers" in found[0].fix
     assert found[1].evidence[0].path == "events/garbage_collection"
     assert "gc.freeze()" in found[1].fix
 

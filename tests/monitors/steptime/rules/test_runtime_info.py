@@ -15,7 +15,6 @@ def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
         "threads 16, workers 2",
         "cores 16, local ranks 8",
     ]
-    assert "OMP_NUM_THREADS=1`" in found.fix
     assert not evaluated(stored(runtime_info=facts | {"threads": 1, "workers": 1}), "thread_oversubscription")
     alone = {"cores": 4, "threads": 4, "local_ranks": 1, "workers": 0}
     assert not evaluated(stored(runtime_info=alone), "thread_oversubscription")

@@ -22,6 +22,7 @@ from backlight.monitors.health.model.score import exploding as exploding_mask
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
+from backlight.text import count
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Findi
                 f"It is {phrases.number(norms_S[row])} at step {step}, "
                 f"{phrases.number(norms_S[row] / clips_S[row])} times the clip norm of "
                 f"{phrases.number(clips_S[row])} and {phrases.number(norms_S[row] / medians_S[row])} times "
-                f"its running median, at {phrases.plural(len(stretch), 'recorded step')}. Clipping hides it "
+                f"its running median, at {count(len(stretch), 'recorded step')}. Clipping hides it "
                 "from the weights."
             ),
             subject=Subject(step=begin),

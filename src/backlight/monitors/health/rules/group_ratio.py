@@ -14,6 +14,7 @@ from backlight.monitors.health.model.parameters import GroupError, GroupRms, gro
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
+from backlight.text import count
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def _finding(
         severity=Severity.WARNING,
         title=f"Group {small[0]!r} hardly learns next to group {(b if small[0] == a else a)!r}",
         detail=(
-            f"The gradient rms of group {a!r} ({phrases.plural(len(one.names), 'parameter')}) is "
+            f"The gradient rms of group {a!r} ({count(len(one.names), 'parameter')}) is "
             f"{phrases.number(median)} times that of {b!r} "
-            f"({phrases.plural(len(other.names), 'parameter')}), the median over the last {len(rows)} "
+            f"({count(len(other.names), 'parameter')}), the median over the last {len(rows)} "
             f"recorded steps. At {outside} of them the ratio is outside {limits.group_ratio_low:g} to "
             f"{limits.group_ratio_high:g}."
         ),

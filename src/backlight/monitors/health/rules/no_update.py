@@ -21,6 +21,7 @@ from backlight.monitors.health.model.score import RmsLimits, skipped_steps
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
+from backlight.text import count
 
 SPARSE = 0.9
 """Share of zeros in a gradient above which a sample of the weights may miss those that moved."""
@@ -119,7 +120,7 @@ def _outside(run: Run, group: list[ParameterRecord], stale: list[ParameterRecord
     first = int(frame.steps[np.flatnonzero(frame.measured[:, column])[0]])
     named = phrases.parameters([p.name for p in order], len(group))
     held = (
-        f" An optimizer holds {phrases.plural(len(stale), 'parameter')} that no module of the model holds "
+        f" An optimizer holds {count(len(stale), 'parameter')} that no module of the model holds "
         "and that never received a gradient, as when a module is replaced after the optimizer was created."
         if stale
         else ""

@@ -17,6 +17,7 @@ from backlight.records import Evidence, Finding, Layout, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.frames import placement
 from backlight.store.read.run import Frame, Run
+from backlight.text import count
 
 MAX_RANKS = 16
 """Ranks that are read one by one, at most: of a thousand, the first suffice."""
@@ -86,7 +87,7 @@ def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
         detail=(
             f"{who} had run {counts} backward passes at the end of step {found.step}, the others "
             f"{found.common}: {'it' if one else 'they'} skipped or added an optimizer step, or accumulated "
-            f"differently. In the {phrases.plural(found.steps, 'recorded step')} since, equal step numbers "
+            f"differently. In the {count(found.steps, 'recorded step')} since, equal step numbers "
             "mean different steps, so the replicas drift apart."
         ),
         subject=Subject(step=found.step, rank=found.ranks[0] if one else None),
@@ -208,7 +209,7 @@ def _finding(
         title=f"Replicated {what} differ between ranks from step {first} on",
         detail=(
             f"{phrases.share(len(columns), known, 'parameters')} differ in "
-            f"{phrases.plural(steps, 'recorded step')}. The largest difference is in `{name}` at step "
+            f"{count(steps, 'recorded step')}. The largest difference is in `{name}` at step "
             f"{at}: norm {said}. {cause}"
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=first),

@@ -95,7 +95,7 @@ def underflow(run: Run, limits: UnderflowLimits) -> Iterator[Finding]:
         ),
         detail=(
             f"{100 * share:.0f} % of the values of `{name}` are exactly zero, and the rms of the "
-            f"others{under} is {phrases.number(magnitude)}: fp16 rounds values below 3e-08 to zero. "
+            f"others{under} is {phrases.number(magnitude)}: fp16 rounds values below 3e-8 to zero. "
             f"Affected: {phrases.share(len(found), evaluated, 'half-precision matrices')}."
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step),

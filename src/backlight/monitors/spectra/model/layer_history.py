@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.findings import phrases
 from backlight.records import Evidence
 from backlight.store.format.spectra import Layer, Measurement
 from backlight.store.read.run import Run
@@ -72,11 +72,10 @@ def worst_first(hits: Sequence[Hit], size: Callable[[Hit], float]) -> list[Hit]:
 def evidence(hits: Iterable[Hit], name: str, unit: str = "1") -> tuple[Evidence, ...]:
     """Return evidence of a stored number of the first few layers."""
     return tuple(
-        # JSON holds no value that is not finite: it becomes its name.
         Evidence(
             f"scalars/spectra/{hit.layer.parameter}/{name}",
             hit.at.step,
-            hit.at[name] if math.isfinite(hit.at[name]) else str(hit.at[name]),
+            phrases.plain(hit.at[name]),
             unit,
         )
         for hit in list(hits)[:MAX_EVIDENCE_LAYERS]
@@ -88,8 +87,3 @@ def other_layers(hits: int, measured: int) -> str:
     if hits == 1:
         return f" (1 of {measured} layers)" if measured > 1 else ""
     return f" and {hits - 1} more layer{'s' if hits > 2 else ''} ({hits} of {measured})"
-
-
-def short(value: float) -> str:
-    """Return a number with three significant digits."""
-    return "NaN" if math.isnan(value) else "infinite" if math.isinf(value) else f"{value:.3g}"

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings.limits import Limits, limit
+from backlight.findings.phrases import number
 from backlight.monitors.spectra.model.layer_history import (
     CHECKPOINT,
     Hit,
     evidence,
     layer_histories,
-    short,
     worst_first,
 )
 from backlight.records import Finding, Severity, Subject
@@ -60,16 +60,16 @@ def batch_far_from_critical(run: Run, limits: BatchFarFromCriticalLimits) -> Ite
     large = ratio > 1
     hits = [Hit(layer.layer, layer.last, ratio, factor if large else 1 / factor) for layer in known]
     shown = worst_first(hits, lambda hit: -abs(_log(hit.at["noise_scale"]) - _log(median)))
-    measured = f"The batch of {short(batch)} samples at step {step}"
+    measured = f"The batch of {number(batch)} samples at step {step}"
     compared = (
         f"shows no signal in the median of {len(known)} layers"
         if math.isinf(median)
-        else f"is {short(ratio)} times the noise scale ({short(median)} samples, median of {len(known)} "
+        else f"is {number(ratio)} times the noise scale ({number(median)} samples, median of {len(known)} "
         "layers)"
     )
     yield Finding(
         severity=Severity.INFO,
-        title=f"The batch of {short(batch)} samples is far {'above' if large else 'below'} the noise scale",
+        title=f"The batch of {number(batch)} samples is far {'above' if large else 'below'} the noise scale",
         detail=f"{measured} {compared}: "
         + (
             "a smaller batch would give nearly the same gradient with fewer samples."

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from backlight.findings.limits import Limits
+from backlight.findings.phrases import number
 from backlight.monitors.spectra.model.layer_history import (
     Hit,
     evidence,
     layer_histories,
     other_layers,
-    short,
     worst_first,
 )
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -38,9 +38,9 @@ def below_noise(run: Run, limits: Limits) -> Iterator[Finding]:
         title=f"No gradient direction exceeds the noise in {len(hits)} of {len(histories)} layers",
         detail=(
             f"No direction of the gradient of `{name}`{layers} exceeds the noise of one replicate "
-            f"({short(first.at['batch'])} samples) at step {first.at.step}, and none has since step "
+            f"({number(first.at['batch'])} samples) at step {first.at.step}, and none has since step "
             f"{history.measured[start].step}. The signal share of its squared norm is "
-            f"{short(first.at['signal_share'])}."
+            f"{number(first.at['signal_share'])}."
         ),
         subject=Subject(parameter=name, module=first.layer.layer or None, step=first.at.step),
         evidence=(

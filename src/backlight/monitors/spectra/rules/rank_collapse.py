@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings.limits import Limits, limit
+from backlight.findings.phrases import number
 from backlight.monitors.spectra.model.layer_history import (
     Hit,
     evidence,
     layer_histories,
     other_layers,
-    short,
     worst_first,
 )
 from backlight.records import Finding, Severity, Subject
@@ -52,10 +52,10 @@ def rank_collapse(run: Run, limits: RankCollapseLimits) -> Iterator[Finding]:
     name = first.layer.parameter
     yield Finding(
         severity=Severity.WARNING,
-        title=f"The update of `{name}` collapsed to stable rank {short(first.value)}",
+        title=f"The update of `{name}` collapsed to stable rank {number(first.value)}",
         detail=(
             f"The update of `{name}`{other_layers(len(hits), len(histories))} has stable rank "
-            f"{short(first.value)} at step {first.at.step}; it was up to {short(before[name])} before. "
+            f"{number(first.value)} at step {first.at.step}; it was up to {number(before[name])} before. "
             "Nearly all of the update is one direction."
         ),
         subject=Subject(parameter=name, module=first.layer.layer or None, step=first.at.step),
@@ -64,7 +64,7 @@ def rank_collapse(run: Run, limits: RankCollapseLimits) -> Iterator[Finding]:
             "Compare the stable ranks of gradient and momentum: if the gradient collapsed too, inspect the "
             "batch (one token or class in all samples); if not, inspect the state of the optimizer."
         ),
-        refuted_if=(f"updates of `{name}` at nearby steps have a stable rank above {short(first.limit)}."),
+        refuted_if=(f"updates of `{name}` at nearby steps have a stable rank above {number(first.limit)}."),
     )
 
 

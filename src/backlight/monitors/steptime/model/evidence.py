@@ -112,8 +112,3 @@ def info_evidence(info: Event, value: float | str, unit: str = "1") -> Evidence:
 def percent(share: float) -> str:
     """Return a share as ``12 %``, small ones as ``0.4 %``."""
     return f"{100 * share:.0f} %" if abs(share) >= 0.1 else f"{100 * share:.2g} %"
-
-
-def ms(milliseconds: float) -> str:
-    """Return a time as ``12 ms``, long ones as ``1.2 s``."""
-    return f"{milliseconds / 1e3:.3g} s" if milliseconds >= 1e3 else f"{milliseconds:.3g} ms"

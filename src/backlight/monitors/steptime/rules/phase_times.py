@@ -14,7 +14,6 @@ from backlight.monitors.steptime.model.evidence import (
     GARBAGE_COLLECTION,
     SteadyLimits,
     info_evidence,
-    ms,
     percent,
     phase_evidence,
     read_profile,
@@ -25,7 +24,7 @@ from backlight.monitors.steptime.model.step_times import PREFIX, Floats, PhaseTi
 from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
-from backlight.text import count
+from backlight.text import count, duration
 
 CONTROL = "cached batch"
 """Name of the control that repeats one batch."""
@@ -230,7 +229,7 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
             title=f"{count(len(members), 'step')} of {len(total)} are outliers, due to {name}",
             detail=(
                 f"{count(len(members), 'step')} of {len(total)} take up to {longest / median:.1f} times the "
-                f"median of {ms(1e3 * median)} (step {step}: {ms(1e3 * longest)}); the extra time is spent "
+                f"median of {duration(median)} (step {step}: {duration(longest)}); the extra time is spent "
                 f"in {name}. Expected gain: at most {percent(lost)} of the time."
             ),
             subject=Subject(step=step, phase=None if is_collection else cause),

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.steptime.model.evidence import ms, peak_memory, percent, read_profile
+from backlight.monitors.steptime.model.evidence import peak_memory, percent, read_profile
 from backlight.records import Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
-from backlight.text import count, size
+from backlight.text import count, duration, size
 
 HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
 """Causes of idle time on the host."""
@@ -140,7 +140,7 @@ def copy_heavy(run: Run, limits: CopyHeavyLimits) -> Iterator[Finding]:
             title=f"{what} at {where} take {percent(share)} of a step",
             detail=(
                 f"{what}{layout} from {source} to {target} take {percent(share)} of a step "
-                f"({ms(spent)}, {count(round(calls), 'call')}) at "
+                f"({duration(spent / 1e3)}, {count(round(calls), 'call')}) at "
                 f"{line or 'a line that is not in the trace'}. Expected gain: at most {percent(share)} of a "
                 "step."
             ),
@@ -238,8 +238,8 @@ def recompute_without_need(run: Run, limits: RecomputeWithoutNeedLimits) -> Iter
         severity=Severity.INFO,
         title=f"Checkpointing takes {share} of a step although memory is free",
         detail=(
-            f"Recomputed forwards take {ms(spent)}, {share} of a step, in {count(len(outer), 'module')} "
-            f"(most in `{worst}`), while the peak memory is {size(peak)} of {size(capacity)} "
+            f"Recomputed forwards take {duration(spent / 1e3)}, {share} of a step, in "
+            f"{count(len(outer), 'module')} (most in `{worst}`), while the peak memory is {size(peak)} of {size(capacity)} "
             f"({percent(peak / capacity)}). Expected gain: at most {share} of a step."
         ),
         subject=Subject(module=worst or None, phase=Phase.BACKWARD),

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.steptime.model.evidence import info_evidence, ms, percent, read_runtime_info
+from backlight.monitors.steptime.model.evidence import info_evidence, percent, read_runtime_info
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Event, Run
-from backlight.text import count, size
+from backlight.text import count, duration, size
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def recompilations(run: Run, limits: RecompilationsLimits) -> Iterator[Finding]:
             continue
         seconds = float(row.get("seconds") or 0.0)
         reason = str(row.get("reason") or "no reason was recorded")
-        cost = f", which took {ms(1e3 * seconds)} in all" if seconds else ""
-        gain = ms(1e3 * seconds) if seconds else "that time"
+        cost = f", which took {duration(seconds)} in all" if seconds else ""
+        gain = duration(seconds) if seconds else "that time"
         yield Finding(
             severity=Severity.WARNING,
             title=f"`{row.get('function')}` was recompiled {count(times, 'time')}",
