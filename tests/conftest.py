@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +45,19 @@ def command(
         return int(leaving.value.code or 0), captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def console_script() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the installed console script in a directory, 80 columns wide."""
+
+    def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [Path(sys.executable).with_name("backlight"), *map(str, arguments)],
+            cwd=folder, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    return run
 
 
 @pytest.fixture(autouse=True, scope="session")

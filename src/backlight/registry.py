@@ -276,4 +276,4 @@ def rule(
 
 
 DISPLAYS: Registry[Callable[[Any], str]] = Registry("display", modules=("*/displays/*.py",))
-"""How something is shown in a notebook, as HTML; by what is shown, which may lie below what shows it."""
+"""How something is shown, as HTML or as text; by what is shown, which may lie below what shows it."""

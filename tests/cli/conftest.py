@@ -1,8 +1,5 @@
 """Fixtures of the command tests: a run with a NaN, and the error of a refused command."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,18 +37,5 @@ def refused(command: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
         assert errors.count("\n") == 1
         assert "Traceback" not in errors
         return errors
-
-    return run
-
-
-@pytest.fixture
-def console_script() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the installed console script in a directory, 80 columns wide."""
-
-    def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [Path(sys.executable).with_name("backlight"), *map(str, arguments)],
-            cwd=folder, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
 
     return run

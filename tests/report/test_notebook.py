@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from synthetic import Plan, write_run
 
 import backlight
+from backlight.findings.evaluate import Findings
 from backlight.records import Finding, Severity, Subject
 from backlight.report.notebook import MOST, findings_html, run_html
 from backlight.store.read.run import open_run
@@ -42,22 +44,39 @@ def test_html_has_no_scripts_or_requests(tmp_path: Path) -> None:
     assert not re.findall(r"https?://", shown)
 
 
-def test_names_are_escaped() -> None:
+def test_names_are_escaped(tmp_path: Path) -> None:
     hostile = "<script>alert(1)</script>&\"'"
     finding = text_finding(hostile, Subject(parameter=hostile, step=1), Severity.ERROR)
     alone = finding._repr_html_()
     assert "<script" not in alone
     assert alone.count("&lt;script&gt;") == 6  # rule, title, detail, where, fix, refuted if
     ET.fromstring(alone)
-    shown = findings_html([finding])
+    run = write_run(tmp_path / "run", Plan(steps=5))
+    shown = findings_html(run, [finding])
     assert "<script" not in shown
     assert "&lt;script&gt;alert(1)" in shown
 
 
-def test_many_findings_are_counted() -> None:
+def test_many_findings_are_counted(tmp_path: Path) -> None:
     one = text_finding("text", Subject(), Severity.INFO)
-    assert "and 5 more findings" in findings_html([one] * (MOST + 5))
-    assert findings_html([]) == "<div>No findings.</div>"
+    run = write_run(tmp_path / "run", Plan(steps=5))
+    assert "and 5 more findings" in findings_html(run, [one] * (MOST + 5))
+
+
+@pytest.mark.parametrize(("gradients", "text"), [(True, "No findings."), (False, "Nothing was measured.")])
+def test_no_findings_are_shown_with_what_was_measured(gradients: bool, text: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=5, gradients=gradients, updates=gradients))
+    findings = Findings([], run)
+    assert findings == []
+    assert f">{text}</strong>" in findings._repr_html_()
+    assert text in str(findings)
+
+
+def test_copied_findings_are_a_plain_list(tmp_path: Path) -> None:
+    run = open_run(write_run(tmp_path / "run", Plan(steps=120, nan_step=90)).path)
+    findings = backlight.findings_of(run)
+    copied = pickle.loads(pickle.dumps(findings))
+    assert (type(copied), copied) == (list, list(findings))
 
 
 def test_empty_run_is_shown(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,7 +36,7 @@ for _ in range(3):
 def run_script(folder: Path, start: str, end: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", SCRIPT.format(start=start, end=end)],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        cwd=folder, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -156,3 +157,13 @@ def test_log_takes_a_mapping_and_keywords(tmp_path: Path) -> None:
     assert logged == {"val/acc": [0.5], "values": [2.0], "loss_scale": [3.0], "step": [70.0]}
     with pytest.raises(RuntimeError, match=r"watch.log: this watch has ended"):
         watch.log({"acc": 1})
+
+
+def test_findings_print_as_the_command_does(
+    tmp_path: Path, console_script: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    nan_step = "model(torch.full((1, 2), torch.nan)).sum().backward(); optimizer.step()"
+    done = run_script(tmp_path, ".start()", f"{nan_step}; watch.stop(); print(watch.findings)")
+    assert done.returncode == 0, done.stderr
+    assert "✕ error  non finite" in done.stdout
+    assert done.stdout == console_script(tmp_path, "findings", "run").stdout

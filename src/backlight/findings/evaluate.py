@@ -26,10 +26,23 @@ class RuleFailedWarning(UserWarning):
 
 
 class Findings(list[Finding]):
-    """Findings in order: a list that a notebook shows as a table."""
+    """Findings of ``run`` in order: a list that prints as ``backlight findings`` does.
+
+    A notebook shows it as a table. Copied or pickled it is a plain list, without the run.
+    """
+
+    def __init__(self, findings: Iterable[Finding], run: Run) -> None:
+        super().__init__(findings)
+        self.run = run
+
+    def __str__(self) -> str:
+        return DISPLAYS["findings as text"](self)
 
     def _repr_html_(self) -> str:
         return DISPLAYS["findings"](self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
 
     def to_pandas(self) -> Any:
         """Return one row per finding as ``pandas.DataFrame``."""
@@ -101,7 +114,7 @@ def evaluate_rules(
                 f"{type(error).__name__}: {error}",
                 RuleFailedWarning,
             )
-    return in_order(findings)
+    return Findings(in_order(findings), run)
 
 
 def findings_of(run: Run, thresholds_by_monitor: Mapping[str, Mapping[str, Any]] | None = None) -> Findings:
@@ -124,17 +137,17 @@ def findings_of(run: Run, thresholds_by_monitor: Mapping[str, Mapping[str, Any]]
     for finding in stored:  # of several stored ones about one subject the last knows most
         if _subject(finding) not in subjects and finding.rule not in restated:
             kept[_subject(finding)] = finding
-    return in_order([*merged, *kept.values()])
+    return Findings(in_order([*merged, *kept.values()]), run)
 
 
-def in_order(findings: Iterable[Finding]) -> Findings:
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Sort findings: the most severe first, then by step, those without a step last."""
 
     def place(finding: Finding) -> tuple[int, float, str, str]:
         step = math.inf if finding.subject.step is None else finding.subject.step
         return -finding.severity.rank, step, finding.rule, finding.subject.parameter or ""
 
-    return Findings(sorted(findings, key=place))
+    return sorted(findings, key=place)
 
 
 def _subject(finding: Finding) -> tuple[str, str | None, str | None]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from backlight.records import Finding, Severity
 from backlight.report.source import Source
-from backlight.report.verdict import by_severity, outcome, where
+from backlight.report.verdict import Outcome, by_severity, outcome, where
 from backlight.store.read.run import Run
 from backlight.text import count, number, visible
 
@@ -26,11 +26,10 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
     """Return the verdict, the first and last loss and total norm, and the findings of a run."""
     source = Source(run, tuple(findings))
     said = outcome(source)
-    tone = _TONES.get(said.tone, "currentColor")
     status = " · ".join(part for part in (run.status.value, said.status) if part)
     parts = [
         f"<div><strong>{_safe(run.name or 'unnamed run')}</strong> <small>{_safe(status)}</small></div>",
-        f'<div><strong style="color:{tone}">{_safe(said.tally)}.</strong> {_safe(said.detail)}</div>',
+        _verdict(said),
         *(f'<div style="color:{_TONES["warning"]}">Lost: {_safe(loss)}</div>' for loss in said.losses),
     ]
     figures = []
@@ -51,11 +50,15 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
     return f'<div style="line-height:1.45">{"".join(parts)}</div>'
 
 
-def findings_html(findings: Sequence[Finding]) -> str:
-    """Return findings as a table, worst first."""
-    if not findings:
-        return "<div>No findings.</div>"
-    return f'<div style="line-height:1.45">{_table(findings)}</div>'
+def findings_html(run: Run, findings: Sequence[Finding]) -> str:
+    """Return the verdict, and the findings as a table, worst first."""
+    parts = [_verdict(outcome(Source(run, tuple(findings)))), _table(findings) if findings else ""]
+    return f'<div style="line-height:1.45">{"".join(parts)}</div>'
+
+
+def _verdict(said: Outcome) -> str:
+    tone = _TONES.get(said.tone, "currentColor")
+    return f'<div><strong style="color:{tone}">{_safe(said.tally)}.</strong> {_safe(said.detail)}</div>'
 
 
 def _table(findings: Sequence[Finding]) -> str:

@@ -17,10 +17,10 @@ from backlight.capture.hub import HUB, underlying
 from backlight.capture.parameters import Scope, build_table
 from backlight.capture.steps import StepTracker, StopTraining
 from backlight.distributed import launch_id, rank_and_size
-from backlight.findings.evaluate import evaluate_rules
+from backlight.findings.evaluate import Findings, findings_of
 from backlight.monitor import MONITORS, Monitor, RunContext, Samples, Timed, check_monitors
 from backlight.notifier import Notifier
-from backlight.records import Finding, Made, RunStatus
+from backlight.records import RunStatus
 from backlight.session.arguments import check_samples, listed, loggable
 from backlight.session.monitor_set import MonitorSet, requested_monitors
 from backlight.session.run_directory import final_findings, open_writer
@@ -348,14 +348,12 @@ class Watch:
         return self._published.get("total_norm")
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> Findings:
         """Findings of the run so far; while it runs, of what has been flushed."""
         self._require_start("findings")
-        if self._writer is None:
-            return []
-        if self._depth:
+        if self._writer is not None and self._depth:
             self._thread.settle()
-        return evaluate_rules(open_run(self.path), made=Made.LIVE)
+        return findings_of(open_run(self.path))
 
     def check_limit(self) -> None:
         """Raise :class:`StopTraining` once the requested steps are done."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from backlight.findings.evaluate import findings_of
-from backlight.records import Finding
+from backlight.findings.evaluate import Findings, findings_of
 from backlight.registry import DISPLAYS
 from backlight.report.notebook import findings_html, run_html
 from backlight.store.read.run import Run
@@ -18,6 +15,6 @@ def show_run(run: Run) -> str:
 
 
 @DISPLAYS.register("findings")
-def show_findings(findings: Sequence[Finding]) -> str:
+def show_findings(findings: Findings) -> str:
     """Return findings as HTML."""
-    return findings_html(findings)
+    return findings_html(findings.run, findings)
