@@ -239,8 +239,8 @@ def recompute_without_need(run: Run, limits: RecomputeWithoutNeedLimits) -> Iter
         title=f"Checkpointing takes {share} of a step although memory is free",
         detail=(
             f"Recomputed forwards take {duration(spent / 1e3)}, {share} of a step, in "
-            f"{count(len(outer), 'module')} (most in `{worst}`), while the peak memory is {size(peak)} of {size(capacity)} "
-            f"({percent(peak / capacity)}). Expected gain: at most {share} of a step."
+            f"{count(len(outer), 'module')} (most in `{worst}`), while the peak memory is {size(peak)} of "
+            f"{size(capacity)} ({percent(peak / capacity)}). Expected gain: at most {share} of a step."
         ),
         subject=Subject(module=worst or None, phase=Phase.BACKWARD),
         evidence=(
