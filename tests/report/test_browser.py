@@ -274,6 +274,38 @@ def test_drag_zooms_every_chart(show: Open, page: Path) -> None:
     assert picture(driver) == map_before
 
 
+def test_findings_are_marked_on_every_step_axis(show: Open, page: Path) -> None:
+    driver = show(page)
+    without = driver.execute_script(
+        "return [...document.querySelectorAll('.panel')].filter((panel) => {"
+        "const label = [...panel.querySelectorAll('.legend-mark.found-at')];"
+        "return panel.querySelector('.uplot') && !label.some((entry) => !entry.hidden); }).map(({id}) => id)"
+    )
+    assert without == ["panel-memory_steps", "panel-depth"]  # their axes are allocations and the model
+    reddish = colour(driver, "error")
+    assert share_of(cells(driver, "#panel-loss canvas"), reddish) > 0
+    assert share_of(cells(driver, "#heat-map .grid-over"), reddish) > 0
+
+
+def test_loss_is_smoothed_and_its_axis_switched_by_keyboard(show: Open, page: Path) -> None:
+    driver = show(page)
+    log, smooth = driver.find_elements(By.CSS_SELECTOR, "#panel-loss .switches input")
+
+    def drawn() -> str:
+        return driver.execute_script("return document.querySelector('#panel-loss canvas').toDataURL()")
+
+    pictures = [drawn()]
+    for switch in (log, smooth, log):
+        driver.execute_script("arguments[0].focus()", switch)
+        assert driver.execute_script("return getComputedStyle(document.activeElement).outlineStyle") != "none"
+        switch.send_keys(Keys.SPACE)
+        wait(driver, lambda _, before=pictures[-1]: drawn() != before)
+        pictures.append(drawn())
+    assert len(set(pictures)) == 4
+    smooth.send_keys(Keys.SPACE)
+    wait(driver, lambda _: drawn() == pictures[0])
+
+
 def contrast_is_enough(driver: webdriver.Chrome) -> None:
     """Check the contrast of text and background."""
 

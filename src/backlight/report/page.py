@@ -248,6 +248,7 @@ def _finding(
         "rule": visible(finding.rule),
         "version": finding.version,
         "severity": finding.severity.value,
+        "step": finding.subject.step,
         "title": visible(finding.title),
         "detail": visible(finding.detail),
         "made": finding.made.value,

@@ -88,7 +88,26 @@ const stepAxis = (label = "step") => ({
   values: (plot, splits) => splits.map((value) => number(Math.round(value))),
 });
 
-// What lines cannot show: a restart, the step in focus, values that are not finite, marked steps.
+// Steps that findings name, each with the worst finding there: findings come worst first.
+const findingsAt = () => {
+  const found = new Map();
+  for (const finding of report.findings) if (finding.step !== null && !found.has(finding.step)) found.set(finding.step, finding);
+  return found;
+};
+
+const hasFindings = ({ overSteps, across = "step" }) => overSteps && across === "step";
+
+// A finding at a step: a triangle that stands on the axis.
+const marker = (context, x, bottom, size, severity) => {
+  context.fillStyle = css(severity);
+  context.beginPath();
+  context.moveTo(x, bottom - 1.6 * size);
+  context.lineTo(x - size, bottom);
+  context.lineTo(x + size, bottom);
+  context.fill();
+};
+
+// What lines cannot show: a restart, the step in focus, findings, values that are not finite, marked steps.
 const annotate = (plot, spec) => {
   const { ctx, bbox } = plot;
   const ratio = devicePixelRatio;
@@ -129,6 +148,11 @@ const annotate = (plot, spec) => {
   if (spec.overSteps) {
     for (const step of report.attempts) if (within(step)) upright(step, css("ink-faint"), [2, 4]);
     if (view.focus !== null && within(view.focus)) upright(view.focus, css("accent"), []);
+    for (const [step, { severity }] of hasFindings(spec) ? findingsAt() : []) {
+      if (!within(step)) continue;
+      upright(step, faded(css(severity), 0.55), [3, 3]);
+      marker(ctx, x(step), bbox.top + bbox.height, 5 * ratio, severity);
+    }
   }
   for (const line of spec.lines) {
     line.odd.forEach((place, i) => {
@@ -151,9 +175,27 @@ const annotate = (plot, spec) => {
   ctx.restore();
 };
 
+// The legend entry of findings, coloured as the worst one that the chart can show.
+const findingEntry = (spec) => {
+  const entry = el("span", { class: "legend-mark found-at" }, "finding");
+  const show = () => {
+    const [worst] = [...findingsAt()].filter(([step]) => step >= spec.steps[0] && step <= spec.steps.at(-1));
+    entry.hidden = !worst;
+    if (worst) entry.style.setProperty("--swatch", `var(--${worst[1].severity})`);
+  };
+  view.on("findings", show, entry);
+  show();
+  return entry;
+};
+
 const legendOf = (spec, toggle) => {
   const at = el("span", { class: "legend-step" });
-  const alone = spec.lines.length === 1 && Boolean(spec.title);
+  const alone = spec.lines.filter(({ smooths }) => smooths === undefined).length === 1 && Boolean(spec.title);
+  const near = (plot) => {
+    const { left } = plot.cursor;
+    const [hit] = [...findingsAt()].filter(([step]) => Math.abs(plot.valToPos(step, "x") - left) < 6);
+    return hit ? ` · ${hit[1].rule.replaceAll("_", " ")}` : "";
+  };
   const bottoms = new Map(spec.lines.filter(({ downTo }) => downTo).map(({ downTo }) => [downTo, spec.lines.find(({ label }) => label === downTo)]));
   const entries = spec.lines.map((line, i) => {
     const value = el("span", { class: "legend-value" });
@@ -169,7 +211,7 @@ const legendOf = (spec, toggle) => {
       value,
     );
     // The lower border of a band speaks through the band; a lone line through its title.
-    if (bottoms.has(line.label) && line.style === "edge") button.hidden = true;
+    if ((bottoms.has(line.label) && line.style === "edge") || line.smooths !== undefined) button.hidden = true;
     if (alone) button.classList.add("alone");
     return { button, value };
   });
@@ -182,12 +224,14 @@ const legendOf = (spec, toggle) => {
     extra.push(entry);
   }
   for (const mark of spec.marks) extra.push(el("span", { class: "legend-mark tick" }, `${mark.label} (${number(mark.steps.length)})`));
+  if (hasFindings(spec)) extra.push(findingEntry(spec));
   if (spec.overSteps && report.attempts.length && !alone) extra.push(el("span", { class: "legend-mark restart" }, "restart"));
   const host = el("div", { class: "legend" }, entries.map(({ button }) => button), extra, at);
   const show = (plot) => {
     const { idx, idxs } = plot.cursor;
     const here = idx === null || idx === undefined;
     at.textContent = here ? "" : spec.says ? spec.says(idx) : `${spec.across ?? "step"} ${number(spec.steps[idx])}`;
+    if (!here && hasFindings(spec)) at.textContent += near(plot);
     entries.forEach(({ value }, i) => {
       const place = here ? null : idxs[i + 1];
       const line = spec.lines[i];
@@ -211,28 +255,53 @@ const legendOf = (spec, toggle) => {
   return { host, show, reserve };
 };
 
-// spec: { title, steps, lines: [{label, axis, style, tone, over, downTo, values, odd, gap}], left, right, marks, spans,
-//         across, overSteps, xAxis, xRange, says(idx) }; `odd` and `gap` are places of a line: not finite, not measured
+const dataOf = (spec) => [
+  spec.steps,
+  ...spec.lines.map((line) => {
+    const { log } = line.axis === "right" ? spec.right : spec.left;
+    return drawable(line.smooths === undefined ? line : { ...line, values: smoothed(line.values, log) }, log);
+  }),
+];
+
+// spec: { title, steps, lines: [{label, axis, style, tone, over, downTo, smooths, values, odd, gap}], left, right, marks,
+//         spans, across, adjustable, overSteps, xAxis, xRange, says(idx) }; `odd` and `gap` are places of a line: not
+//         finite, not measured; `smooths` is the place of the line that one of an adjustable chart smooths
 const drawChart = (host, spec, height = 240) => {
   const box = el("div", { class: "plot" });
   const finite = spec.lines.some((line) => line.values.some((value) => Number.isFinite(value) && (value > 0 || !spec[line.axis].log)));
   const places = Object.fromEntries(spec.lines.map((line, i) => [line.label, i + 1]));
   let plot = null;
+  let smooth = false;
+  const hidden = new Set();
+  const isShown = (line, i) => (line.smooths === undefined ? !hidden.has(i) : smooth && !hidden.has(line.smooths));
+  const showSeries = () => spec.lines.forEach((line, i) => plot?.setSeries(i + 1, { show: isShown(line, i) }));
   const legend = legendOf(spec, (i, button) => {
     const shown = button.getAttribute("aria-pressed") !== "true";
     button.setAttribute("aria-pressed", String(shown));
-    plot?.setSeries(i + 1, { show: shown });
     const { style, downTo } = spec.lines[i];
-    if (style === "edge" && downTo) plot?.setSeries(places[downTo], { show: shown });
+    for (const at of style === "edge" && downTo ? [i, places[downTo] - 1] : [i]) shown ? hidden.delete(at) : hidden.add(at);
+    showSeries();
   });
-  const head = el("div", { class: "chart-head" }, spec.title ? el("figcaption", {}, spec.title) : null, legend.host);
+  const toggle = (name, checked, change) => {
+    const box = el("input", { type: "checkbox", checked, onchange: () => change(box.checked) });
+    return el("label", { class: "check" }, box, name);
+  };
+  const switches = spec.adjustable && finite ? el("div", { class: "switches" }, toggle("log", spec.left.log, (on) => {
+    spec.left.log = on;
+    build();
+  }), toggle("smooth", false, (on) => {
+    smooth = on;
+    showSeries();
+    plot.redraw(false);
+  })) : null;
+  const head = el("div", { class: "chart-head" }, spec.title ? el("figcaption", {}, spec.title) : null, legend.host, switches);
   host.append(el("figure", { class: "chart" }, head, box));
   if (!finite) {
     box.append(el("p", { class: "empty" }, spec.left.log ? "No value here is finite and above zero." : "No value here is finite."));
     return null;
   }
-  const colour = (line, i) => () => tone(line.tone || TONES[i % TONES.length]);
-  const options = {
+  const colour = (line, i) => () => faded(tone(line.tone || TONES[i % TONES.length]), smooth && spec.adjustable && line.smooths === undefined ? 0.35 : 1);
+  const options = () => ({
     width: Math.max(120, box.clientWidth),
     height,
     padding: [10, spec.right ? 4 : 24, 0, 0],
@@ -251,12 +320,13 @@ const drawChart = (host, spec, height = 240) => {
       ...spec.lines.map((line, i) => ({
         scale: line.axis,
         label: line.label,
+        show: isShown(line, i),
         stroke: line.style === "edge" ? () => "transparent" : colour(line, i),
-        width: line.style === "edge" ? 0 : 1.5,
+        width: line.style === "edge" ? 0 : line.smooths === undefined ? 1.5 : 2,
         dash: DASH[line.style] ?? OVER[Math.min(line.over ?? 0, 2)],
         paths: line.style === "steps" ? uPlot.paths.stepped({ align: 1 }) : undefined,
         ...(line.fill ? { fill: () => faded(tone(line.tone), line.fill) } : {}),
-        points: line.style === "line" ? { ...(spec.steps.length <= 40 ? { show: true } : { space: 30 }), size: 4, fill: colour(line, i) } : { show: false },
+        points: line.style === "line" && line.smooths === undefined ? { ...(spec.steps.length <= 40 ? { show: true } : { space: 30 }), size: 4, fill: colour(line, i) } : { show: false },
       })),
     ],
     bands: spec.lines.flatMap((line, i) =>
@@ -281,10 +351,13 @@ const drawChart = (host, spec, height = 240) => {
         },
       ],
     },
+  });
+  const build = () => {
+    plot?.destroy();
+    plot = new uPlot(options(), dataOf(spec), box);
+    box.plot = plot;
   };
-  const data = [spec.steps, ...spec.lines.map((line) => drawable(line, (line.axis === "right" ? spec.right : spec.left).log))];
-  plot = new uPlot(options, data, box);
-  box.plot = plot;
+  build();
   legend.reserve();
   new ResizeObserver(() => {
     const width = Math.max(120, box.clientWidth);
@@ -294,7 +367,7 @@ const drawChart = (host, spec, height = 240) => {
   }).observe(box);
   if (spec.overSteps) {
     view.on("range", () => plot.setScale("x", { min: view.range[0], max: view.range[1] }), box);
-    view.on("focus", () => plot.redraw(false), box);
+    view.on("focus findings", () => plot.redraw(false), box);
   }
   view.on("theme", () => plot.redraw(false), box);
   return plot;
@@ -302,9 +375,9 @@ const drawChart = (host, spec, height = 240) => {
 
 // Whether a chart can take newer numbers as it stands: the same lines, axes and words around them.
 const alike = (old, next) => {
-  const frame = ({ title, lines, left, right, marks, spans, across, steps }) =>
+  const frame = ({ title, lines, left, right, marks, spans, across, steps, adjustable }) =>
     JSON.stringify([
-      title, across, left?.label, left?.log, right?.label, right?.log, steps.length <= 40,
+      title, across, left?.label, adjustable || left?.log, right?.label, right?.log, steps.length <= 40,
       lines.map(({ label, axis, style, tone, over, odd }) => [label, axis, style, tone, over, odd.length > 0]),
       marks.map(({ label, steps: at }) => [label, at.length]), spans ?? [],
     ]);
@@ -316,22 +389,47 @@ const refill = (plot, spec, next) => {
   next.lines.forEach((line, i) => Object.assign(spec.lines[i], line));
   spec.steps = next.steps;
   spec.marks = next.marks;
-  const data = [spec.steps, ...spec.lines.map((line) => drawable(line, (line.axis === "right" ? spec.right : spec.left).log))];
-  plot.setData(data, true);
+  plot.setData(dataOf(spec), true);
+};
+
+// The mean around each value, in which others weigh less the further away they are; of logarithms on such an axis.
+const smoothed = (values, log) => {
+  const kept = 1 - 1 / Math.max(2, values.length / 60);
+  const drawn = Float64Array.from(values, (value) => (log ? (value > 0 ? Math.log(value) : NaN) : value));
+  const [sums, weights] = [new Float64Array(drawn.length), new Float64Array(drawn.length)];
+  const pass = (places, own) => {
+    let [sum, weight] = [0, 0];
+    for (const at of places) {
+      sums[at] += kept * sum;
+      weights[at] += kept * weight;
+      [sum, weight] = [kept * sum, kept * weight];
+      if (!Number.isFinite(drawn[at])) continue;
+      [sum, weight] = [sum + drawn[at], weight + 1];
+      if (own) [sums[at], weights[at]] = [sums[at] + drawn[at], weights[at] + 1];
+    }
+  };
+  pass([...drawn.keys()], true);
+  pass([...drawn.keys()].reverse(), false);
+  return drawn.map((value, at) => (Number.isFinite(value) ? (log ? Math.exp(sums[at] / weights[at]) : sums[at] / weights[at]) : NaN));
 };
 
 // A chart as Python sends it, with its arrays unpacked.
-const readChart = async (chart) => ({
-  ...chart,
-  overSteps: true,
-  steps: await unpack(chart.steps),
-  marks: await Promise.all(chart.marks.map(async (mark) => ({ ...mark, steps: await unpack(mark.steps) }))),
-  lines: await Promise.all(
-    chart.lines.map(async (line) => ({
+const readChart = async (chart) => {
+  const lines = await Promise.all(
+    chart.lines.map(async (line, i) => ({
       ...line,
+      tone: line.tone || TONES[i % TONES.length],
       values: await unpack(line.values),
       odd: Array.from(await unpack(line.odd)),
       gap: Array.from(await unpack(line.gap)),
     })),
-  ),
-});
+  );
+  const smooth = chart.adjustable ? lines.map((line, i) => ({ ...line, label: `${line.label}, smoothed`, odd: [], over: 0, smooths: i })) : [];
+  return {
+    ...chart,
+    overSteps: true,
+    steps: await unpack(chart.steps),
+    marks: await Promise.all(chart.marks.map(async (mark) => ({ ...mark, steps: await unpack(mark.steps) }))),
+    lines: [...lines, ...smooth],
+  };
+};

@@ -31,7 +31,7 @@ class Grid {
     this.listen();
     new ResizeObserver(() => this.draw()).observe(host);
     view.on("range theme", () => this.draw(), this.map);
-    view.on("row focus cursor", () => this.drawOver(), this.map);
+    view.on("row focus cursor findings", () => this.drawOver(), this.map);
   }
 
   cut(first, last) {
@@ -249,6 +249,9 @@ class Grid {
     for (const row of this.marked?.() ?? []) {
       const place = this.shown.indexOf(row);
       if (place >= 0) context.fillRect(this.left - 7, this.y(place), 5, Math.max(1.5, this.y(place + 1) - this.y(place) - 0.5));
+    }
+    for (const [step, { severity }] of findingsAt()) {
+      if (step >= view.range[0] && step <= view.range[1]) marker(context, this.x(step + 0.5), bottom + 5, 4, severity);
     }
     this.frame(context, this.chosen ? this.chosen() : view.row, css("accent"));
     this.upright(context, view.focus, css("accent"), []);

@@ -265,7 +265,10 @@ const apply = (head) => {
   document.title = `${head.stand.word === "live" ? "● " : ""}${report.run.name} · backlight`;
   keepingPlace(() => {
     if (changed("verdict", [report.verdict, report.run])) slots.verdict.replaceChildren(verdictPart());
-    if (changed("findings", report.findings)) tellFindings();
+    if (changed("findings", report.findings)) {
+      tellFindings();
+      view.tell("findings");
+    }
     if (changed("gaps", report.verdict.unmeasured)) slots.gaps.replaceChildren(...[unmeasuredList()].filter(Boolean));
     const drawn = report.panels.filter(({ kind }) => kind);
     if (changed("panels", drawn.map(({ name }) => name))) {

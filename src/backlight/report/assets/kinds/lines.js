@@ -6,12 +6,13 @@ KINDS.lines = async (host, { charts, small }) => {
   return () => {
     const box = el("div", { class: small && read.length > 1 ? "small-charts" : "" });
     host.append(box);
-    const plots = read.map((chart) => drawChart(box, chart, small && read.length > 1 ? 180 : 240));
+    for (const chart of read) drawChart(box, chart, small && read.length > 1 ? 180 : 240);
+    const boxes = [...box.querySelectorAll(".plot")];
     return async ({ charts: later }) => {
       const next = await Promise.all(later.map(readChart));
-      if (next.length !== read.length || !next.every((chart, i) => plots[i] && alike(read[i], chart))) return false;
+      if (next.length !== read.length || !next.every((chart, i) => boxes[i].plot && alike(read[i], chart))) return false;
       for (const chart of next) if (chart.steps.length) view.reaches(chart.steps[0], chart.steps.at(-1));
-      next.forEach((chart, i) => refill(plots[i], read[i], chart));
+      next.forEach((chart, i) => refill(boxes[i].plot, read[i], chart));
       return true;
     };
   };
