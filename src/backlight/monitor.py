@@ -157,6 +157,8 @@ class RunContext:
         ``alarm(step, cause)`` requests that the next steps are recorded in detail.
     publish:
         ``publish(name, step, value)`` makes a number available on the ``Watch`` while the run goes on.
+    deliver:
+        ``deliver(findings)`` calls ``on_new_findings`` of every monitor.
     """
 
     settings: Settings
@@ -177,13 +179,14 @@ class RunContext:
     follow_forwards: Callable[[], None]
     alarm: Callable[[int, str], None]
     publish: Callable[[str, int, float], None]
+    deliver: Callable[[Sequence[Finding]], None]
 
 
 class Monitor:
     """Measures one aspect of a watched run.
 
     Hooks run on the training thread and must neither block nor synchronise a device, except those documented
-    to run on the writer thread. An exception disables this monitor only; the run continues.
+    to run on another thread. An exception disables this monitor only; the run continues.
 
     Attributes
     ----------
@@ -272,6 +275,11 @@ class Monitor:
 
     def on_flush(self) -> None:
         """Everything so far is on disk, where a reader sees it."""
+
+    # On the evaluation thread
+
+    def on_new_findings(self, findings: Sequence[Finding]) -> None:
+        """While the run goes on, the rules found what no earlier call held; on rank 0 only."""
 
     # At the end, on the training thread; all monitors are detached and the writer thread has ended
 

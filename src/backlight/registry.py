@@ -234,7 +234,8 @@ class Rule:
     ``evaluate(run, limits)`` takes a :class:`backlight.store.read.run.Run` and an object of ``limits``, a
     class of :class:`backlight.findings.limits.Limits`, with what the run and the user overrode. ``needs``
     names the series without which the rule is skipped. A rule that ``restates`` yields its stored findings
-    again, or better ones: nothing else of it is taken from the store.
+    again, or better ones: nothing else of it is taken from the store. The findings of one that is ``logged``
+    are printed by the process that makes them.
     """
 
     name: str
@@ -244,6 +245,7 @@ class Rule:
     limits: type[Any] | None = None
     needs: tuple[str, ...] = ()
     restates: bool = False
+    logged: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.evaluate):
@@ -263,13 +265,14 @@ def rule(
     limits: type[Any] | None = None,
     needs: tuple[str, ...] = (),
     restates: bool = False,
+    logged: bool = False,
 ) -> Callable[[Callable[[Any, Any], Iterable[Finding]]], Callable[[Any, Any], Iterable[Finding]]]:
     """Register the decorated function as the rule ``name`` of ``monitor``; see :class:`Rule`."""
 
     def decorate(
         evaluate: Callable[[Any, Any], Iterable[Finding]],
     ) -> Callable[[Any, Any], Iterable[Finding]]:
-        RULES.add(name, Rule(name, monitor, version, evaluate, limits, needs, restates))
+        RULES.add(name, Rule(name, monitor, version, evaluate, limits, needs, restates, logged))
         return evaluate
 
     return decorate

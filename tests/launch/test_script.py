@@ -59,7 +59,9 @@ def test_output_arguments_and_exceptions_are_unchanged(tmp_path: Path) -> None:
     assert "at exit True" in watched.stdout
     assert watched.returncode == plain.returncode == 1
     assert plain.stderr.startswith("to stderr\nTraceback")
-    assert watched.stderr.startswith(plain.stderr)
+    first, rest = watched.stderr.split("\n", 1)
+    assert first == "backlight: recording in run; live page: backlight open run"
+    assert rest.startswith(plain.stderr)
     run = backlight.open_run(tmp_path / "run")
     assert run.status is RunStatus.FAILED
     assert run.attempts[-1].argv[-4:] == ("3", "--out", "x", "-h")
@@ -131,7 +133,7 @@ def test_steps_ends_the_script_and_invalid_ranks_are_one_warning(tmp_path: Path)
     run = backlight.open_run(tmp_path / "run")
     assert run.status is RunStatus.FINISHED
     assert list(run.series_steps("gradient")) == [0, 1, 2, 3, 4]
-    first, *summary = watched.stderr.splitlines()
+    first, _, *summary = watched.stderr.splitlines()
     message = "backlight: the environment says RANK='5', WORLD_SIZE='2'"
     assert first.startswith(f"train.py:0: RuntimeWarning: {message}")
     assert summary[0] == "run"  # a single process prints the summary of its run

@@ -107,7 +107,7 @@ class Hosted:
         self._settings = dict(settings)
         self._samples = samples
         self._on_end = on_end
-        self._summary = summary
+        self._summary = summary and not settings.get("quiet")
         self.active = self.begun = False
         self._broken: set[str] = set()
         self._notifier = Notifier(self._run or Path("runs"))
@@ -317,6 +317,7 @@ class HostedCallback(Hosting):
         step_offset: int | None = None,
         thresholds: Mapping[str, Mapping[str, float]] | None = None,
         trackers: str | Sequence[str] = (),
+        quiet: bool = False,
         measures: Mapping[str, Any] | Measures | None = None,
         spectra: Mapping[str, Any] | SpectraOptions | None = None,
     ) -> None:

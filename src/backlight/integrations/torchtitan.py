@@ -98,6 +98,7 @@ def watch(
     step_offset: int | None = None,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     trackers: str | Sequence[str] = (),
+    quiet: bool = False,
     measures: Mapping[str, Any] | Measures | None = None,
     spectra: Mapping[str, Any] | SpectraOptions | None = None,
 ) -> TitanWatch:

@@ -81,6 +81,8 @@ class Settings:
     trackers:
         Trackers that get the numbers of the live run: ``NAME`` or ``NAME=TARGET`` of
         :data:`backlight.session.trackers.base.TRACKERS`.
+    quiet:
+        Print neither where the run is recorded nor its findings, only what backlight fails to record.
     measures:
         What the monitor grokking measures, and how often.
     spectra:
@@ -106,6 +108,7 @@ class Settings:
     step_offset: int | None = None
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     trackers: tuple[str, ...] = ()
+    quiet: bool = False
     measures: Measures = dataclasses.field(default_factory=Measures)
     spectra: SpectraOptions = dataclasses.field(default_factory=SpectraOptions)
 

@@ -257,6 +257,7 @@ class Watch:
             ),
             alarm=self._alarm,
             publish=self._publish,
+            deliver=self._deliver,
         )
 
     def _finish(self, writer: RunWriter) -> None:
@@ -365,6 +366,9 @@ class Watch:
     def _publish(self, name: str, step: int, value: float) -> None:
         self._published[name] = (step, value)
 
+    def _deliver(self, findings: Sequence[Finding]) -> None:
+        self._monitors.call("on_new_findings", findings)
+
     def _alarm(self, step: int, cause: str) -> None:
         if step > self._alarmed:
             self._alarmed = step + self.settings.detail
@@ -400,6 +404,7 @@ def watch(
     step_offset: int | None = None,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     trackers: str | Sequence[str] = (),
+    quiet: bool = False,
     measures: Mapping[str, Any] | Measures | None = None,
     spectra: Mapping[str, Any] | SpectraOptions | None = None,
 ) -> Watch:

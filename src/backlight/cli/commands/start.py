@@ -79,13 +79,14 @@ def run(
     config: Annotated[
         Path | None, Option(metavar="FILE", help="TOML file of settings and thresholds.")
     ] = None,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="Print nothing unless backlight fails.")] = False,
     slurm: Slurm = None,
     slurm_script: SlurmScript = None,
 ) -> int:
     """Watch a training script.
 
-    Options after SCRIPT belong to the script. Its exit code, output and signals pass through; findings are
-    printed to standard error when it has ended.
+    Options after SCRIPT belong to the script. Its exit code, output and signals pass through. Standard error
+    gets one line at the start, one for each new error or warning, and all findings at the end.
     """
     from backlight.cli.render.report import after_run
     from backlight.launch.script import check, launch
@@ -96,7 +97,7 @@ def run(
         "monitors": monitors, "every": every, "steps": steps, "histogram": histogram, "stall": stall,
         "exact_updates": exact_updates, "per_backward": per_backward, "reduce": reduce, "trace": trace,
         "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
-        "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
+        "quiet": quiet, "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value not in (None, False, {}, ())}
     settings = Settings.read(config, given) if config is not None else Settings.of(given)
@@ -109,7 +110,7 @@ def run(
     watch = Watch((), (), settings, out, script=script, arguments=tuple(arguments))
     code = launch(watch, script, arguments, module=module)
     sys.stdout.flush()
-    if world().rank == 0:  # once for all ranks
+    if world().rank == 0 and not settings.quiet:  # once for all ranks
         after_run(watch.path)
     return code
 

@@ -1,10 +1,8 @@
 """Sends the numbers of a live run to trackers: off the step's path, one thread for each tracker.
 
 The writer thread hands over each step that it stores. A tracker that is slow loses the oldest points; one
-that raises is named once and left out. The training run never waits for one.
-
-An alarm (a gradient that is not finite, a spike) is evaluated at once by the rule of that name, on one more
-thread, so that the finding is sent while the run goes on.
+that raises is named once and left out. The training run never waits for one. New findings are sent while the
+run goes on, and all of them at its end.
 """
 
 from __future__ import annotations
@@ -17,13 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from backlight.findings.evaluate import evaluate_rules
 from backlight.monitor import Monitor, RunContext, StoredStep
-from backlight.records import Finding, Made, ParameterRecord
-from backlight.registry import RULES
+from backlight.records import Finding, ParameterRecord
 from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
 from backlight.session.trackers.metrics import Naming, is_split, point_of_blobs
-from backlight.store.read.run import open_run
 
 if TYPE_CHECKING:
     from backlight.notifier import Notifier
@@ -37,9 +32,6 @@ DELIVERY_PERIOD_S = 1.0
 
 END_TIMEOUT_S = 30.0
 """Seconds that the end of a run waits for its trackers, all of them together."""
-
-REST_FACTOR = 100.0
-"""Times what an evaluation took that pass before the next: a hundredth of the time goes into it."""
 
 
 class Feed:
@@ -148,12 +140,7 @@ class TrackerMonitor(Monitor):
         self._feeds: list[Feed] = []
         self._naming: tuple[Sequence[ParameterRecord], Naming] | None = None
         self._held: dict[int, Point] = {}
-        self._alarms: dict[str, int] = {}
-        self._reported: dict[str, list[Finding]] = {}
-        self._evaluation: threading.Thread | None = None
-        self._resting_until = 0.0
-        self._ended = False
-        self._lock = threading.Lock()
+        self._found: list[Finding] = []
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
@@ -167,7 +154,6 @@ class TrackerMonitor(Monitor):
         tracked = Tracked(run.path.name, run.path, live=True)
         given = self._given if run.rank == 0 else ()
         self._feeds = [Feed(*chosen(name), tracked, run.notifier) for name in given]
-        self._ended = False
 
     def on_step_start(self, step: int) -> None:
         """Connect at the first step."""
@@ -191,52 +177,30 @@ class TrackerMonitor(Monitor):
         shown = int(values["step"]) if "step" in values else held.step
         self._held[step] = replace(held, step=shown, values={**held.values, **own})
 
-    def on_alarm(self, step: int, cause: str) -> None:
-        """Note what is to be evaluated once it is on disk."""
-        if self._feeds and cause in RULES:
-            self._alarms[cause] = step
-
     def on_flush(self) -> None:
-        """Release all steps but the last, of which the user may yet log something; evaluate alarms."""
+        """Release all steps but the last, of which the user may yet log something."""
         if self._held:
             self._release(before=max(self._held))
-        busy = self._evaluation is not None and self._evaluation.is_alive()
-        if self._alarms and not busy and time.monotonic() >= self._resting_until:
-            alarms, self._alarms = self._alarms, {}
-            self._evaluation = threading.Thread(
-                target=self._evaluate, args=(alarms,), name="backlight-evaluation", daemon=True
-            )
-            self._evaluation.start()
 
-    def _evaluate(self, alarms: Mapping[str, int]) -> None:
-        """Send the findings of the rules of ``alarms``; each later call repeats those before it."""
-        begin = time.monotonic()
-        try:
-            fresh = evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=alarms)
-        except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on
-            self._notifier.trouble(error, "findings for trackers before the training ends")
-            return
-        self._resting_until = time.monotonic() + REST_FACTOR * (time.monotonic() - begin)
-        before = _subjects(self._reported)
-        self._reported |= {rule: [f for f in fresh if f.rule == rule] for rule in alarms}
-        reported = [finding for findings in self._reported.values() for finding in findings]
-        with self._lock:
-            if not self._ended and _subjects(self._reported) != before:
-                for feed in self._feeds:
-                    feed.findings(reported, max(alarms.values()) + self._offset)
+    def on_new_findings(self, findings: Sequence[Finding]) -> None:
+        """Send them, and again those that were sent before."""
+        self._found = [*self._found, *findings]
+        self._send_findings(self._found)
 
     def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
         """Send what is left, and the findings; waits for the trackers, up to a limit."""
-        with self._lock:
-            self._ended = True
         self._release(before=None)
-        step = max(self._run.clock.done - 1, 0) + self._offset
+        self._send_findings(findings)
         for feed in self._feeds:
-            feed.findings(findings, step)
             feed.ask_to_stop(failed=failed)
         until = time.monotonic() + END_TIMEOUT_S
         for feed in self._feeds:
             feed.wait(max(until - time.monotonic(), 0.0))
+
+    def _send_findings(self, findings: Sequence[Finding]) -> None:
+        step = max(self._run.clock.done - 1, 0) + self._offset
+        for feed in self._feeds:
+            feed.findings(findings, step)
 
     def _names(self, records: Sequence[ParameterRecord]) -> Naming:
         if self._naming is None or self._naming[0] is not records:
@@ -258,7 +222,3 @@ class TrackerMonitor(Monitor):
                 values = {name: value for name, value in point.values.items() if name != "user/step"}
                 for feed in self._feeds:
                     feed.take(replace(point, values=values))
-
-
-def _subjects(reported: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Any]]:
-    return [(rule, finding.subject) for rule, findings in reported.items() for finding in findings]

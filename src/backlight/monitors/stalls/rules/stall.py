@@ -22,7 +22,7 @@ from backlight.registry import rule
 from backlight.store.read.run import Event, Run
 
 
-@rule(RULE, monitor="stalls", version=2, limits=StallLimits, restates=True)
+@rule(RULE, monitor="stalls", version=2, limits=StallLimits, restates=True, logged=True)
 def stall(run: Run, limits: StallLimits) -> Iterator[Finding]:
     """Report each stored diagnosis once; those that one machine left open are replaced by the joint one."""
     joint = list(_joint_findings(run))

@@ -1,0 +1,160 @@
+"""Evaluation of the rules while the run goes on: each new finding is delivered to all monitors once.
+
+Rank 0 reads its own run directory, on a thread of its own; the training thread never waits for it. The rule
+of an alarm (a gradient that is not finite, a spike) is evaluated at once, all rules every few seconds, and
+less often where that takes long.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Self
+
+from backlight.findings.evaluate import evaluate_rules
+from backlight.monitor import Monitor, RunContext
+from backlight.records import Finding, Made, Severity
+from backlight.registry import RULES
+from backlight.store.read.run import open_run
+
+if TYPE_CHECKING:
+    from backlight.session.settings import Settings
+
+PERIOD_S = 5.0
+"""Seconds between two evaluations of all rules at least, and before the first one."""
+
+REST_FACTOR = 200.0
+"""Times what an evaluation took that pass before the next one of its kind."""
+
+END_TIMEOUT_S = 10.0
+"""Seconds that the end of a run waits for an evaluation, and for what is done with its findings."""
+
+_Key = tuple[str, str | None]
+
+
+class NewFindings:
+    """Separates new findings from those that were there before.
+
+    An error counts at once; a warning or a note once two evaluations in a row report it, since more steps may
+    refute it. A finding about several parameters may name another of them each time: it is known if an
+    earlier one of that rule has evidence on its subject.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[_Key] = set()
+        self._unconfirmed: set[_Key] = set()
+
+    def take(self, found: Iterable[Finding], only: Collection[str] | None = None) -> list[Finding]:
+        """Return what no earlier call returned, of the findings of all rules or ``only`` some."""
+        fresh = [f for f in found if _key(f) not in self._known]
+        confirmed = [f for f in fresh if f.severity is Severity.ERROR or _key(f) in self._unconfirmed]
+        others = {key for key in self._unconfirmed if only is not None and key[0] not in only}
+        self._unconfirmed = others | {_key(f) for f in fresh}
+        self.know(confirmed)
+        return confirmed
+
+    def know(self, findings: Iterable[Finding]) -> None:
+        """Take findings as known, so that no later call returns them."""
+        for finding in findings:
+            named = (evidence.path.rpartition("/")[2] for evidence in finding.evidence)
+            self._known |= {_key(finding), *((finding.rule, name) for name in named)}
+
+    def knows(self, rule: str) -> bool:
+        """Return whether a finding of a rule is known."""
+        return any(key[0] == rule for key in self._known)
+
+
+def _key(finding: Finding) -> _Key:
+    return finding.rule, finding.subject.parameter or finding.subject.module
+
+
+class FindingsMonitor(Monitor):
+    """Evaluates the rules while the run goes on; on rank 0 only."""
+
+    name = "findings"
+    requested_by = None
+    records = "findings before the end of the run"
+    order = 15  # at the end before those that use the findings
+
+    def __init__(self) -> None:
+        self._new = NewFindings()
+        self._thread: threading.Thread | None = None
+        self._alarms: set[str] = set()
+        self._ended = False
+        self._evaluations = _Evaluations()
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor."""
+        return cls()
+
+    def attach(self, run: RunContext) -> None:
+        """Begin to wait for the first evaluation."""
+        self._run = run
+        self._ended = False
+        # What earlier attempts left is known; it is read at once, before this attempt has added to it.
+        self._is_resumed = run.writer.attempt > 0
+        self._all_from = 0.0 if self._is_resumed else time.monotonic() + PERIOD_S
+        self._alarms_from = 0.0
+        run.account(self._evaluations)
+
+    def detach(self, error: BaseException | None) -> None:
+        """Start no more evaluations."""
+        self._ended = True
+
+    def on_alarm(self, step: int, cause: str) -> None:
+        """Note the rule that is to be evaluated once the step is on disk."""
+        if not self._new.knows(cause):
+            self._alarms.add(cause)
+
+    def on_flush(self) -> None:
+        """Start an evaluation if one is due."""
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if self._run.rank or self._ended or is_busy:
+            return
+        now = time.monotonic()
+        if now >= self._all_from:
+            only = None
+        elif self._alarms and now >= self._alarms_from:
+            only = frozenset(self._alarms)
+        else:
+            return
+        self._alarms.clear()
+        self._thread = threading.Thread(
+            target=self._evaluate, args=(only,), name="backlight-findings", daemon=True
+        )
+        self._thread.start()
+
+    def on_all_stored(self, *, failed: bool) -> None:
+        """Wait for an evaluation in progress."""
+        if self._thread is not None:
+            self._thread.join(END_TIMEOUT_S)
+
+    def _evaluate(self, only: Collection[str] | None) -> None:
+        begin = time.thread_time()
+        try:
+            len(RULES)  # imports them, which is no part of the time from which the rest follows
+            imported = time.thread_time()
+            found = evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
+        except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on
+            self._run.notifier.trouble(error, self.records)
+            self._all_from = self._alarms_from = time.monotonic() + PERIOD_S
+            return
+        ended, now = time.thread_time(), time.monotonic()
+        self._evaluations.spent += ended - begin
+        self._alarms_from = now + REST_FACTOR * (ended - imported)
+        if only is None:
+            self._all_from = max(self._alarms_from, now + PERIOD_S)
+        if self._is_resumed:
+            self._is_resumed = False
+            self._new.know(found)
+        new = self._new.take(found, only)
+        if new and not self._ended:
+            self._run.deliver(new)
+
+
+class _Evaluations:
+    """Processor seconds of the evaluations, a cost of the watch."""
+
+    spent = 0.0

@@ -1,0 +1,104 @@
+"""Lines on standard error while a run goes on: where it is recorded, and each new error or warning."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from backlight.monitor import Monitor, RunContext
+from backlight.records import Finding, Severity
+from backlight.registry import RULES
+from backlight.text import count, visible
+
+if TYPE_CHECKING:
+    from backlight.session.settings import Settings
+
+MAX_LINES = 5
+"""Lines about findings within :data:`WINDOW_S` at most; what exceeds them is counted."""
+
+WINDOW_S = 60.0
+"""Seconds in which :data:`MAX_LINES` may be printed."""
+
+
+class PrintMonitor(Monitor):
+    """Prints one line for each rule that found something new; on rank 0 only.
+
+    The lines go to the standard error that was there when the watch was entered: where the script redirects
+    it later, it gets nothing that it did not write.
+    """
+
+    name = "print"
+    requested_by = None
+    records = "lines about new findings"
+
+    def __init__(self) -> None:
+        self._is_script = False
+        self._printed: deque[float] = deque()
+        self._left = 0
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor unless nothing is to be printed."""
+        return None if settings.quiet else cls()
+
+    def check_process(self, *, is_script: bool) -> None:
+        """Remember whether a command runs the script."""
+        self._is_script = is_script
+
+    def attach(self, run: RunContext) -> None:
+        """Print where the run of a script is recorded."""
+        self._stream, self._path = sys.stderr, run.path
+        if self._is_script and not run.rank:
+            path = visible(run.path)
+            with contextlib.suppress(OSError, ValueError):
+                text = f"backlight: recording in {path}; live page: backlight open {path}"
+                print(text, file=self._stream, flush=True)
+
+    def on_new_findings(self, findings: Sequence[Finding]) -> None:
+        """Print one line for each rule, the worst first, as long as there are not too many."""
+        shown = [f for f in findings if f.severity is not Severity.INFO and not RULES[f.rule].logged]
+        shown.sort(key=lambda finding: (-finding.severity.rank, finding.rule))
+        for _, same in groupby(shown, key=lambda finding: (finding.severity, finding.rule)):
+            first, *others = same
+            if self._left or not self._has_room():
+                self._left += 1 + len(others)
+                continue
+            more = f", and {len(others)} more" if others else ""
+            self._print(f"{first.severity}: {visible(first.title)} ({visible(first.rule)}{more})")
+        self.on_flush()
+
+    def on_flush(self) -> None:
+        """Count what was not printed, once there is room for a line."""
+        if self._left and self._has_room(MAX_LINES + 1):
+            left, self._left = self._left, 0
+            self._print(f"and {count(left, 'more finding')}: backlight findings {visible(self._path)}")
+
+    def _has_room(self, most: int = MAX_LINES) -> bool:
+        while self._printed and self._printed[0] < time.monotonic() - WINDOW_S:
+            self._printed.popleft()
+        return len(self._printed) < most
+
+    def _print(self, text: str) -> None:
+        self._printed.append(time.monotonic())
+        print_line(text, self._stream)
+
+
+def print_line(text: str, stream: TextIO) -> None:
+    """Print a line above the progress bars of tqdm, and on a terminal never within a line of the script.
+
+    A stream that is closed or broken gets nothing.
+    """
+    line = f"backlight: {text}"
+    bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    with contextlib.suppress(OSError, ValueError):
+        if getattr(bars, "_instances", None):
+            bars.write(line, file=stream)
+        else:
+            # The script may have printed a part of a line, which cannot be asked for.
+            stream.write(f"\n{line}\n" if stream.isatty() else f"{line}\n")
+        stream.flush()

@@ -1,0 +1,145 @@
+"""Evaluation while the run goes on: each finding once, warnings confirmed, rank 0 only, never in the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import backlight
+from backlight.monitor import MONITORS, Monitor
+from backlight.records import Evidence, Finding, RunStatus, Severity, Subject
+from backlight.session import findings_monitor
+from backlight.session.findings_monitor import FindingsMonitor, NewFindings
+
+WARNING = Finding(
+    severity=Severity.WARNING,
+    title="title",
+    detail="detail",
+    subject=Subject(parameter="a.weight"),
+    evidence=(Evidence("series/gradient/norm/a.weight", 1), Evidence("series/gradient/norm/a.bias", 1)),
+    fix="fix",
+    refuted_if="refuted",
+    rule="no_update",
+)
+ERROR = replace(WARNING, severity=Severity.ERROR, rule="non_finite")
+
+
+def test_an_error_is_new_once_and_a_warning_when_it_is_confirmed() -> None:
+    new = NewFindings()
+    assert new.take([WARNING, ERROR]) == [ERROR]
+    assert new.take([WARNING, ERROR]) == [WARNING]
+    assert new.take([WARNING, ERROR]) == []
+    other = replace(WARNING, subject=Subject(parameter="a.bias"))
+    assert new.take([other]) == new.take([other]) == []  # an earlier one has evidence on it
+
+
+def test_a_refuted_warning_is_not_new() -> None:
+    new = NewFindings()
+    assert new.take([WARNING]) == new.take([]) == new.take([WARNING]) == []
+    assert new.take([], only={"spike"}) == []  # says nothing about other rules
+    assert new.take([WARNING]) == [WARNING]
+
+
+class Listening(Monitor):
+    """Notes what is delivered."""
+
+    name = "listening"
+    requested_by = None
+
+    def __init__(self) -> None:
+        self.found: list[Finding] = []
+        self.threads: set[str] = set()
+        self.delivered = threading.Event()
+
+    def on_new_findings(self, findings: Sequence[Finding]) -> None:
+        self.found += findings
+        self.threads.add(threading.current_thread().name)
+        self.delivered.set()
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Listening:
+    one = Listening()
+    monkeypatch.setattr(Listening, "from_settings", classmethod(lambda cls, settings: one))
+    monkeypatch.setitem(MONITORS._entries, "listening", Listening)
+    return one
+
+
+def train(run: Path, until: threading.Event, *, bad: bool = True, steps: int = 3, **settings: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with backlight.watch(model, optimizer, run=run, every=1, monitors=("health",), **settings):
+        for step in range(steps):
+            model(torch.full((2, 2), float("nan") if bad and step == 1 else 1.0)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        until.wait(60)
+
+
+def test_findings_are_delivered_once_while_the_run_goes_on(
+    tmp_path: Path, listening: Listening, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "run", listening.delivered)
+    assert [(f.rule, f.severity, f.subject.step) for f in listening.found] == [
+        ("non_finite", Severity.ERROR, 1)
+    ]
+    assert listening.threads == {"backlight-findings"}
+    out, errors = capfd.readouterr()
+    assert out == ""
+    assert errors.startswith("backlight: error: ")
+    assert errors.rstrip().endswith("(non_finite)")
+
+
+def test_a_failing_evaluation_is_one_warning(
+    tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = threading.Event()
+
+    def broken(path: Path) -> Any:
+        tried.set()
+        raise OSError("gone")
+
+    monkeypatch.setattr(findings_monitor, "open_run", broken)
+    with pytest.warns(
+        RuntimeWarning, match="not measured: findings before the end of the run, after OSError: gone"
+    ):
+        train(tmp_path / "run", tried)
+    assert listening.found == []
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status is RunStatus.FINISHED
+    assert "non_finite" in {finding.rule for finding in run.stored_findings()}
+
+
+def test_what_an_earlier_attempt_found_is_not_new(
+    tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "run", listening.delivered)
+    listening.found.clear()
+    evaluated = threading.Event()
+    know = NewFindings.know
+
+    def note(new: NewFindings, findings: Any) -> None:
+        know(new, findings)
+        evaluated.set()
+
+    monkeypatch.setattr(NewFindings, "know", note)
+    train(tmp_path / "run", evaluated, bad=False)
+    assert evaluated.is_set()
+    assert listening.found == []
+
+
+def test_other_ranks_evaluate_nothing() -> None:
+    monitor = FindingsMonitor()
+    run: Any = SimpleNamespace(rank=1, writer=SimpleNamespace(attempt=1), account=lambda timed: None)
+    monitor.attach(run)
+    monitor.on_alarm(3, "non_finite")
+    monitor.on_flush()
+    assert monitor._thread is None
