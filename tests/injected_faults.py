@@ -84,12 +84,24 @@ def stall(path: Path) -> Run:
     return open_run(path)
 
 
+def contradiction(rule: str, steps: tuple[int, ...] = (0, 1, 2), **facts: Any) -> Fault:
+    """Return a function that writes a run of the monitor correctness with one contradiction per step."""
+
+    def make(path: Path) -> Run:
+        writer = RunWriter.create(path, monitors=("correctness",))
+        for step in steps:
+            writer.event(step, "contradiction", {"rule": rule, **facts})
+        writer.close()
+        return open_run(path)
+
+    return make
+
+
 def fp16(name: str) -> ParameterRecord:
     return ParameterRecord(name, (8, 8), "float16", "cpu", 64, module=name, module_type="Linear")
 
 
 FAULTS: dict[str, Fault] = {
-    "accumulating": health({name: 1e-2 * np.arange(1.0, 31.0) for name in ALIVE}),
     "always_clipped": health(
         {"a.weight": [1e-2] * 100},
         scalars={"clip/factor": [0.02] * 100, "clip/norm": [50.0] * 100, "clip/limit": [1.0] * 100},
@@ -125,6 +137,20 @@ FAULTS: dict[str, Fault] = {
     ),
     "vanishing": health({f"layer{i}.weight": [1e-12 if i < 2 else 1e-3] * 40 for i in range(12)}),
     "zero_gradient": health({"dead.weight": [0.0] * 40, "b.weight": [1e-3] * 40}),
+    "clipped_before_unscale": contradiction("clipped_before_unscale", kind="norm", limit=1.0, scale=65536.0),
+    "gradients_discarded": contradiction(
+        "gradients_discarded", moment="step", parameters=["a.weight", "b.weight"], count=2
+    ),
+    "gradients_not_cleared": contradiction(
+        "gradients_not_cleared", (1, 2, 3), parameters=["a.weight", "b.weight"], count=2, followed=2
+    ),
+    "loss_input": contradiction("loss_input", kind="softmax_twice"),
+    "trained_in_eval_mode": contradiction(
+        "trained_in_eval_mode",
+        model="Classifier",
+        modules=["drop", "norm"],
+        kinds={"Dropout": 1, "BatchNorm1d": 1},
+    ),
     "copy_heavy": steptime(profile=STEP | {"copies": [COPY]}),
     "cuda_graphs_skipped": steptime(
         runtime_info={"compilation": {"cuda_graph_skips": 2, "cuda_graph_reasons": ["cpu device (arg0)"]}}

@@ -60,6 +60,9 @@ class Listener:
     def forward_end(self) -> None:
         """An outermost module that is followed has returned, or raised."""
 
+    def forward_inputs(self, inputs: Sequence[Any]) -> None:
+        """The positional arguments of that call."""
+
     def samples_given(self, samples: int | None) -> None:
         """An outermost module was called with so many samples; None where unknown."""
 
@@ -319,10 +322,11 @@ HUB = Hub()
 """The hub of this process."""
 
 
-def forward_begin(_module: Any, _args: Any) -> None:
+def forward_begin(_module: Any, args: Any) -> None:
     """Hook before the forward of an outermost module."""
     if not torch.compiler.is_compiling():
         HUB.emit("forward_begin")
+        HUB.emit("forward_inputs", args)
 
 
 def forward_end(_module: Any, _args: Any, _output: Any) -> None:

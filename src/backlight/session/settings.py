@@ -32,7 +32,7 @@ from backlight.text import did_you_mean
 P = ParamSpec("P")
 R = TypeVar("R")
 
-DEFAULT_MONITORS = ("health", "stalls", "steptime")
+DEFAULT_MONITORS = ("health", "correctness", "stalls", "steptime")
 
 FOLDERS = frozenset(
     {"out", "output", "outdir", "path", "dir", "folder", "log_dir", "logdir", "run_dir", "save_dir"}

@@ -43,7 +43,7 @@ def run(
     ] = None,
     module: Module = False,
     monitors: Annotated[
-        str | None, Option(metavar="NAME,...", help="Monitors, as health,stalls,steptime.")
+        str | None, Option(metavar="NAME,...", help="Monitors, as health,correctness,steptime.")
     ] = None,
     every: Annotated[
         int | None, Option(min=1, help="Steps between recordings; default: within 1 % of the time.")

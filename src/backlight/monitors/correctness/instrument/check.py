@@ -1,0 +1,92 @@
+"""What every check shares: the steps that it observes, reports, and values that are still on a device."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.capture.hub import Listener
+from backlight.measure.transfer import AsyncCopy, start_copy
+from backlight.monitors.correctness.model.contradictions import KIND
+
+if TYPE_CHECKING:
+    import torch
+
+    from backlight.monitor import RunContext
+
+FIRST_STEPS = 8
+"""Steps at the start of a run that are all observed."""
+
+GROWTH = 1.6
+"""Factor between the starts of later observations."""
+
+WINDOW_STEPS = 2
+"""Steps in a row of a later observation: many facts compare one step with the next."""
+
+NAMED = 5
+"""Parameters or modules that a report names."""
+
+MAX_REPORTS = 16
+"""Contradictions of one rule that a process records."""
+
+
+class Schedule:
+    """Which steps are observed: the first ones, then pairs at growing intervals. ``due`` is of this step."""
+
+    def __init__(self) -> None:
+        self._begin = round(FIRST_STEPS * GROWTH)
+        self.due = False
+
+    def begin(self, step: int) -> None:
+        """Decide about ``step``; steps only grow."""
+        while step >= self._begin + WINDOW_STEPS:
+            self._begin = max(round(self._begin * GROWTH), self._begin + WINDOW_STEPS)
+        self.due = step < FIRST_STEPS or step >= self._begin
+
+
+class Check(Listener):
+    """Compares facts of one kind as a run goes on, and reports those that contradict each other.
+
+    What is compared on a device is copied from there without waiting; the report follows when the copy has
+    arrived.
+    """
+
+    def __init__(self, run: RunContext, schedule: Schedule) -> None:
+        self.run, self.schedule = run, schedule
+        self._reports: Counter[str] = Counter()
+        self._copies: deque[tuple[AsyncCopy, Callable[[NDArray[np.generic]], None]]] = deque()
+
+    @property
+    def due(self) -> bool:
+        """Whether this step is observed."""
+        return self.schedule.due
+
+    def report(self, rule: str, step: int, **facts: Any) -> None:
+        """Record a contradiction."""
+        self._reports[rule] += 1
+        if self._reports[rule] <= MAX_REPORTS:
+            self.run.notifier.event(KIND, {"rule": rule, **facts}, step)
+
+    def when_known(self, values: torch.Tensor, then: Callable[[NDArray[np.generic]], None]) -> None:
+        """Call ``then`` with the host copy of ``values`` as soon as it is there."""
+        copy = start_copy(values)
+        if copy.event is None:
+            then(copy.read())
+        else:
+            self._copies.append((copy, then))
+
+    def settle(self, *, wait: bool) -> None:
+        """Use the copies that have arrived; ``wait`` for the others as well."""
+        while self._copies and (wait or self._copies[0][0].done()):
+            copy, then = self._copies.popleft()
+            then(copy.read())
+
+    def name(self, parameter: torch.Tensor) -> str:
+        """Return the name of a parameter, empty where the table does not hold it."""
+        table = self.run.scope.table
+        row = table.row(parameter)
+        return "" if row is None else table.records[row].name

@@ -1,0 +1,233 @@
+"""Whether each gradient is used once: not again in the next step, and not cleared before that."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.parameters import local
+from backlight.monitors.correctness.instrument.check import NAMED, Check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from backlight.monitor import RunContext
+    from backlight.monitors.correctness.instrument.check import Schedule
+
+MAX_PARAMETERS = 64
+"""Parameters of one optimizer that are followed, evenly over its list."""
+
+VALUES = 256
+"""Values of a gradient that are compared with zero."""
+
+
+@dataclass
+class _Gradient:
+    """The gradient of a parameter as it was at some moment; no reference keeps it alive."""
+
+    parameter: weakref.ref[Tensor]
+    tensor: weakref.ref[Tensor]
+    version: int
+    weight_version: int
+    was_added_to: bool = False
+    had_values: Tensor | None = None
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Gradient | None:
+        """Return the gradient of a parameter as it is now, None where it has none."""
+        tensor = parameter.grad
+        if tensor is None or tensor.layout is not torch.strided:
+            return None
+        version = local(tensor)._version
+        return cls(weakref.ref(parameter), weakref.ref(tensor), version, parameter._version)
+
+    def same(self) -> Tensor | None:
+        """Return the tensor if it still is the gradient of the parameter."""
+        parameter, tensor = self.parameter(), self.tensor()
+        return tensor if parameter is not None and parameter.grad is tensor else None
+
+    def is_untouched(self) -> bool:
+        """Return whether it is the same tensor, in which nothing has been written."""
+        tensor = self.same()
+        return tensor is not None and local(tensor)._version == self.version
+
+
+class GradientUse(Check):
+    """Follows the gradients of a sample of parameters from backward to the optimizer and back.
+
+    ``gradients_not_cleared``: an optimizer used a gradient, the next backward added to the same values, and
+    the optimizer used the sum. ``gradients_discarded``: the gradients of a whole backward were cleared before
+    any optimizer used one of them. Steps with a closure, and steps inside a backward, are left out.
+    """
+
+    def __init__(self, run: RunContext, schedule: Schedule) -> None:
+        super().__init__(run, schedule)
+        self._closures = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._used: dict[int, _Gradient] = {}  # since the last step of their optimizer
+        self._before: dict[int, _Gradient] = {}  # when the backward in progress began
+        self._fresh: dict[int, _Gradient] = {}  # of the last backward, used by no optimizer
+        self._restart()
+
+    def _restart(self) -> None:
+        self._backwards = self._forwards = 0
+        self._cleared: list[Tensor] = []
+        self._is_intended = False
+
+    # Events
+
+    def forward_begin(self) -> None:
+        """Count the forwards since the last backward."""
+        self._forwards += torch.is_grad_enabled()
+
+    def forward_inputs(self, inputs: Sequence[Any]) -> None:
+        """Gradients of an input may be what a backward is for, as in adversarial training."""
+        if self.due and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            self._is_intended = True
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        """Compare what is there before the backward adds to it."""
+        if self._closures:
+            return
+        self._used = {key: one for key, one in self._used.items() if one.is_untouched()}
+        self._note_values(list(self._used.values()))
+        if self._fresh and (cleared := self._cleared_of(self._fresh.values())) is not None:
+            # Of one forward, the first backward may be for its norms: there is no such excuse for a batch.
+            self._is_intended = self._is_intended or not self._forwards
+            self._cleared.append(cleared)
+        self._fresh, self._forwards = {}, 0
+        self._before = self._sampled(self.run.scope.optimizers()) if self.due else {}
+
+    def backward_end(self) -> None:
+        """Note which gradients the backward has changed."""
+        if self._closures:
+            return
+        for one in self._used.values():
+            tensor = one.same()
+            if tensor is not None and local(tensor)._version > one.version:
+                one.version, one.was_added_to = local(tensor)._version, True
+        if self.due:
+            self._backwards += 1
+            now = self._sampled(self.run.scope.optimizers())
+            self._fresh = {
+                key: one
+                for key, one in now.items()
+                if (before := self._before.get(key)) is None or not before.is_untouched()
+            }
+        self._before = {}
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Compare what the optimizer is about to use with what backward left."""
+        if has_closure or HUB.backward_depth:
+            self._closures += has_closure
+            self._forget()
+        elif self.run.scope.holds(optimizer):
+            held = {id(p) for p in parameters_of(optimizer)}
+            self._report_sums(held)
+            self._report_cleared(held)
+
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the gradients that were used."""
+        if self._closures:
+            self._closures -= 1
+            self._forget()
+        elif self.due and not HUB.backward_depth and self.run.scope.holds(optimizer):
+            self._used.update(self._sampled([optimizer]))
+
+    def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
+        """Gradients that a scaler refuses are not discarded by the script."""
+        if not stepped:
+            self._forget()
+
+    # Comparisons
+
+    @staticmethod
+    def _sampled(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, _Gradient]:
+        found = {}
+        for optimizer in optimizers:
+            parameters = parameters_of(optimizer)
+            for parameter in parameters[:: -(-len(parameters) // MAX_PARAMETERS) or 1]:
+                if (one := _Gradient.of(parameter)) is not None:
+                    found[id(parameter)] = one
+        return found
+
+    @staticmethod
+    def _has_values(gradients: Sequence[Tensor]) -> Tensor:
+        """Return, per gradient, whether one of its first values is not zero; all on one device."""
+        with torch.no_grad():
+            flags = [local(g).detach().reshape(-1)[:VALUES].ne(0).any() for g in gradients]
+            return torch.stack([flag.to(flags[0].device) for flag in flags])
+
+    def _note_values(self, gradients: Sequence[_Gradient]) -> None:
+        """Note whether there is something to add to: ``.data.zero_()`` leaves no trace but the zeros."""
+        if gradients:
+            flags = self._has_values([tensor for one in gradients if (tensor := one.same()) is not None])
+            for one, flag in zip(gradients, flags, strict=True):
+                one.had_values = flag if one.had_values is None else one.had_values & flag
+
+    def _cleared_of(self, gradients: Iterable[_Gradient]) -> Tensor | None:
+        """Return whether all of these gradients were cleared, None where some were kept or used by hand."""
+        written = []
+        for one in gradients:
+            parameter = one.parameter()
+            if parameter is None or parameter._version != one.weight_version or one.is_untouched():
+                return None
+            if parameter.grad is not None:
+                if one.same() is None:
+                    return None
+                written.append(parameter.grad)
+        return ~self._has_values(written).any() if written else torch.tensor(True)
+
+    def _report_sums(self, held: set[int]) -> None:
+        """Report gradients that hold the sum of two steps."""
+        step = self.run.clock.index
+        own = [self._used.pop(key) for key in held & self._used.keys()]
+        summed = [one for one in own if one.was_added_to and one.same() is not None]
+        if not summed:
+            return
+        names = [self.name(p) for one in summed if (p := one.parameter()) is not None]
+        flags = torch.stack([one.had_values for one in summed if one.had_values is not None])
+
+        def report(known: NDArray[np.generic]) -> None:
+            added = [name for name, flag in zip(names, known, strict=True) if flag]
+            if added:
+                facts = {"parameters": added[:NAMED], "count": len(added), "followed": len(own)}
+                self.report("gradients_not_cleared", step, **facts)
+
+        self.when_known(flags, report)
+
+    def _report_cleared(self, held: set[int]) -> None:
+        """Report backward passes whose gradients never reached an optimizer."""
+        own = [one for key, one in self._fresh.items() if key in held]
+        if not own:
+            return
+        step, backwards = self.run.clock.index, self._backwards
+        last = self._cleared_of(own)
+        is_by_hand = any(
+            one.same() is None and (p := one.parameter()) is not None and p.grad is not None for one in own
+        )
+        if last is not None:
+            names = [self.name(p) for one in own if (p := one.parameter()) is not None]
+            facts = {"moment": "step", "parameters": names[:NAMED], "count": len(names)}
+            self.when_known(
+                last, lambda known: self.report("gradients_discarded", step, **facts) if known else None
+            )
+        elif self._cleared and not self._is_intended and not is_by_hand:
+            cleared = torch.stack([flag.to(self._cleared[0].device) for flag in self._cleared])
+            self.when_known(cleared, lambda known: self._report_between(step, int(known.sum()), backwards))
+        self._fresh = {}
+        self._restart()
+
+    def _report_between(self, step: int, cleared: int, backwards: int) -> None:
+        if cleared:
+            self.report("gradients_discarded", step, moment="backward", cleared=cleared, backwards=backwards)

@@ -1,0 +1,153 @@
+"""The first nodes of the autograd graph below a loss: what was given to the loss function."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from backlight.monitors.correctness.instrument.check import Check
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_NODES = 64
+"""Nodes below a loss that are visited."""
+
+Node = Any
+"""A node of the graph; torch's class has no attribute that is read here."""
+
+
+def _kinds(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_SHAPE = _kinds(
+    "View UnsafeView Reshape ReshapeAlias Transpose T Permute Squeeze Unsqueeze Slice Select Index Clone "
+    "ToCopy Alias Contiguous Narrow"
+)
+"""Nodes that pass values on in another shape or type."""
+
+_ARITHMETIC = _kinds("Add Sub Mul Div Neg Mean Sum Stack Cat Where MaskedFill Gather Pow Abs")
+"""Nodes that a total loss is made of."""
+
+_PROBABILITIES = _kinds("Softmax Sigmoid")
+
+_SCORES = _kinds(
+    "Addmm Mm Bmm Linear Convolution NativeBatchNorm CudnnBatchNorm NativeLayerNorm Relu Tanh Gelu"
+)
+"""Nodes whose values are no log-probabilities."""
+
+_DIFFERENCES = _kinds("MseLoss SmoothL1Loss HuberLoss")
+_NOT_PREDICTED = _kinds("AccumulateGrad Unsqueeze View Reshape ReshapeAlias Expand Slice Index Select")
+
+
+class LossGraph(Check):
+    """``loss_input``: a loss function was given what it is not made for; see :func:`contradictions_below`."""
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Look at the nodes below each root."""
+        if self.due:
+            for root in roots:
+                for kind, facts in dict(contradictions_below(root.grad_fn)).items():
+                    self.report("loss_input", self.run.clock.index, kind=kind, **facts)
+
+
+def contradictions_below(root: Node | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kind and facts of each misuse of a loss function below ``root``. Nothing of the graph is kept."""
+    pending = [root]
+    for _ in range(MAX_NODES):
+        if not pending:
+            return
+        node = pending.pop(0)
+        kind = _kind(node)
+        if kind in {"NllLoss", "NllLoss2D"}:
+            yield from _below_nll(_inputs(node)[:1])
+        elif kind == "LogSoftmax":
+            yield from _below_log_softmax(_inputs(node)[:1])
+        elif kind == "BinaryCrossEntropyWithLogits" and _source(_inputs(node)[:1]) == "Sigmoid":
+            yield "sigmoid_twice", {}
+        elif kind in _DIFFERENCES:
+            yield from _broadcast(node)
+        elif kind in {"Pow", "Abs"}:
+            yield from _broadcast(_first(node))
+        if kind in _ARITHMETIC or kind in _SHAPE:
+            pending += _inputs(node)
+
+
+def _kind(node: Node | None) -> str:
+    """Return the kind of a node without what torch adds: ``Mean`` of ``MeanBackward1``."""
+    return "" if node is None else re.sub(r"Backward\d*$", "", node.name())
+
+
+def _inputs(node: Node) -> list[Node | None]:
+    return [below for below, _ in node.next_functions]
+
+
+def _first(node: Node) -> Node | None:
+    return next(iter(_inputs(node)), None)
+
+
+def _source(nodes: Sequence[Node | None]) -> str:
+    """Return the kind of what made the values of the first of ``nodes``."""
+    node = nodes[0] if nodes else None
+    for _ in range(MAX_NODES):
+        if _kind(node) not in _SHAPE:
+            break
+        node = _first(node)
+    return _kind(node)
+
+
+def _below_nll(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    node = inputs[0] if inputs else None
+    while _kind(node) in _SHAPE:
+        node = _first(node)
+    kind = _kind(node)
+    if kind == "LogSoftmax":
+        yield from _below_log_softmax(_inputs(node)[:1])
+    elif kind in _PROBABILITIES:
+        yield "nll_of_probabilities", {"made_by": kind.lower()}
+    elif kind in _SCORES:
+        yield "nll_of_scores", {"made_by": kind.lower()}
+
+
+def _below_log_softmax(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    kind = _source(inputs)
+    if kind in _PROBABILITIES:
+        yield "softmax_twice" if kind == "Softmax" else "sigmoid_before_softmax", {}
+
+
+def _broadcast(node: Node | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Find a difference of N predictions and N targets that was broadcast to N x N.
+
+    The shape of a target leaves no trace in the graph; that of the prediction, ``[N, 1]`` or ``[N]``, and of
+    the difference do. A prediction that was reshaped for the purpose, as for pairwise losses, is left out.
+    """
+    kind = _kind(node)
+    if kind != "Sub" and kind not in _DIFFERENCES:
+        return
+    inputs = _inputs(node)
+    known = [one for one in inputs if one is not None]
+    if len(known) != 1:
+        return
+    prediction = known[0]
+    if _kind(prediction) == "Expand":
+        whole = _shape_of(prediction)
+        prediction = _first(prediction)
+    elif kind == "Sub":
+        whole = _shape_of(node)
+    else:
+        return
+    shape = _shape_of(prediction)
+    if shape is None or whole is None or len(whole) != 2 or _kind(prediction) in _NOT_PREDICTED:
+        return
+    n = whole[0]
+    if n > 1 and whole == (n, n) and shape in {(n, 1), (n,)}:
+        yield "broadcast", {"prediction": list(shape), "difference": list(whole)}
+
+
+def _shape_of(node: Node | None) -> tuple[int, ...] | None:
+    """Return the shape of the first output of a node; None where torch does not say."""
+    described = getattr(node, "_input_metadata", None)
+    shape = getattr(described[0], "shape", None) if described else None
+    return None if shape is None else tuple(int(size) for size in shape)

@@ -1,0 +1,27 @@
+"""Contradictions: facts of a training run that its author cannot have meant, as stored events. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backlight.records import Evidence
+from backlight.store.read.run import Event, Run
+
+KIND = "contradiction"
+"""Kind of the events; ``rule`` in the payload names the rule that reads them, the rest are facts."""
+
+
+def contradictions(run: Run, rule: str) -> list[Event]:
+    """Return the contradictions that ``rule`` reads, in the order of their steps."""
+    found = [event for event in run.events(KIND) if event.payload.get("rule") == rule]
+    return sorted(found, key=lambda event: (event.step or 0, event.rank))
+
+
+def steps_of(found: Sequence[Event]) -> list[int]:
+    """Return the distinct steps of contradictions."""
+    return sorted({event.step or 0 for event in found})
+
+
+def evidence_of(found: Sequence[Event], value: float | str, unit: str = "1") -> Evidence:
+    """Cite the first of several contradictions."""
+    return Evidence(f"events/{KIND}", found[0].step, value, unit)

@@ -1,0 +1,39 @@
+"""Facts of a training run that contradict what its author must have meant."""
+
+from __future__ import annotations
+
+from backlight.monitor import Monitor, RunContext
+from backlight.monitors.correctness.instrument.check import Check, Schedule
+from backlight.monitors.correctness.instrument.gradient_use import GradientUse
+from backlight.monitors.correctness.instrument.loss_graph import LossGraph
+from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
+from backlight.monitors.correctness.instrument.module_modes import ModuleModes
+
+CHECKS: tuple[type[Check], ...] = (GradientUse, LossGraph, MixedPrecision, ModuleModes)
+"""The checks, each of which listens to the events of the process."""
+
+
+class CorrectnessMonitor(Monitor):
+    """Compares what the process holds at the first steps, and then at growing intervals."""
+
+    name = "correctness"
+    records = "contradictions in the training loop"
+
+    def attach(self, run: RunContext) -> None:
+        """Start every check."""
+        self._schedule = Schedule()
+        self._checks = [check(run, self._schedule) for check in CHECKS]
+        for check in self._checks:
+            run.listen(check)
+        run.follow_forwards()
+
+    def detach(self, error: BaseException | None) -> None:
+        """Wait for what is still on a device."""
+        for check in self._checks:
+            check.settle(wait=True)
+
+    def on_step_start(self, step: int) -> None:
+        """Decide whether the step is observed."""
+        self._schedule.begin(step)
+        for check in self._checks:
+            check.settle(wait=False)

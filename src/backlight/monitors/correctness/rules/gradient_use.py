@@ -1,0 +1,111 @@
+"""Rules ``gradients_not_cleared`` and ``gradients_discarded``: each gradient is to be used once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from backlight.findings import phrases
+from backlight.findings.limits import Limits, limit
+from backlight.monitors.correctness.model.contradictions import contradictions, evidence_of, steps_of
+from backlight.records import Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.read.run import Event, Run
+
+
+@dataclass(frozen=True)
+class GradientsNotClearedLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``gradients_not_cleared``."""
+
+    not_cleared_steps: int = limit(
+        2, "steps at which the sum was used: once may be a loop that starts", low=1
+    )
+
+
+@rule("gradients_not_cleared", monitor="correctness", limits=GradientsNotClearedLimits)
+def gradients_not_cleared(run: Run, limits: GradientsNotClearedLimits) -> Iterator[Finding]:
+    """Find gradients that an optimizer used, and used again together with those of the next backward."""
+    found = contradictions(run, "gradients_not_cleared")
+    steps = steps_of(found)
+    if len(steps) < limits.not_cleared_steps:
+        return
+    facts = found[0].payload
+    names, count, followed = facts["parameters"], int(facts["count"]), int(facts["followed"])
+    yield Finding(
+        severity=Severity.ERROR,
+        title=(
+            "Gradients are not cleared between optimizer steps"
+            if count == followed
+            else f"The gradient{'s' if count > 1 else ''} of {phrases.parameters(names, count)} "
+            f"{'are' if count > 1 else 'is'} not cleared"
+        ),
+        detail=(
+            f"At {_observed(steps)} the optimizer used gradients that still contained those of the step "
+            f"before, in {phrases.share(count, followed, 'followed parameters')}. Each step then follows the "
+            "sum of all gradients so far."
+        ),
+        subject=Subject(parameter=None if count == followed else names[0], step=steps[0]),
+        evidence=(evidence_of(found, count, "parameters"),),
+        fix="Call `optimizer.zero_grad()` once per optimizer step, before backward, for every optimizer.",
+        refuted_if="the gradients before backward are None or zero at these steps.",
+    )
+
+
+@dataclass(frozen=True)
+class GradientsDiscardedLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``gradients_discarded``."""
+
+    discarded_steps: int = limit(
+        3, "steps at which it happened: a script may drop the gradients of a bad batch", low=1
+    )
+
+
+@rule("gradients_discarded", monitor="correctness", limits=GradientsDiscardedLimits)
+def gradients_discarded(run: Run, limits: GradientsDiscardedLimits) -> Iterator[Finding]:
+    """Find backward passes whose gradients were cleared before any optimizer used them."""
+    found = contradictions(run, "gradients_discarded")
+    for moment in ("step", "backward"):
+        of_moment = [event for event in found if event.payload["moment"] == moment]
+        if len(steps_of(of_moment)) >= limits.discarded_steps:
+            yield _before_step(of_moment) if moment == "step" else _between(of_moment)
+            return
+
+
+def _before_step(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    count = int(facts["count"])
+    return Finding(
+        severity=Severity.ERROR,
+        title="Gradients are cleared between backward and the optimizer step",
+        detail=(
+            f"At {_observed(steps)} backward gave gradients, and those of "
+            f"{phrases.parameters(facts['parameters'], count)} were None or zero when the optimizer began "
+            "its step. Nothing is learned from them."
+        ),
+        subject=Subject(step=steps[0]),
+        evidence=(evidence_of(found, count, "parameters"),),
+        fix="Move `optimizer.zero_grad()` before `loss.backward()`, or behind `optimizer.step()`.",
+        refuted_if="the gradients are not zero directly before `optimizer.step()`.",
+    )
+
+
+def _between(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    cleared, backwards = int(facts["cleared"]), int(facts["backwards"])
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"{cleared} of {backwards} backward passes per step are discarded",
+        detail=(
+            f"At {_observed(steps)} the gradients of {cleared} of {backwards} backward passes were cleared "
+            "before any optimizer used them. Only the last microbatch is learned from."
+        ),
+        subject=Subject(step=steps[0]),
+        evidence=(evidence_of(found, cleared, "backward passes"),),
+        fix="To accumulate, call `optimizer.zero_grad()` after `optimizer.step()`, not at every microbatch.",
+        refuted_if="the script itself uses these gradients before it clears them.",
+    )
+
+
+def _observed(steps: Sequence[int]) -> str:
+    """Write ``step 3`` or ``5 observed steps from step 3 on``."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} observed steps from step {steps[0]} on"
