@@ -290,7 +290,7 @@ def test_finding_triggers_detail(tmp_path: Path) -> None:
     [
         (
             {"monitors": "health,kitchen"},
-            "no monitor is called 'kitchen'; expected some of: correctness, grokking, health, spectra, stalls, steptime",
+            "no monitor is called 'kitchen'; expected some of: correctness, grokking, health, spectra",
         ),
         ({"every": 0}, "every=0: expected 1 or more"),
         ({"every": "often"}, "every: Input should be a valid integer"),
