@@ -7,16 +7,18 @@ distributions add to it. Nothing is imported before the entries are needed.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from backlight.records import Finding
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -137,8 +139,7 @@ class Registry(Generic[T]):
                     self.add(entry.name, entry)
         # Set before plug-ins load, so that one that looks into the registry sees backlight's entries.
         self._discovered = True
-        points = importlib.metadata.entry_points(group=self.group) if self.group else ()
-        for point in sorted(points, key=lambda p: (p.name, p.value)):
+        for point in sorted(_entry_points(self.group) if self.group else (), key=lambda p: (p.name, p.value)):
             self._plug_ins.append(self._load(point))
 
     def _holds_class(self, entry: Any) -> bool:
@@ -146,7 +147,7 @@ class Registry(Generic[T]):
             return False
         return issubclass(entry, self.holds) and "name" in vars(entry)
 
-    def _load(self, point: importlib.metadata.EntryPoint) -> PlugIn:
+    def _load(self, point: EntryPoint) -> PlugIn:
         """Load a plug-in; one that cannot be used is named in one warning and left out."""
         dist = (point.dist.name, point.dist.version) if point.dist is not None else ("", "")
         entries: tuple[str, ...] = ()
@@ -209,6 +210,12 @@ class Registry(Generic[T]):
     def items(self) -> list[tuple[str, T]]:
         """Return names with entries, sorted by name."""
         return [(name, self._entries[name]) for name in self]
+
+
+def _entry_points(group: str) -> Iterable[EntryPoint]:
+    from importlib.metadata import entry_points  # noqa: PLC0415 - the watchdog process has no use for it
+
+    return entry_points(group=group)
 
 
 def _module_names(patterns: Iterable[str]) -> list[str]:

@@ -274,6 +274,7 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
         def __next__(self: Any) -> Any:  # noqa: N807
             if not hub.active:
                 return original(self)
+            hub.loader_workers = max(hub.loader_workers or 0, getattr(self, "_num_workers", 0) or 0)
             hub.emit("batch_begin", id(getattr(self, "_dataset", None)))
             caller = sys._getframe(1)
             # Accelerate, and so the Trainer, holds a batch back and gives the one before.

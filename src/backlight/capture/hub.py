@@ -210,7 +210,11 @@ def underlying(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 class Hub:
-    """Keeps the listeners of this process and what is attached to torch for them."""
+    """Keeps the listeners of this process and what is attached to torch for them.
+
+    ``loader_workers`` is the largest number of workers of a DataLoader that was asked for a batch since the
+    hooks were installed; None before the first.
+    """
 
     def __init__(self) -> None:
         self.listeners: tuple[Listener, ...] = ()
@@ -219,6 +223,7 @@ class Hub:
         self.backward_depth = 0
         self.grad_depth = 0
         self.own_passes = 0
+        self.loader_workers: int | None = None
         self.seen = modules.SeenModules()
         self.optimizers = SeenOptimizers()
         self._patches = hooks.Patches()
@@ -294,6 +299,7 @@ class Hub:
 
     def _install(self) -> None:
         self.backward_depth = self.grad_depth = 0
+        self.loader_workers = None
         for install in (
             hooks.install_backward,
             hooks.install_clipping,

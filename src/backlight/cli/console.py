@@ -1,4 +1,8 @@
-"""The console of all commands: literal text, the rank prefix, source lines, tables, JSON."""
+"""The console of all commands: literal text, the rank prefix, source lines, tables, JSON.
+
+rich is imported when the first console is made: its import draws from Python's random generator, which a
+watched script has to find as it would be without backlight.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,20 @@ import sys
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from backlight.distributed import world
 from backlight.records import to_json
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from backlight.user_code import SourceLine
 
 
 def make_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
     """Return a console that prints text literally: brackets of names and messages are no markup."""
+    from rich.console import Console
+
     return Console(stderr=stderr, soft_wrap=soft_wrap, markup=False, highlight=False, emoji=False)
 
 
@@ -28,6 +33,8 @@ def make_table(first: str, *columns: str, left: Collection[str] = (), folded: Co
 
     ``left`` are columns of words, ``folded`` such that may be folded.
     """
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left")
     table.add_column(first, overflow="fold")
     for name in columns:
@@ -63,6 +70,8 @@ class Page:
 
     def say(self, *parts: tuple[str, str] | str) -> None:
         """Print one line of ``(text, style)`` parts at once."""
+        from rich.text import Text
+
         text = Text(self._prefix)
         for part in parts:
             if isinstance(part, str):

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from backlight.cli.console import make_console
 
 if TYPE_CHECKING:
@@ -19,6 +17,8 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def count_bar(what: str, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
     """Yield a function that shows how many of how many are done, and a text; silent without a terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = make_console(stderr=True)
     bar = Progress(
         BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
@@ -37,6 +37,8 @@ class Bar:
     """A bar on standard error; where that is no terminal, a line for each tenth of the run."""
 
     def __init__(self, name: str) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         self._name = name
         self._console = make_console(stderr=True)
         self._tenth = -1

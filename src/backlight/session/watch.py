@@ -219,7 +219,7 @@ class Watch:
         # event to the next one.
         HUB.add(self._tracker, notifier.trouble)
         on_exit(lambda: HUB.remove(self._tracker))
-        if not self._optimizers:
+        if not self._optimizers and not self._is_script:  # a script that has not begun has none
             HUB.optimizers.scan()
         on_exit(self._forwards.stop)
         # While the writer thread runs: what a monitor has left is stored by it.

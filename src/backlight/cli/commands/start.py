@@ -10,7 +10,6 @@ import webbrowser
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rich.text import Text
 from typer import Argument, Context, Exit, Option
 
 from backlight.cli.app import command
@@ -220,6 +219,8 @@ def doctor(as_json: Json = False) -> int:
 
     Exit code 1 if training scripts cannot be watched here.
     """
+    from rich.text import Text
+
     from backlight.cli.doctor import examine
 
     checks = examine()

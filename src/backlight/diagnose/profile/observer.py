@@ -193,7 +193,7 @@ class ProfileObserver(StepObserver):
         self.observed.description = Description(
             take_fingerprint(self.scope, self._arguments),
             tuple(self.scope.table.records),
-            runtime_info(groups, self._core_wait),
+            runtime_info(groups, HUB.loader_workers, self._core_wait),
         )
 
     def _begin_trace(self) -> None:

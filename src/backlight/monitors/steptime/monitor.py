@@ -52,7 +52,7 @@ class StepTimeMonitor(Monitor):
     def detach(self, error: BaseException | None) -> None:
         """Record the runtime info."""
         self._pauses.stop()
-        info = runtime_info(self._optimizers, self._core_wait)
+        info = runtime_info(self._optimizers, self._run.hub.loader_workers, self._core_wait)
         self._run.notifier.event(RUNTIME_INFO, info, max(self._run.clock.done - 1, 0))
 
     def on_step_start(self, step: int) -> None:

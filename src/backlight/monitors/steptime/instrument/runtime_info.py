@@ -19,7 +19,6 @@ import torch
 
 import backlight
 from backlight import devices
-from backlight.capture.modules import live_objects
 from backlight.distributed import world
 from backlight.processes import available_cores, queued_s
 
@@ -44,14 +43,20 @@ class CoreWait:
         return min(1.0, max(0.0, (now - self._waited) / elapsed))
 
 
-def runtime_info(optimizers: Sequence[dict[str, Any]], waiting: CoreWait | None = None) -> dict[str, Any]:
-    """Return the facts as JSON types; ``optimizers`` are their parameter groups, read while they existed."""
+def runtime_info(
+    optimizers: Sequence[dict[str, Any]], workers: int | None, waiting: CoreWait | None = None
+) -> dict[str, Any]:
+    """Return the facts as JSON types.
+
+    ``optimizers`` are their parameter groups, read while they existed; ``workers`` those of the loaders that
+    gave batches, None where none of torch's did.
+    """
     return {
         "core_wait": waiting.share() if waiting is not None else None,
         "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "local_ranks": world().local_size,
-        "workers": _workers(),
+        "workers": workers,
         "optimizers": list(optimizers),
         "memory": memory(),
         "compilation": compilation(),
@@ -118,13 +123,6 @@ def compilation() -> dict[str, Any] | None:
         "cuda_graph_skips": int(inductor.get("cudagraph_skips", 0)),
         "cuda_graph_reasons": sorted(skipped),
     }
-
-
-def _workers() -> int | None:
-    """Return the workers of the loaders that live; None where there is none of torch's."""
-    from torch.utils.data import DataLoader  # noqa: PLC0415 - loaded in time by those who have one
-
-    return max((int(loader.num_workers) for loader in live_objects(DataLoader)), default=None)
 
 
 def _recompiled(rows: list[Any]) -> list[dict[str, Any]]:
