@@ -122,7 +122,7 @@ class StoredStep:
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a monitor may use of the run that it is attached to.
+    """Access of a monitor to the run that it is attached to.
 
     Attributes
     ----------

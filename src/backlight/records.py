@@ -20,7 +20,7 @@ OTHERS = "other ranks"
 
 
 class Severity(enum.StrEnum):
-    """How bad a finding is; ordered, so that ``severity >= error`` has a meaning."""
+    """Severity of a finding; ordered, so that ``severity >= error`` has a meaning."""
 
     INFO = "info"
     WARNING = "warning"
@@ -33,7 +33,7 @@ class Severity(enum.StrEnum):
 
 
 class Phase(enum.StrEnum):
-    """What a training process does; every moment of a step belongs to exactly one."""
+    """Activity of a training process; every moment of a step belongs to exactly one."""
 
     DATA = "data"
     HOST_TO_DEVICE = "host_to_device"
@@ -72,7 +72,7 @@ class Made(enum.StrEnum):
 
 
 class Layout(enum.StrEnum):
-    """How the local tensor of one rank relates to the whole parameter."""
+    """Relation of the local tensor of one rank to the whole parameter."""
 
     WHOLE = "whole"
     SHARD = "shard"
@@ -132,7 +132,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Placement(Record):
-    """Where the local part of a parameter sits in the whole, without any torch type.
+    """Position of the local part of a parameter in the whole, without any torch type.
 
     ``offset`` and ``global_shape`` are in elements per dimension. ``replicas`` counts the ranks
     that hold the same values, so that a reader counts them once.
@@ -178,7 +178,7 @@ class ParameterRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class Subject(Record):
-    """What a finding is about; a field is None where it does not apply or is not known."""
+    """Subject of a finding; a field is None where it does not apply or is not known."""
 
     parameter: str | None = None
     module: str | None = None
@@ -242,7 +242,7 @@ class Finding(Record):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint(Record):
-    """What must agree before two runs are compared.
+    """Facts that must agree before two runs are compared.
 
     ``arguments`` are the script's arguments as consumed; ``flags`` are the switches of torch that
     change numbers or speed (TF32, deterministic algorithms, threads, matmul precision).

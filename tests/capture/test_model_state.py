@@ -7,7 +7,7 @@ from torch import nn
 
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB, Listener
-from backlight.capture.model_state import untouched
+from backlight.capture.model_state import preserve_state
 
 
 class Counting(Listener):
@@ -29,7 +29,7 @@ def test_internal_passes_are_not_reported() -> None:
     HUB.add(counting)
     forwards.follow([model])
     try:
-        with untouched(model):
+        with preserve_state(model):
             torch.autograd.grad(model(x).sum(), model.weight)
         assert (counting.forwards, counting.grads) == (0, 0)
         torch.autograd.grad(model(x).sum(), model.weight)
@@ -42,7 +42,7 @@ def test_internal_passes_are_not_reported() -> None:
 def test_buffers_modes_and_random_state_are_restored() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5))
     mean, state = model[0].running_mean.clone(), torch.get_rng_state()
-    with untouched(model) as before:
+    with preserve_state(model) as before:
         model(torch.randn(8, 3))
         model.eval()
         assert before.drew

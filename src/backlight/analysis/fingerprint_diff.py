@@ -42,7 +42,7 @@ SHAPE_ARGUMENTS = re.compile(
 
 
 class Role(enum.StrEnum):
-    """What a difference means for a comparison."""
+    """Consequence of a difference for a comparison."""
 
     OBSTACLE = "obstacle"
     FACTOR = "factor"

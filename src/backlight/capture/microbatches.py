@@ -19,7 +19,7 @@ from backlight.devices import is_capturing_graph
 
 
 class GradientSink(Protocol):
-    """Where the gradients go; given by the session."""
+    """Receiver of the gradients."""
 
     def leaves(self) -> Sequence[tuple[int, torch.Tensor]]:
         """Return the leaves whose gradients are wanted of this backward, each with a key."""

@@ -88,8 +88,8 @@ def unsharded(roots: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
     return found
 
 
-class Untouched:
-    """What a model was before a pass, and whether the pass drew random numbers."""
+class PreservedState:
+    """State of a model before a pass, and whether the pass drew random numbers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modes = [(module, module.training) for module in model.modules()]
@@ -125,9 +125,9 @@ class Untouched:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[Untouched]:
+def preserve_state(model: nn.Module) -> Iterator[PreservedState]:
     """Restore buffers, training modes and random state of ``model`` at the end; passes are not reported."""
-    state = Untouched(model)
+    state = PreservedState(model)
     try:
         with HUB.aside():
             yield state

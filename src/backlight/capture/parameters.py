@@ -68,8 +68,8 @@ class ParameterTable:
         if known == kind:
             return False
         self._placed[row] = kind
-        alike = kind == getattr(parameter, "placements", None)
-        placement = None if alike else _placement(gradient, local(gradient))
+        is_same = kind == getattr(parameter, "placements", None)
+        placement = None if is_same else _placement(gradient, local(gradient))
         self.records = (*self.records[:row], replace(record, gradient=placement), *self.records[row + 1 :])
         return True
 

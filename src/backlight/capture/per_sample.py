@@ -18,7 +18,7 @@ from backlight.capture.hub import HUB
 
 
 class Sink(Protocol):
-    """What the calls are handed to."""
+    """Receiver of the calls."""
 
     def expect(self, module: nn.Module) -> None:
         """Note a call of ``module`` in the forward pass; its gradient follows if the loss depends on it."""

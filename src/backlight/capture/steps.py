@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepSummary:
-    """What is known about a step when it ends; tensors may still be on a device.
+    """Summary of a step at its end; tensors may still be on a device.
 
     ``backwards_seen`` are those since watching began. ``phases`` are host seconds by phase, ``seconds``
     those of the whole step; ``separated`` says whether forward and loss are among the phases or in the rest.

@@ -13,7 +13,7 @@ from backlight.cli.options import parse_size
 
 @dataclass(frozen=True)
 class FakeOptions:
-    """What is to be predicted."""
+    """Request of the command line for a prediction."""
 
     recipe: str
     settings: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclass(frozen=True)
 class RecipeGram:
-    """What was measured: the Gram of N samples, its spectrum, and that of each block of the model.
+    """Gram of N samples, its spectrum, and that of each block of the model.
 
     ``loss`` is the mean loss of the batch, ``parameters`` the number of scalars with a gradient.
     """

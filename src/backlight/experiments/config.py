@@ -33,7 +33,7 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is executed and stored.
+    """Execution and storage of a run.
 
     ``checkpoint_every`` steps lie between two checkpoints, and the newest ``checkpoints`` are kept: a killed
     run trains the steps since the last one again. ``disk_free`` bytes must stay free on the disk; below it,

@@ -36,7 +36,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Duration:
-    """How many steps are trained, and how many lie between two evaluations, cheap and thorough."""
+    """Number of training steps, and of steps between two evaluations, cheap and thorough."""
 
     steps: int = 100_000
     log_every: int = 100

@@ -256,7 +256,7 @@ def run_experiment(
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads, and restore the previous number afterwards."""
+    """Limit torch to ``count`` threads, and restore the previous number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""A watch that lives inside a framework: its hooks begin and end it, and none of it can end a training.
+"""A watch that lives inside a framework: its hooks begin and end it, and none of it can end a training run.
 
 What a framework's own file adds is where the models, the optimizers, the step and the metrics are found.
 """
@@ -100,7 +100,7 @@ class Hosted:
         on_end: OnEnd | None = None,
         summary: bool = True,
     ) -> None:
-        # A mistake in the script is refused where it stands, not in the training.
+        # A mistake in the script is refused at its line, not in the training run.
         check_monitors(Settings.of(settings).monitors)
         self._host = host
         self._run = None if run is None else Path(run)

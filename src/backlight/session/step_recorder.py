@@ -105,7 +105,7 @@ class Sampling:
 
 @dataclass
 class Part:
-    """What one monitor measured of some rows of the parameter table."""
+    """Measurement of some rows of the parameter table by one monitor."""
 
     series: str
     rows: list[int]
@@ -293,11 +293,11 @@ class StepRecorder(StepSink):
         self._monitors.call("on_backward_end", self._gradients(parameters, None), index + 1, record)
 
     def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let monitors look at the weights before the step."""
+        """Call the hooks before the optimizer step."""
         self._monitors.call("on_before_optimizer_step", parameters, self._current())
 
     def update_ends(self) -> None:
-        """Let monitors look at the weights after the step."""
+        """Call the hooks after the optimizer step."""
         self._monitors.call("on_after_optimizer_step", self._current())
 
     def step_closes(self, summary: StepSummary) -> None:

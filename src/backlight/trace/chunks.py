@@ -160,7 +160,7 @@ def broken(path: Path, error: Exception, prefix: bytes) -> TraceError:
     if "truncated" in str(error):
         after = "inside traceEvents" if prefix else "before traceEvents"
         return TraceError(
-            f"{path}: the JSON ends {after}: the file is truncated, most likely because the training ended "
+            f"{path}: the JSON ends {after}: the file is truncated, most likely because the run ended "
             "while it was written. Copy it again, or take the trace again"
         )
     return TraceError(f"{path}: is not valid JSON ({error}); {_EXPECTED}")

@@ -1,6 +1,6 @@
 """What an event is, from its category and its name: device work, kind of operation, phase of the step.
 
-Categories differ between versions of the profiler and makers of devices; kinds and phases come from the names
+Categories differ between versions of the profiler and vendors; kinds and phases come from the names
 that torch, kernels and users write.
 """
 

@@ -70,7 +70,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Request:
-    """What the command line asks for."""
+    """Request of the command line."""
 
     name: str | None
     preset: str | None

@@ -192,7 +192,7 @@ def _copies(one: RankAnalysis, top: int) -> Table:
     device = bool(one.device_total)
     where = "device ms" if device else "host ms"
     table = make_table("aten::copy_", "layout", "calls", "elements", where, "share", "line")
-    layouts = {None: "-", True: "alike", False: "differs"}
+    layouts = {None: "-", True: "same", False: "differs"}
     for row in one.copies[:top]:
         types = f"{row.source} -> {row.target}" if row.source else "types not recorded"
         elements = "-" if row.elements is None else f"{row.elements:,}"

@@ -33,7 +33,7 @@ EXIT_TIMEOUT_S = 5
 
 @dataclass(frozen=True)
 class Request:
-    """What to predict."""
+    """Step to predict."""
 
     path: Path
     settings: Mapping[str, Any]

@@ -22,7 +22,7 @@ MAX_CURVE_POINTS = 2000
 
 
 class Kind(enum.StrEnum):
-    """What a storage is used for; every storage has exactly one kind."""
+    """Use of a storage; every storage has exactly one kind."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"

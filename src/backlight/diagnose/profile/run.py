@@ -35,7 +35,7 @@ from backlight.trace.step_operators import Operations, read_operations, split
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What to profile: ``steps`` under the clock, and ``traced`` ones under torch's profiler after them.
+    """Extent of a profile: ``steps`` under the clock, then ``traced`` ones under torch's profiler.
 
     ``trace`` is the path of the trace, None to keep none; ``keep`` also returns its bytes. ``stacks`` records
     a stack with every operation. ``tokens`` are those of a step over all ranks, ``peak`` the FLOP/s of one

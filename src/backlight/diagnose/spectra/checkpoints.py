@@ -66,7 +66,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Earlier:
-    """What a run directory holds: measured steps and layers, and path and digest of weights by step."""
+    """Measured steps and layers of a run directory, and path and digest of weights by step."""
 
     done: frozenset[tuple[int, str]] = frozenset()
     checkpoints: Mapping[int, tuple[str, str]] = field(default_factory=dict)

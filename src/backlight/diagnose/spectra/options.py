@@ -22,7 +22,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 @dataclass(frozen=True)
 class SpectraRequest:
-    """What to measure; the fields are the options of ``backlight spectra``."""
+    """Options of a measurement; the fields are those of ``backlight spectra``."""
 
     recipe: Path
     settings: Mapping[str, Any] = field(default_factory=dict)

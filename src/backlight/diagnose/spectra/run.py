@@ -43,7 +43,7 @@ from backlight.store.write.writer import RunWriter
 
 @dataclass(frozen=True)
 class SpectraResult:
-    """What was measured, and where it was written."""
+    """Measured layers and steps, and the run directory."""
 
     path: Path
     rank: int

@@ -13,7 +13,7 @@ from backlight.text import did_you_mean
 
 
 class Status(enum.IntEnum):
-    """What the evidence says of a node; of several paths to a node the highest counts."""
+    """Status of a node by the evidence; of several paths to a node the highest counts."""
 
     REFUTED = 0
     OPEN = 1

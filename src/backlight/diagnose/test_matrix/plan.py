@@ -57,7 +57,7 @@ class _Table(BaseModel):
 
 
 class Change(_Table):
-    """What the base holds, or a level of a factor changes."""
+    """Settings of the base, or those that a level of a factor changes."""
 
     arguments: list[str] = []
     environment: Variables = {}
@@ -68,7 +68,7 @@ class Change(_Table):
 
 
 class Base(Change):
-    """What all cases share."""
+    """Settings that all cases share."""
 
     command: Command
     watch: bool = True

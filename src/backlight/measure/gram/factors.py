@@ -28,7 +28,7 @@ def lengths(tensor: Tensor) -> Tensor:
 
 
 class _OfDelta:
-    """What is read from the gradient of the output, ``[N, T, ...]``."""
+    """Factors read from the gradient of the output, ``[N, T, ...]``."""
 
     delta: Tensor
 

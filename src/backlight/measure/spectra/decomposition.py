@@ -223,7 +223,7 @@ _SEARCH_SHARE = 1 / 8
 
 @dataclass(frozen=True)
 class Plan:
-    """What is computed of each replicate."""
+    """Computations for each replicate."""
 
     method: Literal["svd", "gram", "randomized"]
     identifiable: int  # k, the number of identifiable directions

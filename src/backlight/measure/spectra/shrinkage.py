@@ -29,7 +29,7 @@ _TRACY_WIDOM_99 = 2.0234
 
 @dataclass(frozen=True)
 class Spike:
-    """What the model expects of directions of strength ``s``; all arrays have the shape of ``s``."""
+    """Expectations of the model for directions of strength ``s``; all arrays have the shape of ``s``."""
 
     strength: Float64  # singular value without noise; 0 where an observed value is not above the bulk
     value: Float64  # singular value with noise; the bulk edge where the direction is not detectable

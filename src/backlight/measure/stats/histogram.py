@@ -26,7 +26,7 @@ BINS = 64
 
 
 class _Float(NamedTuple):
-    """Where the exponent lies in the bits of a type."""
+    """Position of the exponent in the bits of a type."""
 
     dtype: torch.dtype
     bits: torch.dtype

@@ -289,7 +289,7 @@ class Kernels:
         return self._kernels[key]
 
     def fail(self, error: Exception) -> None:
-        """Give up the compiled tier and keep the first lines of the reason."""
+        """Disable the compiled tier and keep the first lines of the reason."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         self.reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
         self._kernels.clear()

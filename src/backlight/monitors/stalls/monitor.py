@@ -1,6 +1,6 @@
 """The watchdog of a live run: shared state, heartbeat, a stack sampler, and the watchdog process.
 
-Parts that the system refuses (no shared memory, no second process) are left out with a notice; training goes
+Parts that the system refuses (no shared memory, no second process) are left out with a warning; training goes
 on.
 """
 

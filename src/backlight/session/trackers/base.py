@@ -36,7 +36,7 @@ class Tracked:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is sent of one step: its number, Unix time, numbers and histograms by name.
+    """Values of one step for a tracker: its number, Unix time, numbers and histograms by name.
 
     ``step`` is the user's own number where they gave one, else that of the optimizer step over all attempts.
     NaN in ``values`` was measured as NaN; what was not measured is not there. ``spreads`` hold one number per

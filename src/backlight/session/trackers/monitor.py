@@ -70,7 +70,7 @@ class Feed:
         self._findings = findings, step
 
     def ask_to_stop(self, *, failed: bool) -> None:
-        """Let the thread send what is left and end."""
+        """Ask the thread to send what is left and to end."""
         self._failed, self._stopping = failed, True
         self._wake.set()
 

@@ -20,7 +20,7 @@ POINTS = 1000
 
 @dataclass(frozen=True)
 class Sent:
-    """What went to a tracker."""
+    """Counts of what was sent to a tracker."""
 
     tracker: str
     target: str
@@ -66,10 +66,10 @@ def points_of(run: Run) -> Iterator[Point]:
         own = {
             n: values[step] for (source, n), values in scalars.items() if source == "user" and step in values
         }
-        ours = {
+        measured = {
             n: values[step] for (source, n), values in scalars.items() if source != "user" and step in values
         }
-        values = naming.scalars(ours)
+        values = naming.scalars(measured)
         spreads: dict[str, Any] = {}
         if step in gradient.rows:
             norm_P, measured_P = gradient.at(step)
@@ -79,7 +79,7 @@ def points_of(run: Run) -> Iterator[Point]:
         if step in update.rows:
             more, spreads = naming.update(update.at(step)[0], *weight.at(step))
             values |= more
-        time = ours.get("time", time)
+        time = measured.get("time", time)
         shown = own.pop("step", None)
         values |= {f"user/{name}": value for name, value in own.items()}
         yield Point(step if shown is None else int(shown), time, values, spreads)

@@ -25,7 +25,7 @@ W&B's own are 90, and without end. ``WANDB_INIT_TIMEOUT`` and ``WANDB_FINISH_TIM
 
 
 class _Run:
-    """A run of W&B; ``own`` where we opened it and so finish it."""
+    """A run of W&B; ``own`` where backlight opened it and so finishes it."""
 
     def __init__(self, wandb: Any, run: Any, *, own: bool) -> None:
         self._wandb, self._run, self._own = wandb, run, own
@@ -64,12 +64,12 @@ class _Run:
 
     def _row(self, point: Point) -> dict[str, Any]:
         row: dict[str, Any] = {
-            PREFIX + name: value for name, value in point.values.items() if self._ours(name)
+            PREFIX + name: value for name, value in point.values.items() if self._is_sent(name)
         }
         row |= {PREFIX + name: self._wandb.Histogram(spread) for name, spread in point.spreads.items()}
         return row | {f"{PREFIX}step": point.step}
 
-    def _ours(self, name: str) -> bool:
+    def _is_sent(self, name: str) -> bool:
         """Leave out what the user logs, in a run of theirs that has it already."""
         return self._own or not name.startswith("user/")
 

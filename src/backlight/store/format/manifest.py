@@ -28,7 +28,7 @@ MAX_ATTEMPTS = 1_000_000
 
 @dataclass(slots=True)
 class Progress(Record):
-    """How far one rank of an attempt got, as it states itself at each flush.
+    """Progress of one rank of an attempt, which it states itself at each flush.
 
     ``files`` gives, by path below the run directory, the highest row of each table of a database or the size
     of another file, so that a later loss is known and not guessed. ``step`` is the last attempt-local step.

@@ -15,7 +15,7 @@ FORMAT_VERSION = 1
 
 
 class Join(enum.StrEnum):
-    """How the values of one parameter on several ranks become one value. MAX keeps NaN."""
+    """Reduction of the values of one parameter on several ranks to one. MAX keeps NaN."""
 
     ROOT_SUM_SQUARES = "root_sum_squares"
     MAX = "max"

@@ -175,7 +175,7 @@ def _databases(folder: Path, rank: int, every: int | None, result: Compaction) -
 
 
 def _fold_log(path: Path) -> None:
-    """Let SQLite move a log into its file; only then may the file be replaced by another one."""
+    """Checkpoint a log into its database file; only then may the file be replaced by another one."""
     try:
         with contextlib.closing(connect(path)) as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")

@@ -222,8 +222,8 @@ def _shards(holders: Sequence[tuple[int, ParameterRecord]], series: str) -> list
         return []
     sharded = [(r, place) for r, place in placed if place.layout is Layout.SHARD]
     if not sharded:
-        alike = len({record.shape for _, record in holders}) == 1
-        return [[r for r, _ in placed]] if alike else []
+        is_same = len({record.shape for _, record in holders}) == 1
+        return [[r for r, _ in placed]] if is_same else []
     if len(sharded) < len(placed):
         return []  # one rank holds the whole of what another one holds a part of
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
@@ -237,7 +237,7 @@ def _shards(holders: Sequence[tuple[int, ParameterRecord]], series: str) -> list
 def _by_shards(
     records: Sequence[Mapping[str, ParameterRecord]], series: str, names: Sequence[str]
 ) -> dict[tuple[tuple[int, ...], ...], npt.NDArray[np.int64]]:
-    """Return the indices of parameters by the ranks that hold their shards: most are sharded alike."""
+    """Return the indices of parameters by the ranks that hold their shards: most are sharded equally."""
     found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for p, name in enumerate(names):
         holders = [(r, known[name]) for r, known in enumerate(records) if name in known]

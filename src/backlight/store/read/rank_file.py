@@ -52,7 +52,7 @@ class Block:
 
     @property
     def by_any_rank(self) -> Mask:
-        """What any rank measured, ``[S, P]``."""
+        """Whether any rank measured a value, ``[S, P]``."""
         return self.measured if self.any_rank is None else self.any_rank
 
 

@@ -25,7 +25,7 @@ SEGMENT_INTERVAL_S = 30.0
 """Time between segments at first."""
 
 AGE_SHARE = 1 / 20
-"""Later, the share of the age of the run between segments, so that they stay few."""
+"""After that, the share of the age of the run between segments, so that they stay few."""
 
 
 class SegmentedDatabase:

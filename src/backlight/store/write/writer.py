@@ -1,7 +1,7 @@
 """Writer of a run directory: buffered, thread-safe, one per process and rank.
 
 Calls on the path of a step only copy into buffers; :meth:`RunWriter.flush`, called by the writer thread,
-writes them as one transaction. A failing disk stops the recording, not the training: the writer keeps the
+writes them as one transaction. A failing disk stops the recording, not the training run: the writer keeps the
 reason in ``lost``, passes it once to ``on_lost``, drops what follows and raises nothing.
 """
 
@@ -398,7 +398,7 @@ class RunWriter:
         """Turn any error of the disk into a loss that is reported once."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - no error here may break the training
+        except Exception as error:  # noqa: BLE001 - no error here may break the training run
             self._lose(f"{self.path}: {self._cause(error)}")
 
     def _cause(self, error: Exception) -> str:

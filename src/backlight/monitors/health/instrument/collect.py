@@ -28,7 +28,7 @@ Parameters = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class TensorValues:
-    """What was measured of one gradient; everything but ``name`` is void where not ``measured``.
+    """Measurements of one gradient; everything but ``name`` is void where not ``measured``.
 
     ``norm``, ``rms``, ``max_abs`` and ``mean`` are in units of the gradient; the others are counts.
     """

@@ -155,7 +155,7 @@ def ending_median(values_SP: Floats, measured_SP: Bools, window: int) -> Floats:
 
 @dataclass(frozen=True)
 class StretchLimits(Limits, monitor="health"):
-    """What still belongs to one stretch of steps."""
+    """Limits of one stretch of steps."""
 
     spike_gap: int = limit(5, "recorded steps between two outliers that still belong to one spike", low=1)
 

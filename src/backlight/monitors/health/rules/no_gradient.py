@@ -68,11 +68,11 @@ def no_gradient(run: Run, limits: MembershipLimits) -> Iterator[Finding]:
     seen = {frame.names[i] for i in np.flatnonzero(measured_SP.any(axis=0))}
     records = run.parameters()
     missing = [p for p in records if p.name not in seen and p.numel > 0]
-    told = _told(run)
+    reported = _reported(run)
     held = any(p.group for p in records)
     by_reason: dict[_Reason, list[ParameterRecord]] = {}
     for record in missing:
-        by_reason.setdefault(_reason(record, told, held), []).append(record)
+        by_reason.setdefault(_reason(record, reported, held), []).append(record)
     first, last = int(frame.steps[rows[0]]), int(frame.steps[rows[-1]])
     weights = sum(p.numel for p in records)
     for reason, group in by_reason.items():
@@ -106,19 +106,19 @@ def no_gradient(run: Run, limits: MembershipLimits) -> Iterator[Finding]:
         )
 
 
-def _told(run: Run) -> dict[str, str]:
-    """Return what the session said it could not measure, by parameter."""
-    told = {}
+def _reported(run: Run) -> dict[str, str]:
+    """Return the recorded reasons why parameters were not measured, by name."""
+    reported = {}
     for event in run.events("unmeasured"):
         for name in event.payload.get("parameters") or ():
-            told[str(name)] = str(event.payload.get("reason", "backlight could not measure it"))
-    return told
+            reported[str(name)] = str(event.payload.get("reason", "backlight could not measure it"))
+    return reported
 
 
-def _reason(record: ParameterRecord, told: dict[str, str], held: bool) -> _Reason:
+def _reason(record: ParameterRecord, reported: dict[str, str], held: bool) -> _Reason:
     if record.unmeasured == "frozen" or not record.requires_grad:
         return _FROZEN
-    said = told.get(record.name) or record.unmeasured
+    said = reported.get(record.name) or record.unmeasured
     if said:
         return _Reason(
             Severity.INFO,

@@ -39,7 +39,7 @@ class OutOfStep:
 
 @dataclass(frozen=True)
 class RankLimits(Limits, monitor="health"):
-    """How long ranks must differ."""
+    """Time for which ranks must differ."""
 
     apart_steps: int = limit(
         2,

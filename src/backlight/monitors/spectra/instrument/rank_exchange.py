@@ -1,7 +1,7 @@
 """The replicates of all ranks of a watched run, brought to the rank that measures each parameter.
 
 Only where it was requested. Everything here runs on the worker thread, in the same order on all ranks, and
-gives up after a timeout: a rank that does not answer costs the measurement, never the training.
+gives up after a timeout: a rank that does not answer costs the measurement, never the training run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backlight.monitors.spectra.model.options import SpectraError
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank has captured of a step."""
+    """Part of a step that one rank has captured."""
 
     step: int
     counts: Mapping[str, int] = field(default_factory=dict)

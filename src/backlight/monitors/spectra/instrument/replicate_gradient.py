@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.model_state import untouched
+from backlight.capture.model_state import preserve_state
 from backlight.monitors.spectra.instrument.layers import Split, matrices
 from backlight.monitors.spectra.model.options import SpectraError
 
@@ -93,7 +93,7 @@ def gradients(
         if parameter.requires_grad and name not in needed
     ]
     try:
-        with torch.enable_grad(), untouched(model):
+        with torch.enable_grad(), preserve_state(model):
             value = loss(model, batch)
             if not value.requires_grad:
                 raise SpectraError(

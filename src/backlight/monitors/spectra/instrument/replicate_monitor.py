@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from backlight.capture.batches import samples as samples_of
 from backlight.capture.batches import split
 from backlight.capture.microbatches import InputSizes, Microbatches
-from backlight.capture.model_state import untouched
+from backlight.capture.model_state import preserve_state
 from backlight.devices import record_events
 from backlight.monitor import Gradients, Monitor, RunContext
 from backlight.monitors.spectra.instrument.layer_selection import LayerSelection, select
@@ -231,7 +231,7 @@ class ReplicateMonitor(Monitor):
                 replicates.end(complete=True, samples=samples)
 
         self._inputs.leave()
-        with untouched(model):
+        with preserve_state(model):
             differentiate(model, loss, parts, leaves, add)
         self._replicates = replicates
         captured.extra_passes = len(parts)

@@ -77,7 +77,7 @@ class StepMeasurement:
             if target.name in captured.lacking:
                 report.add(target.name, captured.lacking[target.name])
             if self._should_stop():
-                report.add(target.name, "the training ended before it was measured")
+                report.add(target.name, "the run ended before it was measured")
                 continue
             if reason and target.name in captured.replicates:
                 report.add(target.name, reason)

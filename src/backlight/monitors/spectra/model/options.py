@@ -26,7 +26,7 @@ class SpectraError(ValueError):
 
 @dataclass(frozen=True)
 class SpectraOptions:
-    """How replicates are captured in a watched run.
+    """Capture of replicates in a watched run.
 
     Attributes
     ----------

@@ -143,7 +143,7 @@ def _ended(obs: Observation) -> Diagnosis:
         DiagnosisKind.DEAD,
         obs.phase,
         f"DEAD: rank {obs.rank} {obs.ended}{where}",
-        refuted_if="the process with that id still runs the training",
+        refuted_if="the process with that id still runs the script",
         next_check="read the system log (dmesg) and the last lines that the rank printed",
         confidence=HIGH,
         rank=obs.rank,

@@ -61,7 +61,7 @@ MAX_EVIDENCE = 8
 
 @dataclass
 class _Reports:
-    """What has been reported of one rank."""
+    """Reports of one rank so far."""
 
     progress: int | None = None  # at its last report
     phase_since: int | None = None

@@ -23,7 +23,7 @@ _NONE = "No memory was recorded: backlight memory SCRIPT --out RUN records it."
 
 @dataclass(frozen=True)
 class Accounted:
-    """What ``memory --out`` stored: the result, events [P] of the steps, and bytes [kinds, P] there."""
+    """Record of ``memory --out``: the result, events [P] of the steps, and bytes [kinds, P] there."""
 
     result: Mapping[str, Any]
     positions: NDArray[np.int64]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.model_state import untouched
+from backlight.capture.model_state import preserve_state
 from backlight.capture.modules import unwrapped
 from backlight.capture.per_sample import accumulated
 from backlight.monitors.grokking.instrument.gram.checks import GramError
@@ -41,7 +41,7 @@ def input_agop(model: nn.Module, inputs: Tensor) -> Tensor:
     n = inputs.shape[0]
     x = inputs.detach().clone().requires_grad_()
     model = unwrapped(model)
-    with untouched(model), torch.enable_grad(), eager(model):
+    with preserve_state(model), torch.enable_grad(), eager(model):
         outputs = _outputs(model, x)
         total = x.new_zeros(x[0].numel(), x[0].numel(), dtype=torch.float64)
         parameters = [p for p in model.parameters() if p.requires_grad]

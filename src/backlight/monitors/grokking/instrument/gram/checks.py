@@ -26,7 +26,7 @@ class GramError(ValueError):
 
 @dataclass(frozen=True)
 class Coverage:
-    """How the Gram of a parameter was obtained, and the results of its checks.
+    """Method by which the Gram of a parameter was computed, and the results of its checks.
 
     ``method`` is ``ghost``, ``chunked``, ``vectors``, ``vmap``, ``loop``, or ``unused`` where the loss does
     not depend on the parameter. ``from_gram`` is the root of the sum of all entries of K, ``from_gradient``

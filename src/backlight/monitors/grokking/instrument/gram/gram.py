@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.capture.batches import tensors
-from backlight.capture.model_state import Untouched, untouched
+from backlight.capture.model_state import PreservedState, preserve_state
 from backlight.capture.modules import unwrapped, walk
 from backlight.capture.per_sample import Taps, gradients
 from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape, compress, concatenate
@@ -257,7 +257,7 @@ class Measurement:
         """Measure, check, and return the result; a GramError as in :func:`gram`."""
         if torch.is_inference_mode_enabled():
             raise GramError("gram: gradients cannot be taken in torch.inference_mode(); call it outside")
-        with untouched(self.model) as state:
+        with preserve_state(self.model) as state:
             self.random = state.states
             found, accumulated = self._sweep()
             drew = state.drew
@@ -318,7 +318,7 @@ class Measurement:
                 failed[name] = checks.coverage_error(name, check, self.samples)
         return failed
 
-    def _alone(self, state: Untouched, accumulated: bool) -> dict[str, float]:
+    def _alone(self, state: PreservedState, accumulated: bool) -> dict[str, float]:
         """Return the norms of the gradients of the chosen samples, run without the others."""
         index = torch.tensor(self.pair or [0])
         some = inputs.some(self.batch, index)
@@ -368,7 +368,7 @@ class Measurement:
         norms: Mapping[str, float],
         alone: Mapping[str, float],
         drew: bool,
-        state: Untouched,
+        state: PreservedState,
     ) -> None:
         first = next(iter(failed))
         if not self.fallback or drew:
@@ -410,7 +410,7 @@ class Measurement:
         """Return ``sum_n weights[k, n] g_n`` for each named parameter, float64 ``[k, *shape]``."""
         self.weights, self.combined = weights, {}
         try:
-            with untouched(self.model) as state:
+            with preserve_state(self.model) as state:
                 state.rewind(self.random)
                 for parameter in self.parameters.values():
                     parameter.uncaptured = parameter.method if parameter.method in {"vmap", "loop"} else ""
