@@ -20,7 +20,7 @@ from backlight.distributed import launch_id, rank_and_size
 from backlight.findings.evaluate import Findings, findings_of
 from backlight.monitor import MONITORS, Monitor, RunContext, Samples, Timed, check_monitors
 from backlight.notifier import Notifier
-from backlight.records import RunStatus
+from backlight.records import Finding, RunStatus
 from backlight.session.arguments import check_samples, listed, loggable
 from backlight.session.monitor_set import MonitorSet, requested_monitors
 from backlight.session.run_directory import final_findings, open_writer
