@@ -276,10 +276,10 @@ class Monitor:
     def on_flush(self) -> None:
         """Everything so far is on disk, where a reader sees it."""
 
-    # On the evaluation thread
+    # On the evaluation thread while the run goes on; with the rest at the end
 
     def on_new_findings(self, findings: Sequence[Finding]) -> None:
-        """While the run goes on, the rules found what no earlier call held; on rank 0 only."""
+        """The rules found what no earlier call held; on rank 0 only."""
 
     # At the end, on the training thread; all monitors are detached and the writer thread has ended
 

@@ -25,7 +25,7 @@ from backlight.notifier import Notifier
 from backlight.records import Finding
 from backlight.report.terminal import print_findings
 from backlight.session.script_end import failure, uncaught_exception
-from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
+from backlight.session.settings import DEFAULT_MONITORS, OnFinding, Settings, given_settings, suggest_keywords
 from backlight.session.watch import Watch, watch
 from backlight.store.errors import StoreError
 from backlight.store.read.attempt_files import wait_for_ranks
@@ -317,6 +317,7 @@ class HostedCallback(Hosting):
         step_offset: int | None = None,
         thresholds: Mapping[str, Mapping[str, float]] | None = None,
         trackers: str | Sequence[str] = (),
+        on_finding: OnFinding | None = None,
         quiet: bool = False,
         measures: Mapping[str, Any] | Measures | None = None,
         spectra: Mapping[str, Any] | SpectraOptions | None = None,

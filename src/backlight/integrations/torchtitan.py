@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from backlight.monitor import Samples
     from backlight.monitors.grokking.model.measures import Measures
     from backlight.monitors.spectra.model.options import SpectraOptions
+    from backlight.session.settings import OnFinding
 
 
 class TitanWatch(HostedWatch):
@@ -98,6 +99,7 @@ def watch(
     step_offset: int | None = None,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     trackers: str | Sequence[str] = (),
+    on_finding: OnFinding | None = None,
     quiet: bool = False,
     measures: Mapping[str, Any] | Measures | None = None,
     spectra: Mapping[str, Any] | SpectraOptions | None = None,

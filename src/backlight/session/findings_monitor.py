@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from backlight.findings.evaluate import evaluate_rules
@@ -53,6 +53,10 @@ class NewFindings:
         self._unconfirmed = others | {_key(f) for f in fresh}
         self.know(confirmed)
         return confirmed
+
+    def rest(self, found: Iterable[Finding]) -> list[Finding]:
+        """Return the findings of the last evaluation that no earlier call returned."""
+        return [finding for finding in found if _key(finding) not in self._known]
 
     def know(self, findings: Iterable[Finding]) -> None:
         """Take findings as known, so that no later call returns them."""
@@ -130,6 +134,14 @@ class FindingsMonitor(Monitor):
         """Wait for an evaluation in progress."""
         if self._thread is not None:
             self._thread.join(END_TIMEOUT_S)
+
+    def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
+        """Deliver what was found only now, unless something still hangs on what was found before."""
+        if self._thread is not None and self._thread.is_alive():
+            reason = f"what is done with new findings did not come to an end within {END_TIMEOUT_S:.0f} s"
+            self._run.notifier.warn("findings", reason)
+        elif rest := self._new.rest(findings):
+            self._run.deliver(rest)
 
     def _evaluate(self, only: Collection[str] | None) -> None:
         begin = time.thread_time()

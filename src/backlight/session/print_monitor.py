@@ -40,6 +40,7 @@ class PrintMonitor(Monitor):
         self._is_script = False
         self._printed: deque[float] = deque()
         self._left = 0
+        self._ended = False
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
@@ -52,6 +53,7 @@ class PrintMonitor(Monitor):
 
     def attach(self, run: RunContext) -> None:
         """Print where the run of a script is recorded."""
+        self._ended = False
         self._stream, self._path = sys.stderr, run.path
         if self._is_script and not run.rank:
             path = visible(run.path)
@@ -59,8 +61,14 @@ class PrintMonitor(Monitor):
                 text = f"backlight: recording in {path}; live page: backlight open {path}"
                 print(text, file=self._stream, flush=True)
 
+    def detach(self, error: BaseException | None) -> None:
+        """Print nothing more: all findings are printed at the end."""
+        self._ended = True
+
     def on_new_findings(self, findings: Sequence[Finding]) -> None:
         """Print one line for each rule, the worst first, as long as there are not too many."""
+        if self._ended:
+            return
         shown = [f for f in findings if f.severity is not Severity.INFO and not RULES[f.rule].logged]
         shown.sort(key=lambda finding: (-finding.severity.rank, finding.rule))
         for _, same in groupby(shown, key=lambda finding: (finding.severity, finding.rule)):

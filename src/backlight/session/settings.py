@@ -26,11 +26,15 @@ from backlight.findings.limits import declared, merge_overrides
 from backlight.monitors.grokking.model.measures import Measures
 from backlight.monitors.spectra.model.options import SpectraOptions
 from backlight.monitors.stalls.trace_monitor import traced_kinds
+from backlight.records import Finding
 from backlight.session.trackers.base import chosen
 from backlight.text import did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+OnFinding = Callable[[Finding], Any]
+"""Called with a finding; what it returns is ignored."""
 
 DEFAULT_MONITORS = ("health", "correctness", "stalls", "steptime")
 
@@ -81,6 +85,9 @@ class Settings:
     trackers:
         Trackers that get the numbers of the live run: ``NAME`` or ``NAME=TARGET`` of
         :data:`backlight.session.trackers.base.TRACKERS`.
+    on_finding:
+        Called on rank 0 with each new :class:`backlight.Finding`: during the run on another thread, so that
+        training does not wait for it, at the end with the rest. What it raises is reported once.
     quiet:
         Print neither where the run is recorded nor its findings, only what backlight fails to record.
     measures:
@@ -108,6 +115,7 @@ class Settings:
     step_offset: int | None = None
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     trackers: tuple[str, ...] = ()
+    on_finding: OnFinding | None = None
     quiet: bool = False
     measures: Measures = dataclasses.field(default_factory=Measures)
     spectra: SpectraOptions = dataclasses.field(default_factory=SpectraOptions)

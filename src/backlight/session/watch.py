@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from backlight.monitors.grokking.model.measures import Measures
     from backlight.monitors.spectra.model.options import SpectraOptions
+    from backlight.session.settings import OnFinding
     from backlight.store.write.writer import RunWriter
 
 __all__ = ["StopTraining", "Watch", "watch"]
@@ -404,6 +405,7 @@ def watch(
     step_offset: int | None = None,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     trackers: str | Sequence[str] = (),
+    on_finding: OnFinding | None = None,
     quiet: bool = False,
     measures: Mapping[str, Any] | Measures | None = None,
     spectra: Mapping[str, Any] | SpectraOptions | None = None,

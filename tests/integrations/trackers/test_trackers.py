@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,7 +240,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def recorded(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of history in the one .wandb file below a folder, then the summary and the tags."""
+    """Return the rows of history in the one .wandb file below a folder, then summary, tags and alerts."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.rglob("*.wandb")
@@ -258,6 +259,8 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
                 summary[name_of(item)] = json.loads(item.value_json)
         if record.HasField("run") and record.run.tags:
             summary["tags"] = list(record.run.tags)
+        if record.HasField("alert"):
+            summary.setdefault("alerts", []).append((record.alert.title, record.alert.level))
     return [*rows, summary]
 
 
@@ -292,15 +295,18 @@ def test_wandb_creates_its_own_run(tmp_path: Path, offline: Any) -> None:
     assert rows[0]["backlight/user/accuracy"] == 0.5
     assert summary["backlight/findings/non_finite"].startswith("error: ")
     assert "backlight/non_finite" in summary["tags"]
+    assert summary["alerts"].count(("backlight: non_finite", "ERROR")) == 1
 
 
 def test_wandb_replaces_findings_per_watch() -> None:
     from backlight.session.trackers.wandb import _Run
 
+    alerts: list[tuple[str, str, str]] = []
     user_run = SimpleNamespace(
         summary={"backlight/findings/spike": "warning: of before"},
         tags=None,
         define_metric=lambda *_, **__: None,
+        alert=lambda title, text, level: alerts.append((title, text, level)),
     )
     sink = _Run(None, user_run, own=False)
     finding = Finding(
@@ -317,6 +323,10 @@ def test_wandb_replaces_findings_per_watch() -> None:
         sink.findings([finding], 3)
     assert user_run.summary == {"backlight/findings/spike": "warning: of before\nwarning: a spike"}
     assert user_run.tags == ("backlight/spike",)
+    assert alerts == [("backlight: spike", "- **warning** `spike`: a spike", "WARN")]
+    sink.findings([replace(finding, rule="note", severity=Severity.INFO)], 3)
+    _Run(None, user_run, own=True, alerts=False).findings([finding], 3)  # a stored run
+    assert len(alerts) == 1
 
 
 @pytest.mark.full

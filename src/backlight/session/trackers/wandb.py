@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from backlight.records import Finding
-from backlight.session.trackers.base import PREFIX, Point, Tracked, TrackerError, tracker
+from backlight.records import Finding, Severity
+from backlight.session.trackers.base import PREFIX, Point, Tracked, TrackerError, in_markdown, tracker
 
 TIMEOUT_S = 20.0
 """Seconds for which a run of backlight waits for a server, at its start and for its last rows.
@@ -25,11 +25,12 @@ W&B's own are 90, and without end. ``WANDB_INIT_TIMEOUT`` and ``WANDB_FINISH_TIM
 
 
 class _Run:
-    """A run of W&B; ``own`` where backlight opened it and so finishes it."""
+    """A run of W&B; ``own`` where backlight opened it and so finishes it; ``alerts`` while it is live."""
 
-    def __init__(self, wandb: Any, run: Any, *, own: bool) -> None:
-        self._wandb, self._run, self._own = wandb, run, own
+    def __init__(self, wandb: Any, run: Any, *, own: bool, alerts: bool = True) -> None:
+        self._wandb, self._run, self._own, self._alerts = wandb, run, own, alerts
         self._before: dict[str, str | None] = {}
+        self._alerted: set[str] = set()
         run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
 
     def send(self, points: Sequence[Point]) -> None:
@@ -43,19 +44,29 @@ class _Run:
             self._run.log(newest, commit=False)
 
     def findings(self, findings: Sequence[Finding], step: int) -> None:
-        """Put the findings into the summary, below those of another watch, and their rules among the tags."""
+        """Put the findings into the summary, below those of another watch, and their rules among the tags.
+
+        Each rule with an error or a warning alerts once.
+        """
         del step
-        titles: dict[str, list[str]] = {}
+        by_rule: dict[str, list[Finding]] = {}
         for finding in findings:
-            titles.setdefault(f"{PREFIX}findings/{finding.rule}", []).append(
-                f"{finding.severity}: {finding.title}"
-            )
-        for name, said in titles.items():
+            by_rule.setdefault(finding.rule, []).append(finding)
+        for rule, found in by_rule.items():
+            self._alert(rule, found)
+            name, said = f"{PREFIX}findings/{rule}", [f"{f.severity}: {f.title}" for f in found]
             before = self._before.setdefault(name, self._run.summary.get(name))
             self._run.summary[name] = "\n".join([*([before] if before else []), *said])
-        rules = sorted({f"{PREFIX}{finding.rule}" for finding in findings})
+        rules = sorted(f"{PREFIX}{rule}" for rule in by_rule)
         if rules:
             self._run.tags = tuple(dict.fromkeys((*(self._run.tags or ()), *rules)))
+
+    def _alert(self, rule: str, findings: Sequence[Finding]) -> None:
+        worst = max((finding.severity for finding in findings), key=lambda severity: severity.rank)
+        if self._alerts and worst is not Severity.INFO and rule not in self._alerted:
+            self._alerted.add(rule)
+            level = "ERROR" if worst is Severity.ERROR else "WARN"
+            self._run.alert(f"backlight: {rule}", in_markdown(findings), level=level)
 
     def close(self, *, failed: bool) -> None:
         """Finish the run if backlight started it."""
@@ -123,4 +134,4 @@ def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
         config={"backlight/run": str(run.path.absolute())},
         settings=wandb.Settings(console="off", silent=True, **_timeouts(wandb, run)),
     )
-    return _Run(wandb, opened, own=True)
+    return _Run(wandb, opened, own=True, alerts=run.live)
