@@ -35,3 +35,8 @@ def wait(driver: webdriver.Chrome, until: Callable[[webdriver.Chrome], Any], sec
         return WebDriverWait(driver, seconds, 0.05).until(until)
     except TimeoutException:
         raise AssertionError(f"the condition was not met; console: {driver.get_log('browser')}") from None
+
+
+def unfold(driver: webdriver.Chrome) -> None:
+    """Open every fold of the page."""
+    driver.execute_script("for (const fold of document.querySelectorAll('details')) fold.open = true")

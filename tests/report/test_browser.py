@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import NEEDS_CHROMIUM, Open, wait
+from browser import NEEDS_CHROMIUM, Open, unfold, wait
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -182,6 +182,7 @@ def test_click_on_a_finding_shows_its_evidence(show: Open, page: Path) -> None:
     chosen = driver.find_element(By.CSS_SELECTOR, "#roster tr.chosen")
     assert chosen.get_attribute("data-row") == "3"
     assert driver.switch_to.active_element == section
+    unfold(driver)
     driver.execute_script("scrollTo(0, 0)")
     driver.find_element(By.CSS_SELECTOR, ".finding.error .path").click()
     column = driver.find_element(By.ID, "column")
@@ -192,6 +193,26 @@ def test_click_on_a_finding_shows_its_evidence(show: Open, page: Path) -> None:
     wait(driver, lambda d: 0 <= top_of(d, norms) < 300)
     assert text_of(driver, ".range").startswith("steps 110 to 130")
     assert not driver.find_elements(By.LINK_TEXT, "evidence/dump.txt")
+
+
+def test_card_has_a_sparkline_and_the_snippet_of_its_fix(show: Open, tmp_path: Path, run: Run) -> None:
+    (name, *_) = [parameter.name for parameter in run.parameters()]
+    evidence = (Evidence(f"parameters/group/{name}"), Evidence("scalars/total_norm", 77, 3.0))
+    fix = "Clip `g` first: `clip_grad_norm_(model.parameters(), 1.0)`. Then `<b>compare</b>`."
+    one = finding(name, 77, evidence=evidence, fix=fix)
+    driver = show(write_report(run, [one], tmp_path / "report.html"))
+    line = driver.find_element(By.CSS_SELECTOR, ".finding .spark")
+    label = "scalars/total_norm, steps 0 to 299; marked: step 77"
+    assert line.get_attribute("aria-label") == label
+    at = float(driver.find_element(By.CSS_SELECTOR, ".spark-mark").get_attribute("x1"))
+    assert at == pytest.approx(160 * 77 / 299)
+    assert driver.find_element(By.CSS_SELECTOR, ".spark-line").get_attribute("d").count("L") > 50
+    assert text_of(driver, ".fix pre") == "clip_grad_norm_(model.parameters(), 1.0)"
+    paragraphs = [text.text for text in driver.find_elements(By.CSS_SELECTOR, ".fix p")]
+    assert paragraphs == ["Clip g first:", "Then <b>compare</b>."]
+    assert not driver.find_element(By.CSS_SELECTOR, ".finding .evidence").is_displayed()
+    driver.find_element(By.CSS_SELECTOR, ".finding summary").send_keys(Keys.ENTER)
+    assert driver.find_element(By.CSS_SELECTOR, ".finding .evidence").is_displayed()
 
 
 def test_tooltip_has_the_recorded_value(show: Open, page: Path, run: Run) -> None:
@@ -446,7 +467,7 @@ def test_grokking_run_shows_times_and_control(show: Open, tmp_path: Path) -> Non
     assert {"memorised (30, 40]", "generalised (990, 1,000]", "test accuracy, control"} <= set(
         legend.splitlines()
     )
-    driver.find_element(By.CSS_SELECTOR, "#details > summary").click()
+    unfold(driver)
     gaps = driver.find_element(By.ID, "not-measured").text
     assert "Monitors not watched" in gaps
     assert "Exponent histogram" not in gaps

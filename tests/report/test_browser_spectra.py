@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import NEEDS_CHROMIUM, Open, wait
+from browser import NEEDS_CHROMIUM, Open, unfold, wait
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
@@ -110,6 +110,7 @@ def test_play_runs_to_the_end_and_evidence_selects_its_layer(show: Open, page: P
     wait(driver, lambda _: button.text == "Play")
     assert readout(driver) == "step 200"
     driver.execute_script("scrollTo(0, 0)")
+    unfold(driver)
     driver.find_element(By.LINK_TEXT, f"scalars/spectra/{HEAD}/identifiable").click()
     body = driver.find_element(By.CSS_SELECTOR, "#panel-spectra .panel-body")
     wait(driver, lambda _: body.get_attribute("data-layer") == HEAD)

@@ -108,6 +108,8 @@ def test_finding_has_its_evidence_link(page: str) -> None:
     }  # fmt: skip
     assert shown["evidence"][1]["value"] == "nan"
     assert shown["refuted"].startswith("the same step")
+    assert shown["line"]["step"] == 20
+    assert shown["line"]["path"].endswith("blocks.0.mlp.up.bias")
 
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:

@@ -20,13 +20,14 @@ from backlight.report.encoding import PRECISION, script_json
 from backlight.report.evidence_links import place_of
 from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, PanelWarning, failed, in_order, shown
 from backlight.report.source import Source
+from backlight.report.sparkline import evidence_line
 from backlight.store.platform.atomic_json import write_atomically
 from backlight.text import number, visible
 
 ASSETS = files("backlight.report") / "assets"
 VENDOR = files("backlight.report") / "vendor"
 
-SCRIPTS = ("words.js", "data.js", "view.js", "palette.js", "grid.js", "charts.js")
+SCRIPTS = ("words.js", "data.js", "view.js", "palette.js", "grid.js", "charts.js", "findings.js")
 """What the drawers in ``assets/kinds`` stand on, in the order of their needs; ``page.js`` follows them."""
 
 UNDRAWN = (
@@ -154,7 +155,9 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
                 for label, value, note in verdict.summary_of(source).figures(source)
             ],
         },
-        "findings": [_finding(f, whole, with_data, rows) for f in verdict.by_severity(source.findings)],
+        "findings": [
+            _finding(f, source, whole, with_data, rows) for f in verdict.by_severity(source.findings)
+        ],
         "attempts": [a.step_offset for a in source.run.attempts[1:]],
         "parameters": [
             {
@@ -241,7 +244,11 @@ def _rows(source: Source) -> dict[str, int]:
 
 
 def _finding(
-    finding: Finding, panels: Sequence[Panel], drawn: Collection[str], rows: Mapping[str, int]
+    finding: Finding,
+    source: Source,
+    panels: Sequence[Panel],
+    drawn: Collection[str],
+    rows: Mapping[str, int],
 ) -> dict[str, Any]:
     places = [place_of(evidence, finding, panels, drawn, rows) for evidence in finding.evidence]
     return {
@@ -257,6 +264,7 @@ def _finding(
             {"path": path, "step": step, "value": value, "place": place and dataclasses.asdict(place)}
             for (path, step, value), place in zip(verdict.measurements(finding), places, strict=True)
         ],
+        "line": evidence_line(zip(finding.evidence, places, strict=True), source),
         "fix": visible(finding.fix),
         "refuted": visible(finding.refuted_if),
         "overridden": [f"{visible(name)} = {number(value, 6)}" for name, value in finding.overridden.items()],

@@ -211,6 +211,25 @@ def test_view_state_is_kept_while_the_run_grows(look: Look, grow: Grow) -> None:
     wait(driver, lambda d: not chip.is_displayed())
 
 
+def test_card_stays_open_while_its_sparkline_grows(look: Look, grow: Grow) -> None:
+    run = grow(40)
+    run.steps(5, broken=2)
+    driver = look([run.path])
+    version = until_version(driver)
+    summary = driver.find_element(By.CSS_SELECTOR, ".finding.error summary")
+    summary.send_keys(Keys.ENTER)
+
+    def line(_: webdriver.Chrome) -> str:
+        return str(driver.find_element(By.CSS_SELECTOR, ".finding.error .spark").get_attribute("aria-label"))
+
+    before = line(driver)
+    run.steps(20)
+    until_version(driver, version)
+    wait(driver, lambda d: line(d) != before)
+    assert driver.switch_to.active_element == summary
+    assert driver.find_element(By.CSS_SELECTOR, ".finding.error .evidence").is_displayed()
+
+
 @pytest.mark.full
 def test_offscreen_panels_are_updated_on_scroll(look: Look, grow: Grow) -> None:
     run = grow(30, plan=Plan(steps=100, blocks=1))

@@ -17,8 +17,9 @@ from backlight.cli.render.live import show
 from backlight.records import Finding, Severity
 from backlight.report.live.follower import Followed
 from backlight.report.live.run_state import EMPTY
-from backlight.report.live.terminal import frame, sparkline
+from backlight.report.live.terminal import frame
 from backlight.report.source import Source
+from backlight.report.sparkline import sparkline
 from backlight.store.read.run import open_run
 
 HOSTILE = "[red]\x1b[2J\u202e[/]\nname"

@@ -181,6 +181,25 @@ const say = ({ word, detail }) => {
 
 const slots = { verdict: el("div", { class: "slot" }), findings: el("section", { class: "findings", "aria-label": "Findings", "aria-live": "polite" }), gaps: el("div", { class: "slot" }), nav: el("nav", {}), panels: el("div", { class: "panels" }), folded: el("div", { class: "panels" }) };
 
+// What a card says; its sparkline is renewed in place.
+const sayingOf = (finding) => JSON.stringify({ ...finding, line: Boolean(finding.line) });
+
+// Newer content in a card; its folds stay the elements that they are, open and focused.
+const renewCard = (card, next) => {
+  const folds = [...card.querySelectorAll(":scope > details")];
+  for (const node of [...card.childNodes]) if (!folds.includes(node)) node.remove();
+  for (const node of [...next.childNodes]) {
+    if (node.tagName !== "DETAILS") {
+      folds.length ? folds[0].before(node) : card.append(node);
+      continue;
+    }
+    const fold = folds.shift();
+    for (const old of [...fold.children].slice(1)) old.remove();
+    fold.append(...[...node.children].slice(1));
+  }
+  renewals.set(card, renewals.get(next));
+};
+
 // Findings that are there already stay the nodes that they are; new ones are pointed out once.
 const tellFindings = () => {
   const rules = new Map();
@@ -189,17 +208,17 @@ const tellFindings = () => {
     rules.set(key, [...(rules.get(key) ?? []), finding]);
   }
   const first = cards.size === 0 && !page.entry;
-  const kept = new Set(report.findings.map((finding) => JSON.stringify(finding)));
+  const kept = new Set(report.findings.map(sayingOf));
   const boxes = [...rules].map(([key, alikes]) => {
     const nodes = alikes.map((finding) => {
-      const says = JSON.stringify(finding);
+      const says = sayingOf(finding);
       if (!cards.has(says)) {
         const subject = `${finding.rule} ${finding.where.map(({ value }) => value)}`;
         const [before, known] = [...cards].find(([key, card]) => card.dataset.subject === subject && !kept.has(key)) ?? [];
         const next = findingCard(finding);
         // What says more of the same subject stays the same element.
         if (known) {
-          known.replaceChildren(...next.childNodes);
+          renewCard(known, next);
           known.className = `${next.className}${known.classList.contains("fresh") ? " fresh" : ""}`;
         }
         const card = known ?? next;
@@ -219,7 +238,9 @@ const tellFindings = () => {
     return box;
   });
   for (const says of cards.keys()) if (!kept.has(says)) cards.delete(says);
+  const focused = document.activeElement;
   slots.findings.replaceChildren(...boxes);
+  if (slots.findings.contains(focused)) focused.focus({ preventScroll: true });
   slots.findings.hidden = !boxes.length;
   page.entry = true;
 };
@@ -265,10 +286,11 @@ const apply = (head) => {
   document.title = `${head.stand.word === "live" ? "● " : ""}${report.run.name} · backlight`;
   keepingPlace(() => {
     if (changed("verdict", [report.verdict, report.run])) slots.verdict.replaceChildren(verdictPart());
-    if (changed("findings", report.findings)) {
+    if (changed("findings", report.findings.map(sayingOf))) {
       tellFindings();
       view.tell("findings");
     }
+    for (const finding of report.findings) if (finding.line) renewals.get(cards.get(sayingOf(finding)))?.(finding.line);
     if (changed("gaps", report.verdict.unmeasured)) slots.gaps.replaceChildren(...[unmeasuredList()].filter(Boolean));
     const drawn = report.panels.filter(({ kind }) => kind);
     if (changed("panels", drawn.map(({ name }) => name))) {

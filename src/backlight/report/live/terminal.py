@@ -6,7 +6,6 @@ effect.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,10 +19,9 @@ from backlight.records import Finding, Severity
 from backlight.report.live.run_state import Stand, Standing
 from backlight.report.panel import error_text
 from backlight.report.source import Source
+from backlight.report.sparkline import sparkline
 from backlight.report.verdict import by_severity, tally, where
 from backlight.text import count, duration, number, percent, visible
-
-BARS = "▁▂▃▄▅▆▇█"
 
 RECENT = 20
 """Steps over which speed and phases are taken."""
@@ -82,30 +80,6 @@ def _unharmed(
     except Exception as error:  # noqa: BLE001 - what breaks in one section must not end the terminal
         name = section.__name__.strip("_")
         return [Text(f"{name} could not be shown: {error_text(error)}", "bold red")]
-
-
-def sparkline(values: NDArray[np.float64], width: int) -> str:
-    """Return ``values`` [S] as at most ``width`` bars, each the last value of its share of the steps.
-
-    What is not finite is an ``x``; values that spread over decades are drawn by their logarithms.
-    """
-    if not len(values) or width < 1:
-        return ""
-    ends = np.unique(np.linspace(0, len(values), min(width, len(values)) + 1).round().astype(int)[1:] - 1)
-    shown = values[ends]
-    finite = shown[np.isfinite(shown)]
-    if not len(finite):
-        return "x" * len(shown)
-    if finite.min() > 0 and finite.max() / finite.min() > 100:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            shown = np.where(np.isfinite(shown), np.log(np.where(shown > 0, shown, np.nan)), shown)
-        finite = shown[np.isfinite(shown)]
-    low, span = float(finite.min()), float(finite.max() - finite.min())
-    return "".join(
-        BARS[min(len(BARS) - 1, int((value - low) / span * len(BARS)))] if span and math.isfinite(value)
-        else BARS[3] if math.isfinite(value) else "x"
-        for value in shown
-    )  # fmt: skip
 
 
 def _status(source: Source, width: int) -> list[RenderableType]:
