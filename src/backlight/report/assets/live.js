@@ -202,6 +202,7 @@ const renewCard = (card, next) => {
 
 // Findings that are there already stay the nodes that they are; new ones are pointed out once.
 const tellFindings = () => {
+  const focused = document.activeElement;
   const rules = new Map();
   for (const finding of report.findings) {
     const key = `${finding.severity} ${finding.rule}`;
@@ -238,7 +239,6 @@ const tellFindings = () => {
     return box;
   });
   for (const says of cards.keys()) if (!kept.has(says)) cards.delete(says);
-  const focused = document.activeElement;
   slots.findings.replaceChildren(...boxes);
   if (slots.findings.contains(focused)) focused.focus({ preventScroll: true });
   slots.findings.hidden = !boxes.length;
