@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from synthetic import Plan, finding, write_run
 
-from backlight.records import OTHERS, Layout, ParameterRecord, Placement, Severity
+from backlight.records import OTHERS, Layout, ParameterRecord, Placement, RunStatus, Severity
 from backlight.report.page import model
 from backlight.report.source import APART, Source
 from backlight.report.verdict import outcome
@@ -23,6 +23,15 @@ def writers_of(tmp_path: Path, ranks: int) -> list[RunWriter]:
         RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", monitors=("health",))
         for rank in range(ranks)
     ]
+
+
+def write_gradients(path: Path) -> RunWriter:
+    """Write three steps of one parameter; the run is open."""
+    writer = RunWriter.create(path, monitors=("health",))
+    table = writer.parameter_table((ParameterRecord("a", (2,), "float32", "cpu", 2),))
+    for step in range(3):
+        writer.append("gradient", step, table, np.ones((1, 3)), np.array([[1, 2, 0, 0, 0]]))
+    return writer
 
 
 def test_findings_set_tone_and_headline(tmp_path: Path) -> None:
@@ -71,6 +80,32 @@ def test_killed_run_reports_attempts_and_losses(tmp_path: Path) -> None:
     assert "2 attempts (restarted at step 20)" in result.status
     assert result.losses
     assert "attempt 1" in result.losses[0]
+
+
+@pytest.mark.parametrize("severity", [None, Severity.WARNING, Severity.ERROR])
+def test_exception_is_as_bad_as_an_error(severity: Severity | None, tmp_path: Path) -> None:
+    writer = write_gradients(tmp_path / "run")
+    writer.event(2, "exception", {"type": "ValueError", "message": "bad \x1b[32mbatch"})
+    writer.close(RunStatus.FAILED)
+    found = [] if severity is None else [finding("embed.weight", 3, severity=severity)]
+    result = outcome(Source(open_run(tmp_path / "run"), found))
+    failed = "Failed with ValueError at step 2"
+    assert result.tone == "error"
+    assert result.headline == (found[0].title if severity is Severity.ERROR else failed)
+    counted = {None: "No findings", Severity.WARNING: "1 warning", Severity.ERROR: "1 error"}[severity]
+    assert result.tally == f"{failed}. {counted}"
+    assert result.status.startswith(r"ValueError: bad \x1b[32mbatch")
+
+
+@pytest.mark.parametrize(
+    ("status", "ended"),
+    [(RunStatus.FAILED, "Failed"), (RunStatus.KILLED, "Killed"), (RunStatus.FINISHED, "")],
+)
+def test_ending_names_what_is_known(status: RunStatus, ended: str, tmp_path: Path) -> None:
+    write_gradients(tmp_path / "run").close(status)
+    result = outcome(Source(open_run(tmp_path / "run")))
+    assert result.tally == (f"{ended}. No findings" if ended else "No findings")
+    assert (result.tone == "clear") == (not ended)
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, ()), (2, ("1 parameter at 3 of 6 steps",))])

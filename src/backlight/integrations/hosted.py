@@ -133,7 +133,8 @@ class Hosted:
                 path = self.watch.path  # the same run goes on
             if path is None:
                 path = default_path(name, launch_id() if rank_and_size()[1] > 1 else None)
-            begun = watch(list(models), list(optimizers), run=path, samples=self._samples, **settings)
+            models, optimizers = list(models), list(optimizers)
+            begun = watch(models, optimizers, run=path, samples=self._samples, summary=False, **settings)
             begun.__enter__()
             self.watch, self.active = begun, True
             self._notifier = begun.notifier

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.panel import Summary, in_order
 from backlight.report.source import APART, Source
+from backlight.store.read.run import Event, Run
 from backlight.text import count, duration, listed, number, visible, with_unit
 
 PERFORMANCE = "steptime"
@@ -22,11 +23,15 @@ PERFORMANCE = "steptime"
 STATUS = {
     RunStatus.RUNNING: "still running when this was written",
     RunStatus.FINISHED: "",
-    RunStatus.FAILED: "ended with an exception",
+    RunStatus.FAILED: "ended with an error",
     RunStatus.KILLED: "the process ended without closing the run",
     RunStatus.UNKNOWN: "it is not known how the process ended",
 }
 """What is added to a status."""
+
+
+MESSAGE = 200
+"""Characters of the message of an exception that are shown."""
 
 
 PARTED = " \N{MIDDLE DOT} "
@@ -46,13 +51,15 @@ class Unmeasured:
 class Outcome:
     """The verdict in words; ``tone`` is ``error``, ``warning``, ``info``, ``clear`` or ``unmeasured``.
 
-    ``headline`` is the title of the worst finding, or the result of a run without one. ``tally`` counts the
-    findings. ``about`` is the model, the command and the host, each where it is known.
+    ``headline`` is the title of the worst finding, or the result of a run without one; a run that failed is
+    as bad as an error. ``tally`` is how the run ended, if not well, and counts the findings; ``hints`` counts
+    those on performance. ``about`` is the model, the command and the host, each where it is known.
     """
 
     tone: str
     headline: str
     tally: str
+    hints: int
     detail: str
     status: str
     about: tuple[str, ...]
@@ -100,10 +107,35 @@ def outcome(source: Source) -> Outcome:
     else:
         tone, headline, counted = "unmeasured", *["Nothing was measured"] * 2
         detail += " Nothing can be said about the gradients of this run."
+    ended = ending(source.run)
+    if ended:
+        headline = headline if tone == "error" else ended
+        tone, counted = "error", f"{ended}. {counted}"
     if hints:
         detail += f" {count(len(hints), 'performance hint')}."
     state = (status_line(source), about(source), _losses(source), _unmeasured(source))
-    return Outcome(tone, headline, counted, detail, *state)
+    return Outcome(tone, headline, counted, len(hints), detail, *state)
+
+
+def ending(run: Run) -> str:
+    """Return how a run ended, as ``Failed with ValueError at step 12``; empty where it runs or finished."""
+    if run.status is RunStatus.KILLED:
+        return "Killed"
+    if run.status is not RunStatus.FAILED:
+        return ""
+    event = exception_of(run)
+    if event is None:
+        return "Failed"
+    rank = f" on rank {event.rank}" if run.attempts[-1].world_size > 1 else ""
+    step = "" if event.step is None else f" at step {number(event.step)}"
+    return f"Failed with {visible(event.payload.get('type', 'an exception'))}{step}{rank}"
+
+
+def exception_of(run: Run) -> Event | None:
+    """Return the event of the first exception that ended the last attempt, None where none did."""
+    last = run.attempts[-1].index if run.attempts else 0
+    events = [event for event in run.events("exception") if event.attempt == last]
+    return min(events, key=lambda event: event.time, default=None)
 
 
 def about(source: Source) -> tuple[str, ...]:
@@ -126,7 +158,11 @@ def status_line(source: Source) -> str:
     if not attempts:
         return STATUS[RunStatus.UNKNOWN]
     last = attempts[-1]
-    parts = [STATUS[last.status]] if STATUS[last.status] else []
+    event = exception_of(source.run) if last.status is RunStatus.FAILED else None
+    how = STATUS[last.status]
+    if event is not None:
+        how = visible(": ".join(str(event.payload.get(key, "")) for key in ("type", "message")))[:MESSAGE]
+    parts = [how] if how else []
     if len(attempts) > 1:
         offsets = listed([number(a.step_offset) for a in attempts[1:]])
         parts.append(f"{len(attempts)} attempts (restarted at step {offsets})")

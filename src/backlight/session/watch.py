@@ -22,6 +22,7 @@ from backlight.monitor import MONITORS, Monitor, RunContext, Samples, Timed, che
 from backlight.notifier import Notifier
 from backlight.records import Finding, RunStatus
 from backlight.session.arguments import check_samples, listed, loggable
+from backlight.session.closing_line import print_result
 from backlight.session.monitor_set import MonitorSet, requested_monitors
 from backlight.session.run_directory import final_findings, open_writer
 from backlight.session.script_end import failure, uncaught_exception
@@ -68,10 +69,12 @@ class Watch:
         script: str = "",
         arguments: tuple[str, ...] = (),
         samples: Samples | None = None,
+        summary: bool = False,
     ) -> None:
         self.settings = settings
         self.path = Path(run) if run is not None else default_path(script, _shared_launch())
         self._samples = samples
+        self._summary = summary
         self._is_script = bool(script)
         self._script = script or (sys.argv[0] if sys.argv else "")
         self._arguments = arguments if script else tuple(sys.argv[1:])
@@ -181,11 +184,14 @@ class Watch:
         self._error = failure(error)
         with self._notifier.shield():
             self._stack.close()
+            if self._summary and self._found is not None:
+                print_result(self.path, self._found, self.step)
 
     def _attach(self, writer: RunWriter, monitors: MonitorSet, stack: contextlib.ExitStack) -> None:
         """Compose the parts of a watch; they are taken apart in reverse order."""
         settings, notifier = self.settings, self._notifier
         self._pid, self._error = os.getpid(), None
+        self._found: list[Finding] | None = None
         self._alarmed = -1
         self._published.clear()
         self._monitors, self._sampling = monitors, Sampling(settings.every)
@@ -266,7 +272,7 @@ class Watch:
         if self._abandoned:
             writer.close(RunStatus.FAILED)
             return
-        failed, findings = self._error is not None, []
+        failed = self._error is not None
         with self._notifier.shield():
             self._monitors.call("on_all_stored", failed=failed)
             self._report_nothing()
@@ -274,8 +280,9 @@ class Watch:
                 payload = {"type": type(self._error).__name__, "message": str(self._error)[:2000]}
                 writer.event(self._tracker.index, "exception", payload)
             writer.flush()
-            findings = final_findings(writer, failed=failed)
-        self._monitors.call("on_run_end", findings, failed=failed)
+            if writer.lost is None:
+                self._found = final_findings(writer, failed=failed)
+        self._monitors.call("on_run_end", self._found or [], failed=failed)
         writer.close(RunStatus.FAILED if failed else RunStatus.FINISHED)
 
     def _report_nothing(self) -> None:
@@ -389,6 +396,7 @@ def watch(
     *,
     run: str | os.PathLike[str] | None = None,
     samples: Samples | None = None,
+    summary: bool = True,
     monitors: str | Sequence[str] = DEFAULT_MONITORS,
     every: int | None = None,
     steps: int | None = None,
@@ -434,6 +442,8 @@ def watch(
         over the samples along the first dimension, and ``batch`` a fixed probe batch or a callable that gives
         one. Without them, what needs per-sample gradients is not measured. The monitor spectra splits that
         batch where ``spectra={"split": R}`` asks for it.
+    summary:
+        Print one line with the result to standard error at the end, on rank 0.
     monitors, every, steps, groups, ...:
         What is measured and kept: the fields of :class:`backlight.session.settings.Settings`.
 
@@ -453,4 +463,4 @@ def watch(
     optimizers = [inner for outer in given for inner in underlying(outer)]
     if samples is not None:
         check_samples(samples, models)
-    return Watch(models, optimizers, Settings.of(settings), run, samples=samples)
+    return Watch(models, optimizers, Settings.of(settings), run, samples=samples, summary=summary)

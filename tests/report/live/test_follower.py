@@ -88,11 +88,12 @@ def test_run_state_from_empty_directory_to_end(tmp_path: Path) -> None:
 
 def test_failed_run_reports_the_exception(grow: Grow) -> None:
     run = grow(2)
+    run.writer.event(2, "exception", {"type": "ValueError", "message": "bad batch"})
     run.close(RunStatus.FAILED)
     view = follow(run.path)
     view.look()
     assert view.stand.word is Standing.ENDED
-    assert "exception" in view.stand.detail
+    assert view.stand.detail == "Failed with ValueError at step 2; the last recorded step is 1."
 
 
 def test_killed_writer_is_stale(tmp_path: Path) -> None:

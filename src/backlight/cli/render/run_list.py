@@ -48,7 +48,8 @@ def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
 
 def _findings(run: ListedRun) -> Text:
     if run.worst is None:
-        return Text("none", "green") if run.evaluated else Text("-", "dim")
+        good = "green" if run.state is RunStatus.FINISHED else ""
+        return Text("none", good) if run.evaluated else Text("-", "dim")
     word, style = _SEVERITIES[run.worst]
     return Text.assemble((word, style), f" ({run.findings})")
 

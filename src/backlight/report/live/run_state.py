@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from backlight.records import RunStatus
 from backlight.report.source import Source
+from backlight.report.verdict import ending
 from backlight.store.read.run import Frame, Run, Scalar
 from backlight.text import number
 
@@ -63,8 +64,7 @@ def stand_of(run: Run) -> Stand:
         return Stand(Standing.STALE, f"The process ended without closing the run; {steps}.")
     if status is RunStatus.UNKNOWN:
         return Stand(Standing.STALE, f"Nothing was heard of the writer for a while; {steps}.")
-    how = "ended with an exception" if status is RunStatus.FAILED else "ended"
-    return Stand(Standing.ENDED, f"The training {how}; {steps}.")
+    return Stand(Standing.ENDED, f"{ending(run) or 'The training ended'}; {steps}.")
 
 
 class Windowed:
