@@ -87,7 +87,7 @@ def train(run: Path, until: threading.Event, *, bad: bool = True, steps: int = 3
 def test_findings_are_delivered_once_while_the_run_goes_on(
     tmp_path: Path, listening: Listening, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(tmp_path / "run", listening.delivered)
+    train(tmp_path / "run", listening.delivered, summary=False)
     assert [(f.rule, f.severity, f.subject.step) for f in listening.found] == [
         ("non_finite", Severity.ERROR, 1)
     ]
@@ -121,7 +121,7 @@ def test_a_failing_evaluation_is_one_warning(
 def test_what_an_earlier_attempt_found_is_not_new(
     tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(tmp_path / "run", listening.delivered)
+    train(tmp_path / "run", listening.delivered, summary=False)
     listening.found.clear()
     evaluated = threading.Event()
     know = NewFindings.know

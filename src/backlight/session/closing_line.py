@@ -9,9 +9,10 @@ from pathlib import Path
 
 from backlight.distributed import rank_and_size
 from backlight.records import Finding
+from backlight.session.print_monitor import print_line
 from backlight.store.read.attempt_files import wait_for_ranks
 from backlight.store.read.run import open_run
-from backlight.text import count
+from backlight.text import count, visible
 
 
 def print_result(path: Path, findings: Sequence[Finding], steps: int) -> None:
@@ -32,4 +33,4 @@ def print_result(path: Path, findings: Sequence[Finding], steps: int) -> None:
         text = f"{said.tally}{hints} in {count(steps, 'step')}{result}."
     if size > 1 and not wait_for_ranks(path, 0.0):
         text += " Other ranks have not ended."
-    print(f"backlight: {text} Next: backlight report {shlex.quote(str(path))}", file=sys.stderr, flush=True)
+    print_line(f"{text} Next: backlight report {visible(shlex.quote(str(path)))}", sys.stderr)

@@ -74,7 +74,7 @@ class Watch:
         self.settings = settings
         self.path = Path(run) if run is not None else default_path(script, _shared_launch())
         self._samples = samples
-        self._summary = summary
+        self._summary = summary and not settings.quiet
         self._is_script = bool(script)
         self._script = script or (sys.argv[0] if sys.argv else "")
         self._arguments = arguments if script else tuple(sys.argv[1:])
@@ -295,7 +295,7 @@ class Watch:
             if count
             else "neither a backward pass nor an optimizer step was seen"
         )
-        self._notifier.unmeasured("gradients", reason)
+        self._notifier.unmeasured("gradient", reason)
 
     # Public
 
