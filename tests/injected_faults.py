@@ -151,6 +151,14 @@ FAULTS: dict[str, Fault] = {
         modules=["drop", "norm"],
         kinds={"Dropout": 1, "BatchNorm1d": 1},
     ),
+    "weights_changed": contradiction(
+        "weights_changed",
+        moment="step",
+        parameters=["a.weight", "b.weight"],
+        count=2,
+        reverted=0.99,
+        comparisons=3,
+    ),
     "copy_heavy": steptime(profile=STEP | {"copies": [COPY]}),
     "cuda_graphs_skipped": steptime(
         runtime_info={"compilation": {"cuda_graph_skips": 2, "cuda_graph_reasons": ["cpu device (arg0)"]}}

@@ -32,6 +32,11 @@ _GROUP = "_group_tensors_by_device_and_dtype"
 _AHEAD = "accelerate.data_loader"
 
 
+def is_transforming() -> bool:
+    """Return whether a transform of ``torch.func`` runs, whose tensors have no memory; True where unknown."""
+    return _transforms is None or bool(_transforms())
+
+
 @dataclass
 class Patches:
     """Attributes that were replaced, and how to put them back.
@@ -95,7 +100,7 @@ def install_backward(hub: Hub, patches: Patches) -> None:
     def wrap_grad(original: Any) -> Any:
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not hub.active or torch.compiler.is_compiling() or _transforms is None or _transforms():
+            if not hub.active or torch.compiler.is_compiling() or is_transforming():
                 return original(outputs, inputs, *args, **kwargs)
             outputs, roots = _kept(outputs)
             if hub.backward_depth or hub.grad_depth:

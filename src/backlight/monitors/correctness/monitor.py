@@ -8,8 +8,9 @@ from backlight.monitors.correctness.instrument.gradient_use import GradientUse
 from backlight.monitors.correctness.instrument.loss_graph import LossGraph
 from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
+from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
 
-CHECKS: tuple[type[Check], ...] = (GradientUse, LossGraph, MixedPrecision, ModuleModes)
+CHECKS: tuple[type[Check], ...] = (GradientUse, LossGraph, MixedPrecision, ModuleModes, WeightChanges)
 """The checks, each of which listens to the events of the process."""
 
 

@@ -25,3 +25,8 @@ def steps_of(found: Sequence[Event]) -> list[int]:
 def evidence_of(found: Sequence[Event], value: float | str, unit: str = "1") -> Evidence:
     """Cite the first of several contradictions."""
     return Evidence(f"events/{KIND}", found[0].step, value, unit)
+
+
+def observed(steps: Sequence[int]) -> str:
+    """Write ``step 3`` or ``5 observed steps from step 3 on``."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} observed steps from step {steps[0]} on"

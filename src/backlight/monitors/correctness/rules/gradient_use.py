@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.correctness.model.contradictions import contradictions, evidence_of, steps_of
+from backlight.monitors.correctness.model.contradictions import (
+    contradictions,
+    evidence_of,
+    observed,
+    steps_of,
+)
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Event, Run
@@ -40,7 +45,7 @@ def gradients_not_cleared(run: Run, limits: GradientsNotClearedLimits) -> Iterat
             f"{'are' if count > 1 else 'is'} not cleared"
         ),
         detail=(
-            f"At {_observed(steps)} the optimizer used gradients that still contained those of the step "
+            f"At {observed(steps)} the optimizer used gradients that still contained those of the step "
             f"before, in {phrases.share(count, followed, 'followed parameters')}. Each step then follows the "
             "sum of all gradients so far."
         ),
@@ -78,7 +83,7 @@ def _before_step(found: Sequence[Event]) -> Finding:
         severity=Severity.ERROR,
         title="Gradients are cleared between backward and the optimizer step",
         detail=(
-            f"At {_observed(steps)} backward gave gradients, and those of "
+            f"At {observed(steps)} backward gave gradients, and those of "
             f"{phrases.parameters(facts['parameters'], count)} were None or zero when the optimizer began "
             "its step. Nothing is learned from them."
         ),
@@ -96,7 +101,7 @@ def _between(found: Sequence[Event]) -> Finding:
         severity=Severity.WARNING,
         title=f"{cleared} of {backwards} backward passes per step are discarded",
         detail=(
-            f"At {_observed(steps)} the gradients of {cleared} of {backwards} backward passes were cleared "
+            f"At {observed(steps)} the gradients of {cleared} of {backwards} backward passes were cleared "
             "before any optimizer used them. Only the last microbatch is learned from."
         ),
         subject=Subject(step=steps[0]),
@@ -104,8 +109,3 @@ def _between(found: Sequence[Event]) -> Finding:
         fix="To accumulate, call `optimizer.zero_grad()` after `optimizer.step()`, not at every microbatch.",
         refuted_if="the script itself uses these gradients before it clears them.",
     )
-
-
-def _observed(steps: Sequence[int]) -> str:
-    """Write ``step 3`` or ``5 observed steps from step 3 on``."""
-    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} observed steps from step {steps[0]} on"

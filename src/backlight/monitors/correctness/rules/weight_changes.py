@@ -1,0 +1,95 @@
+"""Rule ``weights_changed``: weights that something else than the optimizer writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from backlight.findings import phrases
+from backlight.findings.limits import Limits, limit
+from backlight.monitors.correctness.model.contradictions import (
+    contradictions,
+    evidence_of,
+    observed,
+    steps_of,
+)
+from backlight.records import Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.read.run import Event, Run
+from backlight.text import percent
+
+
+@dataclass(frozen=True)
+class WeightsChangedLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``weights_changed``."""
+
+    changed_steps: int = limit(3, "observed steps with a change", low=1)
+    changed_share: float = limit(
+        0.75, "share of the observed steps; Lookahead moves weights back at every fifth step or so", high=1.0
+    )
+    reverted_share: float = limit(0.5, "share of the optimizer's update that the change takes back")
+    reverted_wholly: float = limit(0.9, "share from which on nearly nothing is learned")
+
+
+@rule("weights_changed", monitor="correctness", limits=WeightsChangedLimits)
+def weights_changed(run: Run, limits: WeightsChangedLimits) -> Iterator[Finding]:
+    """Find weights that changed between the optimizer's step and the next forward, or before backward."""
+    found = contradictions(run, "weights_changed")
+    for moment in ("step", "backward"):
+        of_moment = [event for event in found if event.payload["moment"] == moment]
+        if len(steps_of(of_moment)) >= limits.changed_steps:
+            yield _after_step(of_moment, limits) if moment == "step" else _before_backward(of_moment)
+
+
+def _after_step(found: Sequence[Event], limits: WeightsChangedLimits) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    names, count = facts["parameters"], int(facts["count"])
+    reverted = median(float(event.payload["reverted"]) for event in found)
+    always = len(found) >= limits.changed_share * max(int(event.payload["comparisons"]) for event in found)
+    is_undone = always and reverted >= limits.reverted_share
+    severity = Severity.INFO
+    if is_undone:
+        severity = Severity.ERROR if reverted >= limits.reverted_wholly else Severity.WARNING
+    return Finding(
+        severity=severity,
+        title=(
+            "The optimizer's updates are undone before the next forward"
+            if is_undone
+            else f"{_changing(names, count)} outside of the optimizer"
+        ),
+        detail=(
+            f"At {observed(steps)} {phrases.parameters(names, count)} "
+            f"{'has' if count == 1 else 'have'} other values at the forward than the optimizer left"
+            + (f": {percent(min(reverted, 1.0))} of its update is taken back." if is_undone else ".")
+        ),
+        subject=Subject(parameter=names[0], step=steps[0]),
+        evidence=(evidence_of(found, round(reverted, 3), "of the update"),),
+        fix=(
+            "Look for code between the step and the forward that writes weights: an average that is copied "
+            "into the model instead of the other way, `load_state_dict`, edits of `.data`."
+        ),
+        refuted_if="the weights after `optimizer.step()` and at the next forward are equal.",
+    )
+
+
+def _before_backward(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    names, count = facts["parameters"], int(facts["count"])
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"{_changing(names, count)} between forward and backward",
+        detail=(
+            f"At {observed(steps)} {phrases.parameters(names, count)} "
+            f"{'has' if count == 1 else 'have'} other values when backward begins than when the forward "
+            "began. The gradient belongs to weights that no longer exist."
+        ),
+        subject=Subject(parameter=names[0], step=steps[0]),
+        evidence=(evidence_of(found, count, "parameters"),),
+        fix="Write weights after `optimizer.step()`, not between the forward and `backward()`.",
+        refuted_if="the weights before the forward and before `backward()` are equal.",
+    )
+
+
+def _changing(names: Sequence[str], count: int) -> str:
+    return f"{phrases.parameters(names, count)} change{'s' if count == 1 else ''}"
