@@ -23,9 +23,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def train(run: Path | None, monitors: tuple[str, ...], *, given: bool = False) -> tuple[nn.Module, list[int]]:
-    """Train three steps; return the model and its number of forward hooks at each forward."""
+    """Train three steps; return the model and whether its calls are reported, at each forward."""
     torch.manual_seed(3)
-    hooks: list[int] = []
+    reported: list[int] = []
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -33,7 +33,9 @@ def train(run: Path | None, monitors: tuple[str, ...], *, given: bool = False) -
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hooks.append(len(self._forward_pre_hooks))
+            reported.append(int("__call__" in vars(Model)))
+            assert not self._forward_pre_hooks
+            assert not self._forward_hooks
             return self.layer(x)
 
     model = Model()
@@ -50,7 +52,7 @@ def train(run: Path | None, monitors: tuple[str, ...], *, given: bool = False) -
     else:
         with backlight.watch(model if given else None, run=run, monitors=monitors, every=1):
             loop()
-    return model, hooks
+    return model, reported
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -58,10 +60,9 @@ def train(run: Path | None, monitors: tuple[str, ...], *, given: bool = False) -
     "monitors", [("steptime",), ("stalls",), ("steptime", "stalls"), ("health", "stalls", "steptime")]
 )
 def test_each_forward_is_tracked_once(tmp_path: Path, monitors: tuple[str, ...], given: bool) -> None:
-    model, hooks = train(tmp_path / "run", monitors, given=given)
-    assert hooks == [1, 1, 1]
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
+    model, reported = train(tmp_path / "run", monitors, given=given)
+    assert reported == [1, 1, 1]
+    assert "__call__" not in vars(type(model))
     plain, _ = train(None, ())
     for watched, unwatched in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(watched, unwatched)
@@ -108,8 +109,8 @@ def test_internal_forward_error_does_not_reach_the_training(
         raise RuntimeError("broken heartbeat")
 
     monkeypatch.setattr("backlight.monitors.stalls.instrument.heartbeat.Heartbeat.forward_begin", broken)
-    model, hooks = train(tmp_path / "run", ("stalls", "steptime"))
-    assert len(hooks) == 3
+    model, reported = train(tmp_path / "run", ("stalls", "steptime"))
+    assert len(reported) == 3
     run = backlight.open_run(tmp_path / "run")
     (event,) = [e for e in run.events("unmeasured") if "broken heartbeat" in str(e.payload.get("reason"))]
     assert event.payload["what"] == "stalls from here on"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.capture.hub import HUB, Listener, forward_begin, forward_end, parameters_of
+from backlight.capture.call_hooks import CallHooks
+from backlight.capture.hub import HUB, Listener, parameters_of
 from backlight.capture.modules import holding
 
 if TYPE_CHECKING:
@@ -17,33 +17,20 @@ if TYPE_CHECKING:
     from backlight.capture.parameters import Scope
 
 
-class Forwards:
-    """Hooks on outermost modules, which report to the hub; remove them with :meth:`leave`."""
+class Forwards(CallHooks):
+    """Reports the calls of the outermost modules to the hub."""
 
     def __init__(self) -> None:
-        self._handles: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
+        super().__init__(_begin, _end)
 
-    def follow(self, modules: Iterable[nn.Module]) -> None:
-        """Hook these modules as well.
 
-        One that was hooked before it was wrapped keeps its hooks: it may have been compiled with them.
-        """
-        for key in [k for k, (reference, _) in self._handles.items() if reference() is None]:
-            del self._handles[key]
-        for module in modules:
-            if id(module) not in self._handles and getattr(module, "_compiled_call_impl", None) is None:
-                handles = [
-                    module.register_forward_pre_hook(forward_begin),
-                    module.register_forward_hook(forward_end, always_call=True),
-                ]
-                self._handles[id(module)] = (weakref.ref(module), handles)
+def _begin(args: Any, kwargs: Any) -> None:
+    HUB.emit("forward_begin")
+    HUB.emit("forward_inputs", args, kwargs)
 
-    def leave(self) -> None:
-        """Remove all hooks."""
-        for _, handles in self._handles.values():
-            for handle in handles:
-                handle.remove()
-        self._handles.clear()
+
+def _end() -> None:
+    HUB.emit("forward_end")
 
 
 class ScopeForwards(Listener):

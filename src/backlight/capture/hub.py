@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,11 +60,8 @@ class Listener:
     def forward_end(self) -> None:
         """An outermost module that is followed has returned, or raised."""
 
-    def forward_inputs(self, inputs: Sequence[Any]) -> None:
-        """The positional arguments of that call."""
-
-    def samples_given(self, samples: int | None) -> None:
-        """An outermost module was called with so many samples; None where unknown."""
+    def forward_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The arguments of that call, by position and by name."""
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Outermost backward starts from ``roots``; empty where it starts from edges of a graph."""
@@ -326,19 +323,5 @@ class Hub:
 
 HUB = Hub()
 """The hub of this process."""
-
-
-def forward_begin(_module: Any, args: Any) -> None:
-    """Hook before the forward of an outermost module."""
-    if not torch.compiler.is_compiling():
-        HUB.emit("forward_begin")
-        HUB.emit("forward_inputs", args)
-
-
-def forward_end(_module: Any, _args: Any, _output: Any) -> None:
-    """Hook after the forward of an outermost module, also when it raised."""
-    if not torch.compiler.is_compiling():
-        HUB.emit("forward_end")
-
 
 os.register_at_fork(after_in_child=HUB.switch_off)

@@ -8,7 +8,7 @@ of a chosen step and at no other time, and so are neither copied with a model no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -64,10 +64,11 @@ class Microbatches(Listener):
 
     # Events
 
-    def samples_given(self, samples: int | None) -> None:
+    def forward_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note how many samples an outermost module was called with."""
-        self._forwards += 1
-        self._samples = samples
+        if torch.is_grad_enabled():
+            self._forwards += 1
+            self._samples = _samples((args, kwargs))
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Hook the leaves that are wanted."""
@@ -118,34 +119,6 @@ class Microbatches(Listener):
 def _passed(microbatches: Microbatches, key: int, gradient: torch.Tensor) -> None:
     if not torch.compiler.is_compiling():
         microbatches.take(key, gradient)
-
-
-class InputSizes:
-    """Hooks on outermost modules that report to the hub; remove them with :meth:`leave`."""
-
-    def __init__(self) -> None:
-        self._handles: list[Any] = []
-
-    def follow(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Hook these modules instead of those before; one that was compiled in place is skipped."""
-        self.leave()
-        self._handles = [
-            module.register_forward_pre_hook(given, with_kwargs=True)
-            for module in modules
-            if getattr(module, "_compiled_call_impl", None) is None
-        ]
-
-    def leave(self) -> None:
-        """Remove all hooks."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.remove()
-
-
-def given(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-    """Hook before the forward of an outermost module."""
-    if HUB.active and not torch.compiler.is_compiling() and torch.is_grad_enabled():
-        HUB.emit("samples_given", _samples((args, kwargs)))
 
 
 def _samples(batch: Any) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +90,9 @@ class GradientUse(Check):
         """Count the forwards since the last backward."""
         self._forwards += torch.is_grad_enabled()
 
-    def forward_inputs(self, inputs: Sequence[Any]) -> None:
+    def forward_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Gradients of an input may be what a backward is for, as in adversarial training."""
-        if self.due and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        if self.due and any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
             self._is_intended = True
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:

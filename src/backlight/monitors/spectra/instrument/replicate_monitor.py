@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.capture.batches import samples as samples_of
 from backlight.capture.batches import split
-from backlight.capture.microbatches import InputSizes, Microbatches
+from backlight.capture.microbatches import Microbatches
 from backlight.capture.model_state import preserve_state
 from backlight.devices import record_events
 from backlight.monitor import Gradients, Monitor, RunContext
@@ -64,7 +64,6 @@ class ReplicateMonitor(Monitor):
     def attach(self, run: RunContext) -> None:
         """Start the worker thread, and listen to backward passes."""
         self._run, self._notifier, self._recorder = run, run.notifier, run.recorder
-        self._inputs = InputSizes()
         self._selection = LayerSelection(self._options, run.scope, run.recorder, run.notifier)
         self._group = self._open_group() if self._options.exchange else None
         self._worker = WorkerThread(self._options, run.recorder, run.notifier, self._group)
@@ -80,12 +79,12 @@ class ReplicateMonitor(Monitor):
         # The step tracker is in the hub already: it ends the step before, and only then a backward is
         # counted.
         run.listen(self._microbatches)
+        run.follow_forwards()
 
     def detach(self, error: BaseException | None) -> None:
         """Remove all hooks, and wait for the last step; not for long where the training run failed."""
         self._chosen = False
         self._microbatches.remove_hooks()
-        self._inputs.leave()
         self._replicates, self._before = None, {}
         self._worker.stop(10.0 if error is not None else self._options.timeout)
 
@@ -102,7 +101,6 @@ class ReplicateMonitor(Monitor):
         """Decide whether the microbatches of this step are collected."""
         self._expected = self._microbatches.backwards or self._expected
         self._microbatches.restart()
-        self._inputs.leave()
         self._replicates, self._captured, self._before = None, None, {}
         self._step, self._skipped = step, False
         self._chosen = step % self._every == 0
@@ -113,7 +111,6 @@ class ReplicateMonitor(Monitor):
             self._chosen = False
             return
         self._selection.ensure_table()
-        self._inputs.follow(self._selection.roots())
 
     def wants_step(self, step: int) -> bool:
         """Return whether the step was chosen."""
@@ -144,7 +141,6 @@ class ReplicateMonitor(Monitor):
         if not self._chosen:
             return
         self._chosen = False
-        self._inputs.leave()
         replicates, split = self._buffer(), self._captured
         captured = replicates.captured(self._step)
         if split is not None:
@@ -230,7 +226,6 @@ class ReplicateMonitor(Monitor):
                     replicates.add(keys[name], gradient)
                 replicates.end(complete=True, samples=samples)
 
-        self._inputs.leave()
         with preserve_state(model):
             differentiate(model, loss, parts, leaves, add)
         self._replicates = replicates

@@ -1,0 +1,114 @@
+"""Hooks before and after the calls of chosen modules, which stand in the modules' classes.
+
+A hook that ``register_forward_hook`` adds is part of the module: it is saved, copied, scripted and exported
+with it. Here the class of a followed module gets a ``__call__`` of ours for as long as a module of it is
+followed, and the modules themselves stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class CallHooks:
+    """Calls ``before(args, kwargs)`` and ``after()`` around each call of the modules that it follows.
+
+    ``after`` is called also when the module raised. Code that a compiler traces calls neither. Two objects
+    with the same ``before`` and ``after`` report a call once.
+    """
+
+    def __init__(self, before: Callable[[Any, Any], None], after: Callable[[], None] | None = None) -> None:
+        self._pair = before, after
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+
+    def follow(self, modules: Iterable[nn.Module]) -> None:
+        """Follow these modules as well."""
+        for module in modules:
+            key = id(module)
+            if key not in self._modules:
+                self._modules[key] = weakref.ref(module, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+                _followed.setdefault(key, (_patched(type(module)), []))[1].append(self._pair)
+
+    def leave(self) -> None:
+        """Follow none any more; the classes are as they were once no one follows a module of theirs."""
+        for key in list(self._modules):
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        if self._modules.pop(key, None) is None:
+            return
+        kind, pairs = _followed[key]
+        pairs.remove(self._pair)
+        if not pairs:
+            del _followed[key]
+            if all(other is not kind for other, _ in _followed.values()):
+                _restore(kind)
+
+
+_Pair = tuple[Callable[[Any, Any], None], Callable[[], None] | None]
+
+_followed: dict[int, tuple[type[nn.Module], list[_Pair]]] = {}
+"""By ``id`` of a followed module: the class whose ``__call__`` reports it, and what is called."""
+
+_replaced: dict[type[nn.Module], tuple[Any, Any]] = {}
+"""Classes with a ``__call__`` of ours: that, and what was there; None where it was inherited."""
+
+
+def _current(module: nn.Module, kind: type[nn.Module]) -> tuple[_Pair, ...]:
+    """Return what to call around a call of ``module`` that arrives in ``kind``, each once."""
+    reporter, pairs = _followed.get(id(module), (None, ()))
+    return tuple(dict.fromkeys(pairs)) if reporter is kind else ()
+
+
+def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
+    """Return a ``__call__`` for a class.
+
+    It refers to this module by name alone: pickled by value with a class, as cloudpickle does, it loads
+    and works where backlight is not installed.
+    """
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        # Looked up at each call: torch.fx replaces the method of nn.Module while it traces.
+        go_on = super(kind, self).__call__ if original is None else MethodType(original, self)  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return go_on(*args, **kwargs)
+        ours = sys.modules.get("backlight.capture.call_hooks")
+        pairs = ours._current(self, kind) if ours is not None else ()
+        for before, _ in pairs:
+            before(args, kwargs)
+        try:
+            return go_on(*args, **kwargs)
+        finally:
+            for _, after in pairs:
+                if after is not None:
+                    after()
+
+    return __call__
+
+
+def _patched(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class in whose ``__call__`` calls of ``kind`` are reported; replaced if none is yet."""
+    for base in kind.__mro__:
+        if base in _replaced:
+            return base
+    original = vars(kind).get("__call__")
+    _replaced[kind] = _reporting(kind, original), original
+    kind.__call__ = _replaced[kind][0]  # type: ignore[method-assign]
+    return kind
+
+
+def _restore(kind: type[nn.Module]) -> None:
+    ours, original = _replaced.pop(kind)
+    if vars(kind).get("__call__") is not ours:
+        return  # someone has replaced ours since
+    if original is None:
+        del kind.__call__
+    else:
+        kind.__call__ = original  # type: ignore[method-assign]
