@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from types import MethodType
 from typing import Any
 
 import torch
@@ -74,17 +73,21 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
     and works where backlight is not installed.
     """
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def inherited(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Looked up at each call: torch.fx replaces the method of nn.Module while it traces.
-        go_on = super(kind, self).__call__ if original is None else MethodType(original, self)  # type: ignore[misc]
+        return super(kind, self).__call__(*args, **kwargs)  # type: ignore[misc]
+
+    go_on = inherited if original is None else original
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         if torch.compiler.is_compiling():
-            return go_on(*args, **kwargs)
+            return go_on(self, *args, **kwargs)
         ours = sys.modules.get("backlight.capture.call_hooks")
         pairs = ours._current(self, kind) if ours is not None else ()
         for before, _ in pairs:
             before(args, kwargs)
         try:
-            return go_on(*args, **kwargs)
+            return go_on(self, *args, **kwargs)
         finally:
             for _, after in pairs:
                 if after is not None:
