@@ -103,8 +103,6 @@ def whole(backend: str) -> Made:
 
 
 CASES = (wrapper, one_graph, in_place, by_regions, loss, step, autograd)
-NOT_SEPARATED = {in_place}
-"""Hooks would recompile a model compiled in place, so forward and loss are not split."""
 
 
 @pytest.fixture(autouse=True)
@@ -177,14 +175,13 @@ def test_compiled_training_is_measured(make: Callable[[str], Made], warm: bool, 
     assert len(run.array("gram/model/matrix")[0]) == STEPS
     assert {m.step for m in stored.measurements(run)} == set(range(STEPS))
     found = phases(run)
-    if make in NOT_SEPARATED or make is loss:
+    if make is loss:
         assert found["between"] == STEPS
         assert "forward" not in found
     else:
         assert found["forward"] == found["loss"] == STEPS
     if warm and make in {wrapper, one_graph, in_place, by_regions}:
-        # The first hooks on the wrapper cause at most one more graph.
-        assert graphs <= 1
+        assert graphs <= 1  # for the microbatches, whose size is another
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from backlight.capture.hub import HUB, Listener
+from backlight.capture.hub import Listener
 from backlight.devices import is_capturing_graph
 
 
