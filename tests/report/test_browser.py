@@ -211,8 +211,11 @@ def test_card_has_a_sparkline_and_the_snippet_of_its_fix(show: Open, tmp_path: P
     paragraphs = [text.text for text in driver.find_elements(By.CSS_SELECTOR, ".fix p")]
     assert paragraphs == ["Clip g first:", "Then <b>compare</b>."]
     assert not driver.find_element(By.CSS_SELECTOR, ".finding .evidence").is_displayed()
-    driver.find_element(By.CSS_SELECTOR, ".finding summary").send_keys(Keys.ENTER)
+    evidence_fold, page_fold = driver.find_elements(By.CSS_SELECTOR, ".finding summary")
+    evidence_fold.send_keys(Keys.ENTER)
     assert driver.find_element(By.CSS_SELECTOR, ".finding .evidence").is_displayed()
+    page_fold.send_keys(Keys.ENTER)
+    wait(driver, lambda d: text_of(d, ".finding .page h4") == "Symptom")
 
 
 def test_tooltip_has_the_recorded_value(show: Open, page: Path, run: Run) -> None:

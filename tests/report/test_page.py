@@ -17,6 +17,8 @@ import pytest
 from synthetic import Plan, finding, health_of, write_report, write_run
 
 from backlight.cli.app import main
+from backlight.findings.pages import rule_page
+from backlight.registry import RULES
 from backlight.report import page as pages
 from backlight.report.page import render_page
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
@@ -110,6 +112,22 @@ def test_finding_has_its_evidence_link(page: str) -> None:
     assert shown["refuted"].startswith("the same step")
     assert shown["line"]["step"] == 20
     assert shown["line"]["path"].endswith("blocks.0.mlp.up.bias")
+
+
+def test_page_of_a_rule_is_part_of_the_report(page: str, tmp_path: Path) -> None:
+    (found,) = model_of(page)["pages"].values()
+    assert ["heading", "Symptom"] in found
+    assert ["heading", "Example"] not in found
+    hostile = finding("w", 1, rule="../../pyproject")
+    run = write_run(tmp_path / "run", Plan(steps=5))
+    assert model_of(render_page(Source(run, (hostile,))))["pages"] == {"../../pyproject": []}
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_rule_has_a_page_of_known_sections(rule: str) -> None:
+    kinds = {kind for kind, _ in rule_page(rule)}
+    assert {"heading", "paragraph"} <= kinds <= {"heading", "paragraph", "item", "cell"}
+    assert not [text for _, text in rule_page(rule) if "](" in text or text.count("`") % 2]
 
 
 def test_hostile_names_are_escaped(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def compared(name: str, runs: int, detail: str, monitors: Sequence[str] = ()) ->
             "figures": [],
         },
         "findings": [],
+        "pages": {},
         "attempts": [],
         "parameters": [],
         "reasons": {},

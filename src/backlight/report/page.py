@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight import __version__
+from backlight.findings.pages import rule_page
 from backlight.records import Finding
 from backlight.registry import warn
 from backlight.report import verdict
@@ -158,6 +159,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
         "findings": [
             _finding(f, source, whole, with_data, rows) for f in verdict.by_severity(source.findings)
         ],
+        "pages": {rule: rule_page(rule) for rule in sorted({finding.rule for finding in source.findings})},
         "attempts": [a.step_offset for a in source.run.attempts[1:]],
         "parameters": [
             {

@@ -94,6 +94,16 @@ const sparkline = () => {
   return { node, fill };
 };
 
+// The documentation of a rule, written when it is opened.
+const rulePage = (rule) => {
+  const fold = el("details", { class: "page", ontoggle: () => fold.childElementCount === 1 && fold.append(...report.pages[rule].map(block)) }, el("summary", {}, "About ", el("code", {}, rule)));
+  return fold;
+};
+
+const BLOCKS = { heading: "h4", paragraph: "p", item: "p", cell: "p" };
+
+const block = ([kind, text]) => el(BLOCKS[kind], { class: kind }, prose(text));
+
 const findingCard = (finding) => {
   const best = finding.evidence.find(({ place }) => place)?.place ?? null;
   const line = finding.line ? sparkline() : null;
@@ -136,6 +146,7 @@ const findingCard = (finding) => {
       ),
     ),
   );
+  if (report.pages[finding.rule]?.length) card.append(rulePage(finding.rule));
   if (line) renewals.set(card, line.fill);
   return card;
 };

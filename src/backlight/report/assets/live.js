@@ -194,6 +194,7 @@ const renewCard = (card, next) => {
       continue;
     }
     const fold = folds.shift();
+    if (fold.matches(".page")) continue;
     for (const old of [...fold.children].slice(1)) old.remove();
     fold.append(...[...node.children].slice(1));
   }
