@@ -184,7 +184,8 @@ def _comparison(before_PW: Tensor, after_PW: Tensor, now_PW: Tensor) -> Tensor:
 def _described(table_PK: NDArray[np.float64], names: Sequence[str]) -> dict[str, object] | None:
     """Return the facts of a change, None where every change is of a kind that loops make on purpose."""
     changed, cu, uu, cc, low, high, residual, largest = table_PK.T
-    is_constant = (high - low) <= 1e-6 * high
+    with np.errstate(invalid="ignore"):  # weights that are infinite
+        is_constant = (high - low) <= 1e-6 * high
     is_rescaled = residual <= TOLERANCE * largest
     rows = np.flatnonzero((changed > 0) & ~is_constant & ~is_rescaled)
     if not len(rows):
