@@ -145,6 +145,9 @@ FAULTS: dict[str, Fault] = {
         "gradients_not_cleared", (1, 2, 3), parameters=["a.weight", "b.weight"], count=2, followed=2
     ),
     "loss_input": contradiction("loss_input", kind="softmax_twice"),
+    "same_order_every_epoch": contradiction(
+        "same_order_every_epoch", kind="order", sampler="RandomSampler", batches=8, epochs=2
+    ),
     "trained_in_eval_mode": contradiction(
         "trained_in_eval_mode",
         model="Classifier",

@@ -301,6 +301,7 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
                 hub.emit("batch_missing")  # the loop gets none of this call
             else:
                 hub.emit("batch", index, time.perf_counter() - begin)
+                hub.emit("batch_given", self, index, item)
             return item
 
         return __next__

@@ -125,6 +125,9 @@ class Listener:
     def batch(self, index: int, seconds: float) -> None:
         """A DataLoader gave its batch number ``index`` after ``seconds`` of waiting."""
 
+    def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
+        """An iterator of a DataLoader is about to hand ``batch`` to the loop."""
+
     def batch_missing(self) -> None:
         """A DataLoader that was asked had no batch left."""
 

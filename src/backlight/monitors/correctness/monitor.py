@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from backlight.monitor import Monitor, RunContext
+from backlight.monitors.correctness.instrument.batch_order import BatchOrder
 from backlight.monitors.correctness.instrument.check import Check, Schedule
 from backlight.monitors.correctness.instrument.gradient_use import GradientUse
 from backlight.monitors.correctness.instrument.loss_graph import LossGraph
@@ -10,7 +11,14 @@ from backlight.monitors.correctness.instrument.mixed_precision import MixedPreci
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
 from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
 
-CHECKS: tuple[type[Check], ...] = (GradientUse, LossGraph, MixedPrecision, ModuleModes, WeightChanges)
+CHECKS: tuple[type[Check], ...] = (
+    BatchOrder,
+    GradientUse,
+    LossGraph,
+    MixedPrecision,
+    ModuleModes,
+    WeightChanges,
+)
 """The checks, each of which listens to the events of the process."""
 
 
