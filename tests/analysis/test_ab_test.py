@@ -125,5 +125,5 @@ def test_cli_compares_two_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
-    assert answer["differences"] == ["argument --unused not given against given"]
+    assert answer["differences"] == ["--unused not given against given"]
     assert answer["times"]["rows"][0]["name"] == "step"

@@ -1,3 +1,5 @@
+"""Stored runs side by side: configurations, series, first differences, findings, strict refusal."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -9,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.analysis.compare import compare
+from backlight.analysis.compare import ComparabilityError, Comparison, compare, comparison_json
 from backlight.analysis.fingerprint_diff import Role, arguments
-from backlight.records import Fingerprint, to_json
-from backlight.store.read.run import Run
+from backlight.analysis.repeats import groups_of_repeats
+from backlight.records import Finding, Fingerprint, Severity, Subject
+from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 from health_runs import write_synthetic
+from monitors.steptime.rules.conftest import write as write_times
 
 PRINT = Fingerprint(
     script="train.py",
@@ -39,6 +43,7 @@ def write(
     seed: int = 0,
     steps: range = range(60),
     rate: float = 0.1,
+    loss: float = 2.0,
 ) -> Run:
     writer = RunWriter.create(path, name=path.name, monitors=("health",))
     if fingerprint is not None:
@@ -48,7 +53,7 @@ def write(
     rms = np.random.default_rng(seed).lognormal(0, 0.1, (len(steps), 2)) * [factor, 1.0]
     gradients = dict(zip(("first.w", "last.w"), rms.T, strict=True))
     scalars = {
-        "loss": [2.0 - step / 100 for step in steps],
+        "loss": [loss - step / 100 for step in steps],
         "total_norm": np.hypot(*rms.T),
         "lr/0/0": [rate] * len(steps),
         "clip/factor": [0.5 if step % 2 else 1.0 for step in steps],
@@ -61,41 +66,76 @@ def changed(**fields: Any) -> Fingerprint:
     return dataclasses.replace(PRINT, **fields)
 
 
-def test_comparable_runs_have_tracks_and_parameter_ratios(tmp_path: Path) -> None:
-    found = compare(write(tmp_path / "a"), write(tmp_path / "b", factor=3.0, seed=1, steps=range(10, 80)))
-    assert found.comparable
-    assert found.verdict == "comparable: no differences"
-    tracks = {t.name: t for t in found.tracks}
-    assert set(tracks) == {"loss", "total_norm", "health", "clip/factor", "user/accuracy"}
-    assert tracks["loss"].common == 50
-    assert tracks["loss"].first_difference is None
-    assert tracks["total_norm"].first_difference == 10
-    assert tracks["total_norm"].ratio == pytest.approx(np.hypot(3, 1) / np.hypot(1, 1), rel=0.1)
-    assert tracks["health"].medians == (1.0, 1.0)
-    assert (found.first.clipped_share, found.first.steps) == (0.5, 60)
-    worst = found.parameters[0]
-    assert (worst.column, worst.parameter) == ("gradient/rms", "first.w")
-    assert worst.ratio == pytest.approx(3.0, rel=0.1)
-    assert json.loads(json.dumps(to_json(found), allow_nan=False))["comparable"] is True
+def refusal(*runs: Run, factor: str | None = None) -> str:
+    with pytest.raises(ComparabilityError) as refused:
+        compare(runs, strict=True, factor=factor)
+    return str(refused.value)
 
 
-def test_incomparable_runs_have_reasons_and_no_tracks(tmp_path: Path) -> None:
+def rows_of(found: Comparison) -> dict[str, tuple[float | None, ...]]:
+    return {row.name: row.values for row in found.rows}
+
+
+def test_series_are_compared_over_the_last_quarter_of_common_steps(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", factor=3.0, seed=1, steps=range(10, 80))
+    found = compare((a, b))
+    assert found.headline == "The recorded configurations agree."
+    assert found.steps == (47, 59)  # both recorded 10 to 59
+    assert [(side.letter, side.steps) for side in found.runs] == [("A", 60), ("B", 80)]
+    rows = {row.name: row for row in found.rows}
+    assert rows["median loss"].values == pytest.approx((2 - 0.53, 2 - 0.53))
+    assert rows["median loss"].is_equal
+    assert rows["final loss"].values == pytest.approx((2 - 0.59, 2 - 0.79))
+    assert rows["median gradient norm"].ratio == pytest.approx(np.hypot(3, 1) / np.hypot(1, 1), rel=0.15)
+    assert rows["final accuracy"].values == pytest.approx((59 / 60, 79 / 60))
+    assert rows["steps clipped"].texts == ("50 %", "50 %")
+    assert (found.parameters[0].name, rows["median health"].values) == ("first.w: gradient", (1.0, 1.0))
+    assert found.parameters[0].ratio == pytest.approx(3.0, rel=0.15)
+    assert any(note.startswith("Loss is identical at all 50 common steps") for note in found.notes)
+    assert json.loads(json.dumps(comparison_json(found), allow_nan=False))["steps"] == [47, 59]
+
+
+def test_three_runs_have_three_columns(tmp_path: Path) -> None:
+    runs = [write(tmp_path / name, loss=loss) for name, loss in (("a", 2.0), ("b", 2.0), ("c", 3.0))]
+    found = compare(runs)
+    assert rows_of(found)["final loss"] == pytest.approx((1.41, 1.41, 2.41))
+    assert all(row.ratio is None and len(row.values) == 3 for row in found.rows)
+    assert len(found.times) == 2
+    assert any(note.startswith("Loss differs from step 0 on, the first common one") for note in found.notes)
+    for amount in (1, 9):
+        with pytest.raises(ValueError, match=f"expected 2 to 8 runs to compare, got {amount}"):
+            compare(runs[:1] * amount)
+
+
+def test_value_that_is_not_finite_is_not_missing(tmp_path: Path) -> None:
+    found = compare((write(tmp_path / "a"), write(tmp_path / "b", loss=float("nan"))))
+    row = next(row for row in found.rows if row.name == "final loss")
+    assert (row.texts, row.ratio, row.is_equal) == (("1.41", "NaN"), None, False)
+    written = json.loads(json.dumps(comparison_json(found), allow_nan=False))
+    assert written["rows"][0]["values"] == [pytest.approx(1.41), None]
+
+
+def test_difference_without_a_recorded_cause_is_reported(tmp_path: Path) -> None:
+    found = compare((write(tmp_path / "a"), write(tmp_path / "b", loss=2.5)))
+    assert any("no recorded difference explains it" in note for note in found.notes)
+
+
+def test_differing_configurations_are_listed_and_compared(tmp_path: Path) -> None:
     other = changed(
-        arguments=("--lr", "0.1", "--layers", "32"),
-        module_hash="def",
-        modules=(*PRINT.modules, ("more", "Linear")),
-        parameter_count=48,
-        device="cuda:0: H100",
-    )
-    found = compare(write(tmp_path / "a"), write(tmp_path / "b", other))
-    assert not found.comparable
-    assert found.tracks == ()
-    assert found.parameters == ()
-    assert found.verdict == (
-        "not comparable: argument --layers 24 against 32, modules: 1 only in the second (more), "
-        "32 against 48 parameters, device cpu: x86_64 against cuda:0: H100"
-    )
-    assert found.second.last_loss == pytest.approx(2.0 - 59 / 100)  # each run is still summarised
+        arguments=("--lr", "0.1", "--layers", "32"), module_hash="def", device="cuda:0: H100",
+        modules=(*PRINT.modules, ("more", "Linear")), parameter_count=48,
+    )  # fmt: skip
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", other)
+    found = compare((a, b))
+    assert [(d.field, d.values) for d in found.differences] == [
+        ("arguments.--layers", ("24", "32")),
+        ("modules", ("no others", "more Linear")),
+        ("parameter_count", ("32", "48")),
+        ("device", ("cpu: x86_64", "cuda:0: H100")),
+    ]
+    assert found.headline == "The configurations differ in --layers, modules, parameters, device."
+    assert "final loss" in rows_of(found)
+    assert "--layers 24 against 32; modules no others against more Linear" in refusal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -103,58 +143,47 @@ def test_incomparable_runs_have_reasons_and_no_tracks(tmp_path: Path) -> None:
     [
         ({"script": "other.py"}, "script train.py against other.py"),
         ({"versions": PRINT.versions | {"torch": "2.9.0"}}, "torch 2.13.0 against 2.9.0"),
-        ({"flags": {"tf32": "True"}}, "flag tf32 False against True"),
+        ({"flags": {"tf32": "True"}}, "tf32 False against True"),
         ({"world_size": 4}, "ranks 1 against 4"),
-        ({"optimizers": ("AdamW",)}, "optimizers SGD against AdamW"),
-        ({"dtypes": {"bfloat16": 32}}, "weights in float32 32 against none"),
+        ({"optimizers": ("AdamW",)}, "optimizer SGD against AdamW"),
+        ({"dtypes": {"bfloat16": 32}}, "type of weights float32 against bfloat16"),
         (
             {"module_hash": "x", "modules": (*PRINT.modules[:-1], ("last", "Conv1d"))},
-            "last Linear against Conv1d",
+            "modules last Linear against last Conv1d",
         ),
-        ({"module_hash": "x"}, "the same names and types, but other shapes"),
-        ({"arguments": ("--lr", "0.1")}, "argument --layers 24 against not given"),
-        ({"arguments": ("big", *PRINT.arguments)}, "^not comparable: argument 1 not given against big"),
+        ({"module_hash": "x"}, "shapes other shapes against other shapes"),
+        ({"arguments": ("--lr", "0.1")}, "--layers 24 against not given"),
+        ({"arguments": ("big", *PRINT.arguments)}, "argument 1 not given against big"),
     ],
 )
-def test_difference_prevents_comparison(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
-    found = compare(write(tmp_path / "a"), write(tmp_path / "b", changed(**fields)))
-    assert not found.comparable
-    assert re.search(text, found.verdict)
+def test_difference_is_refused_if_strict(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", changed(**fields))
+    assert [re.search(text, d.text) is not None for d in compare((a, b)).differences] == [True]
+    assert re.search(f"a and .*b are not comparable: {text}", refusal(a, b))
 
 
-def test_recorded_learning_rate_prevents_comparison(tmp_path: Path) -> None:
-    found = compare(write(tmp_path / "a"), write(tmp_path / "b", rate=0.2))
-    assert found.verdict == "not comparable: learning rate lr/0/0 0.1 against 0.2 at step 0"
-    assert compare(write(tmp_path / "c"), write(tmp_path / "d", rate=0.2), factor="lr").comparable
-    same = compare(write(tmp_path / "e"), write(tmp_path / "f"), factor="--lr")
-    assert "the factor '--lr' is the same in both runs" in same.notes[0]
+def test_recorded_learning_rate_is_a_difference(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", rate=0.2)
+    assert "learning rate 0.1 against 0.2" in refusal(a, b)
+    assert compare((a, b), strict=True, factor="lr").differences[0].role is Role.FACTOR
+    assert "--factor --lr: it is the same in all runs" in refusal(a, a, factor="--lr")
 
 
 def test_factor_may_differ_with_its_consequences(tmp_path: Path) -> None:
     deeper = changed(arguments=("--layers", "32", "--lr", "0.1"), module_hash="def", parameter_count=48)
     a, b = write(tmp_path / "a"), write(tmp_path / "b", deeper, factor=2.0)
-    found = compare(a, b, factor="--layers")
-    assert found.comparable
-    assert found.verdict == "comparable: they differ in argument --layers 24 against 32"
+    found = compare((a, b), strict=True, factor="--layers")
     assert [d.role for d in found.differences] == [Role.FACTOR, Role.CONSEQUENCE, Role.CONSEQUENCE]
-    assert "assumed to follow from '--layers'" in found.notes[0]
-    assert not compare(a, b, factor="--lr").comparable
-    assert not compare(a, b).comparable
+    assert "--layers 24 against 32" in refusal(a, b, factor="--lr")
+    both = write(tmp_path / "c", changed(arguments=("--layers", "32", "--lr", "0.2"), module_hash="def"))
+    assert "--lr 0.1 against 0.2; shapes" in refusal(a, both, factor="layers")
 
 
-def test_second_differing_argument_prevents_comparison(tmp_path: Path) -> None:
-    both = changed(arguments=("--layers", "32", "--lr", "0.2"), module_hash="def")
-    found = compare(write(tmp_path / "a"), write(tmp_path / "b", both), factor="layers")
-    assert not found.comparable
-    assert "argument --lr 0.1 against 0.2" in found.verdict
-    assert "modules" in found.verdict  # with two causes, no consequence is assumed
-
-
-def test_factor_without_effect_is_reported(tmp_path: Path) -> None:
+def test_argument_without_effect_is_reported(tmp_path: Path) -> None:
     option = changed(arguments=(*PRINT.arguments, "--option", "3"))
-    found = compare(write(tmp_path / "a"), write(tmp_path / "b", option), factor="--option")
+    found = compare((write(tmp_path / "a"), write(tmp_path / "b", option)))
     assert found.notes == (
-        "--option had no effect: loss and total_norm are identical at all 60 common steps",
+        "Loss and gradient norm are identical at all 60 common steps: --option does not change them.",
     )
 
 
@@ -165,20 +194,63 @@ def test_paths_host_and_backlight_version_are_notes(tmp_path: Path) -> None:
         versions=PRINT.versions | {"backlight": "0.2"},
         script="/home/me/train.py",
     )
-    found = compare(write(tmp_path / "a"), write(tmp_path / "b", moved))
-    assert found.comparable
+    found = compare((write(tmp_path / "a"), write(tmp_path / "b", moved)), strict=True)
     assert {d.role for d in found.differences} == {Role.NOTE}
 
 
+def test_unrelated_runs_are_said_at_the_top(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "b", name="b", monitors=("health",))
+    writer.fingerprint(changed(script="other.py", module_hash="x", modules=(("", "CNN"),)))
+    other = write_synthetic(tmp_path / "b", {"conv.w": np.ones(60)}, writer=writer)
+    found = compare((write(tmp_path / "a"), other))
+    assert found.headline.startswith("Unrelated training runs: their scripts differ")
+
+
 def test_missing_fingerprint_and_steps_are_reported(tmp_path: Path) -> None:
-    one = write(tmp_path / "a")
-    bare = compare(one, write(tmp_path / "b", None))
-    assert not bare.comparable
-    assert "the second run has no fingerprint" in bare.verdict
-    apart = compare(one, write(tmp_path / "c", steps=range(100, 130)))
-    assert apart.comparable
-    assert "share no recorded step" in apart.notes[0]
-    assert apart.tracks[0].common == 0
+    one, bare = write(tmp_path / "a"), write(tmp_path / "b", None)
+    assert "B has no fingerprint: it took no step." in compare((one, bare)).notes
+    assert "b: no fingerprint, so that --strict cannot compare" in refusal(one, bare)
+    apart = compare((one, write(tmp_path / "c", steps=range(100, 130))))
+    assert apart.steps is None
+    assert rows_of(apart)["final loss"] == pytest.approx((1.41, 0.71))
+
+
+def finding(parameter: str) -> Finding:
+    return Finding(
+        rule="nan", monitor="health", severity=Severity.ERROR, title=f"{parameter} is NaN", detail="It is.",
+        evidence=(), fix="Fix it.", refuted_if="It is not.", subject=Subject(parameter=parameter),
+    )  # fmt: skip
+
+
+def test_findings_name_their_runs(tmp_path: Path) -> None:
+    def store(name: str, *monitors: str, parameters: tuple[str, ...]) -> Run:
+        writer = RunWriter.create(tmp_path / name, name=name, monitors=monitors)
+        for parameter in parameters:
+            writer.finding(finding(parameter))
+        writer.close()
+        return open_run(tmp_path / name)
+
+    a = store("a", "health", parameters=("x", "y"))
+    b, c = store("b", "health", parameters=("y",)), store("c", "spectra", parameters=())
+    found = {row.title: (row.present, row.unknown) for row in compare((a, b, c)).findings}
+    assert found == {"x is NaN": (("A",), ("C",)), "y is NaN": (("A", "B"), ("C",))}
+
+
+def test_repeats_are_equal_runs_of_the_directory(tmp_path: Path) -> None:
+    def run(name: str, level: float, *options: str) -> Run:
+        fingerprint = changed(arguments=(*PRINT.arguments, *options))
+        return write_times(tmp_path / name, {"backward": level}, fingerprint=fingerprint)
+
+    a, b = run("a", 0.1), run("b", 0.2, "--fused")
+    run("c", 0.11), run("d", 0.12, "--seed", "1"), run("e", 0.13, "--layers", "9"), run("f", 0.21, "--fused")
+    groups = groups_of_repeats(a, b)
+    assert [sorted(round(each["step"], 2) for each in group) for group in groups] == [
+        [0.1, 0.11, 0.12],
+        [0.2, 0.21],
+    ]
+    # The difference of two equal runs is what is asked: only the others measure how much equal runs vary.
+    assert [len(group) for group in groups_of_repeats(a, open_run(tmp_path / "c"))] == [1]
+    assert compare((a, b)).times[0].repeats == 5
 
 
 def test_arguments_are_parsed_in_common_forms() -> None:

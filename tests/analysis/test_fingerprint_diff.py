@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backlight.analysis.fingerprint_diff import describe_counts, describe_trees, differences, layers
+from backlight.analysis.fingerprint_diff import describe_shapes, describe_trees, differences, layers
 from backlight.records import Fingerprint
 
 
@@ -25,7 +25,7 @@ def printed(count: int, parameters: int, *arguments: str) -> Fingerprint:
 
 
 def difference_texts(a: Fingerprint, b: Fingerprint) -> str:
-    return ", ".join(difference.text for difference in differences(a, b))
+    return ", ".join(difference.text for difference in differences((a, b)))
 
 
 def test_layers_are_repeated_children_of_outermost_container() -> None:
@@ -37,14 +37,20 @@ def test_layers_are_repeated_children_of_outermost_container() -> None:
 
 
 def test_trees_that_differ_in_depth_are_described() -> None:
-    assert describe_trees(tree(24), tree(32)) == "layers 24 against 32 (blocks)"
-    assert describe_trees(tree(2), {**tree(2), "more": "Linear"}) == "modules: 1 only in the second (more)"
+    assert describe_trees([tree(24), tree(32)]) == ("24 layers in blocks", "32 layers in blocks")
+    assert describe_trees([tree(2), {**tree(2), "more": "Linear"}]) == ("no others", "more Linear")
+    assert describe_trees([tree(2), tree(2)]) == ()
 
 
-def test_parameter_counts_are_abbreviated_unless_ambiguous() -> None:
-    assert describe_counts(61_900_000, 85_100_000) == "61.9 M against 85.1 M parameters"
-    assert describe_counts(1_000_001, 1_000_002) == "1,000,001 against 1,000,002 parameters"
-    assert describe_counts(32, 48) == "32 against 48 parameters"
+def test_shapes_that_differ_are_named() -> None:
+    one, other = {"a": (2, 3), "b": (3,)}, {"a": (4, 3), "b": (3,)}
+    assert describe_shapes([one, other, one]) == ("a [2, 3]", "a [4, 3]", "a [2, 3]")
+
+
+def test_every_run_has_its_value() -> None:
+    runs = [printed(24, 10, "--lr", "1"), printed(24, 10, "--lr", "2"), printed(24, 10)]
+    (found,) = differences(runs)
+    assert (found.field, found.values) == ("arguments.--lr", ("1", "2", "not given"))
 
 
 def test_ignored_argument_is_reported() -> None:
@@ -52,18 +58,17 @@ def test_ignored_argument_is_reported() -> None:
     one = printed(24, 61_900_000, "--n_blocks", "24")
     other = printed(32, 85_100_000, "--n_blocks", "24")
     assert difference_texts(one, other) == (
-        "layers 24 against 32 (blocks), 61.9 M against 85.1 M parameters "
-        "(the argument `n_blocks` was ignored in the second run)"
+        "modules 24 layers in blocks against 32 layers in blocks (the argument `n_blocks` was ignored in B), "
+        "parameters 61,900,000 against 85,100,000"
     )
     neither = printed(32, 85_100_000, "model.n_blocks=12"), printed(24, 61_900_000, "model.n_blocks=12")
-    assert difference_texts(*neither).endswith("(the argument `model.n_blocks` was ignored)")
+    assert "(the argument `model.n_blocks` was ignored)," in difference_texts(*neither)
 
 
 def test_model_argument_without_effect_is_reported() -> None:
     one, other = printed(24, 1000, "--layers", "24"), printed(24, 1000, "--layers", "32")
     assert difference_texts(one, other) == (
-        "argument --layers 24 against 32 "
-        "(the argument `layers` was ignored: modules and parameters are the same)"
+        "--layers 24 against 32 (the argument `layers` was ignored: modules and parameters are the same)"
     )
 
 

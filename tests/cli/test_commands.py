@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,21 +77,6 @@ def test_export(command: Run, refused: Refused, healthy_run: Path, tmp_path: Pat
     assert "out.csv" in refused("export", healthy_run, tmp_path / "out.csv")
     assert command("export", healthy_run, tmp_path / "out.csv", "--overwrite")[0] == 0
     assert ".parquet" in refused("export", healthy_run, tmp_path / "out.xls")
-
-
-def test_compare(command: Run, healthy_run: Path, tmp_path: Path) -> None:
-    control = shutil.copytree(healthy_run, tmp_path / "control")
-    code, out, _ = command("compare", healthy_run, control)
-    assert code == 0
-    assert "loss" in out
-    other = tmp_path / "other"
-    with backlight.watch(run=other, every=1):
-        CASES["tied"].train()
-    code, out, _ = command("compare", healthy_run, other)
-    assert code == 1
-    assert "not comparable" in out
-    code, out, _ = command("compare", healthy_run, control, "--json")
-    assert json.loads(out)["comparable"] is True
 
 
 def test_compact_and_doctor(command: Run, healthy_run: Path) -> None:

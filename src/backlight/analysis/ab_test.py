@@ -46,8 +46,7 @@ class ABTest:
     def remarks(self) -> tuple[str, ...]:
         """Lines next to the table."""
         what = "; ".join(self.differences)
-        same = "both runs have the same fingerprint"
-        return (f"they differ in: {what}" if what else same, *self.notes)
+        return (f"they differ in: {what}" if what else "their configurations agree", *self.notes)
 
 
 def run_ab_test(
@@ -74,8 +73,9 @@ def run_ab_test(
             return medians
 
         sides = interleave(measure, rounds, on_run)
-        prints = [open_run(Path(folder) / name).fingerprint() for name in ("a-0", "b-0")]
-    found = differences(prints[0], prints[1]) if prints[0] is not None and prints[1] is not None else []
+        stored = [open_run(Path(folder) / name).fingerprint() for name in ("a-0", "b-0")]
+    prints = [each for each in stored if each is not None]
+    found = differences(prints) if len(prints) == 2 else []
     return ABTest(
         commands,
         rounds,

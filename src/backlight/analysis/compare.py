@@ -1,267 +1,431 @@
-"""Comparison of two runs, or the reasons why they are not comparable. No torch."""
+"""Comparison of stored runs: configurations, series side by side, step times, findings. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.analysis.fingerprint_diff import Difference, Role, assign_roles, differences
+from backlight.analysis.fingerprint_diff import (
+    LETTERS,
+    Difference,
+    Role,
+    assign_roles,
+    differences,
+)
 from backlight.analysis.op_times import compare_kinds
 from backlight.analysis.repeats import groups_of_repeats
+from backlight.findings.evaluate import findings_of
 from backlight.monitors.health.model.score import health_series
-from backlight.monitors.steptime.model.step_comparison import RUN_CONFIDENCE, TimeComparison, compare_times
-from backlight.store.read.run import Run, Scalar
+from backlight.monitors.steptime.model.evidence import StoredProfile, peak_memory, read_profile
+from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
+from backlight.records import Finding, Severity, to_json
+from backlight.report.overlay_curves import median_updates
+from backlight.report.verdict import by_severity
+from backlight.store.read.run import Run
+from backlight.text import listed, number, percent, size
 
-MAX_POINTS = 256
-"""Common steps that a track lists, evenly spread; its statistics are of all of them."""
+MAX_RUNS = 8
+"""Runs that are compared: as many as a chart can tell apart."""
 
 MAX_PARAMETERS = 10
 """Parameters whose medians differ most, per column."""
 
 COLUMNS = (("gradient", "rms"), ("update", "ratio"))
-"""Per-parameter columns whose medians over the common steps are compared."""
+"""Per-parameter columns whose medians are compared."""
+
+LAST_PART = 0.25
+"""Last part of the common steps, over which medians are taken."""
+
+BATCH_ARGUMENTS = ("batch", "seq", "context", "block_size", "accum")
+"""Parts of arguments that are assumed to change how much a step computes."""
+
+Series = tuple[NDArray[np.int64], NDArray[np.float64]]
+
+
+class ComparabilityError(ValueError):
+    """Runs whose configurations differ, in a strict comparison."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs by itself; shown also where the runs are not comparable."""
+    """One of the runs: its letter, directory, state, number of steps, and duration in seconds if it ended."""
 
+    letter: str
     name: str
     path: str
     status: str
     attempts: int
     steps: int
-    last_loss: float | None
-    clipped_share: float | None
+    seconds: float | None
 
 
 @dataclass(frozen=True)
-class Track:
-    """One series at the steps that both runs recorded; None where a value is not finite or not measured.
-
-    ``first_difference`` is the first common step at which the values differ at all.
-    """
+class Row:
+    """One number of each run, None where it was not measured; ``ratio`` is B over A, of two runs."""
 
     name: str
     unit: str
-    common: int
-    steps: tuple[int, ...]
-    first: tuple[float | None, ...]
-    second: tuple[float | None, ...]
-    medians: tuple[float | None, float | None]
-    last: tuple[float | None, float | None]
-    ratio: float | None
-    first_difference: int | None
+    values: tuple[float | None, ...]
+    ratio: float | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The values as they are printed."""
+        shown = {"B": size, "%": percent}.get(self.unit, number)
+        return tuple("not measured" if value is None else shown(value) for value in self.values)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a run has a value."""
+        return any(value is not None for value in self.values)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all values are equal as printed."""
+        return len(set(self.texts)) == 1
 
 
 @dataclass(frozen=True)
-class ParameterShift:
-    """Medians of one parameter over the common steps; ``ratio`` is second over first."""
+class FindingRow:
+    """A finding of some runs: ``present`` are their letters, ``unknown`` those that lacked its monitor."""
 
-    column: str
-    parameter: str
-    first: float
-    second: float
-    ratio: float
+    severity: Severity
+    rule: str
+    title: str
+    present: tuple[str, ...]
+    unknown: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of two runs; ``verdict`` states in one line whether they can be compared, and if not why.
+    """Runs side by side; the first is A.
 
-    Without ``comparable`` there are no tracks. ``times`` is None where neither run has phase times, ``kinds``
-    (by kind of operation) where one of them has no traced profile.
+    ``steps`` are first and last of the steps over which the medians of ``rows`` and ``parameters`` are taken,
+    None where the runs have none in common. ``times`` compares each run with A. ``kinds``, times by kind of
+    operation, is None unless two runs have a traced profile.
     """
 
-    first: Side
-    second: Side
-    comparable: bool
-    verdict: str
-    factor: str | None
+    runs: tuple[Side, ...]
+    headline: str
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
-    tracks: tuple[Track, ...] = ()
-    parameters: tuple[ParameterShift, ...] = ()
-    times: TimeComparison | None = None
-    kinds: TimeComparison | None = None
+    steps: tuple[int, int] | None
+    rows: tuple[Row, ...]
+    parameters: tuple[Row, ...]
+    times: tuple[TimeComparison, ...]
+    kinds: TimeComparison | None
+    findings: tuple[FindingRow, ...]
 
 
-def compare(run_a: Run, run_b: Run, factor: str | None = None) -> Comparison:
-    """Compare two runs whose fingerprints agree except for ``factor``.
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison as JSON types; a value that is not finite is None, and named in ``texts``."""
 
-    That is one argument or field: ``--lr``, ``training.lr``, ``device``, ``versions.torch``. Where anything
-    else differs, nothing is compared: a difference between different configurations is not evidence.
+    def row(each: Row) -> dict[str, Any]:
+        finite = [value if value is not None and math.isfinite(value) else None for value in each.values]
+        return {**to_json(each), "values": finite, "texts": list(each.texts)}
+
+    def times(each: TimeComparison) -> dict[str, Any]:
+        rows = [{**to_json(part), "verdict": part.verdict} for part in each.rows]
+        variation = {"deviation": each.variation.deviation, "measured": each.variation.is_measured}
+        return {
+            "verdict": each.verdict,
+            "basis": each.basis,
+            **to_json(each),
+            "rows": rows,
+            "variation": variation,
+        }
+
+    return {
+        **to_json(comparison),
+        "rows": [row(each) for each in comparison.rows],
+        "parameters": [row(each) for each in comparison.parameters],
+        "times": [times(each) for each in comparison.times],
+        "kinds": None if comparison.kinds is None else times(comparison.kinds),
+    }
+
+
+def compare(runs: Sequence[Run], *, strict: bool = False, factor: str | None = None) -> Comparison:
+    """Compare two or more runs.
+
+    With ``strict``, runs whose configurations differ in more than ``factor`` and its consequences are
+    refused. ``factor`` is one argument or field: ``--lr``, ``lr``, ``device``, ``versions.torch``.
+
+    Raises
+    ------
+    ComparabilityError
+        If ``strict`` refuses the runs.
+    ValueError
+        If there are fewer than two runs, or too many.
     """
-    sides = _side(run_a), _side(run_b)
-    prints = run_a.fingerprint(), run_b.fingerprint()
-    notes = [
-        f"the {order} run has no fingerprint, so that comparability is not known"
-        for order, known in zip(("first", "second"), prints, strict=True)
-        if known is None
-    ]
-    if prints[0] is None or prints[1] is None:
-        return Comparison(*sides, False, f"not comparable: {', '.join(notes)}", factor, (), tuple(notes))
-    found = assign_roles([*differences(prints[0], prints[1]), *_rates(run_a, run_b)], factor)
-    obstacles = [d.text for d in found if d.role is Role.OBSTACLE]
-    factors = [d.text for d in found if d.role is Role.FACTOR]
-    notes += _factor_notes(found, factor)
-    notes += [
-        f"the {order} run has {run.attempts[-1].index + 1} attempts; the fingerprint is of the last"
-        for order, run in (("first", run_a), ("second", run_b))
-        if len(run.attempts) > 1
-    ]
-    if obstacles:
-        verdict = f"not comparable: {', '.join(obstacles)}"
-        return Comparison(*sides, False, verdict, factor, tuple(found), tuple(notes))
-    verdict = f"comparable: they differ in {', '.join(factors)}" if factors else "comparable: no differences"
-    tracks = tuple(filter(None, _tracks(run_a, run_b)))
-    times = _times(run_a, run_b, found)
-    notes += _effect_notes(found, tracks, times)
-    shifts = tuple(_shifts(run_a, run_b))
-    kinds = compare_kinds(run_a, run_b) if times is not None and times.rows else None
-    return Comparison(*sides, True, verdict, factor, tuple(found), tuple(notes), tracks, shifts, times, kinds)
-
-
-def _times(a: Run, b: Run, found: list[Difference]) -> TimeComparison | None:
-    """Compare step times; on two machines only losses can be compared."""
-    if not any(name.startswith("phase/") for run in (a, b) for name in run.scalar_names("backlight")):
-        return None
-    hosts = [d for d in found if d.field == "host" and d.role is not Role.FACTOR]
-    if hosts:
-        return TimeComparison((0, 0), (), RUN_CONFIDENCE, (hosts[0].text,))
-    return compare_times(a, b, groups_of_repeats(a, b))
-
-
-def _side(run: Run) -> Side:
-    loss, clip = run.scalar("loss"), run.scalar("clip/factor")
-    return Side(
-        name=run.name,
-        path=str(Path(run.path)),
-        status=str(run.status.value),
-        attempts=len(run.attempts),
-        steps=run.last_step() + 1,
-        last_loss=_number(loss.values[-1]) if len(loss.values) else None,
-        clipped_share=float(np.mean(clip.values < 1)) if len(clip.values) else None,
+    if not 2 <= len(runs) <= MAX_RUNS:
+        raise ValueError(f"expected 2 to {MAX_RUNS} runs to compare, got {len(runs)}")
+    found = assign_roles(_differences(runs), factor)
+    if strict:
+        _check(runs, found, factor)
+    steps = _last_part(runs)
+    times = tuple(
+        compare_times(runs[0], run, groups_of_repeats(runs[0], run), names=("A", letter))
+        for letter, run in zip(LETTERS[1:], runs[1:], strict=False)
+    )
+    return Comparison(
+        tuple(_side(letter, run) for letter, run in zip(LETTERS, runs, strict=False)),
+        _headline(runs, found),
+        tuple(found),
+        tuple(_notes(runs, found, times)),
+        steps,
+        tuple(row for row in _rows(runs, steps) if row.is_measured),
+        tuple(_parameters(runs, steps)),
+        times,
+        compare_kinds(runs[0], runs[1]) if len(runs) == 2 and times[0].rows else None,
+        tuple(_findings(runs)),
     )
 
 
-def _rates(a: Run, b: Run) -> list[Difference]:
-    """Compare recorded learning rates, which a script may change without an argument."""
+def _side(letter: str, run: Run) -> Side:
+    spans = [a.ended - a.started for a in run.attempts if a.ended is not None and a.ended >= a.started]
+    return Side(
+        letter, run.name, str(run.path), run.status.value, len(run.attempts), run.last_step() + 1,
+        sum(spans) if spans else None,
+    )  # fmt: skip
+
+
+def _differences(runs: Sequence[Run]) -> list[Difference]:
+    prints = [each for run in runs if (each := run.fingerprint()) is not None]
     found = []
-    names = [n for n in a.scalar_names("backlight") if n.startswith("lr/")]
-    for name in names:
-        common, first, second = _common(a.scalar(name), b.scalar(name))
-        differing = np.flatnonzero(~np.isclose(first, second, rtol=1e-6, atol=0.0))
-        if len(differing):
-            i = int(differing[0])
-            text = f"learning rate {name} {first[i]:g} against {second[i]:g} at step {int(common[i])}"
-            found.append(Difference(f"lr.{name}", text))
+    if len(prints) == len(runs):
+        found = differences(prints, [{p.name: p.shape for p in run.parameters()} for run in runs])
+    found += _rates(runs)
+    monitors = tuple(", ".join(run.monitors) or "none" for run in runs)
+    if len(set(monitors)) > 1:
+        found.append(Difference("monitors", "monitors", monitors, Role.NOTE))
     return found
 
 
-def _factor_notes(found: list[Difference], factor: str | None) -> list[str]:
-    if factor is None:
-        return []
-    if not any(d.role is Role.FACTOR for d in found):
-        return [f"the factor {factor!r} is the same in both runs, or neither of them has it"]
-    following = [d.text for d in found if d.role is Role.CONSEQUENCE]
-    if not following:
-        return []
-    return [f"assumed to follow from {factor!r}, since all else agrees: {', '.join(following)}"]
+def _rates(runs: Sequence[Run]) -> Iterator[Difference]:
+    """Yield differences of recorded learning rates, which a script may change without an argument."""
+    names = dict.fromkeys(name for run in runs for name in run.scalar_names("backlight") if name[:3] == "lr/")
+    for name in names:
+        steps, values = _common([_scalar(run, name) for run in runs])
+        differing = np.flatnonzero(~np.isclose(values, values[:1], rtol=1e-6, atol=0.0).all(axis=0))
+        if len(differing):
+            first = int(differing[0])
+            shown = tuple(f"{value:g}" for value in values[:, first])
+            of = "" if len(names) == 1 else f" {name[3:]}"
+            at = f"from step {steps[first]}" if steps[first] else ""
+            yield Difference(f"lr.{name}", f"learning rate{of}", shown, remark=at)
 
 
-def _effect_notes(
-    found: list[Difference], tracks: tuple[Track, ...], times: TimeComparison | None
-) -> list[str]:
-    """Report that nothing differs, which for a factor means that it had no effect."""
-    compared = [t for t in tracks if t.name in {"loss", "total_norm"} and t.common]
-    if not compared:
-        return ["the runs share no recorded step of loss or total norm"]
-    if any(t.first_difference is not None for t in compared):
-        return []
-    names = " and ".join(t.name for t in compared)
-    verb = "is" if len(compared) == 1 else "are"
-    same = f"{names} {verb} identical at all {compared[0].common} common steps"
-    factors = [d.field.partition(".")[2] or d.field for d in found if d.role is Role.FACTOR]
-    if times is not None and any(row.found for row in times.rows):
-        return [same]  # they compute the same in different times
-    timed = "" if times is None or not times.rows else ", and no difference in step time was found"
-    return [f"{', '.join(factors)} had no effect: {same}{timed}" if factors else f"{same}{timed}"]
+def _check(runs: Sequence[Run], found: Sequence[Difference], factor: str | None) -> None:
+    """Raise where a strict comparison refuses the runs."""
+    unknown = [str(run.path) for run in runs if run.fingerprint() is None]
+    if unknown:
+        raise ComparabilityError(
+            f"{', '.join(unknown)}: no fingerprint, so that --strict cannot compare; leave --strict out"
+        )
+    obstacles = [d.text for d in found if d.role is Role.OBSTACLE]
+    if obstacles:
+        paths = " and ".join(str(run.path) for run in runs)
+        raise ComparabilityError(
+            f"{paths} are not comparable: {'; '.join(obstacles)}. Leave --strict out, or name what may "
+            "differ, as --factor lr"
+        )
+    if factor is not None and not any(d.role is Role.FACTOR for d in found):
+        raise ComparabilityError(f"--factor {factor}: it is the same in all runs, or none of them has it")
 
 
-def _tracks(a: Run, b: Run) -> Iterable[Track | None]:
+def _headline(runs: Sequence[Run], found: Sequence[Difference]) -> str:
+    if any(run.fingerprint() is None for run in runs):
+        return "Whether the configurations agree is not known."
+    parameters = [{(p.name, p.shape) for p in run.parameters()} for run in runs]
+    scripts = any(d.field == "script" for d in found)
+    if scripts and not set.intersection(*parameters):
+        return "Unrelated training runs: their scripts differ, and they have no parameter in common."
+    names = [d.name for d in found if d.role is not Role.NOTE]
+    if not names:
+        return "The recorded configurations agree."
+    return f"The configurations differ in {listed(names, 4)}."
+
+
+def _notes(
+    runs: Sequence[Run], found: Sequence[Difference], times: Sequence[TimeComparison]
+) -> Iterator[str]:
+    for letter, run in zip(LETTERS, runs, strict=False):
+        if run.fingerprint() is None:
+            yield f"{letter} has no fingerprint: it took no step."
+        if len(run.attempts) > 1:
+            yield f"{letter} has {len(run.attempts)} attempts; fingerprint and step times are of the last."
+    for difference in found:
+        if difference.remark:
+            yield f"{difference.name}: {difference.remark}."
+    yield from _first_differences(runs, [d for d in found if d.role is not Role.NOTE])
+    yield from _work(found, times)
+
+
+def _first_differences(runs: Sequence[Run], found: Sequence[Difference]) -> Iterator[str]:
+    """Yield from which step on loss and gradient norm differ, or that something had no effect on them."""
+    identical, amount = [], 0
+    for name, label in (("loss", "loss"), ("total_norm", "gradient norm")):
+        steps, values = _common([_scalar(run, name) for run in runs])
+        differing = np.flatnonzero(~_equal(values))
+        if len(steps) and not len(differing):
+            identical.append(label)
+            amount = len(steps)
+        elif len(differing) and name == "loss":
+            where = "" if differing[0] else ", the first common one"
+            why = (
+                "" if found else "; no recorded difference explains it (seed, data, other code, determinism)"
+            )
+            yield f"Loss differs from step {steps[differing[0]]} on{where}{why}."
+    if identical:
+        changed = [d.name for d in found if d.field.startswith(("arguments", "flags", "optimizers"))]
+        do = "does" if len(changed) == 1 else "do"
+        why = f": {' and '.join(changed)} {do} not change them" if changed else ""
+        verb = "is" if len(identical) == 1 else "are"
+        yield f"{' and '.join(identical).capitalize()} {verb} identical at all {amount} common steps{why}."
+
+
+def _work(found: Sequence[Difference], times: Sequence[TimeComparison]) -> Iterator[str]:
+    """Yield what a difference of step times may rest on besides speed."""
+    if not any(each.rows for each in times):
+        return
+    other = [
+        d.name
+        for d in found
+        if d.field in {"modules", "parameter_count", "world_size"}
+        or (d.field.startswith("arguments.") and any(part in d.field.lower() for part in BATCH_ARGUMENTS))
+    ]
+    if other:
+        yield f"A step is not the same work in all runs ({', '.join(other)})."
+    machines = [d.name for d in found if d.field in {"host", "device", "flags.threads"}]
+    if machines:
+        yield f"The runs were not timed on one machine ({', '.join(machines)})."
+
+
+def _last_part(runs: Sequence[Run]) -> tuple[int, int] | None:
+    """Return first and last step of the last part of the steps that all runs recorded."""
     for name in ("loss", "total_norm"):
-        yield _track(name, a.scalar(name), b.scalar(name))
-    yield _track("health", *(Scalar(s.steps, s.score, "1") for s in map(health_series, (a, b))))
-    yield _track("clip/factor", a.scalar("clip/factor"), b.scalar("clip/factor"))
-    theirs = set(b.scalar_names("user"))
-    for name in (name for name in a.scalar_names("user") if name in theirs):
-        yield _track(f"user/{name}", a.scalar(name, "user"), b.scalar(name, "user"))
+        steps, _ = _common([_scalar(run, name) for run in runs])
+        if len(steps):
+            return int(steps[math.floor(len(steps) * (1 - LAST_PART))]), int(steps[-1])
+    return None
 
 
-def _track(name: str, one: Scalar, other: Scalar) -> Track | None:
-    """Return the track of two scalars; None where neither run has it."""
-    if len(one.steps) == 0 and len(other.steps) == 0:
-        return None
-    common, first, second = _common(one, other)
-    shown = np.unique(np.linspace(0, max(len(common) - 1, 0), MAX_POINTS).round().astype(int))[: len(common)]
-    both = np.isfinite(first) & np.isfinite(second)
-    medians = (_median(first[both]), _median(second[both]))
-    differing = np.flatnonzero(~((first == second) | (np.isnan(first) & np.isnan(second))))
-    return Track(
-        name=name,
-        unit=one.unit,
-        common=len(common),
-        steps=tuple(common[shown].tolist()),
-        first=tuple(map(_number, first[shown])),
-        second=tuple(map(_number, second[shown])),
-        medians=medians,
-        last=(_number(first[-1]), _number(second[-1])) if len(common) else (None, None),
-        ratio=_ratio(medians),
-        first_difference=int(common[differing[0]]) if len(differing) else None,
-    )
+def _rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
+    yield _row("final loss", "1", [_last(_scalar(run, "loss")) for run in runs])
+    if steps is not None:
+        health = [health_series(run) for run in runs]
+        series: dict[str, list[Series]] = {
+            "median loss": [_scalar(run, "loss") for run in runs],
+            "median gradient norm": [_scalar(run, "total_norm") for run in runs],
+            "median update / weight": [median_updates(run) for run in runs],
+            "median clip factor": [_scalar(run, "clip/factor") for run in runs],
+            "median health": [(each.steps, each.score) for each in health],
+        }
+        for name, each in series.items():
+            yield _row(name, "1", [_median_between(one, steps) for one in each])
+    rates = dict.fromkeys(name for run in runs for name in run.scalar_names("backlight") if name[:3] == "lr/")
+    for name in rates:
+        of = "" if len(rates) == 1 else f" {name[3:]}"
+        yield _row(f"final learning rate{of}", "1", [_last(_scalar(run, name)) for run in runs])
+    for name in dict.fromkeys(name for run in runs for name in run.scalar_names("user")):
+        yield _row(f"final {name}", "1", [_last(_scalar(run, name, "user")) for run in runs])
+    clipped = [_scalar(run, "clip/factor")[1] for run in runs]
+    yield _row("steps clipped", "%", [float(np.mean(v < 1)) if len(v) else None for v in clipped])
+    peaks = [peak_memory(run, read_profile(run) or StoredProfile({}))[0] for run in runs]
+    yield _row("peak memory", "B", [peak or None for peak in peaks])
 
 
-def _shifts(a: Run, b: Run) -> Iterable[ParameterShift]:
-    """Return the parameters of one name and shape whose medians differ most, per column."""
-    shapes = {p.name: p.shape for p in b.parameters()}
-    same_shape = {p.name for p in a.parameters() if shapes.get(p.name) == p.shape}
+def _parameters(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
+    """Yield the parameters of one name and shape whose medians differ most, per column."""
+    if steps is None:
+        return
+    shared = set.intersection(*({(p.name, p.shape) for p in run.parameters()} for run in runs))
     for series, column in COLUMNS:
-        if not (a.has(series) and b.has(series)):
+        if not all(run.has(series) for run in runs):
             continue
-        one, other = a.frame(series, column), b.frame(series, column)
-        _, rows_a, rows_b = np.intersect1d(one.steps, other.steps, return_indices=True)
-        column_of = {name: j for j, name in enumerate(other.names) if name in same_shape}
-        found = []
-        for i, j in ((i, column_of[name]) for i, name in enumerate(one.names) if name in column_of):
-            first = _median(one.values[rows_a, i][one.measured[rows_a, i]])
-            second = _median(other.values[rows_b, j][other.measured[rows_b, j]])
-            ratio = _ratio((first, second))
-            if first is not None and second is not None and ratio:
-                found.append(ParameterShift(f"{series}/{column}", one.names[i], first, second, ratio))
-        yield from sorted(found, key=lambda shift: -abs(math.log(shift.ratio)))[:MAX_PARAMETERS]
+        medians: list[dict[str, float | None]] = []
+        for run in runs:
+            frame = run.frame(series, column)
+            rows = (frame.steps >= steps[0]) & (frame.steps <= steps[1])
+            values, measured = frame.values[rows], frame.measured[rows]
+            medians.append({name: _median(values[measured[:, i], i]) for i, name in enumerate(frame.names)})
+        label = "gradient" if series == "gradient" else "update / weight"
+        found = [
+            _row(f"{name}: {label}", "1", [each.get(name) for each in medians])
+            for name in dict.fromkeys(p.name for p in runs[0].parameters() if (p.name, p.shape) in shared)
+        ]
+        yield from sorted((row for row in found if _spread(row)), key=lambda row: -_spread(row))[
+            :MAX_PARAMETERS
+        ]
 
 
-def _common(one: Scalar, other: Scalar) -> tuple[NDArray[np.int64], Any, Any]:
-    steps, rows_a, rows_b = np.intersect1d(one.steps, other.steps, return_indices=True)
-    return steps, one.values[rows_a], other.values[rows_b]
+def _spread(row: Row) -> float:
+    """Return the logarithm of the largest over the smallest value; 0 where one is missing or not positive."""
+    values = [value for value in row.values if value is not None and 0 < value < math.inf]
+    return math.log(max(values) / min(values)) if len(values) == len(row.values) else 0.0
+
+
+def _findings(runs: Sequence[Run]) -> Iterator[FindingRow]:
+    """Yield each finding, one of the same rule and subject in several runs once, worst first."""
+    found: dict[tuple[str, str, str], tuple[Finding, list[str]]] = {}
+    for letter, run in zip(LETTERS, runs, strict=False):
+        for finding in findings_of(run):
+            key = (finding.rule, finding.subject.parameter or "", finding.subject.module or "")
+            letters = found.setdefault(key, (finding, []))[1]
+            if letter not in letters:
+                letters.append(letter)
+    letters_of = {id(finding): letters for finding, letters in found.values()}
+    for finding in by_severity([finding for finding, _ in found.values()]):
+        present = letters_of[id(finding)]
+        unknown = [
+            letter
+            for letter, run in zip(LETTERS, runs, strict=False)
+            if run.monitors and finding.monitor not in run.monitors and letter not in present
+        ]
+        yield FindingRow(finding.severity, finding.rule, finding.title, tuple(present), tuple(unknown))
+
+
+def _row(name: str, unit: str, values: Sequence[float | None]) -> Row:
+    pair = [value for value in values if value is not None and math.isfinite(value)]
+    ratio = pair[1] / pair[0] if len(values) == len(pair) == 2 and pair[0] else None
+    return Row(name, unit, tuple(values), ratio)
+
+
+def _scalar(run: Run, name: str, source: str = "backlight") -> Series:
+    found = run.scalar(name, source)
+    return found.steps, found.values
+
+
+def _common(series: Sequence[Series]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the steps [S] that all series have, and their values [runs, S]."""
+    steps = series[0][0]
+    for others, _ in series[1:]:
+        steps = np.intersect1d(steps, others)
+    values = [values[np.searchsorted(own, steps)] for own, values in series]
+    return steps, np.array(values, dtype=np.float64).reshape(len(series), len(steps))
+
+
+def _equal(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return where all runs have the same value, NaN included."""
+    return np.asarray(((values == values[:1]) | (np.isnan(values) & np.isnan(values[:1]))).all(axis=0))
+
+
+def _median_between(series: Series, between: tuple[int, int]) -> float | None:
+    """Return the median of the values of some steps; NaN where one of them is not finite."""
+    steps, values = series
+    return _median(values[(steps >= between[0]) & (steps <= between[1])])
 
 
 def _median(values: NDArray[np.float64]) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else None
+    if not len(values):
+        return None
+    return float(np.median(values)) if np.isfinite(values).all() else math.nan
 
 
-def _ratio(medians: tuple[float | None, float | None]) -> float | None:
-    first, second = medians
-    return None if first is None or second is None or first == 0 else second / first
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _last(series: Series) -> float | None:
+    return float(series[1][-1]) if len(series[1]) else None

@@ -1,20 +1,21 @@
-"""Comparability of two runs: the differences of their fingerprints, and what each means. No torch.
+"""Differences of the configurations of runs, field by field, and what each means if strict. No torch.
 
-Two runs are compared only where their fingerprints agree, field by field, except for one factor that the
-caller names. Consequences of that factor (another number of layers is another module tree) are accepted and
-reported.
+A strict comparison takes fingerprints that agree, except for one factor that the caller names. Consequences
+of that factor (another number of layers is another module tree) are accepted.
 """
 
 from __future__ import annotations
 
 import enum
 import re
+import string
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from backlight.records import Fingerprint
+from backlight.text import count, listed
 
 OUTPUT_ARGUMENTS = frozenset({
     "out", "output", "output_dir", "out_dir", "save", "save_dir", "log_dir", "logdir", "run_name", "name",
@@ -26,8 +27,11 @@ DERIVED_FIELDS = frozenset({"modules", "parameter_count", "dtypes", "optimizers"
 """Fields that an argument of the script may change, so that they may follow from the factor."""
 
 
-MAX_NAMES = 4
-"""Modules that a difference of module trees lists."""
+MAX_NAMES = 3
+"""Modules or parameters of a run that a difference lists."""
+
+LETTERS = string.ascii_uppercase
+"""Letters of the runs of a comparison."""
 
 LAYER_ARGUMENTS = re.compile(
     r"(n|num|number_of|nb)?_?(hidden_|encoder_|decoder_|transformer_)?(layers?|blocks?)|depth|n_?layers?"
@@ -52,47 +56,62 @@ class Role(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Difference:
-    """One field in which two runs differ: ``field`` is such as ``arguments.--lr`` or ``versions.torch``."""
+    """One field in which runs differ, such as ``arguments.--lr``, with its value in each run.
+
+    ``name`` is the field as it is printed; ``remark`` adds what the values do not show.
+    """
 
     field: str
-    text: str
+    name: str
+    values: tuple[str, ...]
     role: Role = Role.OBSTACLE
+    remark: str = ""
 
-    def because(self, reasons: list[str]) -> Difference:
-        """Return the difference with its reasons, if there are any."""
-        return replace(self, text=f"{self.text} ({', '.join(reasons)})") if reasons else self
+    @property
+    def text(self) -> str:
+        """The difference in one line."""
+        remark = f" ({self.remark})" if self.remark else ""
+        return f"{self.name} {' against '.join(self.values)}{remark}"
 
 
-def differences(a: Fingerprint, b: Fingerprint) -> list[Difference]:
-    """Return every field in which two fingerprints differ, before roles are assigned."""
-    found = []
-    if PurePath(a.script).name != PurePath(b.script).name:
-        found.append(Difference("script", f"script {a.script or 'unknown'} against {b.script or 'unknown'}"))
-    one, other = arguments(a.arguments), arguments(b.arguments)
-    without_effect = ignored_arguments(a, b, one, other)
-    for difference in _by_key("arguments", "argument ", one, other, absent="not given"):
-        reason = without_effect.get(difference.field.removeprefix("arguments."))
-        found.append(difference.because([reason] if reason else []))
-    found += _by_key("versions", "", a.versions, b.versions)
-    found += _by_key("flags", "flag ", a.flags, b.flags)
-    if a.module_hash != b.module_hash:
-        found.append(Difference("modules", describe_trees(dict(a.modules), dict(b.modules))))
-    if a.parameter_count != b.parameter_count:
-        found.append(Difference("parameter_count", describe_counts(a.parameter_count, b.parameter_count)))
-    if a.module_hash != b.module_hash:
-        reasons = [reason for key, reason in without_effect.items() if one.get(key) == other.get(key)]
-        found[-1] = found[-1].because(reasons)
-    for field, words, mine, theirs in (
-        ("device", "device", a.device, b.device),
-        ("world_size", "ranks", a.world_size, b.world_size),
-        ("optimizers", "optimizers", ", ".join(a.optimizers), ", ".join(b.optimizers)),
-    ):
-        if mine != theirs:
-            found.append(Difference(field, f"{words} {_shown(mine)} against {_shown(theirs)}"))
-    found += _by_key("dtypes", "weights in ", a.dtypes, b.dtypes)
-    if a.host != b.host:
-        found.append(Difference("host", f"host {_shown(a.host)} against {_shown(b.host)}", Role.NOTE))
-    return found
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of parameters by name."""
+
+
+def differences(prints: Sequence[Fingerprint], shapes: Sequence[Shapes] = ()) -> list[Difference]:
+    """Return every field in which fingerprints differ, before roles are assigned.
+
+    ``shapes`` are those of the runs: they show what differs where the names of all modules agree.
+    """
+    given = [arguments(each.arguments) for each in prints]
+    ignored = ignored_arguments(prints, given)
+    found = _of("script", "script", [PurePath(each.script).name for each in prints])
+    found += _by_key("arguments", given, absent="not given")
+    found += _by_key("versions", [each.versions for each in prints])
+    found += _by_key("flags", [each.flags for each in prints])
+    if len({each.module_hash for each in prints}) > 1:
+        trees = describe_trees([dict(each.modules) for each in prints])
+        values = trees or describe_shapes(shapes or [{} for _ in prints])
+        found.append(Difference("modules", "modules" if trees else "shapes", values))
+    found += _of("parameter_count", "parameters", [f"{each.parameter_count:,}" for each in prints])
+    found += _of("device", "device", [each.device for each in prints])
+    found += _of("world_size", "ranks", [str(each.world_size) for each in prints])
+    found += _of("optimizers", "optimizer", [", ".join(each.optimizers) for each in prints])
+    found += _of("dtypes", "type of weights", [_types(each.dtypes) for each in prints])
+    found += [replace(each, role=Role.NOTE) for each in _of("host", "host", [each.host for each in prints])]
+    return [replace(each, remark=_remark(each, ignored)) for each in found]
+
+
+def _types(dtypes: Mapping[str, int]) -> str:
+    return ", ".join(dtypes if len(dtypes) < 2 else (f"{name} {of:,}" for name, of in dtypes.items()))
+
+
+def _remark(difference: Difference, ignored: Mapping[str, str]) -> str:
+    """Return why an argument that should have shaped the model did not, with what it should have changed."""
+    field, _, key = difference.field.partition(".")
+    if field == "arguments":
+        return ignored.get(key, "")
+    return "; ".join(ignored.values()) if field == "modules" else ""
 
 
 def assign_roles(found: list[Difference], factor: str | None) -> list[Difference]:
@@ -155,22 +174,16 @@ def arguments(given: tuple[str, ...]) -> dict[str, str]:
     return {key: value or "given" for key, value in read.items()}
 
 
-def _by_key(
-    field: str, words: str, a: Mapping[str, object], b: Mapping[str, object], absent: str = "none"
-) -> list[Difference]:
-    return [
-        # A positional one is called "argument 1" already.
-        Difference(
-            f"{field}.{key}",
-            f"{words}{key.removeprefix(words)} {a.get(key, absent)} against {b.get(key, absent)}",
-        )
-        for key in dict.fromkeys([*a, *b])
-        if a.get(key) != b.get(key)
-    ]
+def _of(field: str, name: str, values: Sequence[str]) -> list[Difference]:
+    if len(set(values)) < 2:
+        return []
+    return [Difference(field, name, tuple(value or "unknown" for value in values))]
 
 
-def _shown(value: object) -> str:
-    return "unknown" if value in {"", None} else str(value)
+def _by_key(field: str, maps: Sequence[Mapping[str, str]], absent: str = "none") -> list[Difference]:
+    keys = dict.fromkeys(key for each in maps for key in each)
+    rows = [_of(f"{field}.{key}", key, [str(each.get(key, absent)) for each in maps]) for key in keys]
+    return [row for found in rows for row in found]
 
 
 def layers(modules: Mapping[str, str]) -> tuple[str, int] | None:
@@ -191,50 +204,51 @@ def layers(modules: Mapping[str, str]) -> tuple[str, int] | None:
     return None if found is None else (found, counted[found])
 
 
-def describe_trees(a: Mapping[str, str], b: Mapping[str, str]) -> str:
-    """Return how two module trees differ: in the number of layers if that explains it, else by name."""
-    one, other = layers(a), layers(b)
-    if one is not None and other is not None and one[0] == other[0] and one[1] != other[1]:
-        return f"layers {one[1]} against {other[1]} ({one[0] or 'the root'})"
-    parts = []
-    for mine, theirs, side in ((a, b, "first"), (b, a, "second")):
-        only = [name for name in mine if name not in theirs]
-        if only:
-            dots = ", ..." if len(only) > MAX_NAMES else ""
-            parts.append(f"{len(only)} only in the {side} ({', '.join(only[:MAX_NAMES])}{dots})")
-    changed = [name for name in a if name in b and a[name] != b[name]]
-    if changed:
-        shown = ", ".join(f"{n or 'the root'} {a[n]} against {b[n]}" for n in changed[:MAX_NAMES])
-        parts.append(f"{len(changed)} of another type ({shown})")
-    return "modules: " + ("; ".join(parts) or "the same names and types, but other shapes of parameters")
+def describe_trees(trees: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """Return how module trees differ: in the number of layers if that explains it, else by their modules.
+
+    Empty where names and types agree.
+    """
+    counted = [layers(tree) for tree in trees]
+    known = [each for each in counted if each is not None]
+    if len(known) == len(trees) and len({name for name, _ in known}) == 1 < len({n for _, n in known}):
+        return tuple(f"{count(number, 'layer')} in {name or 'the root'}" for name, number in known)
+    shared = set.intersection(*(set(tree.items()) for tree in trees))
+    own = [
+        [f"{name or 'root'} {kind}" for name, kind in tree.items() if (name, kind) not in shared]
+        for tree in trees
+    ]
+    return tuple(listed(names, MAX_NAMES) or "no others" for names in own) if any(own) else ()
 
 
-def describe_counts(a: int, b: int) -> str:
-    """Return two numbers of parameters, abbreviated where they still differ."""
-    if min(a, b) >= 10**6 and f"{a / 1e6:.1f}" != f"{b / 1e6:.1f}":
-        return f"{a / 1e6:,.1f} M against {b / 1e6:,.1f} M parameters"
-    return f"{a:,} against {b:,} parameters"
+def describe_shapes(shapes: Sequence[Shapes]) -> tuple[str, ...]:
+    """Return the shapes of the parameters in which runs differ."""
+    shared = set.intersection(*(set(each.items()) for each in shapes))
+    own = [
+        [f"{name} {list(shape)}" for name, shape in each.items() if (name, shape) not in shared]
+        for each in shapes
+    ]
+    return tuple(listed(names, MAX_NAMES) or "other shapes" for names in own)
 
 
-def ignored_arguments(
-    a: Fingerprint, b: Fingerprint, one: Mapping[str, str], other: Mapping[str, str]
-) -> dict[str, str]:
+def ignored_arguments(prints: Sequence[Fingerprint], given: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the arguments that should have shaped a model and did not, each with the reason.
 
-    One that sets a number of layers is ignored where both runs ask for the same and have different ones;
+    One that sets a number of layers is ignored where all runs ask for the same and have different ones;
     another that shapes a model where its values differ and module tree and shapes agree.
     """
     found = {}
-    same_tree = a.module_hash == b.module_hash and a.module_hash != ""
-    first, second = layers(dict(a.modules)), layers(dict(b.modules))
-    for key in (key for key in one if key in other):
+    same_tree = len({each.module_hash for each in prints}) == 1 and prints[0].module_hash != ""
+    counted = [layers(dict(each.modules)) for each in prints]
+    numbers = [str(each[1]) for each in counted if each is not None]
+    for key in (key for key in given[0] if all(key in each for each in given)):
         name, ignored = normalize(key).rpartition(".")[2], f"the argument `{key.lstrip('-')}` was ignored"
-        if one[key] != other[key]:
+        wanted = given[0][key]
+        if len({each[key] for each in given}) > 1:
             if same_tree and SHAPE_ARGUMENTS.fullmatch(name):
                 found[key] = f"{ignored}: modules and parameters are the same"
-        elif first and second and first[1] != second[1] and LAYER_ARGUMENTS.fullmatch(name):
-            counts = {"first": str(first[1]), "second": str(second[1])}
-            missed = [side for side, count in counts.items() if count != one[key]]
-            if one[key].isdigit():
-                found[key] = f"{ignored} in the {missed[0]} run" if len(missed) == 1 else ignored
+        elif len(numbers) == len(prints) and len(set(numbers)) > 1 and LAYER_ARGUMENTS.fullmatch(name):
+            missed = [letter for letter, number in zip(LETTERS, numbers, strict=False) if number != wanted]
+            if wanted.isdigit():
+                found[key] = f"{ignored} in {', '.join(missed)}" if len(missed) < len(prints) else ignored
     return found

@@ -66,5 +66,5 @@ def _is_equal(a: Fingerprint, b: Fingerprint) -> bool:
     return all(
         (d.role is Role.NOTE and d.field not in {"host", "versions.backlight"})
         or (d.field.startswith("arguments.") and normalize(d.field.partition(".")[2]) in SEEDS)
-        for d in assign_roles(differences(a, b), None)
+        for d in assign_roles(differences((a, b)), None)
     )

@@ -114,15 +114,16 @@ def export(
 
 @command(
     "compare", "backlight compare runs/first runs/second",
+    "backlight compare runs/first runs/second --strict --factor lr",
     "backlight compare --ab 'python train.py' 'python train.py --fused'",
 )  # fmt: skip
 def compare(
-    first: Annotated[Path | None, Argument(metavar="RUN", help="Reference run.", show_default=False)] = None,
-    second: Annotated[
-        Path | None, Argument(metavar="RUN", help="Run to compare.", show_default=False)
+    runs: Annotated[
+        list[Path] | None, Argument(metavar="RUN...", help="Two or more runs; the first is A, the reference.")
     ] = None,
+    strict: Annotated[bool, Option("--strict", help="Refuse runs whose configurations differ.")] = False,
     factor: Annotated[
-        str | None, Option(metavar="NAME", help="Argument or field that may differ, as --lr.")
+        str | None, Option(metavar="NAME", help="Argument or field that may differ, with --strict.")
     ] = None,
     ab: Annotated[
         tuple[str, str] | None, Option(metavar="COMMAND COMMAND", help="Two commands to run interleaved.")
@@ -131,27 +132,31 @@ def compare(
     steps: Annotated[int, Option(min=12, help="Optimizer steps after which a run is ended, with --ab.")] = 60,
     limit: Annotated[float, Option(metavar="SECONDS", min=1, help="Time limit of a run, with --ab.")] = 600.0,
     as_json: Json = False,
+    full: Full = False,
 ) -> int:
-    """Compare two runs, or the step times of two commands.
+    """Compare runs, or the step times of two commands.
 
-    Exit code 1 if the runs are not comparable. With --ab 'COMMAND' 'COMMAND', run both interleaved.
+    Prints differences of the configurations, then series, step times and findings side by side. With
+    --ab 'COMMAND' 'COMMAND', run both interleaved and compare their step times.
     """
     if ab is not None:
-        return _alternate(ab, pairs, steps, limit, given=first is not None, as_json=as_json)
-    if first is None or second is None:
-        raise ValueError(
-            "expected two runs, or --ab with two commands; got " + (str(first) if first else "none")
-        )
+        return _alternate(ab, pairs, steps, limit, given=bool(runs), as_json=as_json)
+    if factor is not None and not strict:
+        raise BadParameter("--factor names what may differ under --strict: add --strict")
+    if not runs or len(runs) < 2:
+        raise ValueError(f"expected two runs or more, or --ab with two commands; got {len(runs or [])}")
     from backlight.analysis.compare import compare as compare_runs
+    from backlight.analysis.compare import comparison_json
     from backlight.cli.render.comparison import print_comparison
     from backlight.store.read.run import open_run
 
-    comparison = compare_runs(open_run(first), open_run(second), factor=factor)
+    opened = [open_run(path) for path in runs]
+    comparison = compare_runs(opened, strict=strict, factor=factor)
     if as_json:
-        print_json({"verdict": comparison.verdict, **to_json(comparison)})
+        print_json(comparison_json(comparison))
     else:
-        print_comparison(comparison, make_console())
-    return 0 if comparison.comparable else 1
+        print_comparison(comparison, make_console(), full=full)
+    return 0
 
 
 def _alternate(

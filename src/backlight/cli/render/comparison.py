@@ -1,64 +1,143 @@
-"""A comparison of two runs, as the terminal shows it."""
+"""A comparison of runs, as the terminal shows it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from backlight.analysis.ab_test import ABTest
-from backlight.analysis.compare import Comparison
+from backlight.analysis.compare import Comparison, FindingRow, Row
 from backlight.cli.console import make_table
-from backlight.monitors.steptime.model.step_comparison import TimeComparison
+from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow
+from backlight.records import Severity
+from backlight.text import count, duration, number, visible
+
+SHOWN = 5
+"""Rows of parameters and of findings that are printed without ``--full``."""
+
+Print = Callable[..., None]
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print whether two runs can be compared, and if so their series side by side."""
-    console.print(comparison.verdict, style="bold" if comparison.comparable else "bold red")
+def print_comparison(comparison: Comparison, console: Console, *, full: bool = False) -> None:
+    """Print runs side by side: configurations, series, step times, findings; all rows with ``full``."""
+    letters = [side.letter for side in comparison.runs]
+    for side in comparison.runs:
+        took = "" if side.seconds is None else f", took {duration(side.seconds)}"
+        words = f"  {visible(side.status)}, {count(side.steps, 'step')}{took}"
+        console.print(Text.assemble((side.letter, "bold"), f"  {visible(side.path)}", (words, "dim")))
+    console.print(Text(visible(comparison.headline), "bold"))
     for note in comparison.notes:
-        console.print(f"  {note}")
-    _print_sides(comparison, console)
-    if not comparison.comparable:
-        return
-    if comparison.times is not None:
-        print_times(comparison.times, console, comparison.times.basis)
-    if comparison.kinds is not None:
-        _print_rows(comparison.kinds, console, "by kind of operation, traced steps")
-    table = make_table(
-        "over common steps", "steps", "median", "median", "ratio", "last", "last", "differ from"
-    )
-    for track in comparison.tracks:
-        differs = "never" if track.first_difference is None else f"step {track.first_difference}"
-        numbers = (*map(_number, track.medians), _number(track.ratio), *map(_number, track.last))
-        table.add_row(track.name, str(track.common), *numbers, differs)
-    console.print(table)
-    if comparison.parameters:
-        table = make_table("parameters that differ most", "median", "median", "ratio")
-        for shift in comparison.parameters:
-            name = f"{shift.column} {shift.parameter}"
-            table.add_row(name, _number(shift.first), _number(shift.second), _number(shift.ratio))
+        console.print(f"  {visible(note)}")
+    if comparison.differences:
+        console.print()
+        table = make_table("configuration", *letters, folded=letters)
+        for difference in comparison.differences:
+            table.add_row(visible(difference.name), *map(visible, difference.values))
         console.print(table)
+    if comparison.rows:
+        console.print()
+        _print_series("series", comparison.rows, letters, console, full=full)
+        if comparison.steps is not None:
+            first, last = comparison.steps
+            console.print(
+                f"  medians over steps {first:,} to {last:,}, the last quarter of the common ones",
+                style="dim",
+            )
+    differing = [row for row in comparison.parameters if full or not row.is_equal]
+    if differing:
+        console.print()
+        title = "parameters that differ most"
+        _print_series(title, differing if full else differing[:SHOWN], letters, console, full=full)
+    console.print()
+    for times in comparison.times:
+        print_times(times, console, full=full)
+    if comparison.kinds is not None:
+        _print_rows(comparison.kinds, console, "kind of operation", full=full)
+    _print_findings(comparison.findings, letters, console, full=full)
 
 
-def print_times(times: TimeComparison, console: Console, basis: str) -> None:
+def _print_series(
+    title: str, rows: Sequence[Row], letters: Sequence[str], console: Console, *, full: bool
+) -> None:
+    """Print rows that are not equal; the others are counted."""
+    pair = len(letters) == 2
+    shown = [row for row in rows if full or not row.is_equal]
+    if shown:
+        table = make_table(title, *letters, *(["B÷A"] if pair else []))
+        for row in shown:
+            ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+            table.add_row(visible(row.name), *row.texts, *([ratio] if pair else []))
+        console.print(table)
+    if len(shown) < len(rows):
+        hidden = count(len(rows) - len(shown), "equal row")
+        head = "  " if shown else f"{title}: "
+        console.print(f"{head}{hidden} hidden; --full prints all", style="dim")
+
+
+def print_times(times: TimeComparison, console: Console, basis: str = "", *, full: bool = True) -> None:
     """Print step times side by side, the step first, then its phases, and what the intervals rest on."""
-    console.print(times.verdict)
+    console.print(times.verdict, style="bold")
     if times.rows:
-        _print_rows(times, console, "median")
-        console.print(f"  {basis}")
+        step, (one, other) = times.rows[0], times.names
+        rates = (f"{number(1e3 / ms)} steps/s" for ms in (step.first_ms, step.second_ms))
+        console.print(
+            "  " + ", ".join(f"{name} {rate}" for name, rate in zip((one, other), rates, strict=True))
+        )
+        _print_rows(times, console, "median time", full=full)
+        console.print(f"  {basis or times.basis}", style="dim")
 
 
-def _print_rows(times: TimeComparison, console: Console, title: str) -> None:
+def _print_rows(times: TimeComparison, console: Console, title: str, *, full: bool) -> None:
     for trouble in times.trouble:
         console.print(f"  {trouble}")
-    table = make_table(title, "A ms", "B ms", "B÷A", f"{times.confidence:.0%} interval", "", left=("",))
-    for row in times.rows:
-        ratio, _, interval = row.text.partition(" ")
-        style = "bold" if row.found else "" if row.text else "dim"
-        table.add_row(
-            row.name.replace("_", " "), f"{row.first_ms:.2f}", f"{row.second_ms:.2f}",
-            ratio, interval.strip("()"), Text(row.verdict, style=style),
-        )  # fmt: skip
+    (one, other), interval = times.names, f"{100 * times.confidence:.0f} % interval"
+    table = make_table(title, f"{one} ms", f"{other} ms", f"{other}÷{one}", interval, "", left=("",))
+    shown = [row for place, row in enumerate(times.rows) if full or row.found or not place]
+    decimals = 3 if times.rows[0].first_ms < 10 else 2
+    for row in shown:
+        table.add_row(*_time_cells(row, decimals))
     console.print(table)
+    if len(shown) < len(times.rows):
+        hidden = count(len(times.rows) - len(shown), "undecided row")
+        console.print(f"  {hidden} hidden; --full prints all", style="dim")
+
+
+def _time_cells(row: TimeRow, decimals: int) -> tuple[str | Text, ...]:
+    ratio, _, interval = row.text.partition(" ")
+    style = "bold" if row.found else "dim"
+    name = visible(row.name.replace("_", " "))
+    times = (f"{ms:.{decimals}f}" for ms in (row.first_ms, row.second_ms))
+    return name, *times, ratio, interval.strip("()"), Text(row.verdict, style=style)
+
+
+def _print_findings(
+    found: Sequence[FindingRow], letters: Sequence[str], console: Console, *, full: bool
+) -> None:
+    console.print()
+    if not found:
+        console.print("No findings in any of the runs.")
+        return
+    shared = [row for row in found if len(row.present) == len(letters)]
+    apart = [row for row in found if row not in shared]
+    shown = found if full else [row for row in apart if row.severity is not Severity.INFO][:SHOWN]
+    if shown:
+        table = make_table("only in", "severity", "finding", left=("severity",), folded=("finding",))
+        for row in shown:
+            table.add_row(_only_in(row), row.severity.value, visible(row.title))
+        console.print(table)
+    if not full:
+        rest = len(apart) - len(shown)
+        parts = [f"{count(len(shared), 'finding')} in all runs"] if shared else []
+        parts += [f"{rest:,} more in some"] if rest else []
+        if parts:
+            console.print(f"  {', '.join(parts)}; --full prints all", style="dim")
+
+
+def _only_in(row: FindingRow) -> str:
+    unknown = f" ({', '.join(row.unknown)} not checked)" if row.unknown else ""
+    return f"{', '.join(row.present)}{unknown}"
 
 
 def print_ab_test(result: ABTest, console: Console) -> None:
@@ -67,16 +146,5 @@ def print_ab_test(result: ABTest, console: Console) -> None:
         console.print(f"{name}: {command}")
     for remark in result.remarks:
         console.print(f"  {remark}")
-    print_times(result.times, console, f"intervals from {result.rounds} pairs of interleaved runs")
-
-
-def _print_sides(comparison: Comparison, console: Console) -> None:
-    table = make_table("run", "status", "steps", "last loss", "clipped")
-    for side in (comparison.first, comparison.second):
-        clipped = "not measured" if side.clipped_share is None else f"{side.clipped_share:.0%} of steps"
-        table.add_row(side.path, side.status, str(side.steps), _number(side.last_loss), clipped)
-    console.print(table)
-
-
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4g}"
+    basis = f"{100 * result.times.confidence:.0f} % intervals from {result.rounds} pairs of interleaved runs"
+    print_times(result.times, console, basis)

@@ -43,8 +43,7 @@ def test_slower_backward_is_found_in_its_phase(tmp_path: Path) -> None:
     assert [name for name, row in rows.items() if row.found] == ["step", "backward"]
     assert all(row.ratio == pytest.approx(row.second_ms / row.first_ms) for row in found.rows)
     assert {row.verdict for row in found.rows if not row.found} == {"undecided"}
-    assert found.verdict.startswith("step time: B is slower, B÷A is 1.0")
-    assert found.verdict.endswith("; backward slower")
+    assert found.verdict.startswith("Step time: B is slower than A. B÷A is 1.0")
 
 
 def test_repeats_replace_the_assumed_variation(tmp_path: Path) -> None:
@@ -96,6 +95,7 @@ def test_drifting_run_has_no_difference(tmp_path: Path) -> None:
     drifting = write_run(tmp_path / "drift", {"other": 0.08}, steps=80, changes=changes)
     found = compare_times(write(tmp_path / "a", 0, between=0.2), drifting)
     assert not any(row.found for row in found.rows)
+    assert found.rows[0].verdict == "undecided: steps drift"
     assert "drift" in found.trouble[0]
 
 
@@ -109,4 +109,4 @@ def test_missing_or_negligible_phase_is_not_tested(tmp_path: Path) -> None:
 def test_too_few_steps_give_a_reason(tmp_path: Path) -> None:
     found = compare_times(write(tmp_path / "a", 0), write(tmp_path / "b", 1, steps=6))
     assert found.rows == ()
-    assert found.verdict.startswith("step times are not compared: B: 6 steps are too few")
+    assert found.verdict.startswith("Step times are not compared: B: 6 steps are too few")

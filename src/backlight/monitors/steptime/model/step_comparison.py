@@ -61,12 +61,12 @@ class TimeRow:
 
     @property
     def verdict(self) -> str:
-        """``faster``, ``slower``, ``undecided``, or why there is no test."""
-        if self.ratio is None:
+        """``faster``, ``slower``, ``undecided`` and why, or why there is no test."""
+        if self.ratio is None or self.low is None or self.high is None:
             return "too short to test" if self.first_ms and self.second_ms else "not in both"
-        if not self.found:
-            return "undecided"
-        return "slower" if self.ratio > 1 else "faster"
+        if self.found:
+            return "slower" if self.ratio > 1 else "faster"
+        return "undecided" if self.low <= 1 <= self.high else "undecided: steps drift"
 
     @property
     def text(self) -> str:
@@ -82,7 +82,7 @@ class TimeComparison:
 
     ``counts`` are steady steps of each run, or pairs; ``confidence`` is that of the interval of the step.
     ``variation`` between equal runs is part of the intervals; it was measured over ``repeats`` runs, or is
-    assumed. Without ``rows``, ``trouble`` gives the reason.
+    assumed. Without ``rows``, ``trouble`` gives the reason. ``names`` are those of the runs.
     """
 
     counts: tuple[int, int]
@@ -91,27 +91,28 @@ class TimeComparison:
     trouble: tuple[str, ...] = ()
     variation: Variation = NONE
     repeats: int = 0
+    names: tuple[str, str] = ("A", "B")
 
     @property
     def verdict(self) -> str:
         """The result in one line."""
         if not self.rows:
-            return f"step times are not compared: {', '.join(self.trouble)}"
-        step = self.rows[0]
+            return f"Step times are not compared: {', '.join(self.trouble)}."
+        step, (one, other) = self.rows[0], self.names
         if not step.found:
-            return f"step time: undecided, B÷A is {step.text}"
-        moved = [f"{row.name.replace('_', ' ')} {row.verdict}" for row in self.rows[1:] if row.found]
-        return f"step time: B is {step.verdict}, B÷A is {step.text}{''.join(f'; {one}' for one in moved)}"
+            return f"Step time {step.verdict}. {other}÷{one} is {step.text}."
+        return f"Step time: {other} is {step.verdict} than {one}. {other}÷{one} is {step.text}."
 
     @property
     def basis(self) -> str:
         """What the intervals rest on, in one line."""
-        first, second = self.counts
-        intervals = f"{self.confidence:.0%} intervals from {first:,} steady steps of A and {second:,} of B"
+        (first, second), (one, other) = self.counts, self.names
+        steps = f"{first:,} steady steps of {one} and {second:,} of {other}"
+        intervals = f"{100 * self.confidence:.0f} % intervals from {steps}"
         deviation = f"{number(100 * self.variation.deviation, 3)} %"
         if self.variation.is_measured:
             return f"{intervals}; equal runs vary by {deviation}, measured over {self.repeats} runs"
-        return f"{intervals}; equal runs are assumed to vary by {deviation} (no repeat to measure it)"
+        return f"{intervals}; equal runs are assumed to vary by {deviation} (no steady repeat to measure it)"
 
 
 def compare_times(
@@ -119,23 +120,24 @@ def compare_times(
     second: Run,
     repeats: Sequence[Sequence[Mapping[str, float]]] = (),
     confidence: float = RUN_CONFIDENCE,
+    names: tuple[str, str] = ("A", "B"),
 ) -> TimeComparison:
     """Compare the steady steps of two runs, phase by phase.
 
     ``repeats`` are groups of equal runs, each as its medians by phase: how much they differ is part of the
     intervals.
     """
-    runs = {"A": first, "B": second}
+    runs = dict(zip(names, (first, second), strict=True))
     parts = {name: table.steady() for name, run in runs.items() if (table := read_phases(run)) is not None}
     if len(parts) < 2:
         missing = tuple(f"{name} has no phase times" for name in runs if name not in parts)
-        return TimeComparison((0, 0), (), confidence, missing)
+        return TimeComparison((0, 0), (), confidence, missing, names=names)
     trouble = tuple(f"{name}: {steady.trouble}" for name, (steady, _) in parts.items() if steady.trouble)
     is_drifting = bool(trouble)
     one, other = (rest for _, rest in parts.values())
     counts = (len(one.steps), len(other.steps))
     if min(counts) < MIN_STEPS:
-        return TimeComparison(counts, (), confidence, trouble)
+        return TimeComparison(counts, (), confidence, trouble, names=names)
     waits = {name: core_wait(run) for name, run in runs.items()}
     trouble += tuple(
         f"{name}: its thread waited for a core {wait:.0%} of the time, which widens the intervals"
@@ -143,8 +145,8 @@ def compare_times(
         if wait > NEGLIGIBLE
     )
     found = compare_steady(one, other, repeats, confidence)
-    rows = tuple(widen(row, waits["A"], waits["B"], is_drifting=is_drifting) for row in found.rows)
-    return dataclasses.replace(found, rows=rows, trouble=trouble)
+    rows = tuple(widen(row, *waits.values(), is_drifting=is_drifting) for row in found.rows)
+    return dataclasses.replace(found, rows=rows, trouble=trouble, names=names)
 
 
 def compare_steady(

@@ -1,0 +1,87 @@
+"""`backlight compare` through the installed console script: a newcomer's pairs of runs, 80 columns wide."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import backlight
+from cases import build, loop
+
+Console = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def record(
+    path: Path, lr: float = 0.1, *, frozen: bool = False, monitors: tuple[str, ...] = ("health",)
+) -> None:
+    torch.manual_seed(0)
+    model = build()
+    held = [p for name, p in model.named_parameters() if not (frozen and name.startswith("last"))]
+    optimizer = torch.optim.SGD(held, lr=lr)
+    with backlight.watch(model, optimizer, run=path, every=1, monitors=monitors):
+        loop(model, optimizer, steps=12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("compared")
+    record(found / "a")
+    record(found / "again")
+    record(found / "lr", lr=0.2)
+    record(found / "frozen", frozen=True)
+    return found
+
+
+def test_equal_runs_have_equal_rows_hidden(console_script: Console, folder: Path) -> None:
+    done = console_script(folder, "compare", "a", "again")
+    assert done.returncode == 0, done.stderr
+    assert "The recorded configurations agree." in done.stdout
+    assert "Loss and gradient norm are identical at all 12 common steps." in done.stdout
+    assert "final loss" not in done.stdout
+    assert "equal rows hidden; --full prints all" in done.stdout
+    assert "final loss" in console_script(folder, "compare", "a", "again", "--full").stdout
+
+
+def test_changed_option_is_shown_side_by_side(console_script: Console, folder: Path) -> None:
+    done = console_script(folder, "compare", "a", "lr")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["learning", "rate", "0.1", "0.2"] in lines
+    assert any(line[:2] == ["final", "loss"] and len(line) == 5 for line in lines)
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_finding_of_one_run_is_named(console_script: Console, folder: Path) -> None:
+    written = json.loads(console_script(folder, "compare", "a", "frozen", "lr", "--json").stdout)
+    assert [row["letter"] for row in written["runs"]] == ["A", "B", "C"]
+    (row,) = [row for row in written["findings"] if row["rule"] == "no_update"]
+    assert (row["present"], row["severity"]) == (["B"], "warning")
+    printed = console_script(folder, "compare", "a", "frozen").stdout
+    assert "B        warning   `last.weight` and `last.bias` are not in any optimizer" in printed
+
+
+def test_strict_refuses_in_one_line(console_script: Console, folder: Path) -> None:
+    done = console_script(folder, "compare", "a", "lr", "--strict")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "a and lr are not comparable: learning rate 0.1 against 0.2. Leave --strict out" in done.stderr
+    assert console_script(folder, "compare", "a", "lr", "--strict", "--factor", "lr").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a",), "expected two runs or more, or --ab with two commands; got 1"),
+        (("a", "nowhere"), "nowhere: there is no such folder"),
+        (("a", "lr", "--factor", "lr"), "--factor names what may differ under --strict: add --strict"),
+        (("a", "--ab", "x.py", "y.py"), "--ab takes two commands and no runs"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    console_script: Console, folder: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = console_script(folder, "compare", *arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
