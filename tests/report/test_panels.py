@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from synthetic import FULL, Plan, records, write_run
 
-from backlight.records import Fingerprint
+from backlight.records import Fingerprint, ParameterRecord
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
+from backlight.report.plots.panels import parameters as draw_parameters
 from backlight.report.source import Source
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -195,6 +196,28 @@ def test_unmeasured_zero_and_non_finite_cells_differ(full: Source) -> None:
     assert (rms.measured[:, 25] == 1).all()
     assert rms.broken[95, 10] == 1
     assert np.isnan(rms.high[95, 10])
+
+
+def test_update_of_zero_weights_is_not_defined(tmp_path: Path) -> None:
+    names = ("weight", "bias", "still", "broken")
+    writer = RunWriter.create(tmp_path / "run", monitors=("health",))
+    table = writer.parameter_table(tuple(ParameterRecord(n, (2,), "float32", "cpu", 2) for n in names))
+    for step in range(3):
+        writer.append("gradient", step, table, np.ones((4, 3)), np.tile([1, 2, 0, 0, 0], (4, 1)))
+        moved, weights = [0.1, 0.1, 0.0, np.nan], [1.0, 0.1 * step, 0.0, 0.0]
+        writer.append("update", step, table, np.stack([moved, weights], 1), np.tile([1, 2, 2], (4, 1)))
+    writer.close()
+    source = Source(open_run(tmp_path / "run"))
+    ratio = source.frames.extremes["ratio"]
+    assert (ratio.measured == 1).all()
+    assert np.isnan(ratio.high).T.tolist() == [[False] * 3, [True, False, False], [True] * 3, [True] * 3]
+    assert ratio.broken.T.tolist() == [[0] * 3, [0] * 3, [0] * 3, [1] * 3]
+    data = drawn(source, "parameters").data
+    assert np.array_equal(data["broken"]["update"], ratio.broken.T)
+    assert facts(source, "updates")["parameters that never moved"] == "1"
+    figure = draw_parameters(source, "Parameters", data)["ratio"]
+    legend = figure.axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["from zero", "NaN or Inf"]
 
 
 def test_histogram_shares_add_up_to_one(full: Source) -> None:

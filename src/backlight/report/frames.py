@@ -58,7 +58,8 @@ class Extremes:
     """What is left of a frame: each array is ``[B, P]``.
 
     ``low`` and ``high`` are over the measured, finite values, NaN where a bucket has none.
-    ``measured`` counts steps with a measurement, ``broken`` those whose value was not finite.
+    ``measured`` counts steps with a measurement, ``broken`` those whose value was not finite, although it is
+    defined.
     """
 
     low: Floats
@@ -67,16 +68,25 @@ class Extremes:
     broken: Ints
 
 
-def extremes(values: NDArray[np.generic], measured: Bools, steps: Ints, buckets: Buckets) -> Extremes:
-    """Reduce a frame ``values`` [S, P] with its mask to the extremes of each bucket."""
+def extremes(
+    values: NDArray[np.generic],
+    measured: Bools,
+    steps: Ints,
+    buckets: Buckets,
+    undefined: Bools | np.bool_ = np.False_,
+) -> Extremes:
+    """Reduce a frame ``values`` [S, P] with its mask to the extremes of each bucket.
+
+    Where a value is ``undefined`` it has no number, and is not broken.
+    """
     shape = (len(buckets), values.shape[1])
     low, high = np.full(shape, np.nan), np.full(shape, np.nan)
     counted, broken = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     into, starts = buckets.offsets(steps)
     if len(starts) and shape[1]:
         floats = values.astype(np.float64)
-        bad = measured & ~np.isfinite(floats)
-        floats[~measured | bad] = np.nan
+        bad = measured & ~np.isfinite(floats) & ~undefined
+        floats[~measured | ~np.isfinite(floats)] = np.nan
         low[into] = np.fmin.reduceat(floats, starts, axis=0)
         high[into] = np.fmax.reduceat(floats, starts, axis=0)
         counted[into] = np.add.reduceat(measured, starts, axis=0, dtype=np.int64)
@@ -197,34 +207,47 @@ def read_frames(
     most = min(MOST_BUCKETS, max(FEWEST_BUCKETS, (CELLS if cells is None else cells) // max(1, amount)))
     frames = ParameterFrames(cut(steps, most))
     for shown, at, values, measured in _columns(run, parameters, present):
+        undefined = np.False_ if shown.name != "ratio" else _from_zero(run, parameters)
         frames.steps.setdefault(shown.series, at)
-        frames.extremes[shown.name] = extremes(values, measured, at, frames.buckets)
-        values[~measured] = np.nan
+        frames.extremes[shown.name] = extremes(values, measured, at, frames.buckets, undefined)
+        values[~measured | undefined] = np.nan
         _figures(frames, shown.name, values, measured)
     return frames
 
 
 def _columns(
     run: Run, parameters: tuple[ParameterRecord, ...], present: list[str]
-) -> Iterator[tuple[Shown, NDArray[np.int64], Floats, NDArray[np.bool_]]]:
+) -> Iterator[tuple[Shown, Ints, Floats, Bools]]:
     """Yield each column that was recorded, its rows in the order of ``parameters``."""
-    row = {record.name: index for index, record in enumerate(parameters)}
     for shown in COLUMNS:
-        if shown.series not in present:
-            continue
-        frame = run.frame(shown.series, shown.column)
-        if not len(frame.steps):
-            continue
-        values = frame.values.astype(np.float64)
-        measured = frame.measured
-        if frame.names != tuple(row):
-            known = [index for index, name in enumerate(frame.names) if name in row]
-            target = [row[frame.names[index]] for index in known]
-            whole = np.full((len(frame.steps), len(row)), np.nan)
-            mask = np.zeros(whole.shape, np.bool_)
-            whole[:, target], mask[:, target] = values[:, known], measured[:, known]
-            values, measured = whole, mask
-        yield shown, frame.steps, values, measured
+        if shown.series in present:
+            steps, values, measured = _ordered(run, shown.series, shown.column, parameters)
+            if len(steps):
+                yield shown, steps, values, measured
+
+
+def _ordered(
+    run: Run, series: str, column: str, parameters: tuple[ParameterRecord, ...]
+) -> tuple[Ints, Floats, Bools]:
+    """Return the steps of a column, its values [S, P] in the order of ``parameters``, and its mask."""
+    row = {record.name: index for index, record in enumerate(parameters)}
+    frame = run.frame(series, column)
+    values, measured = frame.values.astype(np.float64), frame.measured
+    if frame.names == tuple(row):
+        return frame.steps, values, measured
+    known = [index for index, name in enumerate(frame.names) if name in row]
+    target = [row[frame.names[index]] for index in known]
+    whole = np.full((len(frame.steps), len(row)), np.nan)
+    mask = np.zeros(whole.shape, np.bool_)
+    whole[:, target], mask[:, target] = values[:, known], measured[:, known]
+    return frame.steps, whole, mask
+
+
+def _from_zero(run: Run, parameters: tuple[ParameterRecord, ...]) -> Bools:
+    """Return where an update has no ratio to the weights before it, since those were zero."""
+    _, moved, _ = _ordered(run, "update", "update_norm", parameters)
+    _, weights, _ = _ordered(run, "update", "weight_norm", parameters)
+    return np.asarray((weights == 0) & np.isfinite(moved))
 
 
 def _figures(frames: ParameterFrames, name: str, values: Floats, measured: NDArray[np.bool_]) -> None:

@@ -15,10 +15,11 @@ const faded = (text, alpha) => `rgba(${rgb(text).join(",")},${alpha})`;
 
 // Codes of a cell: what a value cannot be comes first, then a ramp from small to large.
 const UNMEASURED = 0;
-const ZERO = 1;
-const BROKEN = 2;
-const NONE = 3; // a count of nothing
-const RAMP = 4;
+const UNDEFINED = 1; // an update over weights that are zero
+const ZERO = 2;
+const BROKEN = 3;
+const NONE = 4; // a count of nothing
+const RAMP = 5;
 const STEPS = 256 - RAMP;
 
 const little = new Uint8Array(new Uint32Array([1]).buffer)[0] === 1;
@@ -35,6 +36,7 @@ const rampColour = (share) => {
 
 const pixels = () => {
   const table = new Uint32Array(256);
+  table[UNDEFINED] = pixel(rgb(css("cell-undefined")));
   table[ZERO] = pixel(rgb(css("cell-zero")));
   table[NONE] = pixel(rgb(css("cell-none")));
   table[BROKEN] = pixel(rgb(css("cell-broken")));
@@ -75,6 +77,7 @@ const followTheme = () => {
 const legendBar = (host, range, has, title = "") => {
   const chips = [];
   if (has(UNMEASURED)) chips.push(el("span", { class: "cell void" }, "not measured"));
+  if (has(UNDEFINED)) chips.push(el("span", { class: "cell undefined" }, "not defined: from zero weights"));
   if (has(ZERO)) chips.push(el("span", { class: "cell zero" }, "exactly zero"));
   if (has(NONE)) chips.push(el("span", { class: "cell none" }, "none"));
   if (has(BROKEN)) chips.push(el("span", { class: "cell broken" }, "NaN or Inf"));

@@ -177,14 +177,18 @@ def parameters(source: Source, title: str, data: Mapping[str, Any]) -> dict[str,
     """Draw the heat map of every column: steps across, parameters down."""
     edges = np.append(data["first"], data["last"][-1] + 1).astype(np.float64)
     names = [record.name for record in source.parameters]
-    broken = _array(data["broken"]).reshape(len(names), -1)
     figures = {}
     for column in data["columns"]:
         high = _array(column["high"]).reshape(len(names), -1)
         figure, axes = _map(len(names), f"{title}: {visible(column['label'])}")
-        if column["series"] == "gradient":
-            high = np.where(broken > 0, np.inf, high)
-        special = {"not measured": np.isnan(high), "NaN or Inf": np.isinf(high)}
+        broken, measured = (
+            _array(data[what][column["series"]]).reshape(len(names), -1) > 0
+            for what in ("broken", "measured")
+        )
+        high = np.where(broken, np.inf, high)
+        special = {
+            "not measured": ~measured, "from zero": measured & np.isnan(high), "NaN or Inf": np.isinf(high)
+        }  # fmt: skip
         if column["scale"] == "log":
             special["exactly zero"] = high == 0
         _cells(axes, figure, edges, high, column["scale"], visible(column["meaning"]), special)
@@ -222,7 +226,10 @@ def _map(rows: int, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-SPECIAL = {"not measured": "cell-hatch", "exactly zero": "cell-zero", "NaN or Inf": "cell-broken"}
+SPECIAL = {
+    "not measured": "cell-hatch", "from zero": "cell-undefined", "exactly zero": "cell-zero",
+    "NaN or Inf": "cell-broken",
+}  # fmt: skip
 """Tones of cells that are no value of the colour bar."""
 
 

@@ -62,7 +62,10 @@ def parameters(source: Source) -> Drawn | NotMeasured:
         "measured": {
             series: _counts(frames.extremes[_name(series, frames)].measured) for series in frames.steps
         },
-        "broken": _counts(_broken(frames)),
+        "broken": {
+            series: _counts(_broken(frames) if series == "gradient" else frames.extremes["ratio"].broken)
+            for series in frames.steps
+        },
         "stats": frames.stats,
     }
     return Drawn("parameters", data, (), tuple(remarks))

@@ -145,9 +145,10 @@ def updates(source: Source) -> Drawn | NotMeasured:
         Line("median", steps, spread[2], tone="first", gaps=True),
     ]
     facts = [Fact("median", number(float(np.nanmedian(spread[2]))))]
-    still = int(np.count_nonzero(source.frames.stats["ratio_max"] == 0))
+    moved = source.run.frame("update", "update_norm")
+    still = np.count_nonzero(moved.measured.any(axis=0) & ~(moved.measured & (moved.values != 0)).any(axis=0))
     if still:
-        facts.append(Fact("parameters that never moved", number(still)))
+        facts.append(Fact("parameters that never moved", number(int(still))))
     return Drawn("lines", {"charts": [chart(lines, Axis("update / weight", log=True))]}, tuple(facts))
 
 

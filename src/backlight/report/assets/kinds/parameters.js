@@ -12,7 +12,7 @@ class ParameterGrid {
 
   static async read(data) {
     const [first, last, recorded, broken, measured, stats] = await Promise.all([
-      unpack(data.first), unpack(data.last), unpack(data.recorded), unpack(data.broken), unpackAll(data.measured), unpackAll(data.stats),
+      unpack(data.first), unpack(data.last), unpack(data.recorded), unpackAll(data.broken), unpackAll(data.measured), unpackAll(data.stats),
     ]);
     return new ParameterGrid(data, first, last, recorded, measured, broken, stats);
   }
@@ -62,13 +62,14 @@ const rangeOf = ({ scale }, { high, low }) => {
 
 const codesOf = (grid, column, values, range) => {
   const measured = grid.measured[column.series];
+  const broken = grid.broken[column.series];
   const codes = new Uint8Array(values.length);
   const [from, span] = !range ? [0, 1] : range.log ? [Math.log10(range.low), Math.log10(range.high / range.low)] : [range.low, range.high - range.low];
   for (let i = 0; i < values.length; i += 1) {
     const value = values[i];
     if (!measured[i]) codes[i] = UNMEASURED;
-    else if (column.series === "gradient" && grid.broken[i]) codes[i] = BROKEN;
-    else if (Number.isNaN(value)) codes[i] = BROKEN;
+    else if (broken[i]) codes[i] = BROKEN;
+    else if (Number.isNaN(value)) codes[i] = UNDEFINED;
     else if (column.scale === "count") codes[i] = value > 0 ? BROKEN : NONE;
     else if (value === 0 && column.scale === "log") codes[i] = ZERO;
     else {
@@ -79,11 +80,12 @@ const codesOf = (grid, column, values, range) => {
   return codes;
 };
 
-// Where cells share a pixel: what is not finite wins, then the larger or the smaller value, then a zero.
+// Where cells share a pixel: what is not finite wins, then the larger or the smaller value, then a zero, then
+// what has no value.
 const mergeBy = (largest) => (a, b) => {
-  if (a === b || b === UNMEASURED) return a;
-  if (a === UNMEASURED || b === BROKEN) return b;
-  if (a === BROKEN) return a;
+  if (a === b || a === BROKEN) return a;
+  if (b === BROKEN) return b;
+  if (a < ZERO || b < ZERO) return Math.max(a, b);
   return largest === a > b ? a : b;
 };
 
@@ -223,14 +225,16 @@ const describeCell = (grid, { column, planes }, row, bucket) => {
   const at = row * grid.first.length + bucket;
   const rows = [[between(grid.first[bucket], grid.last[bucket]), grid.recorded[bucket] > 1 ? `${number(grid.recorded[bucket])} recorded` : ""]];
   const measured = grid.measured[column.series][at];
+  const broken = grid.broken[column.series][at];
   if (!measured) rows.push([column.label, "not measured"]);
   else {
     const [low, high] = [planes.low[at], planes.high[at]];
     const shown = (value) => (column.scale === "share" ? `${number(100 * value, 4)} %` : number(value, grid.precise ? 6 : 3));
     const none = Number.isNaN(high) && Number.isNaN(low);
-    rows.push([column.label, none ? "no finite value" : low === high ? shown(high) : `${shown(low)} to ${shown(high)}`]);
+    const nothing = column.series === "update" && !broken ? "not defined: the weights were zero" : "no finite value";
+    rows.push([column.label, none ? nothing : low === high ? shown(high) : `${shown(low)} to ${shown(high)}`]);
     if (measured < grid.recorded[bucket]) rows.push(["measured at", `${number(measured)} of ${number(grid.recorded[bucket])} steps`]);
-    if (grid.broken[at]) rows.push(["NaN or Inf", grid.recorded[bucket] > 1 ? "in this range" : "at this step"]);
+    if (broken) rows.push(["NaN or Inf", grid.recorded[bucket] > 1 ? "in this range" : "at this step"]);
   }
   return { title: report.parameters[row].name, rows };
 };
@@ -247,9 +251,9 @@ const showDetail = async (host, grid, { column, planes }) => {
   const amount = grid.first.length;
   const part = (values) => Float64Array.from(values.subarray(row * amount, (row + 1) * amount), (value) => (Number.isFinite(value) ? value : NaN));
   const measured = grid.measured[column.series].subarray(row * amount, (row + 1) * amount);
-  const bad = grid.broken.subarray(row * amount, (row + 1) * amount);
+  const bad = grid.broken[column.series].subarray(row * amount, (row + 1) * amount);
   const places = [...measured.keys()];
-  const odd = column.series === "gradient" ? places.filter((i) => bad[i]) : [];
+  const odd = places.filter((i) => bad[i]);
   const breaks = { odd, gap: places.filter((i) => !measured[i]) };
   const log = column.scale === "log";
   const digits = grid.precise ? 6 : 3;
