@@ -517,3 +517,15 @@ def whole_data_in_one_batch() -> None:
 @control
 def two_batches_in_random_order() -> None:
     epochs(DataLoader(samples(16), batch_size=8, shuffle=True))
+
+
+@control
+def weights_become_nan() -> None:
+    """Training diverges: a weight that is NaN differs from itself."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert model[0].weight.isnan().any()

@@ -128,7 +128,8 @@ class WeightChanges(Check):
                 part = None if parameter is None else local(parameter).detach()
                 if part is None or part.numel() <= int(index[-1]) or part.device != index.device:
                     return None
-                rows.append(part.reshape(-1)[index].float())
+                # NaN is not equal to itself: weights that are not finite count as 0.
+                rows.append(part.reshape(-1)[index].float().nan_to_num(0.0, 0.0, 0.0))
         return torch.stack(rows) if rows else None
 
     def _chosen(self) -> list[tuple[str, int, Tensor]]:
@@ -184,8 +185,7 @@ def _comparison(before_PW: Tensor, after_PW: Tensor, now_PW: Tensor) -> Tensor:
 def _described(table_PK: NDArray[np.float64], names: Sequence[str]) -> dict[str, object] | None:
     """Return the facts of a change, None where every change is of a kind that loops make on purpose."""
     changed, cu, uu, cc, low, high, residual, largest = table_PK.T
-    with np.errstate(invalid="ignore"):  # weights that are infinite
-        is_constant = (high - low) <= 1e-6 * high
+    is_constant = (high - low) <= 1e-6 * high
     is_rescaled = residual <= TOLERANCE * largest
     rows = np.flatnonzero((changed > 0) & ~is_constant & ~is_rescaled)
     if not len(rows):

@@ -107,7 +107,7 @@ def _of_parameters(
         severity=Severity.ERROR if to_the_end else Severity.WARNING,
         title=(
             f"{phrases.gradient_of([frame.names[c] for c in order], len(begins))} "
-            f"explode{'s' if len(begins) == 1 else ''} from step {begin} on"
+            f"explode{'s' if len(begins) == 1 else ''} from step {begin}"
         ),
         detail=(
             f"The rms of `{name}` reaches {phrases.number(frame.values[row, worst])} at step {step}, "
@@ -147,7 +147,7 @@ def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Findi
         step, begin = int(frame.steps[row]), int(frame.steps[stretch[0]])
         yield Finding(
             severity=Severity.WARNING,
-            title=f"The total gradient norm explodes from step {begin} on",
+            title=f"The total gradient norm explodes from step {begin}",
             detail=(
                 f"It is {phrases.number(norms_S[row])} at step {step}, "
                 f"{phrases.number(norms_S[row] / clips_S[row])} times the clip norm of "
