@@ -160,6 +160,18 @@ def test_heat_map_distinguishes_values_zeros_gaps_and_nan(show: Open, page: Path
     assert {"not measured", "exactly zero", "NaN or Inf"} <= set(legend.splitlines())
 
 
+def test_heat_map_separates_the_blocks_of_the_model(show: Open, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=20, blocks=3))
+    driver = show(write_report(run, [], tmp_path / "report.html"))
+    pixels = cells(driver)[:, -200:-100, :3]
+    empty = (pixels == colour(driver, "card")).all(axis=(1, 2)).astype(int)
+    names = [record.name for record in run.parameters()]
+    blocks = dict.fromkeys(re.match(r"\w+(\.\d+)?", name)[0] for name in names)  # type: ignore[index]
+    assert list(blocks) == ["embed", "blocks.0", "blocks.1", "blocks.2", "ln_f"]
+    # One gap between neighbours; above the first row and below the last nothing is drawn.
+    assert int((np.diff(empty[6 : 6 + 13 * len(names)]) > 0).sum()) == len(blocks) - 1
+
+
 def test_heat_map_changes_with_the_column(show: Open, page: Path) -> None:
     driver = show(page)
     before = picture(driver)
@@ -343,11 +355,17 @@ def contrast_is_enough(driver: webdriver.Chrome) -> None:
         high, low = sorted((light(front), light(back)), reverse=True)
         return (high + 0.05) / (low + 0.05)
 
-    for front in ("ink", "ink-soft", "ink-faint", "accent", "error", "warning", "info", "clear"):
+    for back in ("card", "raised", "ground"):
+        for front in ("ink", "ink-soft", "ink-faint", "accent"):
+            assert contrast(front, back) >= 4.5, (front, back)
+    for front in ("error", "warning", "info", "clear"):
         assert contrast(front, "card") >= 4.5, front
     for front in ("error", "warning", "info", "clear", "void"):
         assert contrast(front, f"{front}-soft") >= 4.5, front
-    for tone in ("first", "second", "third", "fourth", "loss", "health", "limit"):
+    for front, back in (("accent", "accent-soft"), ("warning", "warning-soft")):
+        assert contrast(front, back) >= 4.5, front
+    places = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+    for tone in (*places, "loss", "health", "limit"):
         assert contrast(f"tone-{tone}", "card") >= 3, tone
 
 
@@ -366,6 +384,29 @@ def test_theme_follows_system_and_button_with_contrast(
     contrast_is_enough(driver)
     assert picture(driver) != dark
     assert driver.find_element(By.CSS_SELECTOR, ".theme").text == "Dark"
+
+
+def test_everything_is_reached_by_tab_with_a_visible_focus(show: Open, page: Path) -> None:
+    driver = show(page)
+    unfold(driver)
+    wanted = driver.execute_script("""
+        const operated = 'a[href], button, input, select, summary, [tabindex="0"]';
+        window.reached = [];
+        document.addEventListener("focusin", ({ target }) => {
+          const { outlineStyle, outlineWidth } = getComputedStyle(target);
+          window.reached.push([target, outlineStyle !== "none" && parseFloat(outlineWidth) >= 2]);
+        });
+        const shown = (e) => e.checkVisibility() && !e.closest("#roster");
+        return [...document.querySelectorAll(operated)].filter(shown).length;
+    """)
+    keys = ActionChains(driver)
+    for _ in range(wanted + 2 * len(driver.find_elements(By.CSS_SELECTOR, "#roster button"))):
+        keys.send_keys(Keys.TAB)
+    keys.perform()
+    outside = "window.reached.filter(([e]) => !e.closest('#roster'))"
+    assert driver.execute_script(f"return new Set({outside}.map(([e]) => e)).size") == wanted
+    unseen = "window.reached.filter(([, seen]) => !seen).map(([e]) => e.outerHTML.slice(0, 200))"
+    assert driver.execute_script(f"return {unseen}") == []
 
 
 def test_narrow_screen_scrolls_vertically_only(show: Open, browser: webdriver.Chrome, page: Path) -> None:

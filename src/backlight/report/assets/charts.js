@@ -83,7 +83,7 @@ const stepAxis = (label = "step") => ({
   gap: 4,
   grid: { show: false },
   ticks: { stroke: () => css("line-strong"), width: 1, size: 4 },
-  space: 90,
+  space: 64,
   incrs: [1, 2, 5].flatMap((times) => [...Array(12).keys()].map((zeros) => times * 10 ** zeros)).sort((a, b) => a - b),
   values: (plot, splits) => splits.map((value) => number(Math.round(value))),
 });

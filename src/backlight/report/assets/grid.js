@@ -17,6 +17,7 @@ const reachOf = (first, last) => {
 
 class Grid {
   // options: first, last, rows() -> row numbers, code(row, bucket), merge(a, b), label(row), group(row) -> parts,
+  // block(row) -> the beginning of its label that its neighbours share,
   // describe(row, bucket) -> {title, rows: [[label, value]...]}, marked() -> rows to point out, pick(row, bucket), zoomRows(rows), height(rows),
   // name, gutter, lines() -> [{place, label}]
   constructor(host, options) {
@@ -41,7 +42,7 @@ class Grid {
   layout() {
     const width = this.host.clientWidth;
     this.shown = this.rows();
-    this.left = this.gutter ?? Math.round(width < 560 ? Math.min(112, width * 0.3) : Math.min(230, width * 0.22));
+    this.left = this.gutter ?? Math.round(width < 560 ? Math.min(112, width * 0.3) : Math.min(260, width * 0.28));
     this.wide = Math.max(10, width - this.left - RIGHT);
     this.high = this.height(this.shown.length);
     this.ratio = Math.max(1, Math.min(3, devicePixelRatio));
@@ -179,12 +180,13 @@ class Grid {
     context.textBaseline = "middle";
     context.textAlign = "right";
     context.fillStyle = css("ink-soft");
-    const fits = (text) => context.measureText(text).width <= this.left - 16;
+    const within = (room) => (text) => context.measureText(text).width <= room;
+    const fits = within(this.left - 16);
     const narrow = this.host.clientWidth < 560 && !this.gutter;
+    const blocks = this.block ? this.blocks() : [];
+    this.separate(context, blocks);
     if (each >= 12 && !narrow) {
-      this.shown.forEach((row, place) => {
-        context.fillText(shortened(this.label(row), fits), this.left - 10, this.y(place + 0.5));
-      });
+      this.blockLabels(context, blocks, within);
       return;
     }
     let lowest = -Infinity;
@@ -199,6 +201,46 @@ class Grid {
       if (middle - 7 < lowest) continue;
       context.fillText(shortened(text, fits), this.left - 10, Math.max(TOP + 6, middle));
       lowest = middle + 7;
+    }
+  }
+
+  // Neighbours in one block of the model; `inside` is where the rest of a row's name begins, 0 where a row is alone.
+  blocks() {
+    const found = [];
+    this.shown.forEach((row, place) => {
+      const text = this.block(row);
+      if (found.at(-1)?.text === text) Object.assign(found.at(-1), { to: place + 1, inside: text.length + 1 });
+      else found.push({ from: place, to: place + 1, text, inside: 0 });
+    });
+    return found;
+  }
+
+  // A gap between blocks, where they are high enough to be seen apart.
+  separate(context, blocks) {
+    if (this.high < 8 * blocks.length) return;
+    context.fillStyle = css("card");
+    for (const { from } of blocks.slice(1)) context.fillRect(this.left, Math.round(this.y(from)) - 1, this.wide, 2);
+    context.fillStyle = css("ink-soft");
+  }
+
+  // The name of each block once, beside a bracket, and the rest of each row's name.
+  blockLabels(context, blocks, within) {
+    const several = blocks.filter(({ inside }) => inside);
+    context.font = `600 12px ${css("font")}`;
+    const widest = Math.max(0, ...several.map(({ text }) => context.measureText(text).width));
+    const column = several.length ? Math.min(widest + 14, 0.45 * this.left) : 0;
+    context.font = `12px ${css("font")}`;
+    for (const { from, to, text, inside } of blocks.length ? blocks : [{ from: 0, to: this.shown.length, inside: 0 }]) {
+      const room = within(this.left - 14 - (inside ? column : 0));
+      for (let place = from; place < to; place += 1) {
+        context.fillText(shortened(this.label(this.shown[place]).slice(inside), room), this.left - 8, this.y(place + 0.5));
+      }
+      if (!inside) continue;
+      const [begin, end] = [this.y(from) + 2, this.y(to) - 2];
+      context.fillRect(column - 6, begin, 1, end - begin);
+      context.font = `600 12px ${css("font")}`;
+      context.fillText(shortened(text, within(column - 12)), column - 11, Math.min((begin + end) / 2, begin + 60));
+      context.font = `12px ${css("font")}`;
     }
   }
 

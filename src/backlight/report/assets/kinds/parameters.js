@@ -114,6 +114,9 @@ KINDS.parameters = async (host, data) => {
   };
 };
 
+// The block of a parameter: up to the first number in its name, else the first part.
+const blockOf = (name) => /^(.*?\.\d+)\./.exec(name)?.[1] ?? name.split(".")[0];
+
 const heatMap = async (host, grid) => {
   const choice = el(
     "select",
@@ -160,12 +163,13 @@ const heatMap = async (host, grid) => {
     last: grid.last,
     rows,
     height: (shown) => {
-      if (shown <= 48) return Math.max(60, shown * (shown <= 12 ? 26 : shown <= 30 ? 18 : 13));
-      return Math.min(760, Math.max(624, 1.6 * shown));
+      if (shown <= 64) return Math.max(60, shown * (shown <= 12 ? 26 : shown <= 30 ? 18 : 13));
+      return Math.min(960, Math.max(832, 1.6 * shown));
     },
     marked: () => (view.matches && !view.onlyMatches ? view.matches : []),
     label: (row) => report.parameters[row].name,
     group: (row) => report.parameters[row].name.split("."),
+    block: (row) => blockOf(report.parameters[row].name),
     code: (row, bucket) => state.codes[row * state.amount + bucket],
     merge: (a, b) => state.merge(a, b),
     describe: (row, bucket) => describeCell(grid, state, row, bucket),
