@@ -23,7 +23,7 @@ _BACKLIGHT = str(Path(__file__).parent) + os.sep
 # Not a folder above: in an installation, that holds every other package, such as typer's.
 _SKIPPED = (_BACKLIGHT, contextlib.__file__, threading.__file__)
 
-_COMMANDS = _BACKLIGHT + "cli" + os.sep
+_COMMANDS = (_BACKLIGHT + "cli" + os.sep, _BACKLIGHT + "launch" + os.sep)
 
 _SHOWN: dict[Any, Any] = {}
 """Warnings that Python's filters have shown in this process."""
@@ -38,7 +38,7 @@ def _calling() -> Line | None:
     torch = getattr(sys.modules.get("torch"), "__file__", None)  # hooks are called from within it
     passed = (*_SKIPPED, str(Path(torch).parent) + os.sep) if torch else _SKIPPED
     while frame is not None and frame.f_code.co_filename.startswith(passed):
-        # Below our commands there is no script: it has not begun, or is over.
+        # Below our commands there is no script: it has not begun, is over, or is just importing torch.
         frame = None if frame.f_code.co_filename.startswith(_COMMANDS) else frame.f_back
     if frame is None:
         return None

@@ -309,6 +309,11 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
     patches.replace(base, "__next__", wrap)
 
 
+# Both keep a function out of compiled code; the public one imports the compiler at once, which reads the
+# environment that the script may still set.
+_not_compiled: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+
 def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
     """Report optimizer steps to the hub; return the handles that remove the hooks.
 
@@ -328,7 +333,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     patches.replace(torch.optim.Optimizer, "__init__", wrap_init)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_not_compiled
     def begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not hub.active:
             return None
@@ -351,7 +356,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
             return args, {**kwargs, "closure": reporting}
         return (args[0], reporting, *args[2:]), kwargs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_not_compiled
     def end(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if hub.active:
             hub.emit("optimizer_end", optimizer)

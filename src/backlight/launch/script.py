@@ -77,12 +77,21 @@ _KEPT: list[object] = []
 then what their destructors do, such as ending the threads of a process group, comes at another time."""
 
 
+class Refused(BaseException):
+    """What a watch refuses while the script runs; ``error`` is the reason, and no error of the script's."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 def launch(watch: AbstractContextManager[object], target: str, arguments: list[str], *, module: bool) -> int:
     """Run ``target`` under ``watch``, or another context, and return its exit code.
 
     An uncaught exception is printed as Python prints it, without frames of backlight. An
     interrupt ends this process by the same signal, after the run is closed. What ``watch`` refuses when it
-    is entered is no error of the script's, which has not begun: it is raised as it is.
+    is entered is no error of the script's, which has not begun: it is raised as it is, and so is what it
+    refuses later as :class:`Refused`.
     """
     sys.argv = [target, *arguments]
     code = 0
@@ -92,6 +101,8 @@ def launch(watch: AbstractContextManager[object], target: str, arguments: list[s
     try:
         with entered:
             _execute(target, module=module)
+    except Refused as refusal:
+        raise refusal.error from None
     except SystemExit as leaving:
         code = _exit_code(leaving)
     except KeyboardInterrupt as error:

@@ -87,7 +87,6 @@ def run(
     Options after SCRIPT belong to the script. Its exit code, output and signals pass through. Standard error
     gets one line at the start, one for each new error or warning, and all findings at the end.
     """
-    from backlight.cli.render.report import after_run
     from backlight.launch.script import check, launch
     from backlight.session.settings import Settings
 
@@ -103,14 +102,20 @@ def run(
     arguments = list(context.args)
     if slurm is not None or slurm_script is not None:
         return _submit(context, script, arguments, out, slurm or [], slurm_script)
-    from backlight.distributed import world
-    from backlight.session.watch import Watch
+    from backlight.session.script_watch import ScriptWatch
 
-    watch = Watch((), (), settings, out, script=script, arguments=tuple(arguments))
-    code = launch(watch, script, arguments, module=module)
+    watched = ScriptWatch(settings, out, script=script, arguments=tuple(arguments))
+    code = launch(watched, script, arguments, module=module)
+
+    from backlight.cli.render.report import after_run
+    from backlight.distributed import world
+
     sys.stdout.flush()
     if world().rank == 0 and not settings.quiet:  # once for all ranks
-        after_run(watch.path)
+        if watched.watch is None:
+            print(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
+        else:
+            after_run(watched.watch.path)
     return code
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Protocol
 
 from backlight.records import Finding
 from backlight.registry import Registry
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 PREFIX = "backlight/"
 """What the names of everything that is sent begin with."""

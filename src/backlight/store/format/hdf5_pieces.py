@@ -26,10 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.store.errors import RunFormatError
-from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION
+from backlight.store.format.schema import ARRAY_ENCODINGS, COMPRESSIONS, FORMAT_VERSION
 from backlight.store.platform import atomic_json
-
-COMPRESSIONS = ("gzip", "lzf", "none")
 
 CHUNK_BYTES = 1024 * 1024
 """Size of a chunk; a step larger than this is split along its first axis."""

@@ -163,6 +163,9 @@ ARRAY_ENCODINGS: dict[str, int] = {"plain": 1, "bf16": 1}
 type.
 """
 
+COMPRESSIONS = ("gzip", "lzf", "none")
+"""Compressions of stored arrays."""
+
 DATABASE_KIND = "backlight rank database"
 
 TABLES: dict[str, str] = {

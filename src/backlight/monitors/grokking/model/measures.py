@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backlight.store.format.hdf5_pieces import COMPRESSIONS
+from backlight.store.format.schema import COMPRESSIONS
 
 if TYPE_CHECKING:
     from backlight.monitor import Recorder

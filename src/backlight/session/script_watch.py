@@ -1,0 +1,63 @@
+"""The watch of a script that ``backlight run`` starts: attached once the script has imported torch.
+
+Until then the process holds no module that reads what the script may still set, such as ``OMP_NUM_THREADS``,
+or that draws from a generator. A script that never imports torch leaves no run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from backlight.launch.import_hook import ImportHook
+from backlight.launch.script import Refused
+
+if TYPE_CHECKING:
+    from backlight.session.settings import Settings
+    from backlight.session.watch import Watch
+
+
+class ScriptWatch:
+    """Context manager around a script; ``watch`` is None until the script has imported torch.
+
+    What the watch refuses then ends the script as :class:`Refused`.
+    """
+
+    def __init__(
+        self, settings: Settings, run: Path | None, *, script: str, arguments: tuple[str, ...]
+    ) -> None:
+        self.watch: Watch | None = None
+        self._settings, self._run = settings, run
+        self._script, self._arguments = script, arguments
+        self._folder = Path.cwd()
+        self._hook = ImportHook("torch", self._attach)
+
+    def __enter__(self) -> Self:
+        """Wait for the import of torch."""
+        self._hook.install()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close the run; an exception passes through."""
+        self._hook.remove()
+        if self.watch is not None:
+            self.watch.__exit__(kind, error, traceback)
+
+    def _attach(self) -> None:
+        from backlight.session.watch import Watch  # noqa: PLC0415 - imports torch
+
+        run = self._run
+        if run is not None and Path.cwd() != self._folder:  # the script has moved since
+            run = self._folder / run
+        try:
+            watch = Watch((), (), self._settings, run, script=self._script, arguments=self._arguments)
+            watch.__enter__()
+        except Exception as error:
+            raise Refused(error) from error
+        self.watch = watch
