@@ -35,7 +35,10 @@ class ScriptWatch:
 
     def __enter__(self) -> Self:
         """Wait for the import of torch."""
-        self._hook.install()
+        try:
+            self._hook.install()
+        except Refused as refusal:  # torch is imported already: the script has not begun
+            raise refusal.error from None
         return self
 
     def __exit__(
