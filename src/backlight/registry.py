@@ -6,6 +6,7 @@ distributions add to it. Nothing is imported before the entries are needed.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -213,9 +214,15 @@ class Registry(Generic[T]):
 
 
 def _entry_points(group: str) -> Iterable[EntryPoint]:
+    found: Iterable[EntryPoint] = _all_entry_points(tuple(sys.path)).select(group=group)
+    return found
+
+
+@functools.lru_cache(maxsize=1)  # reads a file of every distribution on the path
+def _all_entry_points(_path: tuple[str, ...]) -> Any:
     from importlib.metadata import entry_points  # noqa: PLC0415 - the watchdog process has no use for it
 
-    return entry_points(group=group)
+    return entry_points()
 
 
 def _module_names(patterns: Iterable[str]) -> list[str]:

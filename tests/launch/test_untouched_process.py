@@ -75,6 +75,46 @@ def test_generators_and_environment_are_those_of_plain_python(
     assert watched.stdout == plain.stdout
 
 
+WATCH = """
+import random, sys
+import torch
+random.seed(1)
+torch.manual_seed(2)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    for _ in range(5):
+        model(torch.randn(8, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+if "watched" in sys.argv:
+    import backlight
+    with backlight.watch(model, optimizer, run="run") as watch:
+        train()
+    print(watch.findings, file=sys.stderr)
+    assert "rich" in sys.modules
+else:
+    train()
+print(random.random(), torch.rand(1).item())
+"""
+
+
+def test_watch_and_printed_findings_leave_the_generators(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WATCH)
+    plain, watched = (
+        subprocess.run(
+            [sys.executable, "train.py", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for arguments in ((), ("watched",))
+    )
+    assert watched.returncode == 0, watched.stderr
+    assert watched.stdout == plain.stdout
+
+
 def test_script_that_imports_no_torch_leaves_no_run(tmp_path: Path, console_script: Console) -> None:
     (tmp_path / "plain.py").write_text("import sys\nprint('done')\nsys.exit(3)\n")
     watched = console_script(tmp_path, "run", "--out", "run", "plain.py")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backlight.findings.limits import Limits, merge_overrides, with_overrides
 from backlight.findings.phrases import shorten
+from backlight.generators import kept_random
 from backlight.records import Finding, Made, Severity
 from backlight.registry import DISPLAYS, RULES, warn
-from backlight.store.export.arrow import to_pandas, to_polars
-from backlight.store.export.tables import findings_table
 from backlight.store.read.run import Run
 from backlight.text import did_you_mean
+
+if TYPE_CHECKING:
+    from backlight.store.export.tables import Table
 
 
 class FailOnError(ValueError):
@@ -36,7 +38,8 @@ class Findings(list[Finding]):
         self.run = run
 
     def __str__(self) -> str:
-        return DISPLAYS["findings as text"](self)
+        with kept_random():
+            return DISPLAYS["findings as text"](self)
 
     def _repr_html_(self) -> str:
         return DISPLAYS["findings"](self)
@@ -46,11 +49,20 @@ class Findings(list[Finding]):
 
     def to_pandas(self) -> Any:
         """Return one row per finding as ``pandas.DataFrame``."""
-        return to_pandas(findings_table(lambda: self))
+        from backlight.store.export.arrow import to_pandas  # noqa: PLC0415 - as below
+
+        return to_pandas(self._table())
 
     def to_polars(self) -> Any:
         """Return one row per finding as ``polars.DataFrame``."""
-        return to_polars(findings_table(lambda: self))
+        from backlight.store.export.arrow import to_polars  # noqa: PLC0415 - as below
+
+        return to_polars(self._table())
+
+    def _table(self) -> Table:
+        from backlight.store.export.tables import findings_table  # noqa: PLC0415 - no watched run needs it
+
+        return findings_table(lambda: self)
 
 
 def evaluate_rules(

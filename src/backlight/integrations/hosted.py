@@ -10,26 +10,25 @@ import contextlib
 import importlib.metadata
 import os
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from rich.console import Console
-
 from backlight.distributed import launch_id, rank_and_size
-from backlight.findings.evaluate import findings_of
+from backlight.findings.evaluate import Findings, findings_of
+from backlight.generators import kept_random
 from backlight.monitor import Samples, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding
-from backlight.report.terminal import print_findings
 from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, OnFinding, Settings, given_settings, suggest_keywords
 from backlight.session.watch import Watch, watch
 from backlight.store.errors import StoreError
 from backlight.store.read.attempt_files import wait_for_ranks
-from backlight.store.read.run import open_run
+from backlight.store.read.run import Run, open_run
 from backlight.store.write.attempt import default_path
 
 if TYPE_CHECKING:
@@ -185,16 +184,25 @@ class Hosted:
             run = open_run(path)
             found = findings_of(run)
         except StoreError as error:
-            Console(stderr=True).print(f"backlight: {error}", markup=False, highlight=False)
+            print(f"backlight: {error}", file=sys.stderr)
             return
         if self._summary:
-            console = Console(stderr=True)
-            print_findings(run, found, console)
-            console.print(f"next: backlight report {path}", markup=False, highlight=False, soft_wrap=True)
+            _print_summary(run, found)
         if self._on_end is not None:
             name = getattr(self._on_end, "__qualname__", type(self._on_end).__name__)
             with self.shield("on_end", f"what {name} would have done"):
                 self._on_end(found)
+
+
+def _print_summary(run: Run, findings: Findings) -> None:
+    with kept_random():
+        from rich.console import Console  # noqa: PLC0415 - the training script may need none of it
+
+        from backlight.report.terminal import print_findings  # noqa: PLC0415 - imports rich
+
+        console = Console(stderr=True)
+        print_findings(run, findings, console)
+        console.print(f"next: backlight report {run.path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_number(value: Any) -> bool:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import webbrowser
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -312,6 +311,8 @@ def open_page(
     browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
     """Serve a live page of one or more runs on this machine."""
+    import webbrowser
+
     from backlight.analysis.live import Live, followed
 
     live = Live(followed(paths or [given_or_latest(None)]), port)

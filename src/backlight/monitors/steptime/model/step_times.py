@@ -125,7 +125,8 @@ def read_phases(run: Run, *, attempt: int | None = None, rank: int | None = None
 
 def join_scalars(scalars: Sequence[Scalar]) -> tuple[npt.NDArray[np.int64], Floats]:
     """Return all steps [S], and a column for each scalar, [S, scalars], 0 where it has no value."""
-    steps = np.unique(np.concatenate([scalar.steps for scalar in scalars]))
+    # The indices are not needed; without them numpy imports numpy.ma, at the end of every watched run.
+    steps, _ = np.unique(np.concatenate([scalar.steps for scalar in scalars]), return_index=True)
     table = np.zeros((len(steps), len(scalars)))
     for column, scalar in enumerate(scalars):
         table[np.searchsorted(steps, scalar.steps), column] = scalar.values
