@@ -180,11 +180,22 @@ def is_traceable(pid: int) -> bool:
 
 def handles_signal(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal, without which the signal would end it."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+    caught = _status_field(str(pid), "SigCgt")
+    return caught is not None and bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def voluntary_switches(tid: int | None) -> int | None:
+    """Return how often a thread of this process yielded its core, None if that is not known."""
+    found = _status_field(f"self/task/{tid}", "voluntary_ctxt_switches")
+    return None if found is None else int(found)
+
+
+def _status_field(task: str, field: str) -> str | None:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{task}/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(f"{field}:"):
+                return line.split()[1]
+    return None
 
 
 def send_signal(process: Process, number: int) -> bool:

@@ -71,7 +71,7 @@ def test_noise_scale_of_quadratic():
 
 
 def test_no_signal_has_no_finite_noise_scale():
-    level = Noise(4, (3, 3), 1.0, 9.0, 2.0, -0.01)
+    level = Noise(4, (3, 3), 1.0, 9.0, -0.01)
     assert level.noise_scale(32) == math.inf
     with pytest.raises(ValueError, match="batch size of a replicate must be positive"):
         level.noise_scale(0)

@@ -62,7 +62,6 @@ class ProfileResult(BaseModel):
     first_ms: float
     warmup_dropped: int
     phases: dict[str, PhaseTime]
-    times_are: str = "host"
     device_phases: dict[str, float] | None
     sum_error: float
     backwards_per_step: float | None

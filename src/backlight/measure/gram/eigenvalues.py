@@ -30,8 +30,6 @@ class Spectrum:
     centred: bool  # of the covariance instead of the second moment
     trace: float  # of the whole matrix, also with ``top``; nan where unknown
     frobenius: float  # of the whole matrix
-    clamped: int  # number of negative eigenvalues, which only rounding makes
-    most_negative: float  # the most negative of them
     tolerance: float  # eigenvalues above it count for the numerical rank
     mean_square: float = math.nan  # squared norm of the mean gradient, 1^T K 1 / N^2
     uncentred_trace: float = field(default=math.nan, repr=False)
@@ -155,7 +153,6 @@ def spectrum(
     if device is not None:
         work = work.to(device)
     values = _largest(work, top)
-    negative = values[values < 0]
     largest = float(max(values[0], 0.0))
     return Spectrum(
         eigenvalues=np.maximum(values, 0.0),
@@ -163,8 +160,6 @@ def spectrum(
         centred=centred,
         trace=max(0.0, float(work.trace())),
         frobenius=float(torch.linalg.matrix_norm(work)),
-        clamped=int(negative.size),
-        most_negative=float(negative.min()) if negative.size else 0.0,
         tolerance=largest * n * max(float(np.finfo(np.float64).eps), input_eps**2),
         mean_square=mean,
         uncentred_trace=total,

@@ -206,7 +206,6 @@ class Noise:
     shape: tuple[int, int]  # p, q
     variance: float  # of one entry: sum_a |G_a - mean|^2 / ((R - 1) p q)
     mean_square: float  # T, mean over the replicates of their sum of squares
-    square_of_mean: float  # sum of squares of their mean
     signal_share: float  # rho = (R |mean|^2 - T) / ((R - 1) T); may be below 0 without signal
 
     @property
@@ -255,7 +254,7 @@ def noise_about(replicates: Replicates, mean: Tensor) -> Noise:
     variance = deviation / ((count - 1) * p * q)
     # R |mean|^2 - T = (R - 1) T - sum |G_a - mean|^2: exact where all replicates agree.
     share = 1 - deviation / ((count - 1) * mean_square)
-    return Noise(count, (p, q), variance, mean_square, square_of_mean, share)
+    return Noise(count, (p, q), variance, mean_square, share)
 
 
 def check_distinct(replicates: Replicates, sigma2: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor
 from backlight.measure.spectra.replicates import as_matrix
 from backlight.monitors.spectra.model.options import SpectraError
 from backlight.store.format.spectra import Layer
+from backlight.text import did_you_mean
 
 Split = Callable[[str, Tensor], Mapping[str, Tensor]]
 """Returns the matrices that a weight fuses, by name, given its name and a tensor of its shape."""
@@ -116,11 +116,8 @@ def _matched(layers: Sequence[Layer], patterns: Sequence[str], option: str) -> s
         found = {layer.parameter for layer in layers if any(_matches(part, layer) for part in wanted)}
         if not found:
             known = sorted({name for layer in layers for name in _names(layer)})
-            near = [n for part in wanted for n in difflib.get_close_matches(part.strip("*."), known, n=3)]
-            hint = ", ".join(dict.fromkeys(near or [layer.parameter for layer in layers[:3]]))
-            raise SpectraError(
-                f"{option} {pattern!r} matches none of {len(layers)} matrices; there are such as {hint}"
-            )
+            hint = did_you_mean(wanted[0].strip("*.") if wanted else "", known)
+            raise SpectraError(f"{option} {pattern!r} matches none of {len(layers)} matrices{hint}")
         out |= found
     return out
 

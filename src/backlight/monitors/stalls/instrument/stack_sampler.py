@@ -24,7 +24,7 @@ from backlight.monitors.stalls.model.runtime_dir import write_document
 from backlight.monitors.stalls.model.shared_state import PHASES, Slot, StateSnapshot, read_state
 from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious
-from backlight.processes import queued_s
+from backlight.processes import queued_s, voluntary_switches
 from backlight.records import Phase
 from backlight.user_code import is_user_code
 
@@ -210,14 +210,14 @@ def probe_bytecode(tid: int | None) -> bool | None:
     which the kernel counts; a thread in native code does neither. None where the two signs disagree, and
     where the thread spent much of the time in a queue for a core: it could not have taken the lock either.
     """
-    before, queued_before = _voluntary_switches(tid), queued_s(tid)
+    before, queued_before = voluntary_switches(tid), queued_s(tid)
     delays = []
     start = time.perf_counter()
     for _ in range(NUM_PROBES):
         begin = time.perf_counter()
         time.sleep(PROBE_S)
         delays.append(time.perf_counter() - begin - PROBE_S)
-    switches = None if before is None else (_voluntary_switches(tid) or 0) - before
+    switches = None if before is None else (voluntary_switches(tid) or 0) - before
     interval = sys.getswitchinterval()
     typical = sorted(delays)[NUM_PROBES // 2]
     if typical > 0.6 * interval and (switches is None or switches >= NUM_PROBES - 1):
@@ -228,15 +228,6 @@ def probe_bytecode(tid: int | None) -> bool | None:
     if typical < 0.3 * interval and (switches is None or switches <= 1) and not starved:
         return False
     return None
-
-
-def _voluntary_switches(tid: int | None) -> int | None:
-    try:
-        status = Path(f"/proc/self/task/{tid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = [line for line in status.splitlines() if line.startswith("voluntary_ctxt_switches")]
-    return int(found[0].split()[1]) if found else None
 
 
 def _is_compiling() -> bool:
