@@ -42,4 +42,4 @@ def test_error_filter_does_not_end_the_training(tmp_path: Path, capsys: pytest.C
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Notifier(tmp_path).warn("disk", "it is full")
-    assert capsys.readouterr().err == "backlight: it is full. Your training goes on unchanged.\n"
+    assert capsys.readouterr().err == "backlight: it is full. Your training continues unchanged.\n"

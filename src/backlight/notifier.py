@@ -1,6 +1,6 @@
 """Warnings, shown once, and events about what is not measured.
 
-Whatever breaks in backlight, training goes on; what is lost is reported and recorded.
+Training continues whatever fails in backlight; what is lost is reported and recorded.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Notifier:
         self._warned.add(about)
         # With the user's line that led here, or that made the watch where a thread reports; else with the
         # script that a command runs.
-        _show(f"{text}. Your training goes on unchanged.", _calling() or self._made)
+        _show(f"{text}. Your training continues unchanged.", _calling() or self._made)
 
     def remind(self, text: str) -> None:
         """Warn the user at the line that made the watch, of which nothing is left."""

@@ -42,7 +42,7 @@ def test_missing_and_early_destroyed_process_group(tmp_path: Path) -> None:
     for word in ("idle", "early"):
         code, output = watched(tmp_path / word, 4, word)
         assert code == 0, output
-        assert "Your training goes on unchanged" not in output  # the usual end of a warning
+        assert "Your training continues unchanged" not in output  # the usual end of a warning
         run = backlight.open_run(tmp_path / word)
         assert (run.status, run.attempts[0].ranks, run.losses) == (RunStatus.FINISHED, (0, 1), ())
         assert run.frame("gradient", "norm", rank=1).steps.tolist() == [0, 1, 2, 3]

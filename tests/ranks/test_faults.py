@@ -227,7 +227,7 @@ def test_script_without_a_process_group_is_warned(tmp_path: Path) -> None:
     ]
     done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0
-    assert "no process group is initialised. Your training goes on unchanged" in done.stderr
+    assert "no process group is initialised. Your training continues unchanged" in done.stderr
 
 
 @pytest.mark.full

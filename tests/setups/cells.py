@@ -263,7 +263,7 @@ def _geometry(setup: Setup, path: Path, **more: Any) -> tuple[Run, list[str]]:
 def _reasons(run: Run, messages: list[str]) -> str:
     """Return the reported reasons: warnings, else events of the run."""
     texts = [text for texts in gathered(messages) for text in texts] or unmeasured(run)
-    texts = [re.sub(r"^backlight: |\.? Your training goes on unchanged\.$", "", text) for text in texts]
+    texts = [re.sub(r"^backlight: |\.? Your training continues unchanged\.$", "", text) for text in texts]
     return " | ".join(dict.fromkeys(texts))
 
 

@@ -292,7 +292,7 @@ class Hub:
         except Exception as second:  # noqa: BLE001 - nothing is left but to warn
             warnings.warn(
                 f"backlight: stopped measuring after {type(error).__name__}: {error} "
-                f"(and could not record that: {second}). Your training goes on unchanged.",
+                f"(and could not record that: {second}). Your training continues unchanged.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -54,7 +54,7 @@ def newest(directory: Path) -> tuple[int, dict[str, Any]] | None:
             return int(path.stem.removeprefix("step-")), state
     if problems:
         raise CheckpointError(
-            f"no checkpoint can be read: {'; '.join(problems)}; start anew with another --out"
+            f"no checkpoint can be read: {'; '.join(problems)}; start again with another --out"
         )
     return None
 

@@ -338,7 +338,7 @@ def _to_resume(configuration: Configuration, path: Path) -> tuple[int, dict[str,
     if wrong:
         raise ConfigurationError(
             f"{path}: was started with another configuration: {'; '.join(wrong[:3])}. Resume it without "
-            "other settings, or start anew with another --out"
+            "other settings, or start again with another --out"
         )
     return checkpoints.newest(path / checkpoints.DIRECTORY)
 

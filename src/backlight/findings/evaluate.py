@@ -122,7 +122,7 @@ def evaluate_rules(
             whose = f", which {plug_in.distribution} {plug_in.version} adds," if plug_in else ""
             warn(
                 f"backlight: rule {name!r} of monitor {rule.monitor!r}{whose} failed on run "
-                f"{run.name or run.path} and is left out, so that nothing is known of what it looks for: "
+                f"{run.name or run.path} and is left out, so that what it checks is not covered: "
                 f"{type(error).__name__}: {error}",
                 RuleFailedWarning,
             )

@@ -35,8 +35,8 @@ STEPS_WITHOUT_BACKWARD = 2
 """Steps in a row with gradients and without a backward after which that is recorded."""
 
 NO_BACKWARD = (
-    "gradients were there at the step, but no backward pass was seen: they came from torch.autograd.grad, "
-    "torch.func, or a backward inside a compiled function; loss and time of backward are not recorded"
+    "gradients were there at the step, but no backward pass was observed: they came from torch.autograd."
+    "grad, torch.func, or a backward inside a compiled function; loss and time of backward are not recorded"
 )
 """Why loss and backward are not measured where gradients come by a way that has no hooks."""
 

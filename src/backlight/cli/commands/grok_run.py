@@ -1,4 +1,4 @@
-"""``backlight grok run``: run an experiment or a sweep of it, here or on a cluster; go on with one."""
+"""``backlight grok run``: run an experiment or a sweep of it, here or on a cluster; continue one."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _one(
                 control_of=control_of, on_progress=show, on_warning=bar.warn,
             )  # fmt: skip
     except KeyboardInterrupt:
-        print(f"stopped; go on with: backlight grok run --out {path} --resume", file=sys.stderr)
+        print(f"stopped; continue with: backlight grok run --out {path} --resume", file=sys.stderr)
         return 130
     print(path)
     return 0

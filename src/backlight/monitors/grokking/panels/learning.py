@@ -64,7 +64,7 @@ def spans(source: Source, *, named: bool = False) -> tuple[Span, ...]:
 
 def between(time: Interval | None) -> str:
     """Return an interval of steps in words: ``(20, 30]``."""
-    return "not seen" if time is None else f"({number(time.after)}, {number(time.by)}]"
+    return "not observed" if time is None else f"({number(time.after)}, {number(time.by)}]"
 
 
 def summary(source: Source) -> Summary | None:

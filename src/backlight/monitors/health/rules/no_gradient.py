@@ -123,7 +123,7 @@ def _reason(record: ParameterRecord, reported: dict[str, str], held: bool) -> _R
         return _Reason(
             Severity.INFO,
             f"not measured: {said}",
-            "Read the reason: nothing is known of these gradients.",
+            "Read the reason: these gradients were not measured.",
             "unmeasured",
         )
     if held and not record.group:
