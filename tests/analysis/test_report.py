@@ -52,7 +52,7 @@ def stalled(tmp_path: Path) -> Path:
 
 def test_markdown_has_evidence_environment_and_missing_evidence(stalled: Path, tmp_path: Path) -> None:
     text = write_markdown(stalled, tmp_path / "report.md").read_text()
-    assert text.startswith("# stalled: BLOCKED: the main thread waits\n\n1 error. ")
+    assert text.startswith("# stalled: BLOCKED: the main thread waits\n\nFailed. 1 error. ")
     missing = text.index("## Evidence that could not be collected")
     assert "rank 0: py-spy: Permission denied" in text[missing:].splitlines()[2]
     assert "      at ops.py:22 in <b>backward</b>" in text  # quoted, so that no markup acts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +197,16 @@ def test_unmeasured_zero_and_non_finite_cells_differ(full: Source) -> None:
     assert (rms.measured[:, 25] == 1).all()
     assert rms.broken[95, 10] == 1
     assert np.isnan(rms.high[95, 10])
+
+
+def test_parameters_that_never_train_have_no_health(full: Source) -> None:
+    source = dataclasses.replace(
+        full, health=(np.arange(3), np.ones(3)), untrained=("head.weight", "head.bias")
+    )
+    (lowest,) = [figure for figure in PANELS["loss"].summary(source).figures(source) if "health" in figure[0]]
+    assert lowest == ("lowest health", "not measured", "2 parameters never trained")
+    assert facts(source, "health") == {"lowest of the others": "1", "at the end of the others": "1"}
+    assert "head.weight, head.bias" in drawn(source, "health").remarks[0]
 
 
 def test_update_of_zero_weights_is_not_defined(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from backlight.findings.evaluate import findings_of
+from backlight.monitors.health.model.parameters import untrained_parameters
 from backlight.monitors.health.model.score import health_series
 from backlight.records import Finding, to_json
 from backlight.report.markdown import render_markdown
@@ -78,6 +79,7 @@ def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
         run,
         tuple(findings_of(run) if findings is None else findings),
         (health.steps, health.score) if len(health.steps) else None,
+        untrained_parameters(run),
     )
 
 

@@ -39,14 +39,15 @@ class Coverage:
 class Source:
     """A run as the report sees it, all attempts joined.
 
-    ``health`` is the score over steps, which the caller computes by the rules of its monitor. ``cells`` are
-    those that a heat map may have, None for as many as a written report has. ``kept`` is what panels read
-    through :meth:`once`.
+    ``health`` is the score over steps and ``untrained`` names the trainable parameters that never train; the
+    caller computes both by the rules of their monitor. ``cells`` are those that a heat map may have, None for
+    as many as a written report has. ``kept`` is what panels read through :meth:`once`.
     """
 
     run: Run
     findings: Sequence[Finding] = ()
     health: Series | None = None
+    untrained: Sequence[str] = ()
     cells: int | None = None
     kept: dict[Callable[[Any], Any], Any] = field(default_factory=dict, init=False, repr=False)
 

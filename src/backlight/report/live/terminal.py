@@ -106,7 +106,10 @@ def _status(source: Source, width: int) -> list[RenderableType]:
     if source.health is not None and len(source.health[1]):
         known = source.health[1][~np.isnan(source.health[1])]
         shown = number(float(known[-1]), 3) if len(known) else "not measured"
-        rows.append(("health", shown, sparkline(source.health[1], available)))
+        line = sparkline(source.health[1], available)
+        if source.untrained:
+            shown, line = "not measured", f"{count(len(source.untrained), 'parameter')} never trained"
+        rows.append(("health", shown, line))
     for row in rows:
         table.add_row(*row[: 2 if slim else 3])
     return [table]

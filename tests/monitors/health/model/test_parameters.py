@@ -4,7 +4,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.monitors.health.model.parameters import GroupError, group_rms, members, ratio
+from backlight.monitors.health.model.parameters import (
+    GroupError,
+    group_rms,
+    members,
+    ratio,
+    untrained_parameters,
+)
+from health_runs import parameter
 
 NAMES = ("encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "head.weight", "headless.weight")
 
@@ -60,3 +67,19 @@ def test_group_rms_pools_the_values_of_its_members(synthetic: Any) -> None:
     np.testing.assert_allclose(group.values, [math.sqrt((1 + 9) / 2), 1.0, 1.0])
     none = group_rms(synthetic({"a": [float("nan")] * 2, "b": [1.0, 1.0]}), "a")
     assert np.isnan(none.values).all()
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(4, ()), (5, ("cut", "zero", "outside"))])
+def test_untrained_parameters_have_no_gradient_or_no_optimizer(
+    steps: int, expected: tuple[str, ...], synthetic: Any
+) -> None:
+    nothing = [math.nan] * steps
+    rms = {"good": [1.0] * steps, "late": [*nothing[1:], 1.0], "cut": nothing, "zero": [0.0] * steps}
+    rms |= {"outside": [1.0] * steps, "frozen": nothing, "sharded": nothing}
+    records = {
+        "outside": parameter("outside", group=""),
+        "frozen": parameter("frozen", unmeasured="frozen", requires_grad=False),
+    }
+    sharded = (None, "unmeasured", {"reason": "the ranks are not here", "parameters": ["sharded"]})
+    run = synthetic(rms, records=records, events=[sharded])
+    assert untrained_parameters(run) == expected

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings import phrases
-from backlight.findings.limits import Limits, limit
+from backlight.findings.limits import Limits, known_overrides, limit, with_overrides
 from backlight.records import Evidence, ParameterRecord
 from backlight.store.read.run import Run
 from backlight.text import did_you_mean
@@ -129,6 +129,31 @@ def without_optimizer(run: Run, window: int) -> list[ParameterRecord]:
     columns = [frame.names.index(p.name) for p in outside]
     counts = np.sum(frame.measured[:, columns] & (frame.values[:, columns] > 0), axis=0)
     return [p for p, count in zip(outside, counts, strict=True) if count >= window]
+
+
+def untrained_parameters(run: Run) -> tuple[str, ...]:
+    """Return the trainable parameters that never train: no gradient, only zeros, or in no watched optimizer.
+
+    Empty before ``no_gradient_steps`` recorded steps. What backlight could not measure is left out.
+    """
+    given = known_overrides("health", run.overrides.get("health", {}))[0]
+    window = with_overrides(MembershipLimits, given).no_gradient_steps
+    if not run.has("gradient"):
+        return ()
+    frame = run.frame("gradient", "norm")
+    measured_SP = frame.measured if frame.any_rank is None else frame.any_rank
+    if np.count_nonzero(measured_SP.any(axis=1)) < window:
+        return ()
+    moves_P = (measured_SP & (frame.values != 0)).any(axis=0)
+    moving = {name for name, moves in zip(frame.names, moves_P, strict=True) if moves}
+    moving -= {record.name for record in without_optimizer(run, window)}
+    apart = {name for event in run.events("unmeasured") for name in event.payload.get("parameters") or ()}
+    return tuple(
+        record.name
+        for record in run.parameters()
+        if record.name not in moving | apart
+        and record.requires_grad and record.numel and not record.unmeasured and not is_stale(record)
+    )  # fmt: skip
 
 
 def stale_evidence(run: Run, stale: Sequence[ParameterRecord]) -> tuple[Evidence, ...]:

@@ -12,7 +12,7 @@ from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
 from backlight.store.read.run import Scalar, Spread
-from backlight.text import count, number, percent, score, visible
+from backlight.text import count, listed, number, percent, score, visible
 
 
 def summary(source: Source) -> Summary:
@@ -33,8 +33,10 @@ def _figures(source: Source) -> Figures:
     span = f"{number(int(steps[0]))} to {number(int(steps[-1]))}" if len(steps) else ""
     broken = source.frames.stats.get("non_finite_sum", np.empty(0))
     odd = number(int((np.nan_to_num(broken) > 0).sum())) if len(broken) else "not measured"
-    worst = "not measured"
-    if source.health is not None and not np.isnan(source.health[1]).all():
+    worst, meaning = "not measured", "1 is the best, 0 the worst"
+    if source.untrained:
+        meaning = f"{count(len(source.untrained), 'parameter')} never trained"
+    elif source.health is not None and not np.isnan(source.health[1]).all():
         worst = score(float(np.nanmin(source.health[1])))
     last, at = ("not measured", "")
     if len(loss.steps):
@@ -43,7 +45,7 @@ def _figures(source: Source) -> Figures:
     return (
         ("steps recorded", number(len(steps)), span),
         ("parameters measured", number(int(source.coverage.measured.sum())), of),
-        ("lowest health", worst, "1 is the best, 0 the worst"),
+        ("lowest health", worst, meaning),
         ("with NaN or Inf", odd, "parameters"),
         ("last loss", last, at),
     )
@@ -241,11 +243,23 @@ def health(source: Source) -> Drawn | NotMeasured:
         return NotMeasured(source.reason("health", "gradient", otherwise="No gradient was recorded."))
     worst = int(np.nanargmin(values))
     at = "" if values[worst] == np.nanmax(values) else f" at step {number(int(steps[worst]))}"
-    facts = (Fact("lowest", score(values[worst]) + at), Fact("at the end", score(values[scored][-1])))
-    without = number(int((~scored).sum()))
-    remarks = () if scored.all() else (f"Health was not measured at {without} of the steps.",)
+    others = " of the others" if source.untrained else ""
+    facts = (
+        Fact(f"lowest{others}", score(values[worst]) + at),
+        Fact(f"at the end{others}", score(values[scored][-1])),
+    )
+    remarks = []
+    if source.untrained:
+        names = listed([visible(name) for name in source.untrained])
+        remarks.append(
+            f"{count(len(source.untrained), 'parameter')} never trained and have no health: {names}."
+        )
+    if not scored.all():
+        remarks.append(f"Health was not measured at {number(int((~scored).sum()))} of the steps.")
     line = Line("health", steps, values, tone="health", gaps=True)
-    return Drawn("lines", {"charts": [chart([line], Axis("health", low=0.0, high=1.0))]}, facts, remarks)
+    return Drawn(
+        "lines", {"charts": [chart([line], Axis("health", low=0.0, high=1.0))]}, facts, tuple(remarks)
+    )
 
 
 LINES = 8
