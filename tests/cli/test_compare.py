@@ -63,6 +63,24 @@ def test_finding_of_one_run_is_named(console_script: Console, folder: Path) -> N
     assert "B        warning   `last.weight` and `last.bias` are not in any optimizer" in printed
 
 
+def test_page_has_the_tables_and_the_curves_of_all_runs(
+    console_script: Console, folder: Path, tmp_path: Path
+) -> None:
+    page = tmp_path / "cmp.html"
+    done = console_script(folder, "compare", "a", "lr", "frozen", "-o", page)
+    assert done.stdout.endswith(f"{page}\n"), done.stderr
+    text = page.read_text()
+    report = json.loads(text.split('<script type="application/json" id="report">')[1].split("</script>")[0])
+    assert report["verdict"]["headline"] == "The configurations differ in learning rate."
+    panels = {panel["title"]: panel["data"] for panel in report["panels"]}
+    assert panels["Configuration"]["rows"] == [["learning rate", "0.1", "0.2", "0.1"]]
+    assert panels["Series"]["heads"] == ["", "A", "B", "C"]
+    assert ["warning", "C", "none", "`last.weight` and `last.bias` are not in any optimizer"] in panels[
+        "Findings"
+    ]["rows"]
+    assert [line["label"] for line in panels["Loss"]["charts"][0]["lines"]] == ["A a", "B lr", "C frozen"]
+
+
 def test_strict_refuses_in_one_line(console_script: Console, folder: Path) -> None:
     done = console_script(folder, "compare", "a", "lr", "--strict")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

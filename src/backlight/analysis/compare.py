@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from backlight.analysis.fingerprint_diff import (
     LETTERS,
@@ -19,32 +18,27 @@ from backlight.analysis.fingerprint_diff import (
 )
 from backlight.analysis.op_times import compare_kinds
 from backlight.analysis.repeats import groups_of_repeats
+from backlight.analysis.side_by_side import (
+    Row,
+    common_steps,
+    is_equal_at,
+    last_part,
+    parameter_rows,
+    read_scalar,
+    series_rows,
+)
 from backlight.findings.evaluate import findings_of
-from backlight.monitors.health.model.score import health_series
-from backlight.monitors.steptime.model.evidence import StoredProfile, peak_memory, read_profile
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
 from backlight.records import Finding, Severity, to_json
-from backlight.report.overlay_curves import median_updates
 from backlight.report.verdict import by_severity
 from backlight.store.read.run import Run
-from backlight.text import listed, number, percent, size
+from backlight.text import listed
 
 MAX_RUNS = 8
 """Runs that are compared: as many as a chart can tell apart."""
 
-MAX_PARAMETERS = 10
-"""Parameters whose medians differ most, per column."""
-
-COLUMNS = (("gradient", "rms"), ("update", "ratio"))
-"""Per-parameter columns whose medians are compared."""
-
-LAST_PART = 0.25
-"""Last part of the common steps, over which medians are taken."""
-
 BATCH_ARGUMENTS = ("batch", "seq", "context", "block_size", "accum")
 """Parts of arguments that are assumed to change how much a step computes."""
-
-Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 class ComparabilityError(ValueError):
@@ -62,32 +56,6 @@ class Side:
     attempts: int
     steps: int
     seconds: float | None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One number of each run, None where it was not measured; ``ratio`` is B over A, of two runs."""
-
-    name: str
-    unit: str
-    values: tuple[float | None, ...]
-    ratio: float | None = None
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """The values as they are printed."""
-        shown = {"B": size, "%": percent}.get(self.unit, number)
-        return tuple("not measured" if value is None else shown(value) for value in self.values)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether a run has a value."""
-        return any(value is not None for value in self.values)
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether all values are equal as printed."""
-        return len(set(self.texts)) == 1
 
 
 @dataclass(frozen=True)
@@ -167,7 +135,7 @@ def compare(runs: Sequence[Run], *, strict: bool = False, factor: str | None = N
     found = assign_roles(_differences(runs), factor)
     if strict:
         _check(runs, found, factor)
-    steps = _last_part(runs)
+    steps = last_part(runs)
     times = tuple(
         compare_times(runs[0], run, groups_of_repeats(runs[0], run), names=("A", letter))
         for letter, run in zip(LETTERS[1:], runs[1:], strict=False)
@@ -178,8 +146,8 @@ def compare(runs: Sequence[Run], *, strict: bool = False, factor: str | None = N
         tuple(found),
         tuple(_notes(runs, found, times)),
         steps,
-        tuple(row for row in _rows(runs, steps) if row.is_measured),
-        tuple(_parameters(runs, steps)),
+        tuple(series_rows(runs, steps)),
+        tuple(parameter_rows(runs, steps)),
         times,
         compare_kinds(runs[0], runs[1]) if len(runs) == 2 and times[0].rows else None,
         tuple(_findings(runs)),
@@ -210,7 +178,7 @@ def _rates(runs: Sequence[Run]) -> Iterator[Difference]:
     """Yield differences of recorded learning rates, which a script may change without an argument."""
     names = dict.fromkeys(name for run in runs for name in run.scalar_names("backlight") if name[:3] == "lr/")
     for name in names:
-        steps, values = _common([_scalar(run, name) for run in runs])
+        steps, values = common_steps([read_scalar(run, name) for run in runs])
         differing = np.flatnonzero(~np.isclose(values, values[:1], rtol=1e-6, atol=0.0).all(axis=0))
         if len(differing):
             first = int(differing[0])
@@ -270,8 +238,8 @@ def _first_differences(runs: Sequence[Run], found: Sequence[Difference]) -> Iter
     """Yield from which step on loss and gradient norm differ, or that something had no effect on them."""
     identical, amount = [], 0
     for name, label in (("loss", "loss"), ("total_norm", "gradient norm")):
-        steps, values = _common([_scalar(run, name) for run in runs])
-        differing = np.flatnonzero(~_equal(values))
+        steps, values = common_steps([read_scalar(run, name) for run in runs])
+        differing = np.flatnonzero(~is_equal_at(values))
         if len(steps) and not len(differing):
             identical.append(label)
             amount = len(steps)
@@ -306,70 +274,6 @@ def _work(found: Sequence[Difference], times: Sequence[TimeComparison]) -> Itera
         yield f"The runs were not timed on one machine ({', '.join(machines)})."
 
 
-def _last_part(runs: Sequence[Run]) -> tuple[int, int] | None:
-    """Return first and last step of the last part of the steps that all runs recorded."""
-    for name in ("loss", "total_norm"):
-        steps, _ = _common([_scalar(run, name) for run in runs])
-        if len(steps):
-            return int(steps[math.floor(len(steps) * (1 - LAST_PART))]), int(steps[-1])
-    return None
-
-
-def _rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
-    yield _row("final loss", "1", [_last(_scalar(run, "loss")) for run in runs])
-    if steps is not None:
-        health = [health_series(run) for run in runs]
-        series: dict[str, list[Series]] = {
-            "median loss": [_scalar(run, "loss") for run in runs],
-            "median gradient norm": [_scalar(run, "total_norm") for run in runs],
-            "median update / weight": [median_updates(run) for run in runs],
-            "median clip factor": [_scalar(run, "clip/factor") for run in runs],
-            "median health": [(each.steps, each.score) for each in health],
-        }
-        for name, each in series.items():
-            yield _row(name, "1", [_median_between(one, steps) for one in each])
-    rates = dict.fromkeys(name for run in runs for name in run.scalar_names("backlight") if name[:3] == "lr/")
-    for name in rates:
-        of = "" if len(rates) == 1 else f" {name[3:]}"
-        yield _row(f"final learning rate{of}", "1", [_last(_scalar(run, name)) for run in runs])
-    for name in dict.fromkeys(name for run in runs for name in run.scalar_names("user")):
-        yield _row(f"final {name}", "1", [_last(_scalar(run, name, "user")) for run in runs])
-    clipped = [_scalar(run, "clip/factor")[1] for run in runs]
-    yield _row("steps clipped", "%", [float(np.mean(v < 1)) if len(v) else None for v in clipped])
-    peaks = [peak_memory(run, read_profile(run) or StoredProfile({}))[0] for run in runs]
-    yield _row("peak memory", "B", [peak or None for peak in peaks])
-
-
-def _parameters(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
-    """Yield the parameters of one name and shape whose medians differ most, per column."""
-    if steps is None:
-        return
-    shared = set.intersection(*({(p.name, p.shape) for p in run.parameters()} for run in runs))
-    for series, column in COLUMNS:
-        if not all(run.has(series) for run in runs):
-            continue
-        medians: list[dict[str, float | None]] = []
-        for run in runs:
-            frame = run.frame(series, column)
-            rows = (frame.steps >= steps[0]) & (frame.steps <= steps[1])
-            values, measured = frame.values[rows], frame.measured[rows]
-            medians.append({name: _median(values[measured[:, i], i]) for i, name in enumerate(frame.names)})
-        label = "gradient" if series == "gradient" else "update / weight"
-        found = [
-            _row(f"{name}: {label}", "1", [each.get(name) for each in medians])
-            for name in dict.fromkeys(p.name for p in runs[0].parameters() if (p.name, p.shape) in shared)
-        ]
-        yield from sorted((row for row in found if _spread(row)), key=lambda row: -_spread(row))[
-            :MAX_PARAMETERS
-        ]
-
-
-def _spread(row: Row) -> float:
-    """Return the logarithm of the largest over the smallest value; 0 where one is missing or not positive."""
-    values = [value for value in row.values if value is not None and 0 < value < math.inf]
-    return math.log(max(values) / min(values)) if len(values) == len(row.values) else 0.0
-
-
 def _findings(runs: Sequence[Run]) -> Iterator[FindingRow]:
     """Yield each finding, one of the same rule and subject in several runs once, worst first."""
     found: dict[tuple[str, str, str], tuple[Finding, list[str]]] = {}
@@ -388,44 +292,3 @@ def _findings(runs: Sequence[Run]) -> Iterator[FindingRow]:
             if run.monitors and finding.monitor not in run.monitors and letter not in present
         ]
         yield FindingRow(finding.severity, finding.rule, finding.title, tuple(present), tuple(unknown))
-
-
-def _row(name: str, unit: str, values: Sequence[float | None]) -> Row:
-    pair = [value for value in values if value is not None and math.isfinite(value)]
-    ratio = pair[1] / pair[0] if len(values) == len(pair) == 2 and pair[0] else None
-    return Row(name, unit, tuple(values), ratio)
-
-
-def _scalar(run: Run, name: str, source: str = "backlight") -> Series:
-    found = run.scalar(name, source)
-    return found.steps, found.values
-
-
-def _common(series: Sequence[Series]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the steps [S] that all series have, and their values [runs, S]."""
-    steps = series[0][0]
-    for others, _ in series[1:]:
-        steps = np.intersect1d(steps, others)
-    values = [values[np.searchsorted(own, steps)] for own, values in series]
-    return steps, np.array(values, dtype=np.float64).reshape(len(series), len(steps))
-
-
-def _equal(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return where all runs have the same value, NaN included."""
-    return np.asarray(((values == values[:1]) | (np.isnan(values) & np.isnan(values[:1]))).all(axis=0))
-
-
-def _median_between(series: Series, between: tuple[int, int]) -> float | None:
-    """Return the median of the values of some steps; NaN where one of them is not finite."""
-    steps, values = series
-    return _median(values[(steps >= between[0]) & (steps <= between[1])])
-
-
-def _median(values: NDArray[np.float64]) -> float | None:
-    if not len(values):
-        return None
-    return float(np.median(values)) if np.isfinite(values).all() else math.nan
-
-
-def _last(series: Series) -> float | None:
-    return float(series[1][-1]) if len(series[1]) else None

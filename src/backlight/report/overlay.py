@@ -60,14 +60,17 @@ def content(page: OverlayPage) -> dict[str, Any]:
     return {**state, "panels": panels, "precision": "0 %", "version": __version__}
 
 
-def compared(name: str, runs: int, detail: str, monitors: Sequence[str] = ()) -> dict[str, Any]:
+def compared(
+    name: str, runs: int, detail: str, monitors: Sequence[str] = (), headline: str = ""
+) -> dict[str, Any]:
     """Return what a page of several runs shows next to its panels."""
+    unlike = "" if headline else " A difference between unlike runs is not a difference."
     return {
         "run": {"name": visible(name), "status": "compared", "monitors": list(monitors)},
         "verdict": {
             "tone": "info",
-            "headline": f"{count(runs, 'run')} overlaid",
-            "detail": f"{detail} A difference between unlike runs is not a difference.",
+            "headline": visible(headline) or f"{count(runs, 'run')} overlaid",
+            "detail": f"{visible(detail)}{unlike}",
             "status": "",
             "about": [],
             "losses": [],
@@ -100,13 +103,16 @@ def listing(
     heads: Sequence[str],
     rows: Sequence[Sequence[str]],
     *,
+    title: str = "Runs",
     figures: Sequence[int] = (),
     remarks: Sequence[str] = (),
+    place: str = "full",
 ) -> dict[str, Any]:
-    """Return the table of the runs; ``figures`` are the columns that hold numbers."""
+    """Return a table, by default of the runs; ``figures`` are the columns that hold numbers."""
     shown = [[visible(cell) for cell in row] for row in rows]
-    data = {"name": "Runs", "heads": tuple(heads), "figures": tuple(figures), "rows": shown}
-    return part("runs", "Runs", "listing", data, [visible(remark) for remark in remarks])
+    data = {"name": title, "heads": tuple(heads), "figures": tuple(figures), "rows": shown}
+    name = title.lower().replace(" ", "_")
+    return part(name, title, "listing", data, [visible(remark) for remark in remarks], place=place)
 
 
 def left_out(runs: int) -> list[str]:

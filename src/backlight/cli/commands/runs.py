@@ -114,13 +114,14 @@ def export(
 
 @command(
     "compare", "backlight compare runs/first runs/second",
-    "backlight compare runs/first runs/second --strict --factor lr",
+    "backlight compare runs/first runs/second -o cmp.html",
     "backlight compare --ab 'python train.py' 'python train.py --fused'",
 )  # fmt: skip
 def compare(
     runs: Annotated[
         list[Path] | None, Argument(metavar="RUN...", help="Two or more runs; the first is A, the reference.")
     ] = None,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="HTML file to write.")] = None,
     strict: Annotated[bool, Option("--strict", help="Refuse runs whose configurations differ.")] = False,
     factor: Annotated[
         str | None, Option(metavar="NAME", help="Argument or field that may differ, with --strict.")
@@ -156,6 +157,10 @@ def compare(
         print_json(comparison_json(comparison))
     else:
         print_comparison(comparison, make_console(), full=full)
+    if out is not None:
+        from backlight.analysis.comparison_page import write_comparison
+
+        print(write_comparison(comparison, opened, out), file=sys.stderr if as_json else sys.stdout)
     return 0
 
 

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from backlight.analysis.ab_test import ABTest
-from backlight.analysis.compare import Comparison, FindingRow, Row
+from backlight.analysis.compare import Comparison, FindingRow
+from backlight.analysis.side_by_side import Row
 from backlight.cli.console import make_table
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow
 from backlight.records import Severity

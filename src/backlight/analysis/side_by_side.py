@@ -1,0 +1,161 @@
+"""Numbers of several runs side by side: final values, and medians over the last steps that all recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.monitors.health.model.score import health_series
+from backlight.monitors.steptime.model.evidence import StoredProfile, peak_memory, read_profile
+from backlight.report.overlay_curves import median_updates
+from backlight.store.read.run import Run
+from backlight.text import number, percent, size
+
+MAX_PARAMETERS = 10
+"""Parameters whose medians differ most, per column."""
+
+COLUMNS = (("gradient", "rms"), ("update", "ratio"))
+"""Per-parameter columns whose medians are compared."""
+
+LAST_PART = 0.25
+"""Last part of the common steps, over which medians are taken."""
+
+Series = tuple[NDArray[np.int64], NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of each run, None where it was not measured; ``ratio`` is B over A, of two runs."""
+
+    name: str
+    unit: str
+    values: tuple[float | None, ...]
+    ratio: float | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The values as they are printed."""
+        shown = {"B": size, "%": percent}.get(self.unit, number)
+        return tuple("not measured" if value is None else shown(value) for value in self.values)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all values are equal as printed."""
+        return len(set(self.texts)) == 1
+
+
+def last_part(runs: Sequence[Run]) -> tuple[int, int] | None:
+    """Return first and last step of the last part of the steps that all runs recorded."""
+    for name in ("loss", "total_norm"):
+        steps, _ = common_steps([read_scalar(run, name) for run in runs])
+        if len(steps):
+            return int(steps[math.floor(len(steps) * (1 - LAST_PART))]), int(steps[-1])
+    return None
+
+
+def series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
+    """Yield the numbers of which at least one run has a value, with medians over the given steps."""
+    for row in _series_rows(runs, steps):
+        if any(value is not None for value in row.values):
+            yield row
+
+
+def _series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
+    yield _row("final loss", "1", [_last(read_scalar(run, "loss")) for run in runs])
+    if steps is not None:
+        health = [health_series(run) for run in runs]
+        series: dict[str, list[Series]] = {
+            "median loss": [read_scalar(run, "loss") for run in runs],
+            "median gradient norm": [read_scalar(run, "total_norm") for run in runs],
+            "median update / weight": [median_updates(run) for run in runs],
+            "median clip factor": [read_scalar(run, "clip/factor") for run in runs],
+            "median health": [(each.steps, each.score) for each in health],
+        }
+        for name, each in series.items():
+            yield _row(name, "1", [_median_between(one, steps) for one in each])
+    rates = dict.fromkeys(name for run in runs for name in run.scalar_names("backlight") if name[:3] == "lr/")
+    for name in rates:
+        of = "" if len(rates) == 1 else f" {name[3:]}"
+        yield _row(f"final learning rate{of}", "1", [_last(read_scalar(run, name)) for run in runs])
+    for name in dict.fromkeys(name for run in runs for name in run.scalar_names("user")):
+        yield _row(f"final {name}", "1", [_last(read_scalar(run, name, "user")) for run in runs])
+    clipped = [read_scalar(run, "clip/factor")[1] for run in runs]
+    yield _row("steps clipped", "%", [float(np.mean(v < 1)) if len(v) else None for v in clipped])
+    peaks = [peak_memory(run, read_profile(run) or StoredProfile({}))[0] for run in runs]
+    yield _row("peak memory", "B", [peak or None for peak in peaks])
+
+
+def parameter_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
+    """Yield the parameters of one name and shape whose medians differ most, per column."""
+    if steps is None:
+        return
+    shared = set.intersection(*({(p.name, p.shape) for p in run.parameters()} for run in runs))
+    for series, column in COLUMNS:
+        if not all(run.has(series) for run in runs):
+            continue
+        medians: list[dict[str, float | None]] = []
+        for run in runs:
+            frame = run.frame(series, column)
+            rows = (frame.steps >= steps[0]) & (frame.steps <= steps[1])
+            values, measured = frame.values[rows], frame.measured[rows]
+            medians.append({name: _median(values[measured[:, i], i]) for i, name in enumerate(frame.names)})
+        label = "gradient" if series == "gradient" else "update / weight"
+        found = [
+            _row(f"{name}: {label}", "1", [each.get(name) for each in medians])
+            for name in dict.fromkeys(p.name for p in runs[0].parameters() if (p.name, p.shape) in shared)
+        ]
+        yield from sorted((row for row in found if _spread(row)), key=lambda row: -_spread(row))[
+            :MAX_PARAMETERS
+        ]
+
+
+def _spread(row: Row) -> float:
+    """Return the logarithm of the largest over the smallest value; 0 where one is missing or not positive."""
+    values = [value for value in row.values if value is not None and 0 < value < math.inf]
+    return math.log(max(values) / min(values)) if len(values) == len(row.values) else 0.0
+
+
+def _row(name: str, unit: str, values: Sequence[float | None]) -> Row:
+    pair = [value for value in values if value is not None and math.isfinite(value)]
+    ratio = pair[1] / pair[0] if len(values) == len(pair) == 2 and pair[0] else None
+    return Row(name, unit, tuple(values), ratio)
+
+
+def read_scalar(run: Run, name: str, source: str = "backlight") -> Series:
+    """Return steps and values of a scalar."""
+    found = run.scalar(name, source)
+    return found.steps, found.values
+
+
+def common_steps(series: Sequence[Series]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the steps [S] that all series have, and their values [runs, S]."""
+    steps = series[0][0]
+    for others, _ in series[1:]:
+        steps = np.intersect1d(steps, others)
+    values = [values[np.searchsorted(own, steps)] for own, values in series]
+    return steps, np.array(values, dtype=np.float64).reshape(len(series), len(steps))
+
+
+def is_equal_at(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return where all runs have the same value, NaN included."""
+    return np.asarray(((values == values[:1]) | (np.isnan(values) & np.isnan(values[:1]))).all(axis=0))
+
+
+def _median_between(series: Series, between: tuple[int, int]) -> float | None:
+    """Return the median of the values of some steps; NaN where one of them is not finite."""
+    steps, values = series
+    return _median(values[(steps >= between[0]) & (steps <= between[1])])
+
+
+def _median(values: NDArray[np.float64]) -> float | None:
+    if not len(values):
+        return None
+    return float(np.median(values)) if np.isfinite(values).all() else math.nan
+
+
+def _last(series: Series) -> float | None:
+    return float(series[1][-1]) if len(series[1]) else None
