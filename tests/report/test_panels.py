@@ -275,7 +275,7 @@ def test_details_list_overrides_and_cost(tmp_path: Path) -> None:
         tmp_path / "run", Plan(steps=30, phases=True, overrides={"health": {"vanishing_rms": 1e-9}})
     )
     rows = dict(drawn(Source(run), "fingerprint").data["rows"])
-    assert rows["time in backlight"].endswith("of the run")
+    assert rows["time in backlight"].endswith("of the time between the first step and the last")
     limits = {row[1]: row[2] for row in drawn(Source(run), "thresholds").data["rows"]}
     assert next(iter(limits.items())) == ("vanishing_rms", "1e-9 (overridden)")
     assert not [value for name, value in limits.items() if "spike" in name and "overridden" in value]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from backlight.findings.limits import declared
 from backlight.report.charts import NUMBERS, Axis, Line, chart, spans_decades
+from backlight.report.cost import describe_cost
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
-from backlight.text import duration, listed, number, percent, visible
+from backlight.store.format.schema import COST
+from backlight.text import listed, number, visible
 
 MAX_CHARTS = 40
 """Charts of user scalars on one page."""
@@ -53,7 +53,7 @@ def _elsewhere(name: str, source: Source) -> bool:
 MAX_ROWS = 200
 """Rows of the table; an event that repeats at every step is one row with a count."""
 
-ELSEWHERE = {"unmeasured", "config", "spectra", "spectra_left_out", "spectra_measured"}
+ELSEWHERE = {COST, "unmeasured", "config", "spectra", "spectra_left_out", "spectra_measured"}
 """Kinds that other parts of the page show."""
 
 
@@ -123,7 +123,7 @@ def thresholds(source: Source) -> Drawn | NotMeasured:
     "fingerprint",
     title="Fingerprint",
     order=130,
-    series=("fingerprint", "scalars/cost", "events/sampling"),
+    series=("fingerprint", "scalars/cost", "events/cost", "events/sampling"),
     note="What must agree before runs are compared, and the cost of watching.",
     place="details",
 )
@@ -145,22 +145,10 @@ def fingerprint(source: Source) -> Drawn | NotMeasured:
         ("flags", _pairs(stored.flags)),
         ("module tree", stored.module_hash),
         ("run id", source.run.run_id),
-        ("time in backlight", _cost(source)),
+        ("time in backlight", describe_cost(source)),
     ]
     tree = [(visible(name) or "(model)", visible(kind)) for name, kind in stored.modules]
     return Drawn("table", {"rows": [(key, visible(value)) for key, value in rows if value], "tree": tree})
-
-
-def _cost(source: Source) -> str:
-    """Return the host time that backlight spent inside the steps, and its share of the run where known."""
-    spent, clock = source.scalar("cost"), source.scalar("time")
-    if not len(spent.steps):
-        return ""
-    text = f"{duration(float(np.nanmedian(spent.values)))} per step (median)"
-    if len(clock.steps) > 1 and (elapsed := float(clock.values[-1] - clock.values[0])) > 0:
-        within = (spent.steps > clock.steps[0]) & (spent.steps <= clock.steps[-1])
-        text += f", {percent(float(np.nansum(spent.values[within])) / elapsed)} of the run"
-    return text
 
 
 def _pairs(pairs: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from backlight.records import Finding, Severity
+from backlight.report.cost import describe_cost
 from backlight.report.source import Source
 from backlight.report.verdict import PARTED, Outcome, by_severity, measurements, outcome, where
 from backlight.store.read.run import Run
@@ -38,9 +39,11 @@ _TONES = {"error": "red", "warning": "yellow", "info": "cyan", "clear": "green",
 def print_findings(run: Run, findings: Sequence[Finding], console: Console, *, full: bool = False) -> None:
     """Print the verdict over ``run``, then its findings, worst first, then what was not measured.
 
-    Without ``full`` only some findings of a rule are printed, and the others are counted.
+    With ``full`` every finding is printed, and the cost of watching; else only some of a rule, and the others
+    are counted.
     """
-    said = outcome(Source(run, tuple(findings)))
+    source = Source(run, tuple(findings))
+    said = outcome(source)
     glyph = {"error": "✕", "warning": "!", "info": "i", "clear": "✓"}.get(said.tone, "?")
     console.print(Text(visible(run.name) or "unnamed run", "bold"))
     console.print(Text.assemble((f"{glyph} {said.tally}.", f"bold {_TONES[said.tone]}"), f" {said.detail}"))
@@ -60,6 +63,10 @@ def print_findings(run: Run, findings: Sequence[Finding], console: Console, *, f
             console.print(Text(f"  and {rest} of {visible(same[0].rule)}; --full prints all of them.", "dim"))
             console.print()
     _print_unmeasured(said, console)
+    if full and (cost := describe_cost(source)):
+        console.print(Text("Time in backlight", "bold"))
+        _print_row("", Text(cost), console)
+        console.print()
 
 
 def _together(findings: Sequence[Finding]) -> list[Finding]:

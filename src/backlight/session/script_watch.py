@@ -6,6 +6,7 @@ or that draws from a generator. A script that never imports torch leaves no run.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -35,6 +36,7 @@ class ScriptWatch:
 
     def __enter__(self) -> Self:
         """Wait for the import of torch."""
+        self._before_s = time.process_time()  # nothing but backlight has run
         try:
             self._hook.install()
         except Refused as refusal:  # torch is imported already: the script has not begun
@@ -53,13 +55,17 @@ class ScriptWatch:
             self.watch.__exit__(kind, error, traceback)
 
     def _attach(self) -> None:
+        began = time.perf_counter()
         from backlight.session.watch import Watch  # noqa: PLC0415 - imports torch
 
         run = self._run
         if run is not None and Path.cwd() != self._folder:  # the script has moved since
             run = self._folder / run
         try:
-            watch = Watch((), (), self._settings, run, script=self._script, arguments=self._arguments)
+            watch = Watch(
+                (), (), self._settings, run, script=self._script, arguments=self._arguments,
+                spent_s=self._before_s + time.perf_counter() - began,
+            )  # fmt: skip
             watch.__enter__()
         except Exception as error:
             raise Refused(error) from error

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import sys
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
 from backlight.session.step_recorder import Sampling, StepRecorder
 from backlight.session.writer_thread import ResultQueue, WriterThread
+from backlight.store.format.schema import COST
 from backlight.store.read.run import open_run
 from backlight.store.write.attempt import default_path
 from backlight.text import count
@@ -70,7 +72,9 @@ class Watch:
         arguments: tuple[str, ...] = (),
         samples: Samples | None = None,
         summary: bool = False,
+        spent_s: float = 0.0,
     ) -> None:
+        began = time.perf_counter()
         self.settings = settings
         self.path = Path(run) if run is not None else default_path(script, _shared_launch())
         self._samples = samples
@@ -102,6 +106,7 @@ class Watch:
                 monitor.check_models(self._models, table)
         reminder = f"this watch was never started, so nothing was recorded: {HOW_TO_START}"
         self._reminder = weakref.finalize(self, self._notifier.remind, reminder)
+        self._start_s = spent_s + time.perf_counter() - began
 
     def __repr__(self) -> str:
         if not self._started:
@@ -147,6 +152,7 @@ class Watch:
         self._depth += 1
         if self._depth > 1:
             return self
+        began = time.perf_counter()
         try:  # what is refused here is an error, before anything is attached
             monitors = MonitorSet(requested_monitors(self.settings), self._notifier)
             for monitor in monitors:
@@ -161,6 +167,7 @@ class Watch:
         self._stack = contextlib.ExitStack()
         try:
             self._attach(writer, monitors, self._stack)
+            self._record_cost("start", self._start_s + time.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - a fault of backlight must not cost a training run
             self._error, self._abandoned = error, True
             self._notifier.trouble(error, "this training, which is not watched")
@@ -182,6 +189,7 @@ class Watch:
         if self._depth or self._writer is None or os.getpid() != self._pid:
             return
         self._error = failure(error)
+        self._ended = time.perf_counter()
         with self._notifier.shield():
             self._stack.close()
             if self._summary and self._found is not None:
@@ -283,7 +291,11 @@ class Watch:
             if writer.lost is None:
                 self._found = final_findings(writer, failed=failed)
         self._monitors.call("on_run_end", self._found or [], failed=failed)
+        self._record_cost("end", time.perf_counter() - self._ended)
         writer.close(RunStatus.FAILED if failed else RunStatus.FINISHED)
+
+    def _record_cost(self, part: str, seconds: float) -> None:
+        self._notifier.event(COST, {"part": part, "seconds": seconds})
 
     def _report_nothing(self) -> None:
         if self._tracker.done:

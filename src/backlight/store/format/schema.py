@@ -197,6 +197,9 @@ def unit_of_scalar(name: str, source: str = "backlight") -> str:
     return schema.unit if schema is not None and source == "backlight" else "1"
 
 
+COST = "cost"
+"""Kind of the events with the seconds that the start and the end of a watch took, by part."""
+
 EVALUATED = "evaluated"
 """Event of a run whose rules were evaluated when it ended: findings that are not stored do not exist."""
 
