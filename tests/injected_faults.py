@@ -166,7 +166,7 @@ FAULTS: dict[str, Fault] = {
     "cuda_graphs_skipped": steptime(
         runtime_info={"compilation": {"cuda_graph_skips": 2, "cuda_graph_reasons": ["cpu device (arg0)"]}}
     ),
-    "data_bound": steptime(PHASES | {"data": 0.02}),
+    "data_bound": steptime(PHASES | {"data": 0.02}, profile={"controls": []}),
     "exposed_communication": steptime(profile=STEP | {"exposed_communication": 0.23}),
     "graph_breaks": steptime(
         runtime_info={"compilation": {"graphs": 3, "graph_breaks": {"Tensor.item()": 2}}}
@@ -180,7 +180,7 @@ FAULTS: dict[str, Fault] = {
     "memory_fragmentation": steptime(
         runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}}
     ),
-    "outlier_steps": steptime(PHASES, changes={(30, "data"): 0.4, (40, "data"): 0.3}),
+    "outlier_steps": steptime(PHASES, changes={(step, "data"): 0.4 for step in (30, 40, 50)}),
     "recompilations": steptime(runtime_info={"compilation": {"recompiled": [RECOMPILED]}}),
     "recompute_without_need": steptime(
         profile=STEP | {"memory": {"peak": GIB, "capacity": 16 * GIB}, "modules": [BLOCK]}

@@ -16,6 +16,11 @@ def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
         "cores 16, local ranks 8",
     ]
     assert not evaluated(stored(runtime_info=facts | {"threads": 1, "workers": 1}), "thread_oversubscription")
+    for waited in (0.01, 0.2):
+        busy = stored(runtime_info=facts | {"core_wait": waited})
+        assert bool(evaluated(busy, "thread_oversubscription")) == (waited == 0.2)
+    one = {"cores": 2, "threads": 1, "local_ranks": 1, "workers": 4}
+    assert not evaluated(stored(runtime_info=one), "thread_oversubscription")
     alone = {"cores": 4, "threads": 4, "local_ranks": 1, "workers": 0}
     assert not evaluated(stored(runtime_info=alone), "thread_oversubscription")
 

@@ -37,6 +37,17 @@ class SteadyLimits(Limits, monitor="steptime"):
 
 
 @dataclass(frozen=True)
+class BusyLimits(SteadyLimits, monitor="steptime"):
+    """Limits of rules that take a time for what the run itself does."""
+
+    busy_share: float = limit(
+        0.05,
+        "share of the run that the training thread waited for a core; above it, times are the machine's",
+        high=1.0,
+    )
+
+
+@dataclass(frozen=True)
 class StoredProfile:
     """The profile of a run; ``content`` is what ``backlight profile --json`` prints."""
 
@@ -95,6 +106,13 @@ def steady_phases(run: Run, limits: SteadyLimits, rank: int | None = None) -> Ph
         return None
     rest = table.steady()[1]
     return rest if len(rest.steps) >= limits.steady_steps else None
+
+
+def is_busy(run: Run, limits: BusyLimits) -> bool:
+    """Return whether other programs took the cores of the training thread, so that its times mean little."""
+    info = read_runtime_info(run)
+    waited = info.payload.get("core_wait") if info is not None else None
+    return waited is not None and float(waited) > limits.busy_share
 
 
 def phase_evidence(table: PhaseTimes, name: str) -> Evidence:

@@ -12,8 +12,10 @@ from backlight.findings.limits import limit
 from backlight.monitors.steptime.model.evidence import (
     FORMULAS,
     GARBAGE_COLLECTION,
+    BusyLimits,
     SteadyLimits,
     info_evidence,
+    is_busy,
     percent,
     phase_evidence,
     read_profile,
@@ -55,6 +57,8 @@ def data_bound(run: Run, limits: DataBoundLimits) -> Iterator[Finding]:
         return
     evidence = [phase_evidence(table, Phase.DATA)]
     wait = f"Waiting for data takes {percent(share)} of a steady step ({len(table.steps)} steps)"
+    if read_profile(run) is None:
+        return  # a share without a control is a suspicion, for the command that can test it
     control = _control(run)
     if control is None:
         severity = Severity.INFO
@@ -110,7 +114,7 @@ FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 
 
 @dataclass(frozen=True)
-class SlowOptimizerLimits(SteadyLimits):
+class SlowOptimizerLimits(BusyLimits):
     """Limits of the rule ``slow_optimizer``."""
 
     optimizer_share: float = limit(
@@ -125,24 +129,28 @@ class SlowOptimizerLimits(SteadyLimits):
 
 @rule("slow_optimizer", monitor="steptime", version=2, limits=SlowOptimizerLimits)
 def slow_optimizer(run: Run, limits: SlowOptimizerLimits) -> Iterator[Finding]:
-    """Find an optimizer that loops over parameters where one call would do."""
+    """Find an optimizer that loops over parameters where one call would do.
+
+    The time is that of all optimizers: with several types of them it is not known whose it is.
+    """
     table, info = steady_phases(run, limits), read_runtime_info(run)
-    if table is None or info is None:
+    if table is None or info is None or is_busy(run, limits):
         return
     seconds = table.phase(Phase.OPTIMIZER)
     share = float(np.median(seconds / table.total))
-    slow = [
-        group
-        for group in info.payload.get("optimizers") or ()
-        if not group["fused"] and not group["foreach"] and group["tensors"] > 1
-    ]
+    groups = info.payload.get("optimizers") or ()
+    slow = [group for group in groups if not group["fused"] and not group["foreach"] and group["tensors"] > 1]
     if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor or not slow:
         return
     group = max(slow, key=lambda one: int(one["tensors"]))
     kind, tensors = str(group["type"]), int(group["tensors"])
+    on_device = (info.payload.get("memory") or {}).get("where") == "device"
+    # On a CPU, foreach is slower than the loop.
+    if len({one["type"] for one in groups}) > 1 or (kind not in FUSED and not on_device):
+        return
     option = "fused=True" if kind in FUSED else "foreach=True"
     yield Finding(
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
         title=f"The optimizer takes {percent(share)} of a step: {kind} is not fused",
         detail=(
             f"The optimizer takes {percent(share)} of a steady step, and {kind} updates its "
@@ -163,14 +171,14 @@ _FIXES = {
     GARBAGE_COLLECTION: (
         "Call gc.freeze() after setup and gc.disable() with a gc.collect() every so many steps."
     ),
-    "data": "Check the loader: shuffling, or an epoch that restarts the workers (persistent_workers=True).",
+    "data": "Check the loader: shuffling, or an epoch that restarts its workers, if it has any.",
     "evaluation": "This is evaluation inside the loop: measure it separately, or run it less often.",
     "checkpoint": "This is saving inside the loop: save asynchronously, or less often.",
 }
 
 
 @dataclass(frozen=True)
-class OutlierStepsLimits(SteadyLimits):
+class OutlierStepsLimits(BusyLimits):
     """Limits of the rule ``outlier_steps``."""
 
     outlier_factor: float = limit(2.0, "a step that takes this many times the median", low=1.0)
@@ -183,8 +191,9 @@ class OutlierStepsLimits(SteadyLimits):
     outlier_floor: float = limit(
         0.05, "seconds above the median below which a step is none: a busy machine pauses for tens of ms"
     )
+    outlier_count: int = limit(3, "outliers of one cause: one or two are an accident", low=1)
     outlier_loss: float = limit(
-        0.02, "share of the run's time that outliers cost beyond the median", high=1.0
+        0.05, "share of the run's time that outliers cost beyond the median", high=1.0
     )
 
 
@@ -195,7 +204,7 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
     One finding for each cause whose outliers cost a share of the run.
     """
     table = steady_phases(run, limits)
-    if table is None:
+    if table is None or is_busy(run, limits):
         return
     total = table.total
     median = float(np.median(total))
@@ -211,7 +220,7 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
         by_cause[_cause(table, row, median, pauses)].append(row)
     for cause, members in sorted(by_cause.items(), key=lambda item: -float(total[item[1]].sum())):
         lost = float((total[members] - median).sum() / total.sum())
-        if lost <= limits.outlier_loss:
+        if lost <= limits.outlier_loss or len(members) < limits.outlier_count:
             continue
         worst = members[int(np.argmax(total[members]))]
         step = int(table.steps[worst])
@@ -225,7 +234,7 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
         name = "Python's garbage collection" if is_collection else cause.replace("_", " ")
         longest = float(total[worst])
         yield Finding(
-            severity=Severity.INFO if cause == "evaluation" else Severity.WARNING,
+            severity=Severity.INFO,
             title=f"{count(len(members), 'step')} of {len(total)} are outliers, due to {name}",
             detail=(
                 f"{count(len(members), 'step')} of {len(total)} take up to {longest / median:.1f} times the "
@@ -295,7 +304,7 @@ def straggler(run: Run, limits: StragglerLimits) -> Iterator[Finding]:
     )
     phase = name.replace("_", " ")
     yield Finding(
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
         title=f"Rank {late} is a straggler: {percent(excess)} of a step slower, in {phase}",
         detail=(
             f"Rank {late} works {percent(excess)} of a step longer than the other ranks, mostly in {phase}, "

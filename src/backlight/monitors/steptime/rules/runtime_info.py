@@ -19,6 +19,9 @@ class ThreadOversubscriptionLimits(Limits, monitor="steptime"):
     """Limits of the rule ``thread_oversubscription``."""
 
     threads_per_core: float = limit(1.25, "threads that compute on one machine, over its cores", low=1.0)
+    waited_share: float = limit(
+        0.05, "share of the run that the training thread waited for a core, where that is counted", high=1.0
+    )
 
 
 @rule("thread_oversubscription", monitor="steptime", limits=ThreadOversubscriptionLimits)
@@ -31,11 +34,14 @@ def thread_oversubscription(run: Run, limits: ThreadOversubscriptionLimits) -> I
     cores, threads = int(facts.get("cores") or 0), int(facts.get("threads") or 0)
     ranks, workers = int(facts.get("local_ranks") or 1), int(facts.get("workers") or 0)
     wanted = ranks * (threads + workers)
-    if not cores or not threads or wanted <= limits.threads_per_core * cores:
+    waited = facts.get("core_wait")
+    if not cores or threads < 2 or wanted <= limits.threads_per_core * cores:
+        return
+    if waited is not None and float(waited) < limits.waited_share:
         return
     better = max(1, cores // ranks - workers)
     yield Finding(
-        severity=Severity.WARNING,
+        severity=Severity.INFO,
         title=f"{count(wanted, 'thread')} share {count(cores, 'core')}",
         detail=(
             f"{count(wanted, 'thread')} share {count(cores, 'core')}: {count(ranks, 'rank')} on this "
