@@ -16,6 +16,7 @@ _PUBLIC = {
     "Pending": "backlight.monitors.health.instrument.collect",
     "Run": "backlight.store.read.run",
     "Severity": "backlight.records",
+    "StopTraining": "backlight.capture.steps",
     "Watch": "backlight.session.watch",
     "collect": "backlight.monitors.health.instrument.collect",
     "collect_groups": "backlight.monitors.health.instrument.collect",
@@ -35,6 +36,7 @@ __all__ = [
     "Pending",
     "Run",
     "Severity",
+    "StopTraining",
     "Watch",
     "__version__",
     "collect",
@@ -51,6 +53,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from backlight.capture.model_state import gathered
+    from backlight.capture.steps import StopTraining
     from backlight.findings.evaluate import findings_of
     from backlight.measure.gram.outer import outer_product
     from backlight.monitors.grokking.instrument.gram.gram import gram

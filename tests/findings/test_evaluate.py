@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backlight.findings.evaluate import (
-    FailOnError,
+    FindingNameError,
     RuleFailedWarning,
     evaluate_rules,
     findings_of,
@@ -170,5 +170,5 @@ def test_fail_on_matches_severities_and_rules(text: str, matches: list[Finding])
     ],
 )
 def test_fail_on_rejects_unknown_names(text: str, message: str) -> None:
-    with pytest.raises(FailOnError, match=message):
+    with pytest.raises(FindingNameError, match=message):
         parse_fail_on(text)

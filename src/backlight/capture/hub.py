@@ -41,6 +41,14 @@ def guarded(
         owner.spent += time.perf_counter() - begin
 
 
+class UserError(BaseException):
+    """Carries an exception of the user's code through :func:`guarded`, back to the user's code."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class Listener:
     """Receives the raw events of the process; each method does nothing here.
 
@@ -281,8 +289,13 @@ class Hub:
                 for one in self.listeners
                 if getattr(type(one), event) is not nothing
             )
-        for listener, method in receivers:
-            guarded(listener, self._drop, method, *args, **kwargs)
+        try:
+            for listener, method in receivers:
+                guarded(listener, self._drop, method, *args, **kwargs)
+            return
+        except UserError as carried:
+            error = carried.error
+        raise error  # outside the handler, so that it is as the user's code raised it
 
     def _drop(self, listener: Listener, error: Exception) -> None:
         on_error = self._on_error.get(id(listener), listener.dropped)

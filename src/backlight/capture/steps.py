@@ -7,7 +7,7 @@ into the optimizer's step, because after any of them they are no longer what bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from backlight.records import Phase
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import Scope
+    from backlight.records import Finding
 
 
 @dataclass
@@ -50,7 +51,18 @@ class StepSummary:
 
 
 class StopTraining(SystemExit):
-    """Ends a script cleanly after the requested number of steps; exit code 0."""
+    """Ends a training run cleanly: after the requested number of steps, or on ``finding``.
+
+    Like every :class:`SystemExit` it ends the process with ``code`` unless it is caught.
+    """
+
+    def __init__(self, code: int = 0, finding: Finding | None = None) -> None:
+        super().__init__(code)
+        self.finding = finding
+
+    def __str__(self) -> str:
+        """Return the finding, else the exit code."""
+        return str(self.code) if self.finding is None else f"{self.finding.rule}: {self.finding.title}"
 
 
 class StepSink:
@@ -104,6 +116,7 @@ class StepTracker(Listener):
         self._refreshed = False
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
         self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
+        self._at_boundary: Callable[[], None] | None = None
         self.backwards = 0
 
     @property
@@ -137,6 +150,19 @@ class StepTracker(Listener):
         """Raise :class:`StopTraining` once ``max_steps`` are done."""
         if self._max_steps is not None and self.done >= self._max_steps:
             raise StopTraining(0)
+
+    def call_at_boundary(self, action: Callable[[], None]) -> None:
+        """Call ``action`` before the first backward of each step from here on."""
+        self._at_boundary = action
+
+    def _reach_boundary(self) -> None:
+        is_inside = bool(self._inside) or (self._summary.backwards > 0 and not self._stepped)
+        action = self._at_boundary
+        if action is None or is_inside:
+            return
+        self._at_boundary = None  # it may have backward passes of its own
+        action()
+        self._at_boundary = action
 
     # Steps
 
@@ -199,6 +225,7 @@ class StepTracker(Listener):
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Open a new step if the last one is complete, and note the loss."""
+        self._reach_boundary()
         self.check_limit()
         if self._stepped and not self._inside:
             self._close()
@@ -271,8 +298,9 @@ class StepTracker(Listener):
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Collect what is left of this optimizer's gradients, and note its learning rates."""
-        if not self.in_step:
-            self.check_limit()  # no backward did it before
+        if not self.in_step:  # no backward did it before
+            self._reach_boundary()
+            self.check_limit()
         is_watched = self._scope.holds(optimizer)
         if is_watched:
             if id(optimizer) in self._stepped and not HUB.backward_depth:

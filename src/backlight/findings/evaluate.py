@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from backlight.store.export.tables import Table
 
 
-class FailOnError(ValueError):
-    """A name in ``--fail-on`` that is neither a severity nor a rule."""
+class FindingNameError(ValueError):
+    """A name, in ``--fail-on`` for instance, that is neither a severity nor a rule."""
 
 
 class RuleFailedWarning(UserWarning):
@@ -177,21 +177,28 @@ def _same(fresh: Finding, stored: Finding, among: list[Finding]) -> bool:
 def parse_fail_on(text: str) -> Callable[[Finding], bool]:
     """Return a predicate that is true of findings that ``text`` names, the value of ``--fail-on``.
 
-    It holds a severity (``"warning"``: that severity and above), names of rules, or both, separated by
-    commas.
+    Names are separated by commas; see :func:`named_findings`.
+    """
+    return named_findings([name.strip() for name in text.split(",") if name.strip()], "--fail-on")
+
+
+def named_findings(names: Collection[str], option: str) -> Callable[[Finding], bool]:
+    """Return a predicate that is true of findings that ``names`` name.
+
+    They are severities (``"warning"``: that severity and above), rules, or both.
 
     Raises
     ------
-    FailOnError
-        If a name is unknown, or there is none.
+    FindingNameError
+        If a name is unknown, or there is none; ``option`` is where they come from.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
     known = [*(severity.value for severity in Severity), *RULES]
     if not names:
-        raise FailOnError("--fail-on: expected a severity or names of rules, such as 'warning' or 'spike'")
+        example = "such as 'warning' or 'spike'"
+        raise FindingNameError(f"{option}: expected a severity or names of rules, {example}")
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise FailOnError(f"--fail-on: no severity or rule is called {name!r}{hint}")
+            raise FindingNameError(f"{option}: no severity or rule is called {name!r}{hint}")
     ranks = [severity.rank for severity in Severity if severity.value in names]
     return lambda finding: finding.rule in names or any(finding.severity.rank >= rank for rank in ranks)

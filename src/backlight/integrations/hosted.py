@@ -327,6 +327,8 @@ class HostedCallback(Hosting):
         thresholds: Mapping[str, Mapping[str, float]] | None = None,
         trackers: str | Sequence[str] = (),
         on_finding: OnFinding | None = None,
+        stop_on: str | Sequence[str] = (),
+        on_stop: OnFinding | None = None,
         quiet: bool = False,
         measures: Mapping[str, Any] | Measures | None = None,
         spectra: Mapping[str, Any] | SpectraOptions | None = None,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.panel import Summary, in_order
 from backlight.report.source import APART, Source
+from backlight.store.format.schema import EXCEPTION, STOPPED
 from backlight.store.read.run import Event, Run
 from backlight.text import count, duration, listed, number, visible, with_unit
 
@@ -123,18 +124,21 @@ def ending(run: Run) -> str:
         return "Killed"
     if run.status is not RunStatus.FAILED:
         return ""
-    event = exception_of(run)
+    stop = first_event(run, STOPPED)
+    event = stop or first_event(run, EXCEPTION)
     if event is None:
         return "Failed"
     rank = f" on rank {event.rank}" if run.attempts[-1].world_size > 1 else ""
     step = "" if event.step is None else f" at step {number(event.step)}"
+    if stop is not None:
+        return f"Stopped on {visible(stop.payload.get('rule'))}{step}"
     return f"Failed with {visible(event.payload.get('type', 'an exception'))}{step}{rank}"
 
 
-def exception_of(run: Run) -> Event | None:
-    """Return the event of the first exception that ended the last attempt, None where none did."""
+def first_event(run: Run, kind: str) -> Event | None:
+    """Return the first event of a kind in the last attempt, None where there is none."""
     last = run.attempts[-1].index if run.attempts else 0
-    events = [event for event in run.events("exception") if event.attempt == last]
+    events = [event for event in run.events(kind) if event.attempt == last]
     return min(events, key=lambda event: event.time, default=None)
 
 
@@ -158,9 +162,11 @@ def status_line(source: Source) -> str:
     if not attempts:
         return STATUS[RunStatus.UNKNOWN]
     last = attempts[-1]
-    event = exception_of(source.run) if last.status is RunStatus.FAILED else None
+    stop, event = (first_event(source.run, kind) for kind in (STOPPED, EXCEPTION))
     how = STATUS[last.status]
-    if event is not None:
+    if stop is not None:
+        how = f"stopped on {visible(stop.payload.get('rule'))}"
+    elif event is not None and last.status is RunStatus.FAILED:
         how = visible(": ".join(str(event.payload.get(key, "")) for key in ("type", "message")))[:MESSAGE]
     parts = [how] if how else []
     if len(attempts) > 1:

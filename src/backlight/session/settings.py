@@ -88,6 +88,11 @@ class Settings:
     on_finding:
         Called on rank 0 with each new :class:`backlight.Finding`: during the run on another thread, so that
         training does not wait for it, at the end with the rest. What it raises is reported once.
+    stop_on:
+        Rules, or a severity and those above it, whose first error or warning ends the run before the next
+        step, with exit code 79.
+    on_stop:
+        Called with that finding before the run is ended, on the training thread: to save a checkpoint.
     quiet:
         Print neither where the run is recorded nor its findings, only what backlight fails to record.
     measures:
@@ -116,6 +121,8 @@ class Settings:
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     trackers: tuple[str, ...] = ()
     on_finding: OnFinding | None = None
+    stop_on: tuple[str, ...] = ()
+    on_stop: OnFinding | None = None
     quiet: bool = False
     measures: Measures = dataclasses.field(default_factory=Measures)
     spectra: SpectraOptions = dataclasses.field(default_factory=SpectraOptions)
@@ -168,8 +175,9 @@ class Settings:
         known = [f.name for f in dataclasses.fields(cls)]
         _refuse_unknown(values, known, where)
         prepared = dict(values)
-        if isinstance(prepared.get("monitors"), str):
-            prepared["monitors"] = tuple(r.strip() for r in prepared["monitors"].split(",") if r.strip())
+        for key in ("monitors", "stop_on"):
+            if isinstance(prepared.get(key), str):
+                prepared[key] = tuple(name.strip() for name in prepared[key].split(",") if name.strip())
         if isinstance(prepared.get("trackers"), str):
             prepared["trackers"] = (prepared["trackers"],)
         _known_fields(prepared.get("measures"), Measures, f"{where}: measures")

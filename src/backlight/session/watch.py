@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -30,7 +30,7 @@ from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
 from backlight.session.step_recorder import Sampling, StepRecorder
 from backlight.session.writer_thread import ResultQueue, WriterThread
-from backlight.store.format.schema import COST
+from backlight.store.format.schema import COST, EXCEPTION
 from backlight.store.read.run import open_run
 from backlight.store.write.attempt import default_path
 from backlight.text import count
@@ -59,6 +59,8 @@ class Watch:
     ----------
     path:
         The run directory, once entered.
+    stopped_by:
+        The finding that ended the run by ``stop_on``; None for any other end.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Watch:
         self._error: BaseException | None = None
         self._writer: RunWriter | None = None
         self._published: dict[str, tuple[int, float]] = {}
+        self.stopped_by: Finding | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
         Sampling(settings.every)
         check_monitors(settings.monitors)
@@ -198,7 +201,7 @@ class Watch:
     def _attach(self, writer: RunWriter, monitors: MonitorSet, stack: contextlib.ExitStack) -> None:
         """Compose the parts of a watch; they are taken apart in reverse order."""
         settings, notifier = self.settings, self._notifier
-        self._pid, self._error = os.getpid(), None
+        self._pid, self._error, self.stopped_by = os.getpid(), None, None
         self._found: list[Finding] | None = None
         self._alarmed = -1
         self._published.clear()
@@ -272,6 +275,7 @@ class Watch:
             ),
             alarm=self._alarm,
             publish=self._publish,
+            stop=self._stop,
             deliver=self._deliver,
         )
 
@@ -280,13 +284,13 @@ class Watch:
         if self._abandoned:
             writer.close(RunStatus.FAILED)
             return
-        failed = self._error is not None
+        failed = self._error is not None or self.stopped_by is not None
         with self._notifier.shield():
             self._monitors.call("on_all_stored", failed=failed)
             self._report_nothing()
             if self._error is not None:
                 payload = {"type": type(self._error).__name__, "message": str(self._error)[:2000]}
-                writer.event(self._tracker.index, "exception", payload)
+                writer.event(self._tracker.index, EXCEPTION, payload)
             writer.flush()
             if writer.lost is None:
                 self._found = final_findings(writer, failed=failed)
@@ -386,6 +390,13 @@ class Watch:
     def _publish(self, name: str, step: int, value: float) -> None:
         self._published[name] = (step, value)
 
+    def _stop(self, finding: Finding, action: Callable[[], None]) -> None:
+        def at_boundary() -> None:
+            self.stopped_by = finding
+            action()
+
+        self._tracker.call_at_boundary(at_boundary)
+
     def _deliver(self, findings: Sequence[Finding]) -> None:
         self._monitors.call("on_new_findings", findings)
 
@@ -426,6 +437,8 @@ def watch(
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     trackers: str | Sequence[str] = (),
     on_finding: OnFinding | None = None,
+    stop_on: str | Sequence[str] = (),
+    on_stop: OnFinding | None = None,
     quiet: bool = False,
     measures: Mapping[str, Any] | Measures | None = None,
     spectra: Mapping[str, Any] | SpectraOptions | None = None,

@@ -74,6 +74,9 @@ def run(
     max_disk: Annotated[
         str | None, Option(metavar="SIZE", help="Maximum size of the run directory, as 500M.")
     ] = None,
+    stop_on: Annotated[
+        str | None, Option(metavar="RULE,...", help="Rules, or a severity, that end the run: exit code 79.")
+    ] = None,
     config: Annotated[
         Path | None, Option(metavar="FILE", help="TOML file of settings and thresholds.")
     ] = None,
@@ -94,7 +97,8 @@ def run(
         "monitors": monitors, "every": every, "steps": steps, "histogram": histogram, "stall": stall,
         "exact_updates": exact_updates, "per_backward": per_backward, "reduce": reduce, "trace": trace,
         "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
-        "quiet": quiet, "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
+        "quiet": quiet, "stop_on": stop_on,
+        "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value not in (None, False, {}, ())}
     settings = Settings.read(config, given) if config is not None else Settings.of(given)
@@ -115,6 +119,10 @@ def run(
             print(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
         else:
             after_run(watched.watch.path)
+    if watched.watch is not None and watched.watch.stopped_by is not None:
+        from backlight.session.stop_monitor import STOP_EXIT_CODE
+
+        return STOP_EXIT_CODE
     return code
 
 

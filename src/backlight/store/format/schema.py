@@ -203,5 +203,11 @@ COST = "cost"
 EVALUATED = "evaluated"
 """Event of a run whose rules were evaluated when it ended: findings that are not stored do not exist."""
 
+EXCEPTION = "exception"
+"""Event of a run that an exception ended, with its type and message."""
+
+STOPPED = "stopped"
+"""Event of a run that a finding ended by ``stop_on``, with its rule and title."""
+
 WATCHDOG_RANK = -1
 """Rank of the watchdog's events and findings for a reader: they belong to no rank."""

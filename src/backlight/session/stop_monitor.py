@@ -1,0 +1,107 @@
+"""Ends the run where a finding asks for it: before a step, after a chance to save a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from backlight.capture.hub import UserError
+from backlight.capture.steps import StopTraining
+from backlight.findings.evaluate import named_findings
+from backlight.monitor import Monitor, RunContext
+from backlight.records import Finding, Severity
+from backlight.registry import RULES
+from backlight.session.print_monitor import print_line
+from backlight.store.format.schema import STOPPED
+from backlight.text import count, visible
+
+if TYPE_CHECKING:
+    from backlight.session.settings import Settings
+
+STOP_EXIT_CODE = 79
+"""Exit code of a process that a finding ended; the first one that sysexits.h leaves free."""
+
+STEPS_AFTER_SIGNAL = 10
+"""Steps that a script may take after its handler of a signal has returned, before the run is ended."""
+
+
+class InterruptTraining(StopTraining, KeyboardInterrupt):
+    """Ends a script that does not handle SIGTERM; one that handles Ctrl-C saves what it saves then."""
+
+
+class StopMonitor(Monitor):
+    """Ends the run on the first error or warning that ``stop_on`` names; on rank 0 only.
+
+    Under ``watch``, ``on_stop`` is called, then :class:`StopTraining` raised. A script that a command runs
+    gets the signal that it handles, SIGTERM or else SIGINT; where it handles none, a KeyboardInterrupt.
+    """
+
+    name = "stop"
+    requested_by = None
+    records = "stop_on"
+
+    def __init__(self, is_named: Callable[[Finding], bool], on_stop: Callable[[Finding], Any] | None) -> None:
+        self._is_named, self._on_stop = is_named, on_stop
+        self._is_script = False
+        self._finding: Finding | None = None
+        self._reached = 0
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor where findings are named; ValueError where a name is unknown."""
+        if not settings.stop_on:
+            return None
+        is_named = named_findings(settings.stop_on, "stop_on")
+        for name in settings.stop_on:
+            if name in RULES and RULES[name].monitor not in settings.monitors:
+                needed = f"the rule {name!r} needs the monitor {RULES[name].monitor!r}"
+                raise ValueError(f"stop_on: {needed}; add it to monitors={settings.monitors}")
+        return cls(is_named, settings.on_stop)
+
+    def check_process(self, *, is_script: bool) -> None:
+        """Remember whether a command runs the script."""
+        self._is_script = is_script
+
+    def attach(self, run: RunContext) -> None:
+        """Remember where the run can be ended."""
+        self._run, self._stream = run, sys.stderr
+        self._finding, self._reached = None, 0
+
+    def on_new_findings(self, findings: Sequence[Finding]) -> None:
+        """Request the end, once."""
+        named = [f for f in findings if f.severity is not Severity.INFO and self._is_named(f)]
+        if named and self._finding is None:
+            self._finding = named[0]
+            self._run.stop(named[0], self._end)
+
+    def _end(self) -> None:
+        finding = self._finding
+        assert finding is not None
+        self._reached += 1
+        if self._reached == 1:
+            step = self._run.clock.done + self._run.writer.step_offset
+            payload = {"rule": finding.rule, "title": finding.title}
+            self._run.writer.event(self._run.clock.index, STOPPED, payload)
+            print_line(f"stopping after {count(step, 'step')} ({visible(finding.rule)})", self._stream)
+            try:
+                self._announce(finding)
+            except Exception as error:
+                raise UserError(error) from error
+        if not self._is_script or self._reached > STEPS_AFTER_SIGNAL:
+            raise StopTraining(STOP_EXIT_CODE, finding)
+
+    def _announce(self, finding: Finding) -> None:
+        if self._on_stop is not None:
+            self._on_stop(finding)
+        if not self._is_script:
+            return
+        if callable(signal.getsignal(signal.SIGTERM)):
+            signal.raise_signal(signal.SIGTERM)
+        elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise InterruptTraining(STOP_EXIT_CODE, finding)
+        elif callable(signal.getsignal(signal.SIGINT)):
+            signal.raise_signal(signal.SIGINT)
+        else:
+            raise StopTraining(STOP_EXIT_CODE, finding)

@@ -1,0 +1,91 @@
+"""``stop_on`` of a watch: between steps, after ``on_stop``, whose errors are the user's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import backlight
+from backlight.records import Finding, RunStatus
+from backlight.session.settings import Settings
+from backlight.session.stop_monitor import STOP_EXIT_CODE, StopMonitor
+
+Train = Callable[..., nn.Module]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Iterator[Train]:
+    """Train until the run is stopped, with two microbatches in each step."""
+    done: list[str] = []
+
+    def run(**settings: Any) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        path = tmp_path / "run"
+        with backlight.watch(model, optimizer, run=path, every=1, monitors=("health",), **settings):
+            while True:
+                for _ in range(2):
+                    bad = len(done) == 6
+                    model(torch.full((2, 2), float("nan") if bad else 1.0)).sum().backward()
+                    done.append("backward")
+                optimizer.step()
+                done.append("step")
+                optimizer.zero_grad()
+
+    yield run
+    assert done[-1] == "step"  # never within a step
+
+
+def test_on_stop_is_called_with_the_finding_before_the_end(train: Train, tmp_path: Path) -> None:
+    called: list[tuple[str, str]] = []
+
+    def on_stop(finding: Finding) -> None:
+        model = nn.Linear(2, 1)  # it may train something of its own
+        model(torch.ones(1, 2)).sum().backward()
+        called.append((finding.rule, threading.current_thread().name))
+
+    with pytest.raises(backlight.StopTraining, match="non_finite: ") as stop:
+        train(stop_on="error", on_stop=on_stop)
+    assert called == [("non_finite", "MainThread")]
+    assert (stop.value.code, stop.value.finding.rule) == (STOP_EXIT_CODE, "non_finite")
+    assert not isinstance(stop.value, KeyboardInterrupt)
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status is RunStatus.FAILED
+    assert run.events("stopped")[0].payload["rule"] == "non_finite"
+    assert run.events("exception")[0].payload["type"] == "StopTraining"
+
+
+def test_what_on_stop_raises_is_the_users_error(train: Train, tmp_path: Path) -> None:
+    error = OSError("disk full")
+
+    def on_stop(finding: Finding) -> None:
+        raise error
+
+    with pytest.raises(OSError, match="disk full") as raised:
+        train(stop_on=["non_finite"], on_stop=on_stop)
+    assert raised.value is error
+    assert raised.value.__context__ is None
+    run = backlight.open_run(tmp_path / "run")
+    assert (run.status, run.events("unmeasured")) == (RunStatus.FAILED, ())
+
+
+@pytest.mark.parametrize(
+    ("stop_on", "message"),
+    [
+        ("non_finit", "stop_on: no severity or rule is called 'non_finit'; did you mean 'non_finite'"),
+        (
+            "rank_collapse",
+            "stop_on: the rule 'rank_collapse' needs the monitor 'spectra'; add it",
+        ),
+    ],
+)
+def test_rules_that_cannot_be_found_are_refused(stop_on: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        backlight.watch(run=tmp_path / "run", stop_on=stop_on)
+    assert StopMonitor.from_settings(Settings()) is None
