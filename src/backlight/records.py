@@ -244,11 +244,14 @@ class Finding(Record):
 class Fingerprint(Record):
     """Facts that must agree before two runs are compared.
 
-    ``arguments`` are the script's arguments as consumed; ``flags`` are the switches of torch that
-    change numbers or speed (TF32, deterministic algorithms, threads, matmul precision).
+    ``script_hash`` is that of the script's content, without the modules that it imports. ``arguments`` are
+    the script's arguments as consumed; ``flags`` are the switches of torch that change numbers or speed
+    (TF32, deterministic algorithms, threads, matmul precision). ``hyperparameters`` are the options of the
+    optimizers at the first step, without the learning rate, which is recorded at each.
     """
 
     script: str = ""
+    script_hash: str = ""
     arguments: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     device: str = ""
@@ -258,5 +261,6 @@ class Fingerprint(Record):
     parameter_count: int = 0
     dtypes: Mapping[str, int] = field(default_factory=dict)
     optimizers: tuple[str, ...] = ()
+    hyperparameters: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1

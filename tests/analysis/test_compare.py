@@ -22,6 +22,8 @@ from monitors.steptime.rules.conftest import write as write_times
 
 PRINT = Fingerprint(
     script="train.py",
+    script_hash="0000000000",
+    hyperparameters={"SGD.momentum": "0"},
     arguments=("--lr", "0.1", "--layers", "24"),
     versions={"torch": "2.13.0", "python": "3.11.7", "backlight": "0.1"},
     device="cpu: x86_64",
@@ -142,6 +144,8 @@ def test_differing_configurations_are_listed_and_compared(tmp_path: Path) -> Non
     ("fields", "text"),
     [
         ({"script": "other.py"}, "script train.py against other.py"),
+        ({"script_hash": "1234567890"}, "script content 00000000 against 12345678"),
+        ({"hyperparameters": {"SGD.momentum": "0.9"}}, "SGD.momentum 0 against 0.9"),
         ({"versions": PRINT.versions | {"torch": "2.9.0"}}, "torch 2.13.0 against 2.9.0"),
         ({"flags": {"tf32": "True"}}, "tf32 False against True"),
         ({"world_size": 4}, "ranks 1 against 4"),
@@ -204,6 +208,11 @@ def test_unrelated_runs_are_said_at_the_top(tmp_path: Path) -> None:
     other = write_synthetic(tmp_path / "b", {"conv.w": np.ones(60)}, writer=writer)
     found = compare((write(tmp_path / "a"), other))
     assert found.headline.startswith("Unrelated training runs: their scripts differ")
+
+
+def test_script_without_a_file_has_no_content_to_compare(tmp_path: Path) -> None:
+    notebook = changed(script_hash="")
+    assert compare((write(tmp_path / "a"), write(tmp_path / "b", notebook))).differences == ()
 
 
 def test_missing_fingerprint_and_steps_are_reported(tmp_path: Path) -> None:

@@ -11,6 +11,17 @@ import torch
 import backlight
 from cases import build, loop
 
+TRAIN = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum={momentum})
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
 Console = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -52,6 +63,17 @@ def test_changed_option_is_shown_side_by_side(console_script: Console, folder: P
     assert ["learning", "rate", "0.1", "0.2"] in lines
     assert any(line[:2] == ["final", "loss"] and len(line) == 5 for line in lines)
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_edited_script_is_named(console_script: Console, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    for momentum in (0, 0.9):
+        script.write_text(TRAIN.format(momentum=momentum))
+        done = console_script(tmp_path, "run", "-o", f"m{momentum}", "train.py")
+        assert done.returncode == 0, done.stderr
+    done = console_script(tmp_path, "compare", "m0", "m0.9")
+    assert "script content: train.py was edited between the runs." in done.stdout
+    assert ["SGD.momentum", "0", "0.9"] in [line.split() for line in done.stdout.splitlines()]
 
 
 def test_finding_of_one_run_is_named(console_script: Console, folder: Path) -> None:

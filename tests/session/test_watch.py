@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import sys
 import warnings
 from pathlib import Path
 
@@ -135,6 +137,9 @@ def test_user_values_are_stored_and_the_model_is_unchanged(tmp_path: Path) -> No
     assert fingerprint.parameter_count == sum(p.numel() for p in model.parameters())
     assert ("first", "Linear") in fingerprint.modules
     assert fingerprint.optimizers == ("SGD",)
+    assert fingerprint.hyperparameters["SGD.momentum"] == str(optimizer.defaults["momentum"])
+    assert "SGD.lr" not in fingerprint.hyperparameters
+    assert fingerprint.script_hash == hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()[:16]
     assert fingerprint.versions["torch"] == torch.__version__
     assert len(fingerprint.module_hash) == 16
     json.dumps(fingerprint.flags)

@@ -23,7 +23,7 @@ OUTPUT_ARGUMENTS = frozenset({
 })  # fmt: skip
 """Arguments that are assumed to name an output path, without influence on training."""
 
-DERIVED_FIELDS = frozenset({"modules", "parameter_count", "dtypes", "optimizers", "lr"})
+DERIVED_FIELDS = frozenset({"modules", "parameter_count", "dtypes", "optimizers", "hyperparameters", "lr"})
 """Fields that an argument of the script may change, so that they may follow from the factor."""
 
 
@@ -86,6 +86,11 @@ def differences(prints: Sequence[Fingerprint], shapes: Sequence[Shapes] = ()) ->
     given = [arguments(each.arguments) for each in prints]
     ignored = ignored_arguments(prints, given)
     found = _of("script", "script", [PurePath(each.script).name for each in prints])
+    hashes = [each.script_hash for each in prints]
+    if not found and all(hashes):
+        edited = f"{PurePath(prints[0].script).name} was edited between the runs"
+        rows = _of("script_hash", "script content", [each[:8] for each in hashes])
+        found += [replace(row, remark=edited) for row in rows]
     found += _by_key("arguments", given, absent="not given")
     found += _by_key("versions", [each.versions for each in prints])
     found += _by_key("flags", [each.flags for each in prints])
@@ -97,9 +102,11 @@ def differences(prints: Sequence[Fingerprint], shapes: Sequence[Shapes] = ()) ->
     found += _of("device", "device", [each.device for each in prints])
     found += _of("world_size", "ranks", [str(each.world_size) for each in prints])
     found += _of("optimizers", "optimizer", [", ".join(each.optimizers) for each in prints])
+    if len({each.optimizers for each in prints}) == 1:
+        found += _by_key("hyperparameters", [each.hyperparameters for each in prints], absent="not recorded")
     found += _of("dtypes", "type of weights", [_types(each.dtypes) for each in prints])
     found += [replace(each, role=Role.NOTE) for each in _of("host", "host", [each.host for each in prints])]
-    return [replace(each, remark=_remark(each, ignored)) for each in found]
+    return [replace(each, remark=each.remark or _remark(each, ignored)) for each in found]
 
 
 def _types(dtypes: Mapping[str, int]) -> str:

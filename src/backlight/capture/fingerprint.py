@@ -8,6 +8,8 @@ import platform
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +24,7 @@ from backlight.records import Fingerprint
 if TYPE_CHECKING:
     from backlight.capture.parameters import Scope
 
+_NO_OPTIONS = frozenset({"params", "param_names", "lr", "initial_lr", "name"})
 _PACKAGES = ("numpy", "transformers", "lightning", "accelerate", "datasets", "triton")
 
 
@@ -37,6 +40,7 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...]) -> Fingerprint:
         dtypes[record.dtype] += record.numel
     return Fingerprint(
         script=sys.argv[0] if sys.argv else "",
+        script_hash=_script_hash(),
         arguments=arguments,
         versions=_versions(),
         device=_device({record.device for record in records}),
@@ -46,9 +50,30 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...]) -> Fingerprint:
         parameter_count=sum(dtypes.values()),
         dtypes=dict(dtypes),
         optimizers=tuple(type(o).__name__ for o in scope.optimizers()),
+        hyperparameters=_hyperparameters(scope.optimizers()),
         flags=_flags(),
         world_size=rank_and_size()[1],
     )
+
+
+def _script_hash() -> str:
+    """Return the start of the SHA-256 of the script; empty where there is no file, as in a notebook."""
+    try:
+        return hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()[:16]
+    except (OSError, IndexError):
+        return ""
+
+
+def _hyperparameters(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """Return the options by optimizer and name; different ones of its groups are listed."""
+    found: dict[str, dict[str, None]] = {}
+    for place, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__ + (f" {place}" if len(optimizers) > 1 else "")
+        for group in optimizer.param_groups:
+            for option, value in group.items():
+                if option not in _NO_OPTIONS and isinstance(value, (bool, int, float, str, tuple)):
+                    found.setdefault(f"{name}.{option}", {})[str(value)] = None
+    return {option: ", ".join(values) for option, values in found.items()}
 
 
 def _versions() -> dict[str, str]:

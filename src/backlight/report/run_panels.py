@@ -134,10 +134,12 @@ def fingerprint(source: Source) -> Drawn | NotMeasured:
         return NotMeasured("No fingerprint was stored: the process ended before its first step.")
     rows: list[tuple[str, str]] = [
         ("script", stored.script),
+        ("script content", stored.script_hash),
         ("arguments", " ".join(stored.arguments) or "none"),
         ("parameters", f"{stored.parameter_count:,} in {len(source.parameters):,} tensors"),
         ("types", _pairs({name: f"{amount:,}" for name, amount in stored.dtypes.items()})),
         ("optimizers", ", ".join(stored.optimizers)),
+        ("hyperparameters", _pairs(stored.hyperparameters)),
         ("device", stored.device),
         ("host", stored.host),
         ("processes", str(stored.world_size)),

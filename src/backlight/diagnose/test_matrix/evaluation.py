@@ -213,7 +213,7 @@ def _effect(one: CaseResult, control: CaseResult, root: Path) -> tuple[Effect, l
 def _fingerprint_differences(run: Run, control: Run) -> list[str]:
     here, there = (to_json(each.fingerprint()) or {} for each in (run, control))
     # Requested settings and the host are no effect; the module hash repeats the module table.
-    keys = (here.keys() & there.keys()) - {"script", "arguments", "host", "module_hash"}
+    keys = (here.keys() & there.keys()) - {"script", "script_hash", "arguments", "host", "module_hash"}
     moved = sorted(key for key in keys if here[key] != there[key])
     return [f"fingerprint {key}: {str(there[key])[:80]} and {str(here[key])[:80]}" for key in moved]
 
