@@ -116,7 +116,9 @@ FAULTS: dict[str, Fault] = {
     "large_update": health({"a.weight": [1e-3] * 80}, update={"a.weight": [0.2] * 80}),
     "no_gradient": health(
         {"a.weight": [1e-2] * 10},
-        extra=[ParameterRecord("unused.weight", (4, 4), "float32", "cpu", 16, group="0/0")],
+        extra=[
+            ParameterRecord("unused.weight", (4, 4), "float32", "cpu", 16, module_type="Linear", group="0/0")
+        ],
     ),
     "no_update": health(ALIVE, update=STILL),
     "non_finite": health({"a.weight": [1e-3] * 20, "b.weight": [1e-3] * 20}, nan={("a.weight", 12): 3}),

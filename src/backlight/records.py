@@ -169,6 +169,11 @@ class ParameterRecord(Record):
     placement: Placement = field(default_factory=Placement)
     gradient: Placement | None = None
 
+    @property
+    def in_model(self) -> bool:
+        """Whether a module of the model holds the tensor, and not an optimizer alone."""
+        return bool(self.module_type) or not self.group
+
     def unsharded(self) -> ParameterRecord:
         """Return the record with the size of the whole parameter."""
         if self.placement.layout is not Layout.SHARD:

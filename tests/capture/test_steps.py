@@ -214,3 +214,29 @@ def test_module_with_a_reused_id_is_found() -> None:
     del gone
     modules.note(model)
     assert model in modules.roots()
+
+
+def test_replaced_parameters_keep_their_names() -> None:
+    from backlight.capture.modules import SeenModules, install
+    from backlight.capture.parameters import build_table
+
+    seen = SeenModules()
+    handles = install(seen)
+    try:
+        body = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model = torch.nn.ModuleDict({"body": body, "head": torch.nn.Linear(2, 3)})
+        optimizer = torch.optim.SGD([*model.parameters(), torch.zeros(1, requires_grad=True)], lr=0.1)
+        model["head"] = torch.nn.Linear(2, 5)
+        body[1].bias = torch.nn.Parameter(torch.zeros(2))
+    finally:
+        for handle in handles:
+            handle.remove()
+    records = build_table([model], [optimizer], seen).records
+    former = [record for record in records if not record.in_model]
+    assert [record.name for record in former] == [
+        "replaced.body.1.bias",
+        "replaced.head.weight",
+        "replaced.head.bias",
+        "optimizer0.group0.parameter6",
+    ]
+    assert [record.shape for record in former] == [(2,), (3, 2), (3,), (1,)]

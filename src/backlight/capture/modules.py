@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -67,12 +68,25 @@ class SeenModules:
 
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[nn.Module], str]] = {}
         self.changes = 0
 
     def note(self, module: nn.Module) -> None:
         """Remember ``module``, to which something is being registered."""
         self.changes += 1
         self._meet(module)
+
+    def note_replaced(self, owner: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Remember parameters that are about to be replaced, by their names below ``owner``."""
+        for name, parameter in parameters:
+            self._replaced[id(parameter)] = (weakref.ref(parameter), weakref.ref(owner), name)
+
+    def replaced(self, tensor: torch.Tensor) -> tuple[nn.Module, str] | None:
+        """Return the module below which ``tensor`` was a parameter and its name there, None if unknown."""
+        parameter, owner, name = self._replaced.get(id(tensor), (None, None, ""))
+        if parameter is None or parameter() is not tensor or owner is None or (module := owner()) is None:
+            return None
+        return module, name
 
     def _meet(self, module: nn.Module) -> None:
         known = self._modules.get(id(module))
@@ -100,13 +114,20 @@ class SeenModules:
 def install(seen: SeenModules) -> list[Any]:
     """Note every module that registers a child or a parameter; return the handles."""
 
-    def on_module(module: nn.Module, _name: str, child: nn.Module | None) -> None:
+    # The hooks run before the registration: what is replaced is still there.
+    def on_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
         seen.note(module)
         if child is not None:
             seen.note(child)
+        former = table_of(module, "_modules").get(name)
+        if former is not None and former is not child:
+            seen.note_replaced(module, ((one.name, one.parameter) for one in named_parameters(former, name)))
 
-    def on_parameter(module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+    def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         seen.note(module)
+        former = table_of(module, "_parameters").get(name)
+        if former is not None and former is not parameter:
+            seen.note_replaced(module, [(name, former)])
 
     return [
         register_module_module_registration_hook(on_module),

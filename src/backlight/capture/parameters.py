@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backlight.capture.hub import HUB, parameters_of
-from backlight.capture.modules import Prefixes, SeenModules, holding, named_parameters
+from backlight.capture.modules import Prefixes, SeenModules, holding, named_parameters, walk
 from backlight.capture.sharding import flat_places
 from backlight.records import Layout, ParameterRecord, Placement
 
@@ -87,7 +87,8 @@ def build_table(
     """Name the parameters of ``models`` and ``optimizers``.
 
     Without models they are searched for: among the modules observed at construction, then by a scan. A
-    parameter that no module holds is named by its position in the optimizer.
+    parameter that no module holds any more is ``replaced.`` and its former name where that was observed, else
+    named by its position in the optimizer.
     """
     groups = _groups(optimizers)
     wanted = set(groups)
@@ -114,23 +115,36 @@ def build_table(
             record = replace(record, shape=place.shape, numel=numel, placement=place.placement)
         records.append(record)
         tensors.append(tensor)
-    for key, (group, tensor) in groups.items():
+    modules = {id(module): name for prefix, root in named_roots for name, module in walk(root, prefix)}
+    taken = {record.name for record in records}
+    for key, (group, tensor, position) in groups.items():
         if key not in rows:
-            optimizer, number = group.split("/")
-            name = f"optimizer{optimizer}.group{number}.parameter{len(records)}"
+            name = _former_name(tensor, seen, modules)
+            if not name or name in taken:
+                name = position
+            taken.add(name)
             records.append(_record(tensor, name, group, "", "", []))
             tensors.append(tensor)
     return ParameterTable(records, tensors)
 
 
+def _former_name(tensor: torch.Tensor, seen: SeenModules, modules: Mapping[int, str]) -> str:
+    """Return ``replaced.`` and the name that a tensor had in one of ``modules``, empty if it had none."""
+    found = seen.replaced(tensor)
+    if found is None or id(found[0]) not in modules:
+        return ""
+    return ".".join(part for part in ("replaced", modules[id(found[0])], found[1]) if part)
+
+
 def _groups(
     optimizers: Sequence[torch.optim.Optimizer],
-) -> dict[int, tuple[str, torch.Tensor]]:
+) -> dict[int, tuple[str, torch.Tensor, str]]:
+    """Return by id the group of each tensor, the tensor, and a name for its position in the optimizer."""
     return {
-        id(tensor): (f"{number}/{index}", tensor)
+        id(tensor): (f"{number}/{index}", tensor, f"optimizer{number}.group{index}.parameter{position}")
         for number, optimizer in enumerate(optimizers)
         for index, group in enumerate(optimizer.param_groups)
-        for tensor in group["params"]
+        for position, tensor in enumerate(group["params"])
     }
 
 

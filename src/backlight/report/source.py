@@ -14,6 +14,10 @@ from backlight.records import Finding, ParameterRecord
 from backlight.report.frames import ParameterFrames, read_frames
 from backlight.store.read.run import Run, Scalar
 
+NO_GRADIENT = "no gradient at any recorded step"
+NOT_IN_MODEL = "held by an optimizer, and by no module of the model"
+"""Why a parameter without a recorded reason was not measured."""
+
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 """Steps [S] and values [S]; NaN where a step was not measured."""
 
@@ -137,7 +141,7 @@ class Source:
         reasons: dict[str, list[str]] = {}
         for record, measured, apart in zip(self.parameters, known.measured, known.apart, strict=True):
             if not measured:
-                otherwise = APART if apart else "no gradient at any recorded step"
+                otherwise = APART if apart else NO_GRADIENT if record.in_model else NOT_IN_MODEL
                 reason = record.unmeasured or recorded.get(record.name) or otherwise
                 reasons.setdefault(reason, []).append(record.name)
         return reasons

@@ -47,7 +47,7 @@ def test_parameters_with_gradients_have_no_finding(recorder: Any, synthetic: Any
 
 
 def test_unmeasured_parameter_is_info_only(synthetic: Any, evaluated: Any) -> None:
-    lost = ParameterRecord("inner", (4, 4), "float32", "cpu", 16, group="0/0")
+    lost = ParameterRecord("inner", (4, 4), "float32", "cpu", 16, group="0/0", module_type="Linear")
     reason = {"what": "gradient", "reason": "stepped inside backward", "parameters": ["inner"]}
     run = synthetic({"a": [1e-2] * 10}, extra=[lost], events=[(0, "unmeasured", reason)])
     (finding,) = evaluated(run, "no_gradient")

@@ -7,7 +7,6 @@ docs/formulas.md, section 1.
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,10 +89,6 @@ def _means(pattern: str, name: str) -> bool:
     return any(fnmatch.fnmatchcase(place, pattern) for place in _places(name))
 
 
-# Capture names a tensor so that an optimizer holds and no module does.
-_STALE_NAME = re.compile(r"optimizer\d+\.group\d+\.parameter\d+")
-
-
 @dataclass(frozen=True)
 class MembershipLimits(Limits, monitor="health"):
     """Limits that the rules ``no_gradient`` and ``no_update`` share."""
@@ -103,17 +98,12 @@ class MembershipLimits(Limits, monitor="health"):
     )
 
 
-def is_stale(record: ParameterRecord) -> bool:
-    """Return whether an optimizer holds the parameter and no module does."""
-    return _STALE_NAME.fullmatch(record.name) is not None
-
-
 def stale_parameters(run: Run) -> list[ParameterRecord]:
     """Return the parameters that an optimizer holds, no module does, and no gradient reached."""
     frame = run.frame("gradient", "norm")
     measured_SP = frame.measured if frame.any_rank is None else frame.any_rank
     measured = {frame.names[i] for i in np.flatnonzero(measured_SP.any(axis=0))}
-    return [p for p in run.parameters() if is_stale(p) and p.name not in measured and p.numel > 0]
+    return [p for p in run.parameters() if not p.in_model and p.name not in measured and p.numel > 0]
 
 
 def without_optimizer(run: Run, window: int) -> list[ParameterRecord]:

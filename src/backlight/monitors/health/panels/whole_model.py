@@ -17,15 +17,19 @@ from backlight.text import count, listed, number, percent, score, visible
 
 def summary(source: Source) -> Summary:
     """Return the summary of the gradients, also where none was measured."""
-    steps, seen, amount = (
-        len(source.coverage.steps),
-        int(source.coverage.measured.sum()),
-        len(source.parameters),
-    )
+    steps, seen, amount = len(source.coverage.steps), int(source.coverage.measured.sum()), _amount(source)
     if not seen:
         return Summary(source.reason("gradient", otherwise="No gradient was recorded."), _figures, False)
     of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
     return Summary(f"Gradients of {of} parameters were measured at {count(steps, 'step')}.", _figures)
+
+
+def _amount(source: Source) -> int:
+    """Return how many parameters could be measured: those of the model, and others that have gradients."""
+    return sum(
+        record.in_model or bool(measured)
+        for record, measured in zip(source.parameters, source.coverage.measured, strict=True)
+    )
 
 
 def _figures(source: Source) -> Figures:
@@ -41,7 +45,7 @@ def _figures(source: Source) -> Figures:
     last, at = ("not measured", "")
     if len(loss.steps):
         last, at = number(float(loss.values[-1])), f"at step {number(int(loss.steps[-1]))}"
-    of = f"of {number(len(source.parameters))}"
+    of = f"of {number(_amount(source))}"
     return (
         ("steps recorded", number(len(steps)), span),
         ("parameters measured", number(int(source.coverage.measured.sum())), of),

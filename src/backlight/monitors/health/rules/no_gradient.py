@@ -11,7 +11,6 @@ from backlight.findings import phrases
 from backlight.monitors.health.model.parameters import (
     MembershipLimits,
     first_missing,
-    is_stale,
     without_optimizer,
 )
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
@@ -128,7 +127,7 @@ def _reason(record: ParameterRecord, reported: dict[str, str], held: bool) -> _R
         )
     if held and not record.group:
         return _OUTSIDE
-    if is_stale(record):
+    if not record.in_model:
         return _FOREIGN
     return _UNUSED if record.group else _ALONE
 

@@ -54,7 +54,7 @@ def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
     still = [records[name] for name, streak in streaks.items() if streak >= limits.no_update_window]
     moved = len(streaks) - len(still)
     if without:
-        yield _outside(run, without, stale, len(records))
+        yield _outside(run, without, stale, sum(p.in_model for p in records.values()))
     zero_rate = [p for p in still if _last_rate(run, p) == 0.0]
     for group, at_zero in ((zero_rate, True), ([p for p in still if p not in zero_rate], False)):
         if group:
