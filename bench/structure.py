@@ -58,8 +58,11 @@ class Executed:
             self.calls[key] = self.calls.get(key, 0) + 1
 
 
-def one_step(run: Path, steps: int = 6) -> tuple[Executed, Path]:
-    """Train a small model with the default monitors; return what its last step executed on this thread."""
+def one_step(run: Path, steps: int = 11) -> tuple[Executed, Path]:
+    """Train a small model with the default monitors; return what its last step executed on this thread.
+
+    That is a step which ``correctness`` does not observe, as nearly all are.
+    """
     import torch
     from torch import nn
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from backlight.capture.hub import HUB
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.correctness.instrument.batch_order import BatchOrder
 from backlight.monitors.correctness.instrument.check import Check, Schedule
@@ -30,7 +31,7 @@ class CorrectnessMonitor(Monitor):
 
     def attach(self, run: RunContext) -> None:
         """Start every check."""
-        self._schedule = Schedule()
+        self._run, self._schedule = run, Schedule()
         self._checks = [check(run, self._schedule) for check in CHECKS]
         for check in self._checks:
             run.listen(check)
@@ -42,7 +43,14 @@ class CorrectnessMonitor(Monitor):
             check.settle(wait=True)
 
     def on_step_start(self, step: int) -> None:
-        """Decide whether the step is observed."""
+        """Decide whether the step is observed; between observations only some checks listen."""
+        was_near = self._schedule.near
         self._schedule.begin(step)
         for check in self._checks:
             check.settle(wait=False)
+            if check.is_windowed and self._schedule.near != was_near:
+                if self._schedule.near:
+                    self._run.listen(check)
+                else:
+                    HUB.remove(check)
+                    check.forget()

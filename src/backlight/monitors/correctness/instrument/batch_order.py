@@ -51,6 +51,8 @@ class BatchOrder(Check):
     A loader is identified by its sampler of indices, which it keeps over all epochs.
     """
 
+    is_windowed = False
+
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
         self._loaders: dict[int, _Loader] = {}

@@ -35,25 +35,32 @@ MAX_REPORTS = 16
 
 
 class Schedule:
-    """Which steps are observed: the first ones, then pairs at growing intervals. ``due`` is of this step."""
+    """Which steps are observed: the first ones, then windows of a few steps at growing intervals.
+
+    ``due`` is whether this step is, ``near`` whether it or the step before or after it is.
+    """
 
     def __init__(self) -> None:
         self._begin = round(FIRST_STEPS * GROWTH)
-        self.due = False
+        self.due = self.near = True
 
     def begin(self, step: int) -> None:
         """Decide about ``step``; steps only grow."""
-        while step >= self._begin + WINDOW_STEPS:
+        while step > self._begin + WINDOW_STEPS:
             self._begin = max(round(self._begin * GROWTH), self._begin + WINDOW_STEPS)
-        self.due = step < FIRST_STEPS or step >= self._begin
+        end = self._begin + WINDOW_STEPS
+        self.due = step < FIRST_STEPS or self._begin <= step < end
+        self.near = step <= FIRST_STEPS or self._begin - 1 <= step <= end
 
 
 class Check(Listener):
     """Compares facts of one kind as a run goes on, and reports those that contradict each other.
 
     What is compared on a device is copied from there without waiting; the report follows when the copy has
-    arrived.
+    arrived. One that ``is_windowed`` gets events of observed steps and of the steps beside them only.
     """
+
+    is_windowed = True
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         self.run, self.schedule = run, schedule
@@ -64,6 +71,9 @@ class Check(Listener):
     def due(self) -> bool:
         """Whether this step is observed."""
         return self.schedule.due
+
+    def forget(self) -> None:
+        """Drop what waits for a later event: the next events are not delivered."""
 
     def report(self, rule: str, step: int, **facts: Any) -> None:
         """Record a contradiction."""

@@ -71,9 +71,10 @@ class GradientUse(Check):
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
         self._closures = 0
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop every gradient that was noted."""
         self._used: dict[int, _Gradient] = {}  # since the last step of their optimizer
         self._before: dict[int, _Gradient] = {}  # when the backward in progress began
         self._fresh: dict[int, _Gradient] = {}  # of the last backward, used by no optimizer
@@ -130,7 +131,7 @@ class GradientUse(Check):
         """Compare what the optimizer is about to use with what backward left."""
         if has_closure or HUB.backward_depth:
             self._closures += has_closure
-            self._forget()
+            self.forget()
         elif self.run.scope.holds(optimizer):
             held = {id(p) for p in parameters_of(optimizer)}
             self._report_sums(held)
@@ -140,14 +141,14 @@ class GradientUse(Check):
         """Remember the gradients that were used."""
         if self._closures:
             self._closures -= 1
-            self._forget()
+            self.forget()
         elif self.due and not HUB.backward_depth and self.run.scope.holds(optimizer):
             self._used.update(self._sampled([optimizer]))
 
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
         """Gradients that a scaler refuses are not discarded by the script."""
         if not stepped:
-            self._forget()
+            self.forget()
 
     # Comparisons
 

@@ -23,6 +23,10 @@ class MixedPrecision(Check):
         self._is_scaled = False
         self._clipped: tuple[str, float] | None = None
 
+    def forget(self) -> None:
+        """Drop a limit that no step was taken with."""
+        self._is_scaled, self._clipped = False, None
+
     def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
         """From here on gradients contain the scale."""
         self._is_scaled = True

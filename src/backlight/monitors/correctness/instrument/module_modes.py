@@ -30,6 +30,8 @@ class ModuleModes(Check):
     frozen on purpose, and so is everything below a new head.
     """
 
+    is_windowed = False
+
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
         self._table: ParameterTable | None = None

@@ -48,6 +48,10 @@ class WeightChanges(Check):
         self._step = 0
         self._comparisons = 0
 
+    def forget(self) -> None:
+        """Drop the weights of the last step."""
+        self._before = self._after = self._forward = None
+
     # Events
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:

@@ -1,0 +1,43 @@
+"""Checks listen at the observed steps and those beside them, and at no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import backlight
+from backlight.capture.hub import HUB
+from backlight.monitors.correctness.instrument.check import Schedule
+from backlight.monitors.correctness.instrument.gradient_use import GradientUse
+from backlight.monitors.correctness.instrument.module_modes import ModuleModes
+
+
+def test_windows_grow_and_have_a_step_on_each_side() -> None:
+    schedule, due, near = Schedule(), [], []
+    for step in range(40):
+        schedule.begin(step)
+        due += [step] * schedule.due
+        near += [step] * schedule.near
+    assert due == [*range(8), 13, 14, 21, 22, 34, 35]
+    assert near == [*range(9), 12, 13, 14, 15, 20, 21, 22, 23, 33, 34, 35, 36]
+
+
+def test_checks_leave_the_hub_between_windows_and_find_errors_that_begin_later(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    listening = []
+    with backlight.watch(model, optimizer, run=tmp_path / "run", monitors=("correctness",)) as watch:
+        for step in range(24):
+            model(torch.randn(8, 4)).square().mean().backward()
+            kinds = {type(listener) for listener in HUB.listeners}
+            listening += [step] * (GradientUse in kinds)
+            assert ModuleModes in kinds
+            optimizer.step()
+            if step < 16:
+                optimizer.zero_grad()
+    assert listening == [*range(9), 12, 13, 14, 15, 20, 21, 22, 23]
+    (found,) = watch.findings
+    assert found.rule == "gradients_not_cleared"
+    assert found.subject.step == 21  # the first that adds to gradients which an observed step used
