@@ -196,6 +196,7 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
     listed_here = [
         Unmeasured(count(len(names), "parameter"), visible(reason), tuple(visible(name) for name in names))
         for reason, names in source.unmeasured_parameters.items()
+        if len(source.coverage.steps)  # else no gradient was asked for, or nothing was measured at all
     ]
     known = source.coverage
     lacking = [

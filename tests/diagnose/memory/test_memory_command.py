@@ -16,7 +16,9 @@ from backlight.diagnose.memory.measure import read_allocator
 from backlight.diagnose.memory.result import AllocatorStatistics
 from backlight.report.panel import PANELS, Drawn, NotMeasured
 from backlight.report.source import Source
+from backlight.report.verdict import outcome, summary_of
 from backlight.store.read.run import open_run
+from backlight.text import size
 
 RECIPE = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"
 
@@ -68,6 +70,10 @@ def test_script_is_measured_and_stored(tmp_path: Path) -> None:
     assert "step 1" in done.stderr
     assert "step 2" not in done.stderr  # ended after the third update
     source = Source(open_run(tmp_path / "run"))
+    said = outcome(source)
+    assert (said.tone, said.headline.split(",")[0]) == ("clear", f"Peak memory {size(answer['peak'])}")
+    assert said.unmeasured == ()
+    assert summary_of(source).figures(source)[0][1] == size(answer["peak"])
     drawn = PANELS["memory_steps"].render(source)
     assert isinstance(drawn, Drawn)
     assert {"parameters", "held", "activations"} <= {

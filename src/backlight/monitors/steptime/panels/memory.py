@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from backlight.monitors.steptime.panels.profile import ROWS, figures, table, text
 from backlight.report.charts import Axis, Line, chart
-from backlight.report.panel import Drawn, Fact, NotMeasured, panel
+from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
 from backlight.text import size, visible
 
@@ -50,7 +50,34 @@ def account_of(source: Source) -> Accounted | str:
 
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+LARGEST = 3
+"""Kinds of tensors under the verdict."""
+
 TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+def summary(source: Source) -> Summary | None:
+    """Return the summary of a run that holds an account of memory and nothing else."""
+    account = account_of(source) if source.run.monitors == ("steptime",) else ""
+    if isinstance(account, str):
+        return None
+    result = account.result
+    peak, phase = size(float(result["peak"])), visible(result["phase_at_peak"])
+    detail = f"The memory of every tensor over a step was {visible(result['how'])}."
+    return Summary(detail, _figures, headline=f"Peak memory {peak}, in the phase {phase}")
+
+
+def _figures(source: Source) -> Figures:
+    account = account_of(source)
+    if isinstance(account, str):
+        return ()
+    result = account.result
+    kinds = sorted(result["kinds"].items(), key=lambda item: -item[1])[:LARGEST]
+    return (
+        ("peak", size(float(result["peak"])), f"in {visible(result['phase_at_peak'])}"),
+        ("between steps", size(float(result["between_steps"])), ""),
+        *((visible(kind).replace("_", " "), size(float(nbytes)), "at the peak") for kind, nbytes in kinds),
+    )
 
 
 @panel(
@@ -60,6 +87,7 @@ TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eig
     series=("arrays/memory",),
     note="Bytes of all tensors after each allocation and free, by kind.",
     monitor="steptime",
+    summary=summary,
 )
 def memory_steps(source: Source) -> Drawn | NotMeasured:
     """Stack the kinds as bands."""
