@@ -142,7 +142,7 @@ def untrained_parameters(run: Run) -> tuple[str, ...]:
         record.name
         for record in run.parameters()
         if record.name not in moving | apart
-        and record.requires_grad and record.numel and not record.unmeasured and not is_stale(record)
+        and record.requires_grad and record.numel and not record.unmeasured and record.in_model
     )  # fmt: skip
 
 
