@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import backlight
+from backlight.records import Fingerprint
 from cases import build, loop
+from monitors.steptime.rules.conftest import write as write_times
 
 TRAIN = """
 import torch
@@ -63,6 +65,25 @@ def test_changed_option_is_shown_side_by_side(console_script: Console, folder: P
     assert ["learning", "rate", "0.1", "0.2"] in lines
     assert any(line[:2] == ["final", "loss"] and len(line) == 5 for line in lines)
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_slower_run_is_claimed_and_an_equal_one_is_not(console_script: Console, tmp_path: Path) -> None:
+    for seed, (name, factor) in enumerate([("a", 1.0), ("slow", 1.3), ("equal", 1.0)]):
+        phases = {"backward": 0.02 * factor, "optimizer": 0.005}
+        write_times(tmp_path / name, phases, fingerprint=Fingerprint(script="train.py"), seed=seed)
+    pair = console_script(tmp_path, "compare", "a", "slow").stdout
+    assert "Step time: B is slower than A. B÷A is 1.2" in pair
+    lines = [line.split() for line in pair.splitlines()]
+    assert [line[0] for line in lines if line[-1:] == ["slower"]] == ["step", "backward"]
+    assert "  1 undecided row hidden; --full prints all" in pair.splitlines()
+    assert any(line[:1] == ["optimizer"] for line in map(
+        str.split, console_script(tmp_path, "compare", "a", "slow", "--full").stdout.splitlines()
+    ))  # fmt: skip
+    many = console_script(tmp_path, "compare", "a", "slow", "equal").stdout.splitlines()
+    (head,) = [number for number, line in enumerate(many) if line.startswith("median step")]
+    assert [line.split()[0] for line in many[head + 1 : head + 4]] == ["A", "B", "C"]
+    assert [line.split()[-1] for line in many[head + 2 : head + 4]] == ["slower", "undecided"]
+    assert max(map(len, many)) <= 80
 
 
 def test_edited_script_is_named(console_script: Console, tmp_path: Path) -> None:

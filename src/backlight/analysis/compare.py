@@ -269,9 +269,9 @@ def _work(found: Sequence[Difference], times: Sequence[TimeComparison]) -> Itera
     ]
     if other:
         yield f"A step is not the same work in all runs ({', '.join(other)})."
-    machines = [d.name for d in found if d.field in {"host", "device", "flags.threads"}]
+    machines = [d.name for d in found if d.field in {"host", "device"}]
     if machines:
-        yield f"The runs were not timed on one machine ({', '.join(machines)})."
+        yield f"The step times are of different machines ({', '.join(machines)})."
 
 
 def _findings(runs: Sequence[Run]) -> Iterator[FindingRow]:

@@ -102,8 +102,9 @@ def differences(prints: Sequence[Fingerprint], shapes: Sequence[Shapes] = ()) ->
     found += _of("device", "device", [each.device for each in prints])
     found += _of("world_size", "ranks", [str(each.world_size) for each in prints])
     found += _of("optimizers", "optimizer", [", ".join(each.optimizers) for each in prints])
-    if len({each.optimizers for each in prints}) == 1:
-        found += _by_key("hyperparameters", [each.hyperparameters for each in prints], absent="not recorded")
+    options = [each.hyperparameters for each in prints]
+    if len({each.optimizers for each in prints}) == 1 and all(options):
+        found += _by_key("hyperparameters", options)
     found += _of("dtypes", "type of weights", [_types(each.dtypes) for each in prints])
     found += [replace(each, role=Role.NOTE) for each in _of("host", "host", [each.host for each in prints])]
     return [replace(each, remark=each.remark or _remark(each, ignored)) for each in found]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -18,7 +18,8 @@ from backlight.text import count, duration, number, visible
 SHOWN = 5
 """Rows of parameters and of findings that are printed without ``--full``."""
 
-Print = Callable[..., None]
+FIRST_COLUMN = 16
+"""Characters that names of the configuration have at least, also next to many runs."""
 
 
 def print_comparison(comparison: Comparison, console: Console, *, full: bool = False) -> None:
@@ -34,6 +35,9 @@ def print_comparison(comparison: Comparison, console: Console, *, full: bool = F
     if comparison.differences:
         console.print()
         table = make_table("configuration", *letters, folded=letters)
+        first = min(FIRST_COLUMN, max(len("configuration"), *(len(d.name) for d in comparison.differences)))
+        for column in table.columns[1:]:
+            column.max_width = max(6, (console.width - first) // len(letters) - 2)
         for difference in comparison.differences:
             table.add_row(visible(difference.name), *map(visible, difference.values))
         console.print(table)
@@ -52,8 +56,10 @@ def print_comparison(comparison: Comparison, console: Console, *, full: bool = F
         title = "parameters that differ most"
         _print_series(title, differing if full else differing[:SHOWN], letters, console, full=full)
     console.print()
-    for times in comparison.times:
-        print_times(times, console, full=full)
+    if len(comparison.times) == 1:
+        print_times(comparison.times[0], console, full=full)
+    else:
+        _print_steps(comparison.times, console)
     if comparison.kinds is not None:
         _print_rows(comparison.kinds, console, "kind of operation", full=full)
     _print_findings(comparison.findings, letters, console, full=full)
@@ -90,27 +96,50 @@ def print_times(times: TimeComparison, console: Console, basis: str = "", *, ful
         console.print(f"  {basis or times.basis}", style="dim")
 
 
+def _print_steps(all_times: Sequence[TimeComparison], console: Console) -> None:
+    """Print the step time of each run against the first; the phases are those of pairs."""
+    tested = [times for times in all_times if times.rows]
+    for line in dict.fromkeys(line for times in all_times for line in times.trouble):
+        console.print(f"  {line}")
+    if not tested:
+        console.print("Step times are not compared.", style="bold")
+        return
+    interval = f"{100 * tested[0].confidence:.0f} % interval"
+    table = make_table("median step", "ms", "÷A", interval, "", left=("",))
+    first = tested[0].rows[0]
+    table.add_row(tested[0].names[0], _milliseconds(first.first_ms, first))
+    for times in tested:
+        _, _, second, *rest = _time_cells(times.rows[0], first)
+        table.add_row(times.names[1], second, *rest)
+    console.print(table)
+    for variation in dict.fromkeys(times.variation_text for times in tested):
+        console.print(f"  {variation}", style="dim")
+
+
 def _print_rows(times: TimeComparison, console: Console, title: str, *, full: bool) -> None:
     for trouble in times.trouble:
         console.print(f"  {trouble}")
     (one, other), interval = times.names, f"{100 * times.confidence:.0f} % interval"
     table = make_table(title, f"{one} ms", f"{other} ms", f"{other}÷{one}", interval, "", left=("",))
     shown = [row for place, row in enumerate(times.rows) if full or row.found or not place]
-    decimals = 3 if times.rows[0].first_ms < 10 else 2
     for row in shown:
-        table.add_row(*_time_cells(row, decimals))
+        table.add_row(*_time_cells(row, times.rows[0]))
     console.print(table)
     if len(shown) < len(times.rows):
         hidden = count(len(times.rows) - len(shown), "undecided row")
         console.print(f"  {hidden} hidden; --full prints all", style="dim")
 
 
-def _time_cells(row: TimeRow, decimals: int) -> tuple[str | Text, ...]:
+def _time_cells(row: TimeRow, step: TimeRow) -> tuple[str | Text, ...]:
     ratio, _, interval = row.text.partition(" ")
-    style = "bold" if row.found else "dim"
     name = visible(row.name.replace("_", " "))
-    times = (f"{ms:.{decimals}f}" for ms in (row.first_ms, row.second_ms))
-    return name, *times, ratio, interval.strip("()"), Text(row.verdict, style=style)
+    times = (_milliseconds(ms, step) for ms in (row.first_ms, row.second_ms))
+    return name, *times, ratio, interval.strip("()"), Text(row.verdict, style="bold" if row.found else "dim")
+
+
+def _milliseconds(ms: float, step: TimeRow) -> str:
+    """Return a time with the decimals that suit the step."""
+    return f"{ms:.{3 if step.first_ms < 10 else 2}f}"
 
 
 def _print_findings(

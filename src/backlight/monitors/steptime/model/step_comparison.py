@@ -104,15 +104,19 @@ class TimeComparison:
         return f"Step time: {other} is {step.verdict} than {one}. {other}÷{one} is {step.text}."
 
     @property
+    def variation_text(self) -> str:
+        """How much equal runs vary, and whether that was measured."""
+        deviation = f"{number(100 * self.variation.deviation, 3)} %"
+        if self.variation.is_measured:
+            return f"equal runs vary by {deviation}, measured over {self.repeats} runs"
+        return f"equal runs are assumed to vary by {deviation} (no steady repeat to measure it)"
+
+    @property
     def basis(self) -> str:
         """What the intervals rest on, in one line."""
         (first, second), (one, other) = self.counts, self.names
         steps = f"{first:,} steady steps of {one} and {second:,} of {other}"
-        intervals = f"{100 * self.confidence:.0f} % intervals from {steps}"
-        deviation = f"{number(100 * self.variation.deviation, 3)} %"
-        if self.variation.is_measured:
-            return f"{intervals}; equal runs vary by {deviation}, measured over {self.repeats} runs"
-        return f"{intervals}; equal runs are assumed to vary by {deviation} (no steady repeat to measure it)"
+        return f"{100 * self.confidence:.0f} % intervals from {steps}; {self.variation_text}"
 
 
 def compare_times(
