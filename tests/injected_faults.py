@@ -147,6 +147,17 @@ FAULTS: dict[str, Fault] = {
         "gradients_not_cleared", (1, 2, 3), parameters=["a.weight", "b.weight"], count=2, followed=2
     ),
     "loss_input": contradiction("loss_input", kind="softmax_twice"),
+    "optimizer_of_other_tensors": contradiction(
+        "optimizer_of_other_tensors", optimizer="AdamW", model="Classifier", count=4
+    ),
+    "unregistered_modules": contradiction(
+        "unregistered_modules",
+        (0,),
+        model="Classifier",
+        modules=["layers[0]", "layers[1]"],
+        count=2,
+        kind="Linear",
+    ),
     "same_order_every_epoch": contradiction(
         "same_order_every_epoch", kind="order", sampler="RandomSampler", batches=8, epochs=2
     ),

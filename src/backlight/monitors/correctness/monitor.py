@@ -10,6 +10,7 @@ from backlight.monitors.correctness.instrument.gradient_use import GradientUse
 from backlight.monitors.correctness.instrument.loss_graph import LossGraph
 from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
+from backlight.monitors.correctness.instrument.optimizer_tensors import OptimizerTensors
 from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
 
 CHECKS: tuple[type[Check], ...] = (
@@ -18,6 +19,7 @@ CHECKS: tuple[type[Check], ...] = (
     LossGraph,
     MixedPrecision,
     ModuleModes,
+    OptimizerTensors,
     WeightChanges,
 )
 """The checks, each of which listens to the events of the process."""
