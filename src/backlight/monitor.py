@@ -157,9 +157,11 @@ class RunContext:
         ``alarm(step, cause)`` requests that the next steps are recorded in detail.
     publish:
         ``publish(name, step, value)`` makes a number available on the ``Watch`` while the run goes on.
-    stop:
-        ``stop(finding, action)`` calls ``action()`` on the training thread before the first backward of each
-        step from here on; the run is stopped by ``finding`` once that has happened.
+    before_steps:
+        ``before_steps(action)`` calls ``action()`` on the training thread before the first backward of each
+        step from here on; a later action replaces it.
+    stopped:
+        ``stopped(finding)`` records that ``finding`` ends the run.
     deliver:
         ``deliver(findings)`` calls ``on_new_findings`` of every monitor.
     """
@@ -182,7 +184,8 @@ class RunContext:
     follow_forwards: Callable[[], None]
     alarm: Callable[[int, str], None]
     publish: Callable[[str, int, float], None]
-    stop: Callable[[Finding, Callable[[], None]], None]
+    before_steps: Callable[[Callable[[], None]], None]
+    stopped: Callable[[Finding], None]
     deliver: Callable[[Sequence[Finding]], None]
 
 

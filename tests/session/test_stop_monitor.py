@@ -9,13 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import backlight
-from backlight.records import Finding, RunStatus
+from backlight.records import Finding, RunStatus, Severity, Subject
 from backlight.session.settings import Settings
+from backlight.session.stop_agreement import StopAgreement
 from backlight.session.stop_monitor import STOP_EXIT_CODE, StopMonitor
 
+FINDING = Finding(
+    severity=Severity.ERROR,
+    title="NaN",
+    detail="",
+    subject=Subject(step=3),
+    evidence=(),
+    fix="",
+    refuted_if="",
+    rule="non_finite",
+)
 Train = Callable[..., nn.Module]
 
 
@@ -89,3 +101,43 @@ def test_rules_that_cannot_be_found_are_refused(stop_on: str, message: str, tmp_
     with pytest.raises(ValueError, match=message):
         backlight.watch(run=tmp_path / "run", stop_on=stop_on)
     assert StopMonitor.from_settings(Settings()) is None
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    return store
+
+
+@pytest.mark.parametrize(("step", "agreed"), [(0, 8), (6, 8), (7, 16), (8, 16)])
+def test_ranks_agree_on_a_step_that_lies_two_ahead(store: dist.HashStore, step: int, agreed: int) -> None:
+    errors: list[Exception] = []
+    first, second = StopAgreement(0, errors.append), StopAgreement(0, errors.append)
+    assert second.finding_at(0) is None
+    assert first.propose(step, FINDING) == agreed
+    assert [second.finding_at(s) for s in range(step, agreed)] == [None] * (agreed - step)
+    assert second.finding_at(agreed) == second.finding_at(agreed + 1) == FINDING
+    first.wait_for_others(1)
+    assert errors == []
+
+
+def test_a_store_that_fails_leaves_each_rank_on_its_own(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[Exception] = []
+
+    def fail() -> dist.HashStore:
+        raise OSError("connection lost")
+
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", fail)
+    agreement = StopAgreement(0, errors.append)
+    assert agreement.finding_at(8) is None
+    assert agreement.propose(9, FINDING) == 9
+    agreement.wait_for_others(2)
+    assert [str(error) for error in errors] == ["connection lost"]
+
+
+def test_without_a_process_group_a_rank_stops_at_once() -> None:
+    assert StopAgreement(0, pytest.fail).propose(9, FINDING) == 9

@@ -116,7 +116,7 @@ class StepTracker(Listener):
         self._refreshed = False
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
         self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
-        self._at_boundary: Callable[[], None] | None = None
+        self._before_steps: Callable[[], None] | None = None
         self.backwards = 0
 
     @property
@@ -151,18 +151,18 @@ class StepTracker(Listener):
         if self._max_steps is not None and self.done >= self._max_steps:
             raise StopTraining(0)
 
-    def call_at_boundary(self, action: Callable[[], None]) -> None:
+    def call_before_steps(self, action: Callable[[], None]) -> None:
         """Call ``action`` before the first backward of each step from here on."""
-        self._at_boundary = action
+        self._before_steps = action
 
-    def _reach_boundary(self) -> None:
+    def _call_before_step(self) -> None:
         is_inside = bool(self._inside) or (self._summary.backwards > 0 and not self._stepped)
-        action = self._at_boundary
+        action = self._before_steps
         if action is None or is_inside:
             return
-        self._at_boundary = None  # it may have backward passes of its own
+        self._before_steps = None  # it may have backward passes of its own
         action()
-        self._at_boundary = action
+        self._before_steps = action
 
     # Steps
 
@@ -225,7 +225,7 @@ class StepTracker(Listener):
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Open a new step if the last one is complete, and note the loss."""
-        self._reach_boundary()
+        self._call_before_step()
         self.check_limit()
         if self._stepped and not self._inside:
             self._close()
@@ -299,7 +299,7 @@ class StepTracker(Listener):
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Collect what is left of this optimizer's gradients, and note its learning rates."""
         if not self.in_step:  # no backward did it before
-            self._reach_boundary()
+            self._call_before_step()
             self.check_limit()
         is_watched = self._scope.holds(optimizer)
         if is_watched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding, Severity
 from backlight.registry import RULES
 from backlight.session.print_monitor import print_line
+from backlight.session.stop_agreement import StopAgreement
 from backlight.store.format.schema import STOPPED
 from backlight.text import count, visible
 
@@ -27,12 +29,20 @@ STEPS_AFTER_SIGNAL = 10
 """Steps that a script may take after its handler of a signal has returned, before the run is ended."""
 
 
+def exit_code(rank: int) -> int:
+    """Return the exit code of a rank that a finding ended: a launcher ends the others once one has failed."""
+    return 0 if rank else STOP_EXIT_CODE
+
+
+_numbers = itertools.count()
+
+
 class InterruptTraining(StopTraining, KeyboardInterrupt):
     """Ends a script that does not handle SIGTERM; one that handles Ctrl-C saves what it saves then."""
 
 
 class StopMonitor(Monitor):
-    """Ends the run on the first error or warning that ``stop_on`` names; on rank 0 only.
+    """Ends the run on the first error or warning that ``stop_on`` names; all ranks before the same step.
 
     Under ``watch``, ``on_stop`` is called, then :class:`StopTraining` raised. A script that a command runs
     gets the signal that it handles, SIGTERM or else SIGINT; where it handles none, a KeyboardInterrupt.
@@ -45,8 +55,6 @@ class StopMonitor(Monitor):
     def __init__(self, is_named: Callable[[Finding], bool], on_stop: Callable[[Finding], Any] | None) -> None:
         self._is_named, self._on_stop = is_named, on_stop
         self._is_script = False
-        self._finding: Finding | None = None
-        self._reached = 0
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
@@ -65,32 +73,53 @@ class StopMonitor(Monitor):
         self._is_script = is_script
 
     def attach(self, run: RunContext) -> None:
-        """Remember where the run can be ended."""
+        """On other ranks than 0, begin to look for what rank 0 decides."""
         self._run, self._stream = run, sys.stderr
-        self._finding, self._reached = None, 0
+        self._agreement = StopAgreement(
+            next(_numbers), lambda error: run.notifier.trouble(error, "stop_on on all ranks")
+        )
+        self._finding: Finding | None = None
+        self._stop_step: int | None = None
+        if run.rank:
+            run.before_steps(self._before_step)
 
     def on_new_findings(self, findings: Sequence[Finding]) -> None:
         """Request the end, once."""
         named = [f for f in findings if f.severity is not Severity.INFO and self._is_named(f)]
         if named and self._finding is None:
             self._finding = named[0]
-            self._run.stop(named[0], self._end)
+            self._run.before_steps(self._before_step)
 
-    def _end(self) -> None:
-        finding = self._finding
-        assert finding is not None
-        self._reached += 1
-        if self._reached == 1:
-            step = self._run.clock.done + self._run.writer.step_offset
-            payload = {"rule": finding.rule, "title": finding.title}
-            self._run.writer.event(self._run.clock.index, STOPPED, payload)
-            print_line(f"stopping after {count(step, 'step')} ({visible(finding.rule)})", self._stream)
-            try:
-                self._announce(finding)
-            except Exception as error:
-                raise UserError(error) from error
-        if not self._is_script or self._reached > STEPS_AFTER_SIGNAL:
-            raise StopTraining(STOP_EXIT_CODE, finding)
+    def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
+        """Wait for the other ranks: a launcher ends them once one has left, and they may still save."""
+        if self._stop_step is not None and self._run.clock.done >= self._stop_step:
+            self._agreement.wait_for_others(self._run.world_size)
+
+    def _before_step(self) -> None:
+        step = self._run.clock.done
+        if self._finding is None:
+            self._finding = self._agreement.finding_at(step)
+            self._stop_step = None if self._finding is None else step
+        elif self._stop_step is None:
+            self._stop_step = self._agreement.propose(step, self._finding)
+        if self._finding is None or self._stop_step is None or step < self._stop_step:
+            return
+        if step == self._stop_step:
+            self._begin_stop(self._finding)
+        if not self._is_script or step >= self._stop_step + STEPS_AFTER_SIGNAL:
+            raise StopTraining(exit_code(self._run.rank), self._finding)
+
+    def _begin_stop(self, finding: Finding) -> None:
+        run = self._run
+        run.stopped(finding)
+        run.writer.event(run.clock.index, STOPPED, {"rule": finding.rule, "title": finding.title})
+        if not run.rank:
+            steps = count(run.clock.done + run.writer.step_offset, "step")
+            print_line(f"stopping after {steps} ({visible(finding.rule)})", self._stream)
+        try:
+            self._announce(finding)
+        except Exception as error:
+            raise UserError(error) from error
 
     def _announce(self, finding: Finding) -> None:
         if self._on_stop is not None:
@@ -100,8 +129,8 @@ class StopMonitor(Monitor):
         if callable(signal.getsignal(signal.SIGTERM)):
             signal.raise_signal(signal.SIGTERM)
         elif signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            raise InterruptTraining(STOP_EXIT_CODE, finding)
+            raise InterruptTraining(exit_code(self._run.rank), finding)
         elif callable(signal.getsignal(signal.SIGINT)):
             signal.raise_signal(signal.SIGINT)
         else:
-            raise StopTraining(STOP_EXIT_CODE, finding)
+            raise StopTraining(exit_code(self._run.rank), finding)

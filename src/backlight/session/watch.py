@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -275,7 +275,8 @@ class Watch:
             ),
             alarm=self._alarm,
             publish=self._publish,
-            stop=self._stop,
+            before_steps=self._tracker.call_before_steps,
+            stopped=self._stopped,
             deliver=self._deliver,
         )
 
@@ -390,12 +391,8 @@ class Watch:
     def _publish(self, name: str, step: int, value: float) -> None:
         self._published[name] = (step, value)
 
-    def _stop(self, finding: Finding, action: Callable[[], None]) -> None:
-        def at_boundary() -> None:
-            self.stopped_by = finding
-            action()
-
-        self._tracker.call_at_boundary(at_boundary)
+    def _stopped(self, finding: Finding) -> None:
+        self.stopped_by = finding
 
     def _deliver(self, findings: Sequence[Finding]) -> None:
         self._monitors.call("on_new_findings", findings)

@@ -120,9 +120,9 @@ def run(
         else:
             after_run(watched.watch.path)
     if watched.watch is not None and watched.watch.stopped_by is not None:
-        from backlight.session.stop_monitor import STOP_EXIT_CODE
+        from backlight.session.stop_monitor import exit_code
 
-        return STOP_EXIT_CODE
+        return exit_code(world().rank)
     return code
 
 
