@@ -39,7 +39,7 @@ def test_top_once_prints_one_frame_without_torch(run: Path) -> None:
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert "● ended" in done.stdout
+    assert "● finished" in done.stdout
     assert "non finite" in done.stdout
 
 

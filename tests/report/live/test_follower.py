@@ -76,13 +76,13 @@ def test_run_state_from_empty_directory_to_end(tmp_path: Path) -> None:
     run.steps(4)
     view.look()
     assert (view.stand.word, view.stand.detail) == (
-        Standing.LIVE,
+        Standing.RUNNING,
         "The training runs; the last recorded step is 3.",
     )
     assert not view.stand.over
     run.close()
     view.look()
-    assert view.stand.word is Standing.ENDED
+    assert view.stand.word is Standing.FINISHED
     assert view.stand.over
 
 
@@ -92,11 +92,11 @@ def test_failed_run_reports_the_exception(grow: Grow) -> None:
     run.close(RunStatus.FAILED)
     view = follow(run.path)
     view.look()
-    assert view.stand.word is Standing.ENDED
+    assert view.stand.word is Standing.FAILED
     assert view.stand.detail == "Failed with ValueError at step 2; the last recorded step is 1."
 
 
-def test_killed_writer_is_stale(tmp_path: Path) -> None:
+def test_killed_writer_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "run"
     child = os.fork()  # a dead process without the start-up time of a new interpreter
     if not child:
@@ -105,7 +105,7 @@ def test_killed_writer_is_stale(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     view = follow(path)
     view.look()
-    assert view.stand.word is Standing.STALE
+    assert view.stand.word is Standing.KILLED
     assert "ended without closing the run; the last recorded step is 4" in view.stand.detail
     assert not view.stand.over  # it may be resumed
 
@@ -250,12 +250,12 @@ def test_several_runs_are_overlaid(tmp_path: Path) -> None:
     for view in views:
         view.look()
     head = overlaid.head()
-    assert head["stand"]["word"] == "live"
+    assert head["stand"]["word"] == "running"
     assert [panel["name"] for panel in head["panels"]][:3] == ["runs", "loss", "total_norm"]
     rows = content(overlaid, "runs")["data"]["rows"]
     assert [row[:3] for row in rows] == [
-        ["run", "live", "10"],
-        ["run (2)", "live", "20"],
+        ["run", "running", "10"],
+        ["run (2)", "running", "20"],
         ["third", "waiting", "0"],
     ]
     chart = content(overlaid, "loss")["data"]["charts"][0]
@@ -270,7 +270,11 @@ def test_several_runs_are_overlaid(tmp_path: Path) -> None:
         run.close()
     for view in views:
         view.look()
-    assert overlaid.head()["stand"] == {"word": "ended", "detail": "All of these runs ended.", "over": True}
+    assert overlaid.head()["stand"] == {
+        "word": "finished",
+        "detail": "All of these runs ended.",
+        "over": True,
+    }
 
 
 def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
@@ -367,7 +371,7 @@ def test_failing_panel_is_named_and_following_continues(grow: Grow, monkeypatch:
         assert "missing" not in panels["total_norm"]
         assert message in [gap["reason"] for gap in view.head()["verdict"]["unmeasured"]]
         run.steps(5)
-    assert view.stand.word is Standing.LIVE
+    assert view.stand.word is Standing.RUNNING
     view.close()
 
 
@@ -387,14 +391,14 @@ def test_threads_survive_errors(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> 
     view = follow(run.path)
     view.start()
 
-    wait_for(lambda: view.stand.word is Standing.LIVE)
+    wait_for(lambda: view.stand.word is Standing.RUNNING)
     broken.set()
     wait_for(lambda: view.stand.detail == "Following the run failed: ZeroDivisionError: in the files")
     version = view.version
     time.sleep(0.3)
     assert view.version == version  # reported once
     broken.clear()
-    wait_for(lambda: view.stand.word is Standing.LIVE)
+    wait_for(lambda: view.stand.word is Standing.RUNNING)
     late = view._reduce
 
     def reducing(source: Source) -> None:
@@ -405,7 +409,7 @@ def test_threads_survive_errors(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> 
     wait_for(lambda: "Reducing the run failed: KeyError" in view.stand.detail)
     view._reduce = late  # type: ignore[method-assign]  # it works again
     run.steps(3)
-    wait_for(lambda: view.stand.word is Standing.LIVE)
+    wait_for(lambda: view.stand.word is Standing.RUNNING)
     wait_for(lambda: view.source is not None and len(view.source.frames.buckets) == 9)
     assert all(thread.is_alive() for thread in view._threads)
     view.close()

@@ -136,7 +136,7 @@ def test_page_follows_a_run_to_its_end(look: Look, tmp_path: Path) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        wait(driver, lambda d: fact(d, "stand") == "live", 60)
+        wait(driver, lambda d: fact(d, "stand") == "running", 60)
         until_version(driver)
         recorded = int(figure(driver, "steps recorded") or 0)
         wait(driver, lambda d: int(figure(d, "steps recorded") or 0) > recorded)
@@ -153,7 +153,7 @@ def test_page_follows_a_run_to_its_end(look: Look, tmp_path: Path) -> None:
     finally:
         process.communicate(b"end\n", timeout=60)
     assert process.returncode == 0
-    wait(driver, lambda d: fact(d, "stand") == "ended", 30)
+    wait(driver, lambda d: fact(d, "stand") == "finished", 30)
     until_version(driver)
     time.sleep(0.5)
     requests(driver)
@@ -264,7 +264,7 @@ def test_overlay_links_to_the_page_of_each_run(look: Look, grow: Grow) -> None:
     wait(driver, lambda d: d.title == "● large · backlight")
     until_version(driver)
     runs[1].close(RunStatus.FAILED)
-    wait(driver, lambda d: fact(d, "stand") == "ended")
+    wait(driver, lambda d: fact(d, "stand") == "failed")
     assert driver.title == "large · backlight"
 
 

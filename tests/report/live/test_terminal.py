@@ -43,7 +43,7 @@ def test_frame_fits_the_width(grow: Grow, width: int) -> None:
     view = followed_once(run.path, [finding(run.names[4], 49)])
     text = printed(view.source, view, width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    assert "● live" in text
+    assert "● running" in text
     assert " 49" in text
     assert "1 error" in text
     if width >= 80:

@@ -165,7 +165,7 @@ const livePart = (entry) => {
   return part;
 };
 
-const STANDS = { reading: "reading", waiting: "waiting", live: "live", ended: "ended", stale: "stale", unreadable: "not readable", lost: "not connected" };
+const STANDS = { unreadable: "not readable", lost: "not connected" };
 
 const stand = el("span", { class: "stand reading", id: "stand", role: "status" });
 const saying = el("p", { class: "saying", id: "saying" });
@@ -284,7 +284,7 @@ const apply = (head) => {
     view.find(view.search);
     bar.search.hidden = !report.parameters.length;
   }
-  document.title = `${head.stand.word === "live" ? "● " : ""}${report.run.name} · backlight`;
+  document.title = `${head.stand.word === "running" ? "● " : ""}${report.run.name} · backlight`;
   keepingPlace(() => {
     if (changed("verdict", [report.verdict, report.run])) slots.verdict.replaceChildren(verdictPart());
     if (changed("findings", report.findings.map(sayingOf))) {

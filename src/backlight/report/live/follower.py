@@ -150,7 +150,7 @@ class Followed:
         return True
 
     def _may_have_died(self, now: float) -> bool:
-        return self.stand.word in {Standing.LIVE, Standing.WAITING} and now - self._looked > LIFE
+        return self.stand.word in {Standing.RUNNING, Standing.WAITING} and now - self._looked > LIFE
 
     def _read(self) -> tuple[Stand, Source | None]:
         if not any(True for _ in _files(self.path)):

@@ -77,11 +77,11 @@ class Several:
 
     def _stand(self) -> Stand:
         words = [run.stand.word for run in self._runs]
-        for word in (Standing.READING, Standing.LIVE, Standing.WAITING, Standing.STALE, Standing.UNREADABLE):
-            if word in words:
+        for word in Standing:
+            if word in words and word is not Standing.FINISHED:
                 amount = words.count(word)
                 return Stand(word, f"{amount} of {count(len(words), 'run')}: {word.value}.")
-        return Stand(Standing.ENDED, "All of these runs ended.")
+        return Stand(Standing.FINISHED, "All of these runs ended.")
 
     def _panels(self, version: int) -> dict[str, dict[str, Any]]:
         if self._drawn is None or self._drawn[0] != version:

@@ -18,14 +18,16 @@ from backlight.text import number
 
 
 class Standing(enum.StrEnum):
-    """What a live view says of a run, in one word."""
+    """What a live view says of a run, in one word; of several runs, the first of these that one of them has."""
 
     READING = "reading"
+    RUNNING = "running"
     WAITING = "waiting"
-    LIVE = "live"
-    ENDED = "ended"
-    STALE = "stale"
     UNREADABLE = "unreadable"
+    UNKNOWN = "unknown"
+    KILLED = "killed"
+    FAILED = "failed"
+    FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Stand:
     @property
     def over(self) -> bool:
         """Whether nothing more will come, so that no one needs to ask again."""
-        return self.word is Standing.ENDED
+        return self.word in {Standing.FINISHED, Standing.FAILED}
 
     def as_json(self) -> dict[str, Any]:
         """Return what a page is sent."""
@@ -59,12 +61,14 @@ def stand_of(run: Run) -> Stand:
             return Stand(
                 Standing.WAITING, "Waiting for the first step: the run began, nothing is recorded yet."
             )
-        return Stand(Standing.LIVE, f"The training runs; {steps}.")
+        return Stand(Standing.RUNNING, f"The training runs; {steps}.")
     if status is RunStatus.KILLED:
-        return Stand(Standing.STALE, f"The process ended without closing the run; {steps}.")
+        return Stand(Standing.KILLED, f"The process ended without closing the run; {steps}.")
     if status is RunStatus.UNKNOWN:
-        return Stand(Standing.STALE, f"Nothing was heard of the writer for a while; {steps}.")
-    return Stand(Standing.ENDED, f"{ending(run) or 'The training ended'}; {steps}.")
+        return Stand(Standing.UNKNOWN, f"Nothing was heard of the writer for a while; {steps}.")
+    if status is RunStatus.FAILED:
+        return Stand(Standing.FAILED, f"{ending(run)}; {steps}.")
+    return Stand(Standing.FINISHED, f"The training ended; {steps}.")
 
 
 class Windowed:

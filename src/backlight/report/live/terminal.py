@@ -43,9 +43,11 @@ FINDINGS = 6
 STANDS = {
     Standing.READING: "cyan",
     Standing.WAITING: "cyan",
-    Standing.LIVE: "bold green",
-    Standing.ENDED: "bold",
-    Standing.STALE: "bold yellow",
+    Standing.RUNNING: "bold green",
+    Standing.FINISHED: "bold",
+    Standing.FAILED: "bold red",
+    Standing.KILLED: "bold red",
+    Standing.UNKNOWN: "bold yellow",
     Standing.UNREADABLE: "bold red",
 }
 SEVERITIES = {
@@ -66,7 +68,7 @@ def frame(name: str, stand: Stand, source: Source | None, width: int) -> Rendera
         return Group(*parts, Text(stand.detail, "dim"))
     shown = [_unharmed(section, source, width) for section in (_status, _phases, _worst, _findings)]
     parts += [line for lines in shown if lines for line in (*lines, Text())][:-1]
-    if stand.word is not Standing.LIVE:
+    if stand.word is not Standing.RUNNING:
         parts += [Text(), Text(stand.detail, "dim")]
     return Group(*parts)
 
