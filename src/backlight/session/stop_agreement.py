@@ -27,8 +27,8 @@ POLL_PERIOD_S = 0.1
 class StopAgreement:
     """What the ranks of one process group have agreed on; without a group each rank is on its own.
 
-    ``number`` counts the watches of a process, which all ranks enter in the same order. ``on_error`` is called
-    once with what the store raises; this rank is on its own from there on.
+    ``number`` counts the watches of a process, which all ranks enter in the same order. ``on_error`` is
+    called once with what the store raises; this rank is on its own from there on.
     """
 
     def __init__(self, number: int, on_error: Callable[[Exception], None]) -> None:
