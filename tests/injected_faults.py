@@ -158,6 +158,7 @@ FAULTS: dict[str, Fault] = {
         count=2,
         kind="Linear",
     ),
+    "scaler_bypassed": contradiction("scaler_bypassed", optimizer="SGD", scale=65536.0),
     "same_order_every_epoch": contradiction(
         "same_order_every_epoch", kind="order", sampler="RandomSampler", batches=8, epochs=2
     ),

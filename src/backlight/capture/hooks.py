@@ -224,7 +224,7 @@ def install_grad_scaler(hub: Hub, patches: Patches) -> None:
         def scale(self: Any, outputs: Any) -> Any:
             result = original(self, outputs)
             if hub.active and self.is_enabled() and isinstance(outputs, torch.Tensor):
-                hub.emit("scaled", outputs, result)
+                hub.emit("scaled", self, outputs, result)
             return result
 
         return scale

@@ -89,8 +89,8 @@ class Listener:
     def grad_end(self) -> None:
         """``torch.autograd.grad`` is over, also when it raised."""
 
-    def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
-        """A gradient scaler multiplied ``loss`` and returned ``result``."""
+    def scaled(self, scaler: Any, loss: torch.Tensor, result: torch.Tensor) -> None:
+        """``scaler`` multiplied ``loss`` and returned ``result``."""
 
     def unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """The gradients of ``optimizer`` were just divided by the loss scale."""

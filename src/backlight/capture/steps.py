@@ -219,7 +219,7 @@ class StepTracker(Listener):
             return
         self._clock.leave(Phase.FORWARD if self._clock.inside(Phase.FORWARD) else Phase.EVALUATION)
 
-    def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
+    def scaled(self, scaler: Any, loss: torch.Tensor, result: torch.Tensor) -> None:
         """Remember the loss before scaling, to record that instead of the root of backward."""
         self._unscaled_loss = (id(result), loss.detach())
 

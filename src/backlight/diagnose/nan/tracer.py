@@ -133,7 +133,7 @@ class NanTracer(ScriptObserver):
 
     # Events
 
-    def scaled(self, loss: Tensor, result: Tensor) -> None:
+    def scaled(self, scaler: Any, loss: Tensor, result: Tensor) -> None:
         """A scaler multiplies the loss: what overflows there is its own business."""
         with self._tracker.pause():
             self._scaling = True

@@ -1,11 +1,16 @@
-"""The order of calls of a gradient scaler."""
+"""What is done with gradients that contain the scale of a gradient scaler."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from backlight.capture.hooks import scale_of
+from backlight.capture.hub import parameters_of
 from backlight.monitors.correctness.instrument.check import Check
 
 if TYPE_CHECKING:
@@ -16,48 +21,68 @@ if TYPE_CHECKING:
 
 
 class MixedPrecision(Check):
-    """``clipped_before_unscale``: gradients were clipped while they still contained the loss scale."""
+    """``clipped_before_unscale`` and ``scaler_bypassed``: uses of gradients that contain the loss scale."""
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
-        self._is_scaled = False
+        self._scale: torch.Tensor | None = None  # that the gradients contain, and nothing has removed
         self._clipped: tuple[str, float] | None = None
+        self._is_inside = False
+        self._versions: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
-    def forget(self) -> None:
-        """Drop a limit that no step was taken with."""
-        self._is_scaled, self._clipped = False, None
+    def scaled(self, scaler: Any, loss: torch.Tensor, result: torch.Tensor) -> None:
+        """From the next backward on gradients contain the scale."""
+        scale = scale_of(scaler)
+        self._scale = None if scale is None else scale.detach()
 
-    def scaled(self, loss: torch.Tensor, result: torch.Tensor) -> None:
-        """From here on gradients contain the scale."""
-        self._is_scaled = True
+    def backward_end(self) -> None:
+        """Note the gradients as they are: a script may divide them by the scale itself."""
+        self._versions = []
+        if self.due and self._scale is not None:
+            for optimizer in self.run.scope.optimizers():
+                gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None][:1]
+                self._versions += [(weakref.ref(g), g._version) for g in gradients]
 
     def unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Gradients have their true size."""
-        self._is_scaled = False
+        self._scale = None
 
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
     ) -> None:
         """Note a limit that is applied to scaled gradients."""
-        if self._is_scaled and kind != "refused":
+        if self._scale is not None and kind != "refused":
             self._clipped = (kind, limit)
 
     def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Report, now that the scaler is what takes the step."""
+        """Report clipping, now that the scaler is what takes the step."""
+        self._is_inside = True
         clipped, self._clipped = self._clipped, None
-        scale = scale_of(scaler)
-        if not self.due or clipped is None or scale is None:
-            return
-        step, (kind, limit) = self.run.clock.index, clipped
-        self.when_known(
-            scale.detach().clone().reshape(1),
-            lambda known: (
-                self.report("clipped_before_unscale", step, kind=kind, limit=limit, scale=float(known[0]))
-                if known[0] != 1
-                else None
-            ),
-        )
+        if self.due and clipped is not None and self._scale is not None:
+            kind, limit = clipped
+            self._report_scale("clipped_before_unscale", self._scale, kind=kind, limit=limit)
 
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
         """The step is over."""
-        self._is_scaled = False
+        self._scale, self._is_inside = None, False
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Report a step without the scaler, of gradients that no one has written since backward."""
+        if self._is_inside or self._scale is None or not self._versions:
+            return
+        as_left = all(
+            (gradient := reference()) is not None and gradient._version == version
+            for reference, version in self._versions
+        )
+        scale, self._scale = self._scale, None
+        if self.due and as_left and self.run.scope.holds(optimizer):
+            self._report_scale("scaler_bypassed", scale, optimizer=type(optimizer).__name__)
+
+    def _report_scale(self, rule: str, scale: torch.Tensor, **facts: Any) -> None:
+        step = self.run.clock.index
+
+        def report(known: NDArray[np.generic]) -> None:
+            if float(known[0]) != 1.0:
+                self.report(rule, step, scale=float(known[0]), **facts)
+
+        self.when_known(scale.clone().reshape(1), report)
