@@ -71,7 +71,7 @@ def test_controls_have_no_finding(tmp_path: Path) -> None:
     findings, log, code = run_faults(faults, tmp_path / "run", seconds=0.02, stall=None)
     assert code == 0, log
     assert findings == []
-    assert "backlight: " not in log
+    assert [line.split()[1] for line in log.splitlines() if line.startswith("backlight: ")] == ["recording"]
     assert not list((tmp_path / "run").glob("attempt-000/watchdog-*"))
 
 
