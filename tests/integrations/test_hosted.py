@@ -38,7 +38,7 @@ def test_unusable_directory_warns_once_and_training_continues(tmp_path: Path) ->
     (tmp_path / "taken").write_text("no folder")
     loop, host = Loop(), hosted(tmp_path / "taken")
     with pytest.warns(
-        RuntimeWarning, match=r"Host.begin: not recorded: anything .* is a file.*goes on"
+        RuntimeWarning, match=r"Host.begin: not recorded: anything .* is a file.*continues"
     ) as caught:
         host.begin([loop.model], [loop.optimizer], name="x")
     assert len(caught) == 1

@@ -43,7 +43,7 @@ NO_BACKWARD = (
 BUDGET = 0.01
 """Share of the time of a run that the default monitors may take together."""
 
-GRACE_S = 1.5
+GRACE_S = 1.0
 """Seconds that steps may cost before the budget binds: a short run is recorded whole.
 
 A run may cost 2 s in all; the rest is for its start and its end, which ``bench/startup.py`` measures.
