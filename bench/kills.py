@@ -68,7 +68,7 @@ def victim(path: Path, shared: mmap.mmap, seed: int) -> None:
         shared[: SHARED.size] = SHARED.pack(*values)
 
     while True:
-        writer = RunWriter.create(path, name="victim", flush_interval=FLUSH_INTERVAL)
+        writer = RunWriter.create(path, name="victim", flush_interval=FLUSH_INTERVAL, resume=True)
         table = writer.parameter_table(TABLE)
         began, done, last = -1, -1, time.monotonic()
         tell(writer.attempt, -1, -1, -1)
@@ -201,7 +201,7 @@ def kill_once(base: Path, seed: int, longest: float) -> tuple[str, list[str], in
             compact(path)
             wrong += [f"after compaction: {text}" for text in check(path, attempt, done, appended)[0]]
         if source.random() < 0.3:
-            writer = RunWriter.create(path)
+            writer = RunWriter.create(path, resume=True)
             writer.close()
             wrong += [f"after a restart: {text}" for text in check(path, -1, -1, -1)[0]]
         return ("between attempts" if finished else "while recording"), wrong, lost, late

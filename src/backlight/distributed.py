@@ -82,9 +82,20 @@ def launch_id() -> str | None:
     :data:`JOB_SEPARATOR` counts the restarts of one job.
     """
     given = os.environ.get("BACKLIGHT_RUN_ID")
+    return given if given or rank_and_size()[1] <= 1 else _id_of_launcher()
+
+
+def start_id() -> str | None:
+    """Return the id of this launch; for a single process, that of its job under torchrun or Slurm.
+
+    Commands of one job that run at the same time share it: it identifies restarts of the job, not a run.
+    """
+    is_launched = any(os.environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
+    return launch_id() or (_id_of_launcher() if is_launched else None)
+
+
+def _id_of_launcher() -> str:
     size = rank_and_size()[1]
-    if given or size <= 1:
-        return given
     names = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
     parts = [os.environ.get(name, "") for name in names]
     if os.environ.get("LOCAL_WORLD_SIZE") == str(size):

@@ -155,6 +155,8 @@ class RunContext:
         Requests ``forward_begin`` and ``forward_end`` events of the outermost modules.
     alarm:
         ``alarm(step, cause)`` requests that the next steps are recorded in detail.
+    abandon:
+        ``abandon(reason)`` ends the watch, and nothing of it is kept; the training goes on.
     publish:
         ``publish(name, step, value)`` makes a number available on the ``Watch`` while the run goes on.
     before_steps:
@@ -183,6 +185,7 @@ class RunContext:
     account: Callable[[Timed], None]
     follow_forwards: Callable[[], None]
     alarm: Callable[[int, str], None]
+    abandon: Callable[[str], None]
     publish: Callable[[str, int, float], None]
     before_steps: Callable[[Callable[[], None]], None]
     stopped: Callable[[Finding], None]

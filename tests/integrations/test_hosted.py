@@ -94,12 +94,16 @@ def test_abandoned_run_is_closed_when_the_next_begins(tmp_path: Path) -> None:
     first, second, host = Loop(), Loop(), hosted(tmp_path / "run")
     host.begin([first.model], [first.optimizer], name="x")
     first.steps(2)
-    host.begin([second.model], [second.optimizer], name="x")
+    with pytest.warns(RuntimeWarning, match=r"Host.begin: .* holds a run of .* already \(failed\)"):
+        host.begin([second.model], [second.optimizer], name="x")
+    second.steps(1)
+    host.begin([second.model], [second.optimizer], name="x", step=1)  # after a first step it goes on
     second.steps(3)
     host.end()
     host.end()
     run = backlight.open_run(tmp_path / "run")
     assert [attempt.status.value for attempt in run.attempts] == ["failed", "finished"]
+    assert [attempt.step_offset for attempt in run.attempts] == [0, 1]
 
 
 def test_default_directory_is_named_after_the_framework(

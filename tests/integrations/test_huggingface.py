@@ -83,7 +83,7 @@ def test_every_end_of_a_training_closes_its_run(tmp_path: Path, kind: type[BaseE
             if state.global_step == 3:
                 raise kind("injected")
 
-    callback = BacklightCallback(tmp_path / "run")
+    callback = BacklightCallback(tmp_path / "run", resume=True)
     trainer = tiny.trainer(tmp_path, callback, Ends())
     with pytest.raises(kind, match="injected"):
         trainer.train()

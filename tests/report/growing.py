@@ -47,7 +47,7 @@ class Growing:
         self.done = 0
         self.writer = RunWriter.create(
             path, name=path.name, script="train.py", monitors=MONITORS, rank=rank, world_size=world_size,
-            run_id="grown" if world_size > 1 else None,
+            run_id="grown" if world_size > 1 else None, resume=True,
         )  # fmt: skip
         table = records(self.plan)
         if sharded:

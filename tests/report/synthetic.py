@@ -207,6 +207,7 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
     writer = RunWriter.create(
         path,
         name=plan.name,
+        resume=attempt > 0,
         script="train.py",
         arguments=("--steps", str(plan.steps)),
         monitors=(

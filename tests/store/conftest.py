@@ -71,7 +71,7 @@ def record() -> Callable[..., tuple[ParameterRecord, ...]]:
     def fill(
         to: RunWriter | Path, steps: int, *, start: int = 0, names: list[str] | int = 4
     ) -> tuple[ParameterRecord, ...]:
-        writer = RunWriter.create(to) if isinstance(to, Path) else to
+        writer = RunWriter.create(to, resume=True) if isinstance(to, Path) else to
         table = table_of(names)
         identifier = writer.parameter_table(table)
         for step in range(start, start + steps):

@@ -146,6 +146,21 @@ class Listener:
         """The listener raised ``error`` and has been taken off."""
 
 
+class NextEvent(Listener):
+    """Calls a function at the next event at which torch iterates over no hooks: it may remove them."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def batch_begin(self, source: int) -> None:
+        """Call the function."""
+        self._function()
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Call the function."""
+        self._function()
+
+
 class SeenOptimizers:
     """Weak references to the optimizers of this process, in the order in which they were met.
 

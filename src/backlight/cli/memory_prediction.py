@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,14 @@ def predict(options: FakeOptions) -> None:
     recipe = read_recipe(options.recipe, parse_settings(options.settings))
     if budget is not None:
         recipe.with_settings({options.batch_setting: 1})  # refused now, not after a prediction
-    writer = None
-    if options.out is not None:
-        writer = open_memory_run(options.out, options.recipe, list(options.settings))
     console = make_console(stderr=True)
-    with Predictor() as predictor, console.status("predicting") as status:
+    with (
+        nullcontext()
+        if options.out is None
+        else open_memory_run(options.out, options.recipe, options.settings) as writer,
+        Predictor() as predictor,
+        console.status("predicting") as status,
+    ):
         prediction = predictor.predict(recipe)
         if options.checkpointing:
             status.update("predicting with checkpointing")
@@ -101,6 +105,7 @@ def predict(options: FakeOptions) -> None:
             setting = options.batch_setting
             fit = largest_batch(predictor, recipe, budget, setting=setting, progress=show)
             prediction = prediction.model_copy(update={"fit": fit})
-    print_predicted(prediction, wanted=options.checkpointing, as_json=options.as_json)
-    if writer is not None:
-        store_memory(writer, prediction)
+        status.stop()
+        print_predicted(prediction, wanted=options.checkpointing, as_json=options.as_json)
+        if writer is not None:
+            store_memory(writer, prediction)

@@ -194,6 +194,7 @@ def run_experiment(
     start = state[0] if state is not None else 0
     writer = RunWriter.create(
         path,
+        resume=resume,
         name=path.name,
         script=f"backlight grok run {configuration.experiment}",
         monitors=("grokking",),

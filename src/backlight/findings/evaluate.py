@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,20 @@ class Findings(list[Finding]):
         from backlight.store.export.tables import findings_table  # noqa: PLC0415 - no watched run needs it
 
         return findings_table(lambda: self)
+
+
+class NoFindings(Findings):
+    """No findings, because nothing was recorded: it prints the reason."""
+
+    def __init__(self, reason: str) -> None:
+        list.__init__(self)
+        self._reason = reason
+
+    def __str__(self) -> str:
+        return self._reason
+
+    def _repr_html_(self) -> str:
+        return f"<div>{html.escape(self._reason)}</div>"
 
 
 def evaluate_rules(

@@ -82,6 +82,7 @@ def watch(
     trace: str | Sequence[str] | None = None,
     max_disk: int | None = None,
     flush_interval: float = 1.0,
+    resume: bool = False,
     step_offset: int | None = None,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     trackers: str | Sequence[str] = (),

@@ -127,9 +127,11 @@ class Hosted:
         with self.shield("begin", "anything of this training run"):
             self._broken.discard("log")
             settings = {"step_offset": step, **self._settings}
+            # After its first step the framework goes on with its run.
+            settings["resume"] = step > 0 or settings.get("resume", False)
             path = self._run
             if path is None and self.watch is not None and step:
-                path = self.watch.path  # the same run goes on
+                path = self.watch.path
             if path is None:
                 path = default_path(name, launch_id() if rank_and_size()[1] > 1 else None)
             models, optimizers = list(models), list(optimizers)
@@ -156,7 +158,7 @@ class Hosted:
         with self.shield("end", "the end of the training run"):
             traceback = None if error is None else error.__traceback__
             self.watch.__exit__(None if error is None else type(error), error, traceback)
-        if rank_and_size()[0] == 0:
+        if rank_and_size()[0] == 0 and self.watch.is_recorded:
             with self.shield("end", "nothing, but its findings are not printed"):
                 self._say()
 
@@ -285,8 +287,8 @@ class HostedCallback(Hosting):
     Parameters
     ----------
     run:
-        The run directory; None for ``runs/<name>-<time>``, where the framework gives the name. A directory
-        that holds a run gets a new attempt of it.
+        The run directory; None for ``runs/<name>-<time>``, where the framework gives the name. One that holds
+        a run is refused, unless the framework resumes after a step, or ``resume=True`` is given.
     samples:
         For the monitors grokking and spectra; see :func:`backlight.watch`.
     on_end:
@@ -323,6 +325,7 @@ class HostedCallback(Hosting):
         trace: str | Sequence[str] | None = None,
         max_disk: int | None = None,
         flush_interval: float = 1.0,
+        resume: bool = False,
         step_offset: int | None = None,
         thresholds: Mapping[str, Mapping[str, float]] | None = None,
         trackers: str | Sequence[str] = (),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backlight.capture.parameters import ParameterTable
+    from backlight.records import Fingerprint
     from backlight.session.settings import Settings
 
 
@@ -43,7 +44,16 @@ class FingerprintMonitor(Monitor):
     def on_parameters_known(self) -> None:
         """Take the fingerprint, and look for groups without parameters."""
         table = self._run.scope.table
-        self._run.writer.fingerprint(take_fingerprint(self._run.scope, self._run.arguments))
+        found = take_fingerprint(self._run.scope, self._run.arguments)
+        expected = self._run.writer.expected_fingerprint
+        if expected is not None and _is_another_model(found, expected):
+            sizes = expected.parameter_count, found.parameter_count
+            what = f"{sizes[0]} parameters, this script has {sizes[1]}"
+            if sizes[0] == sizes[1]:
+                what = "of other modules or shapes than this script's"
+            self._run.abandon(f"{self._run.path}: holds another training run ({what}); choose another --out")
+            return
+        self._run.writer.fingerprint(found)
         names = [record.name for record in table.records]
         for group, pattern in self._groups.items():
             try:
@@ -51,3 +61,8 @@ class FingerprintMonitor(Monitor):
             except GroupError as error:
                 self._run.notifier.unmeasured(f"group {group}", str(error))
                 self._run.notifier.warn(f"group {group}", f"the group {group!r} is not measured: {error}")
+
+
+def _is_another_model(found: Fingerprint, expected: Fingerprint) -> bool:
+    """Return whether module tree or shapes differ; with another number of ranks they may without meaning."""
+    return found.world_size == expected.world_size and found.module_hash != expected.module_hash

@@ -38,6 +38,18 @@ def requested_monitors(settings: Settings) -> list[Monitor]:
     return sorted(found, key=lambda monitor: (monitor.order, monitor.name))
 
 
+def check_use_of_samples(
+    monitors: Iterable[Monitor], settings: Settings, *, has_samples: bool, is_script: bool
+) -> None:
+    """Refuse samples that no monitor uses, and outside of a script a monitor that lacks them."""
+    if has_samples and not any(monitor.uses_samples for monitor in monitors):
+        users = ", and for ".join(cls.samples_for for _, cls in MONITORS.items() if cls.samples_for)
+        raise ValueError(f"watch: samples are for {users}, but monitors={settings.monitors}")
+    for monitor in monitors:
+        if monitor.needs_samples and not has_samples and not is_script:
+            raise ValueError(f"watch: {monitor.needs_samples} needs samples=(loss_fn, batch) to split")
+
+
 class MonitorSet:
     """Calls the hooks of monitors, in the given order.
 

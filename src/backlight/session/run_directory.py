@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from backlight.distributed import launch_id, rank_and_size, world
+from backlight.distributed import launch_id, rank_and_size, start_id, world
 from backlight.findings.evaluate import evaluate_rules
 from backlight.notifier import Notifier
 from backlight.records import OTHERS, Finding, Made
 from backlight.registry import RULES
 from backlight.session.settings import Settings
-from backlight.store.errors import RunExistsError
+from backlight.store.errors import RunExistsError, RunHeldError
 from backlight.store.format.hdf5_pieces import Filters
+from backlight.store.format.manifest import read_manifest
 from backlight.store.format.schema import EVALUATED
-from backlight.store.read.attempt_files import wait_for_ranks
+from backlight.store.read.attempt_files import open_attempt, wait_for_ranks
 from backlight.store.read.run import open_run
-from backlight.store.write.attempt import JOIN_TIMEOUT_S
+from backlight.store.write.attempt import JOIN_TIMEOUT_S, default_path
 from backlight.store.write.writer import RunWriter
+
+if TYPE_CHECKING:
+    from backlight.capture.steps import StepTracker
 
 OTHER_RANKS_TIMEOUT_S = 2.0
 """Seconds that rank 0 waits at most, after the run, for ranks that are about to close their files."""
 
 
+def chosen_path(run: str | os.PathLike[str] | None, script: str) -> tuple[Path, bool]:
+    """Return the run directory, and whether another one may be taken where it exists by then."""
+    launch = launch_id() if rank_and_size()[1] > 1 else None
+    return (default_path(script, launch), launch is None) if run is None else (Path(run), False)
+
+
 def open_writer(
-    path: Path, settings: Settings, notifier: Notifier, *, script: str, arguments: tuple[str, ...]
+    path: Path,
+    settings: Settings,
+    notifier: Notifier,
+    *,
+    script: str,
+    arguments: tuple[str, ...],
+    resume: bool = False,
+    numbered: bool = False,
 ) -> RunWriter:
     """Open the run in ``path``, as the rank that this process is.
+
+    With ``resume`` a run that is there goes on; with ``numbered`` the path is a proposal for a new directory.
 
     A process whose environment makes no sense is watched as a single one, next to ``path`` where that is
     taken; a rank that does not find the run of rank 0 writes a part of it. Both are reported and recorded.
@@ -53,13 +72,18 @@ def open_writer(
         "rank": rank,
         "world_size": size,
         "run_id": None if problem else launch_id(),
+        "launch": None if problem else start_id(),
+        "resume": resume,
+        "numbered": numbered,
         "filters": Filters(settings.measures.compression, settings.measures.level),
         "options": _options(settings, size),
         "join_timeout": join_timeout(),
     }
     try:
         writer = RunWriter.create(path, **given)
-    except RunExistsError:
+    except RunExistsError as error:
+        if not problem and isinstance(error, RunHeldError):
+            raise RunExistsError(f"{error}, or continue this run with --resume (resume=True)") from None
         if not problem:
             raise
         writer = RunWriter.create(path.with_name(f"{path.name}.process-{os.getpid()}"), **given)
@@ -104,6 +128,33 @@ def final_findings(writer: RunWriter, *, failed: bool) -> list[Finding]:
                 writer.finding(finding)
         writer.event(None, EVALUATED, {"findings": len(findings)})
     return findings
+
+
+def why_no_step(tracker: StepTracker) -> str:
+    """Return why no step was seen, empty if one was."""
+    if tracker.done:
+        return ""
+    count = tracker.backwards
+    return (
+        f"{count} backward passes were seen, but no step of a torch.optim optimizer that holds the "
+        "model: in a loop that updates by hand, call backlight.collect"
+        if count
+        else "neither a backward pass nor an optimizer step was seen"
+    )
+
+
+def holds_nothing(writer: RunWriter) -> bool:
+    """Return whether no process of this attempt has stored a step, a scalar or a finding; False above rank 0.
+
+    Other ranks may still be about to, or hang because this one has ended.
+    """
+    writer.flush()
+    if writer.lost is not None or writer.rank or not wait_for_ranks(writer.path, OTHER_RANKS_TIMEOUT_S):
+        return False
+    entries = [entry for entry in read_manifest(writer.path).attempts if entry.index == writer.attempt]
+    found = [open_attempt(writer.path, entry) for entry in entries]
+    files = [file for one in found for file in (*one.files, *one.watchdogs)]
+    return not any(file.last_step >= 0 or file.findings() for file in files)
 
 
 def _options(settings: Settings, size: int) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class Settings:
         Bytes that the run may take; None for no limit.
     flush_interval:
         Seconds between two writes; what a kill can lose.
+    resume:
+        Continue the run that the directory holds, as a new attempt; without it such a directory is refused.
     step_offset:
         Number of the first step, for a resumed run; None continues the run.
     thresholds:
@@ -117,6 +119,7 @@ class Settings:
     trace: tuple[str, ...] = ()
     max_disk: int | None = None
     flush_interval: float = 1.0
+    resume: bool = False
     step_offset: int | None = None
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     trackers: tuple[str, ...] = ()

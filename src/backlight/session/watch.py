@@ -9,30 +9,34 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.capture.forward import ScopeForwards
-from backlight.capture.hub import HUB, underlying
+from backlight.capture.hub import HUB, NextEvent, underlying
 from backlight.capture.parameters import Scope, build_table
 from backlight.capture.steps import StepTracker, StopTraining
-from backlight.distributed import launch_id, rank_and_size
-from backlight.findings.evaluate import Findings, findings_of
-from backlight.monitor import MONITORS, Monitor, RunContext, Samples, Timed, check_monitors
+from backlight.distributed import rank_and_size
+from backlight.findings.evaluate import Findings, NoFindings, findings_of
+from backlight.monitor import Monitor, RunContext, Samples, Timed, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding, RunStatus
 from backlight.session.arguments import check_samples, listed, loggable
 from backlight.session.closing_line import print_result
-from backlight.session.monitor_set import MonitorSet, requested_monitors
-from backlight.session.run_directory import final_findings, open_writer
+from backlight.session.monitor_set import MonitorSet, check_use_of_samples, requested_monitors
+from backlight.session.run_directory import (
+    chosen_path,
+    final_findings,
+    holds_nothing,
+    open_writer,
+    why_no_step,
+)
 from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
 from backlight.session.step_recorder import Sampling, StepRecorder
 from backlight.session.writer_thread import ResultQueue, WriterThread
 from backlight.store.format.schema import COST, EXCEPTION
 from backlight.store.read.run import open_run
-from backlight.store.write.attempt import default_path
 from backlight.text import count
 
 if TYPE_CHECKING:
@@ -61,6 +65,8 @@ class Watch:
         The run directory, once entered.
     stopped_by:
         The finding that ended the run by ``stop_on``; None for any other end.
+    removed:
+        Why the run directory was removed: a script that ended before its training, and left nothing to read.
     """
 
     def __init__(
@@ -78,16 +84,15 @@ class Watch:
     ) -> None:
         began = time.perf_counter()
         self.settings = settings
-        self.path = Path(run) if run is not None else default_path(script, _shared_launch())
+        self.path, self._is_numbered = chosen_path(run, script)
+        self._resumes, self.removed = settings.resume, ""
         self._samples = samples
         self._summary = summary and not settings.quiet
         self._is_script = bool(script)
         self._script = script or (sys.argv[0] if sys.argv else "")
         self._arguments = arguments if script else tuple(sys.argv[1:])
-        self._models, self._optimizers = list(models), list(optimizers)
-        self._depth = 0
-        self._started = False
-        self._abandoned = False
+        self._models, self._optimizers, self._depth = list(models), list(optimizers), 0
+        self._started, self._abandoned, self._refusal = False, False, ""
         self._notifier = Notifier(self.path)
         self._error: BaseException | None = None
         self._writer: RunWriter | None = None
@@ -97,12 +102,7 @@ class Watch:
         Sampling(settings.every)
         check_monitors(settings.monitors)
         monitors = requested_monitors(settings)
-        if samples is not None and not any(monitor.uses_samples for monitor in monitors):
-            users = ", and for ".join(cls.samples_for for _, cls in MONITORS.items() if cls.samples_for)
-            raise ValueError(f"watch: samples are for {users}, but monitors={settings.monitors}")
-        for monitor in monitors:
-            if monitor.needs_samples and samples is None and not script:
-                raise ValueError(f"watch: {monitor.needs_samples} needs samples=(loss_fn, batch) to split")
+        check_use_of_samples(monitors, settings, has_samples=samples is not None, is_script=self._is_script)
         if self._models:
             table = build_table(self._models, self._optimizers, HUB.seen)
             for monitor in monitors:
@@ -114,6 +114,8 @@ class Watch:
     def __repr__(self) -> str:
         if not self._started:
             state = "not started"
+        elif self._refusal or self.removed:
+            state = "not recorded"
         elif self._error is not None:
             state = f"failed with {type(self._error).__name__}, {count(self.step, 'step')}"
         else:
@@ -161,16 +163,19 @@ class Watch:
             for monitor in monitors:
                 monitor.check_process(is_script=self._is_script)
             self._writer = writer = open_writer(
-                self.path, self.settings, self._notifier, script=self._script, arguments=self._arguments
-            )
+                self.path, self.settings, self._notifier, script=self._script, arguments=self._arguments,
+                resume=self._resumes, numbered=self._is_numbered,
+            )  # fmt: skip
         except BaseException:
             self._depth = 0
             raise
         self.path, self._started = writer.path, True
+        self._resumes, self._is_numbered = True, False  # entered again, it goes on with its run
         self._stack = contextlib.ExitStack()
         try:
             self._attach(writer, monitors, self._stack)
-            self._record_cost("start", self._start_s + time.perf_counter() - began)
+            seconds = self._start_s + time.perf_counter() - began
+            self._notifier.event(COST, {"part": "start", "seconds": seconds})
         except Exception as error:  # noqa: BLE001 - a fault of backlight must not cost a training run
             self._error, self._abandoned = error, True
             self._notifier.trouble(error, "this training, which is not watched")
@@ -249,8 +254,6 @@ class Watch:
         self._tracker.start()
 
     def _context(self, writer: RunWriter, results: ResultQueue) -> RunContext:
-        _, size = rank_and_size()
-
         def unbound(*_: object) -> None:
             raise RuntimeError("bound to each monitor when it is attached")
 
@@ -266,7 +269,7 @@ class Watch:
             notifier=self._notifier,
             path=writer.path,
             rank=writer.rank,
-            world_size=size,
+            world_size=rank_and_size()[1],
             listen=unbound,
             disable=unbound,
             account=unbound,
@@ -274,6 +277,7 @@ class Watch:
                 lambda error: self._notifier.trouble(error, "when a forward begins and ends")
             ),
             alarm=self._alarm,
+            abandon=self._abandon,
             publish=self._publish,
             before_steps=self._tracker.call_before_steps,
             stopped=self._stopped,
@@ -283,36 +287,28 @@ class Watch:
     def _finish(self, writer: RunWriter) -> None:
         """Evaluate the rules on what is stored, and close the run."""
         if self._abandoned:
+            if self._refusal:
+                self._monitors.call("on_run_end", [], failed=True)
+                writer.discard()
             writer.close(RunStatus.FAILED)
             return
         failed = self._error is not None or self.stopped_by is not None
         with self._notifier.shield():
             self._monitors.call("on_all_stored", failed=failed)
-            self._report_nothing()
+            if nothing := why_no_step(self._tracker):
+                self._notifier.unmeasured("gradient", nothing)
+                self.removed = nothing if self._is_script and holds_nothing(writer) else ""
             if self._error is not None:
                 payload = {"type": type(self._error).__name__, "message": str(self._error)[:2000]}
                 writer.event(self._tracker.index, EXCEPTION, payload)
             writer.flush()
-            if writer.lost is None:
+            if writer.lost is None and not self.removed:
                 self._found = final_findings(writer, failed=failed)
         self._monitors.call("on_run_end", self._found or [], failed=failed)
-        self._record_cost("end", time.perf_counter() - self._ended)
+        if self.removed:
+            writer.discard()  # then closing it does nothing
+        self._notifier.event(COST, {"part": "end", "seconds": time.perf_counter() - self._ended})
         writer.close(RunStatus.FAILED if failed else RunStatus.FINISHED)
-
-    def _record_cost(self, part: str, seconds: float) -> None:
-        self._notifier.event(COST, {"part": part, "seconds": seconds})
-
-    def _report_nothing(self) -> None:
-        if self._tracker.done:
-            return
-        count = self._tracker.backwards
-        reason = (
-            f"{count} backward passes were seen, but no step of a torch.optim optimizer that holds the "
-            "model: in a loop that updates by hand, call backlight.collect"
-            if count
-            else "neither a backward pass nor an optimizer step was seen"
-        )
-        self._notifier.unmeasured("gradient", reason)
 
     # Public
 
@@ -362,6 +358,11 @@ class Watch:
         return self._notifier
 
     @property
+    def is_recorded(self) -> bool:
+        """Whether the run directory holds this training run."""
+        return self._writer is not None and not self._refusal and not self.removed
+
+    @property
     def step(self) -> int:
         """Number of completed optimizer steps."""
         self._require_start("step")
@@ -377,6 +378,8 @@ class Watch:
     def findings(self) -> Findings:
         """Findings of the run so far; while it runs, of what has been flushed."""
         self._require_start("findings")
+        if self._refusal or self.removed:
+            return NoFindings(f"not recorded: {self.removed or self._refusal}")
         if self._writer is not None and self._depth:
             self._thread.settle()
         return findings_of(open_run(self.path))
@@ -397,16 +400,21 @@ class Watch:
     def _deliver(self, findings: Sequence[Finding]) -> None:
         self._monitors.call("on_new_findings", findings)
 
+    def _abandon(self, reason: str) -> None:
+        """Stop watching; the attempt is removed once everything is detached."""
+        self._refusal, self._abandoned = reason, True
+        self._notifier.warn("refused", f"{reason}. This training is not watched")
+        # Not inside this event, which other listeners still wait for.
+        ending = NextEvent(self._stack.close)
+        self._stack.callback(HUB.remove, ending)
+        HUB.add(ending, self._notifier.trouble)
+
     def _alarm(self, step: int, cause: str) -> None:
         if step > self._alarmed:
             self._alarmed = step + self.settings.detail
             self._sampling.detail(self._tracker.index, self.settings.detail)
             self._notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
         self._monitors.call("on_alarm", step, cause)
-
-
-def _shared_launch() -> str | None:
-    return launch_id() if rank_and_size()[1] > 1 else None
 
 
 @suggest_keywords
@@ -430,6 +438,7 @@ def watch(
     trace: str | Sequence[str] | None = None,
     max_disk: int | None = None,
     flush_interval: float = 1.0,
+    resume: bool = False,
     step_offset: int | None = None,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     trackers: str | Sequence[str] = (),
@@ -457,8 +466,8 @@ def watch(
         The optimizer, or several; None for every one that holds a parameter of ``model``. One that a
         framework has wrapped means the optimizer inside.
     run:
-        The run directory; None for ``runs/<script>-<time>``. A directory that holds a run gets a new
-        attempt of it.
+        The run directory; None for ``runs/<script>-<time>``. One that holds a run is refused, unless
+        ``resume=True`` continues that run.
     samples:
         For the monitor grokking: ``(loss_fn, batch)``, where ``loss_fn(model, batch)`` is the loss summed
         over the samples along the first dimension, and ``batch`` a fixed probe batch or a callable that gives

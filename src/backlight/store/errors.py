@@ -15,6 +15,10 @@ class RunExistsError(StoreError):
     """The folder cannot take this run: it holds something else, or a living process writes it."""
 
 
+class RunHeldError(RunExistsError):
+    """The folder holds a run of the same script, which is continued only on request."""
+
+
 class RunWriteError(StoreError):
     """The file system refuses a change."""
 

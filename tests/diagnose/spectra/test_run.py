@@ -274,7 +274,7 @@ def test_run_of_another_configuration_is_refused(recipe, tmp_path, reference):
     with pytest.raises(SpectraError, match=r"\(the recipe changed\)"):
         measure(replace_in(recipe, "relu", "gelu"), tmp_path / "run")
     RunWriter.create(tmp_path / "foreign").close()
-    writer = RunWriter.create(tmp_path / "foreign")
+    writer = RunWriter.create(tmp_path / "foreign", resume=True)
     writer.scalar(0, "loss", 1.0)
     writer.close()
     with pytest.raises(SpectraError, match="is a run of something else; choose another --out"):

@@ -36,7 +36,8 @@ def train(run: Path, tracker: str, *, poisoned: bool = True) -> list[float]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    with backlight.watch(model, optimizer, run=run, every=1, monitors=MONITORS, trackers=[tracker]) as watch:
+    settings = {"every": 1, "monitors": MONITORS, "trackers": [tracker], "resume": run.exists()}
+    with backlight.watch(model, optimizer, run=run, **settings) as watch:
         for step in range(STEPS):
             optimizer.zero_grad()
             loss = model(torch.randn(16, 4)).square().mean()

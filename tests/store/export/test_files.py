@@ -37,7 +37,7 @@ def run(tmp_path: Path) -> Run:
         writer.scalar(step, "accuracy", math.inf, source="user")
     writer.append("update", 2, table, np.array([[1.0, 4.0]] * 3), np.array([[1, 4, 4]] * 3))
     writer.close()
-    second = RunWriter.create(tmp_path / "run")
+    second = RunWriter.create(tmp_path / "run", resume=True)
     record = (ParameterRecord("a,b", (4,), "float32", "cpu", 4),)
     second.append("gradient", 0, second.parameter_table(record), [[8.0, 1.0, 4.0]], [[1, 4, 0, 0, 0]])
     second.close()

@@ -29,7 +29,7 @@ def write(path: Path, attempts: int = 1) -> Run:
         ParameterRecord(HOSTILE, (3,), "float32", "cpu", 3, aliases=("tied",)),
     )
     for attempt in range(attempts):
-        writer = RunWriter.create(path, monitors=("health",))
+        writer = RunWriter.create(path, monitors=("health",), resume=True)
         table = writer.parameter_table(records)
         for step in range(3):
             floats = np.array([[1.0 + step + 10 * attempt, 1.0, 2.0], [math.nan, math.nan, math.nan]])

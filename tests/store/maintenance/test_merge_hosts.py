@@ -37,7 +37,7 @@ def two_hosts(
         host(name)
         path = tmp_path / name / "run"
         writers = [
-            RunWriter.create(path, rank=rank, world_size=4, run_id=launch, join_timeout=0.05)
+            RunWriter.create(path, rank=rank, world_size=4, run_id=launch, join_timeout=0.05, resume=True)
             for rank in ranks
         ]
         for writer in writers:

@@ -189,7 +189,7 @@ def test_attempts_of_several_ranks_and_of_one_process_are_joined(
     values = np.arange(1.0, 9.0)
     for attempt, ranks in enumerate(order):
         writers = [
-            RunWriter.create(tmp_path / "run", rank=r, world_size=ranks, run_id=f"x-{attempt}")
+            RunWriter.create(tmp_path / "run", rank=r, world_size=ranks, run_id=f"x-{attempt}", resume=True)
             for r in range(ranks)
         ]
         for rank, writer in enumerate(writers):

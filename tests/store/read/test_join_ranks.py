@@ -19,7 +19,9 @@ COLUMNS = ("norm", "max_abs", "nan", "rms", "measured")
 
 def record(path: Path, ranks: int, steps: dict[int, range], launch: str) -> None:
     """Record ranks with one row each of a parameter at their given steps, the last step twice."""
-    writers = [RunWriter.create(path, rank=r, world_size=ranks, run_id=launch) for r in range(ranks)]
+    writers = [
+        RunWriter.create(path, rank=r, world_size=ranks, run_id=launch, resume=True) for r in range(ranks)
+    ]
     for rank, writer in enumerate(writers):
         placement = Placement(Layout.SHARD, (ranks, 4), (1, 4), (rank, 0))
         identifier = writer.parameter_table(

@@ -265,7 +265,7 @@ assert "h5py" not in sys.modules
 
 def test_missing_directory_or_file_is_reported(tmp_path: Path, record: Record) -> None:
     for _ in range(2):
-        writer = RunWriter.create(tmp_path / "run")
+        writer = RunWriter.create(tmp_path / "run", resume=True)
         record(writer, 3)
         writer.array("x", 0, np.zeros(2))
         writer.close()

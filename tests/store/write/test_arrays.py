@@ -172,7 +172,7 @@ def test_lowest_rank_and_latest_attempt_take_precedence(
     run = open_run(tmp_path)
     assert [int(a) for a in run.array("a")[1]] == [0, 0, 0]
     assert [int(a) for a in run.array("a", rank=1)[1]] == [1, 1]
-    again = RunWriter.create(tmp_path, step_offset=2)
+    again = RunWriter.create(tmp_path, step_offset=2, resume=True)
     again.array("a", 0, np.array(9))
     again.close()
     run = open_run(tmp_path)

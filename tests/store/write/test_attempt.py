@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -8,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.records import RunStatus
-from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.records import Fingerprint, RunStatus
+from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunWriteError
 from backlight.store.platform.process import ProcessIdentity
 from backlight.store.read.run import open_run
 from backlight.store.write import attempt
@@ -56,7 +57,9 @@ def test_finished_run_gets_an_attempt_that_continues_its_steps(
     record(first, 10)
     first.close()
     kept = digest(tmp_path / "run" / "attempt-000")
-    second = RunWriter.create(tmp_path / "run", name="ignored", monitors=("steptime",), groups={"b": "y*"})
+    second = RunWriter.create(
+        tmp_path / "run", name="ignored", monitors=("steptime",), groups={"b": "y*"}, resume=True
+    )
     assert (second.attempt, second.step_offset) == (1, 10)
     record(second, 5)
     second.close()
@@ -80,7 +83,7 @@ def test_later_attempt_takes_precedence_for_shared_steps(
     record(first, 10)
     first.event(3, "mark", {})
     first.close()
-    second = RunWriter.create(tmp_path / "run", step_offset=6)
+    second = RunWriter.create(tmp_path / "run", step_offset=6, resume=True)
     record(second, 3)
     second.event(1, "mark", {})
     second.close()
@@ -98,7 +101,97 @@ def test_live_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunExistsError, match=r"is still being written by process \d+ on .* \(attempt 0\)"):
         RunWriter.create(tmp_path / "run")
     writer.close()
-    RunWriter.create(tmp_path / "run").close()
+    RunWriter.create(tmp_path / "run", resume=True).close()
+
+
+def test_run_is_continued_only_on_request(tmp_path: Path, digest: Digest) -> None:
+    RunWriter.create(tmp_path / "run", script="a/train.py").close()
+    before = digest(tmp_path)
+    with pytest.raises(RunHeldError, match=r"holds a run of train\.py already \(finished\); choose another"):
+        RunWriter.create(tmp_path / "run", script="train.py")
+    with pytest.raises(RunExistsError, match=r"\(of train\.py, this script is other\.py\); choose another"):
+        RunWriter.create(tmp_path / "run", script="other.py", resume=True)
+    assert digest(tmp_path) == before
+    writer = RunWriter.create(tmp_path / "run", script="b/train.py", resume=True)
+    assert writer.attempt == 1
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("launches", "world_size", "continues"),
+    [
+        (("7+0", "7+1"), 1, True),  # requeued by Slurm
+        (("7+0", "7+0"), 1, False),  # two commands of one job
+        (("7+0", "7+0"), 2, True),  # torchrun with other members
+        (("7+0", "8+0"), 2, False),
+    ],
+)
+def test_only_a_restart_of_its_job_continues_a_run(
+    tmp_path: Path, launches: tuple[str, str], world_size: int, continues: bool
+) -> None:
+    first, second = launches
+    RunWriter.create(tmp_path / "run", launch=first, run_id="a", world_size=world_size).close()
+    refused = (
+        contextlib.nullcontext() if continues else pytest.raises(RunHeldError, match="holds a run already")
+    )
+    with refused:
+        RunWriter.create(tmp_path / "run", launch=second, run_id="b", world_size=world_size).close()
+    assert len(open_run(tmp_path / "run").attempts) == 1 + continues
+
+
+def test_model_of_a_resumed_run_is_expected_to_be_the_same(tmp_path: Path) -> None:
+    path, print_ = tmp_path / "run", Fingerprint(module_hash="a", parameter_count=12)
+    with RunWriter.create(path, launch="7+0") as first:
+        assert first.expected_fingerprint is None
+        first.fingerprint(print_)
+    with RunWriter.create(path, launch="7+1") as restarted:
+        assert restarted.expected_fingerprint is None
+        restarted.fingerprint(print_)
+    with RunWriter.create(path, resume=True) as resumed:
+        assert resumed.expected_fingerprint == print_
+
+
+def test_discarded_attempt_leaves_the_run_as_it_was(
+    tmp_path: Path, record: Callable[..., object], digest: Digest
+) -> None:
+    path = tmp_path / "runs" / "run"
+    with pytest.raises(ArithmeticError), RunWriter.create(path) as writer:
+        record(writer, 5)
+        writer.flush()
+        raise ArithmeticError
+    assert list(tmp_path.iterdir()) == []
+    record(path, 5)
+    before = digest(tmp_path)
+    writer = RunWriter.create(path, resume=True)
+    record(writer, 5)
+    writer.evidence("stacks.txt", "text")
+    writer.discard()
+    writer.close()
+    assert digest(tmp_path) == before
+    closed = RunWriter.create(tmp_path / "closed")
+    closed.close()
+    closed.discard()
+    assert open_run(tmp_path / "closed").status is RunStatus.FINISHED
+
+
+def test_of_processes_that_start_at_once_each_gets_a_directory(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "train"
+    path.mkdir(parents=True)  # another process has just created it
+    barrier, found = threading.Barrier(8), []
+
+    def start() -> None:
+        barrier.wait()
+        found.append(RunWriter.create(path, numbered=True))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for writer in found:
+        writer.close()
+    assert sorted(writer.path.name for writer in found) == [f"train-{n}" for n in range(2, 10)]
+    assert list(path.iterdir()) == []
 
 
 def test_killed_run_gets_an_attempt_after_its_last_step(
@@ -108,7 +201,7 @@ def test_killed_run_gets_an_attempt_after_its_last_step(
         "writer = RunWriter.create(path); record(writer, 20); writer.flush(); record(writer, 5, 20); ready()"
     )
     path = killed(tmp_path / "run", body)
-    writer = RunWriter.create(path)
+    writer = RunWriter.create(path, resume=True)
     assert (writer.attempt, writer.step_offset) == (1, 20)
     record(writer, 2)
     writer.close()
@@ -133,7 +226,7 @@ def test_remote_writer_counts_as_alive_while_its_heartbeat_is_fresh(
     run = open_run(path)
     assert run.status is RunStatus.UNKNOWN
     assert any("on elsewhere still runs" in loss for loss in run.losses)
-    RunWriter.create(path).close()
+    RunWriter.create(path, resume=True).close()
 
 
 def test_other_ranks_join_by_the_run_id(tmp_path: Path, record: Callable[..., object]) -> None:
@@ -210,7 +303,7 @@ def test_failed_open_leaves_no_partial_files(
     monkeypatch.setattr(f"backlight.store.write.writer.{fails}", full)
     for path in (tmp_path / "new" / "deep", tmp_path / "empty", old):
         with pytest.raises(RunWriteError, match="No space left on device; choose another --out"):
-            RunWriter.create(path)
+            RunWriter.create(path, resume=True)
         assert digest(tmp_path) == before
 
 

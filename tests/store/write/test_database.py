@@ -78,7 +78,7 @@ def test_array_over_the_limit_is_skipped_and_reported(tmp_path: Path) -> None:
 
 def test_size_of_earlier_attempts_is_included(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 2000, names=30)
-    writer = RunWriter.create(tmp_path / "run", max_disk=1_000_000, flush_interval=0.0)
+    writer = RunWriter.create(tmp_path / "run", max_disk=1_000_000, flush_interval=0.0, resume=True)
     record(writer, 10, names=30)
     writer.flush()
     record(writer, 100, start=10, names=30)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -353,11 +353,13 @@ def memory(
     from backlight.diagnose.memory.measure import measure_memory
     from backlight.diagnose.memory.result import open_memory_run, store_memory
 
-    writer = open_memory_run(out, target, arguments) if out is not None else None
-    measured = measure_memory(target, arguments, module=module, warmup=warmup, steps=recorded, quiet=as_json)
-    print_measured(measured, as_json=as_json)
-    if writer is not None:
-        store_memory(writer, measured)
+    with nullcontext() if out is None else open_memory_run(out, target, arguments) as writer:
+        measured = measure_memory(
+            target, arguments, module=module, warmup=warmup, steps=recorded, quiet=as_json
+        )
+        print_measured(measured, as_json=as_json)
+        if writer is not None:
+            store_memory(writer, measured)
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -39,6 +38,7 @@ def run(
         Path | None,
         Option("--out", "-o", metavar="DIR", help="Run directory; default runs/<script>-<time>."),
     ] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue the run in --out as a new attempt.")] = False,
     module: Module = False,
     monitors: Annotated[
         str | None, Option(metavar="NAME,...", help="Monitors, as health,correctness,steptime.")
@@ -94,7 +94,8 @@ def run(
 
     check(script, module=module)
     given: dict[str, Any] = {
-        "monitors": monitors, "every": every, "steps": steps, "histogram": histogram, "stall": stall,
+        "resume": resume, "monitors": monitors, "every": every, "steps": steps, "histogram": histogram,
+        "stall": stall,
         "exact_updates": exact_updates, "per_backward": per_backward, "reduce": reduce, "trace": trace,
         "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
         "quiet": quiet, "stop_on": stop_on,
@@ -115,10 +116,13 @@ def run(
 
     sys.stdout.flush()
     if world().rank == 0 and not settings.quiet:  # once for all ranks
-        if watched.watch is None:
+        watch = watched.watch
+        if watch is None:
             print(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
-        else:
-            after_run(watched.watch.path)
+        elif watch.is_recorded:
+            after_run(watch.path)
+        elif watch.removed:
+            print(f"backlight: nothing was measured: {watch.removed}; removed {watch.path}", file=sys.stderr)
     if watched.watch is not None and watched.watch.stopped_by is not None:
         from backlight.session.stop_monitor import exit_code
 
@@ -203,8 +207,9 @@ def demo(
 ) -> int:
     """Train a small transformer under backlight and write the report."""
     from backlight.analysis.report import write_html
+    from backlight.store.write.attempt import default_path
 
-    target = out if out is not None else Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
+    target = out if out is not None else default_path("demo")
     # In the package of a wheel, or in a checkout.
     package = Path(__file__).parents[1]
     places = (package / "demo/char_gpt.py", package.parents[2] / "examples/char_gpt.py")

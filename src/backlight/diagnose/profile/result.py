@@ -102,15 +102,17 @@ def profile_run(path: Path | None, script: str, arguments: list[str]) -> Iterato
         if path is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="backlight-profile-"))
             path = Path(folder) / "run"
-        yield RunWriter.create(
-            path,
-            name=path.name,
-            script=script,
-            arguments=arguments,
-            monitors=("steptime",),
-            rank=world().rank,
-            world_size=world().size,
-            run_id=launch_id(),
+        yield stack.enter_context(
+            RunWriter.create(
+                path,
+                name=path.name,
+                script=script,
+                arguments=arguments,
+                monitors=("steptime",),
+                rank=world().rank,
+                world_size=world().size,
+                run_id=launch_id(),
+            )
         )
 
 

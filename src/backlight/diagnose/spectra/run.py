@@ -209,6 +209,7 @@ class _Measurement:
                 rank=group.rank,
                 world_size=group.size,
                 run_id=launch,
+                resume=True,
                 script=f"backlight spectra {self.options.recipe}",
                 monitors=("spectra",),
                 step_offset=0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import shutil
 import socket
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 from backlight.distributed import JOB_SEPARATOR
 from backlight.records import Fingerprint, RunStatus
-from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunWriteError
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress, read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, document_name, safe_name
 from backlight.store.format.schema import FORMAT_VERSION
@@ -39,7 +40,8 @@ MAX_PUBLISH_SHARE = 1 / 20
 class Entry:
     """One rank inside its attempt, which publishes its progress about every flush interval.
 
-    ``created`` are folders and ``previous`` the manifest from before, for :meth:`undo`.
+    ``created`` are folders and ``previous`` the manifest from before, for :meth:`undo`. ``earlier`` is the
+    fingerprint that the model of a resumed run must have, None where none is expected.
     """
 
     path: Path
@@ -49,6 +51,7 @@ class Entry:
     rank: int
     created: list[Path] = field(default_factory=list)
     previous: bytes | None = None
+    earlier: Fingerprint | None = None
     options: dict[str, Any] = field(default_factory=dict)
     interval_s: float = 0.0
     _fingerprint: str = "null"
@@ -74,7 +77,7 @@ class Entry:
                     (self.path / MANIFEST).unlink(missing_ok=True)
                 else:
                     atomic_json.write_atomically(self.path / MANIFEST, self.previous)
-        if self.folder in self.created:
+            # It was empty, or not there, when this rank entered it.
             shutil.rmtree(self.folder, ignore_errors=True)
         _remove_empty(self.created)
 
@@ -130,15 +133,19 @@ def default_path(script: str = "", launch: str | None = None) -> Path:
     Ranks of one launch need the same folder without communicating, and their clocks differ: given ``launch``,
     which they share, the folder is ``runs/<script>-<its hash>``; a restart of the same job has the same one.
     """
-    stem = safe_name(Path(script or (sys.argv[0] if sys.argv else "")).stem or "training")
+    name = Path(script or (sys.argv[0] if sys.argv else "")).name.removesuffix(".py")
+    stem = safe_name(name or "training")
     if launch is not None:
         return Path("runs") / f"{stem}-{hashlib.sha256(job_of(launch).encode()).hexdigest()[:8]}"
-    base = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = base, 1
-    while path.exists():
-        number += 1
-        path = base.with_name(f"{base.name}-{number}")
-    return path
+    path = Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return next(free for free in _numbered(path) if not free.exists())
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """Yield ``path``, ``path-2``, ``path-3``, ..."""
+    yield path
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.name}-{number}")
 
 
 def job_of(launch: str) -> str:
@@ -151,18 +158,24 @@ def part_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.part-{safe_name(socket.gethostname()) or 'host'}")
 
 
-def enter_first(path: Path, own: Manifest, step_offset: int | None) -> Entry:
+def enter_first(
+    path: Path, own: Manifest, step_offset: int | None, *, resume: bool = False, numbered: bool = False
+) -> Entry:
     """Open the attempt of ``own`` as its first rank; on failure nothing is left behind.
 
-    A rank above 0 opens the part of the run that this host keeps for itself, or joins it.
+    A rank above 0 opens the part of the run that this host keeps for itself, or joins it. A run that is there
+    already is continued by a restart of its job, or with ``resume``. With ``numbered`` the directory is a new
+    one: the next number where another process has just created it.
     """
-    rank = own.attempts[0].first
-    with _entering(path) as created:
-        if rank and (path / MANIFEST).exists():
-            joined = _joined(path, rank, own.run_id)
-            if joined is not None:
-                return joined
-        return _open_attempt(path, own, step_offset, created)
+    names = _numbered(path) if numbered else iter([path])
+    while True:
+        free = next(names)
+        with contextlib.suppress(_TakenError), _entering(free, new=numbered) as created:
+            if own.attempts[0].first and (free / MANIFEST).exists():
+                joined = _joined(free, own.attempts[0].first, own.attempts[0].launch)
+                if joined is not None:
+                    return joined
+            return _open_attempt(free, own, step_offset, created, resume=resume)
 
 
 def enter_further(path: Path, *, rank: int, launch: str | None, timeout_s: float = JOIN_TIMEOUT_S) -> Entry:
@@ -185,8 +198,12 @@ def enter_further(path: Path, *, rank: int, launch: str | None, timeout_s: float
         time.sleep(0.02)
 
 
+class _TakenError(Exception):
+    """Another process has created the new folder."""
+
+
 @contextlib.contextmanager
-def _entering(path: Path) -> Iterator[list[Path]]:
+def _entering(path: Path, *, new: bool = False) -> Iterator[list[Path]]:
     """Create a folder, hold its lock and yield the folders that were created; on failure remove those."""
     created: list[Path] = []
     try:
@@ -195,6 +212,9 @@ def _entering(path: Path) -> Iterator[list[Path]]:
             with contextlib.suppress(FileExistsError):
                 missing.mkdir()
                 created.append(missing)
+        # Of several processes that create the same folder, one gets it.
+        if new and path not in created:
+            raise _TakenError
         if not path.is_dir():
             raise RunExistsError(f"{path}: is a file, expected a folder; choose another --out")
         with locked(path):
@@ -208,33 +228,36 @@ def _entering(path: Path) -> Iterator[list[Path]]:
         raise
 
 
-def _open_attempt(path: Path, own: Manifest, step_offset: int | None, created: list[Path]) -> Entry:
+def _open_attempt(
+    path: Path, own: Manifest, step_offset: int | None, created: list[Path], *, resume: bool
+) -> Entry:
     """Add the attempt of ``own`` to the run at ``path``, after its last step unless an offset is given."""
-    manifest = _existing_run(path, own.run_id) or own
     (attempt,) = own.attempts
-    previous = None
+    manifest = _existing_run(path, attempt, resume=resume) or own
+    previous = earlier = None
     if manifest is not own:
+        earlier = _expected_fingerprint(path, manifest.attempts, attempt, attempt.first)
         previous = (path / MANIFEST).read_bytes()
         if step_offset is None:
             from backlight.store.read.run import open_run  # noqa: PLC0415 - needed only where a run goes on
 
             step_offset = open_run(path).last_step() + 1
-        for earlier in manifest.attempts:
-            earlier.progress.status = earlier.progress.status_now()
+        for entry in manifest.attempts:
+            entry.progress.status = entry.progress.status_now()
         attempt.index = max((entry.index for entry in manifest.attempts), default=-1) + 1
         manifest.attempts.append(attempt)
         manifest.groups.update(own.groups)
         manifest.overrides.update(own.overrides)
     attempt.step_offset = step_offset or 0
-    entry = Entry(path, manifest, attempt, attempt.progress, attempt.first, created, previous)
-    while entry.folder.exists() and any(entry.folder.iterdir()):
+    entered = Entry(path, manifest, attempt, attempt.progress, attempt.first, created, previous, earlier)
+    while entered.folder.exists() and any(entered.folder.iterdir()):
         attempt.index += 1
-    if not entry.folder.exists():
-        entry.folder.mkdir()
-        created.append(entry.folder)
+    if not entered.folder.exists():
+        entered.folder.mkdir()
+        created.append(entered.folder)
     # The manifest comes before the files: after a kill at any moment, the folder is empty or a run.
     manifest.write(path)
-    return entry
+    return entered
 
 
 def _joined(path: Path, rank: int, launch: str) -> Entry | None:
@@ -249,10 +272,11 @@ def _joined(path: Path, rank: int, launch: str) -> Entry | None:
         or (path / attempt_folder(newest.index) / document_name(rank)).exists()
     ):
         return None
-    return Entry(path, manifest, newest, Progress.begin(), rank)
+    earlier = _expected_fingerprint(path, manifest.attempts[:-1], newest, rank)
+    return Entry(path, manifest, newest, Progress.begin(), rank, earlier=earlier)
 
 
-def _existing_run(path: Path, launch: str) -> Manifest | None:
+def _existing_run(path: Path, own: AttemptEntry, *, resume: bool) -> Manifest | None:
     """Return the manifest of the run at ``path``, None where a new run may begin, or refuse the folder."""
     if not (path / MANIFEST).exists():
         if any(not _is_leftover(child) for child in path.iterdir()):
@@ -263,14 +287,52 @@ def _existing_run(path: Path, launch: str) -> Manifest | None:
         progress = entry.progress
         if progress.status_now() is not RunStatus.RUNNING:
             continue
-        if job_of(launch) == job_of(entry.launch) and progress.process.alive() is None:
+        if _is_restart(own, entry) and progress.process.alive() is None:
             # A job runs once: when it starts again, its earlier start on another machine has ended.
             progress.status = RunStatus.KILLED
         else:
             who = f"process {progress.process.pid} on {progress.process.host}"
             msg = f"{path}: is still being written by {who} (attempt {entry.index}); choose another --out"
             raise RunExistsError(msg)
+    if not manifest.attempts or any(_is_restart(own, entry) for entry in manifest.attempts):
+        return manifest
+    newest = manifest.attempts[-1]
+    held = Path(newest.script).name
+    if held and own.script and held != Path(own.script).name:
+        raise RunExistsError(
+            f"{path}: holds another training run (of {held}, this script is {Path(own.script).name}); "
+            "choose another --out"
+        )
+    if not resume:
+        what = f"a run of {held}" if held else "a run"
+        raise RunHeldError(
+            f"{path}: holds {what} already ({newest.progress.status_now().value}); choose another --out"
+        )
     return manifest
+
+
+def _is_restart(own: AttemptEntry, entry: AttemptEntry) -> bool:
+    """Return whether the job of ``entry`` starts again as ``own``.
+
+    torchrun keeps the number of the restart when only the number of its ranks changes. For a single process
+    an equal number is another command of the same job.
+    """
+    several = max(own.world_size, entry.world_size) > 1
+    return job_of(own.launch) == job_of(entry.launch) and (several or own.launch != entry.launch)
+
+
+def _expected_fingerprint(
+    path: Path, attempts: list[AttemptEntry], own: AttemptEntry, rank: int
+) -> Fingerprint | None:
+    """Return the fingerprint that ``rank`` must have to go on with a run; None if it restarts its job."""
+    if not attempts or any(_is_restart(own, entry) for entry in attempts):
+        return None
+    document = path / attempt_folder(attempts[-1].index) / document_name(rank)
+    try:
+        found = atomic_json.read_document(document).get("fingerprint")
+        return None if found is None else Fingerprint.from_json(found)
+    except (RunFormatError, OSError, ValueError):
+        return None
 
 
 def _is_leftover(child: Path) -> bool:

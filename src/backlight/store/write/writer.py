@@ -15,7 +15,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +116,9 @@ class RunWriter:
         rank: int = 0,
         world_size: int = 1,
         run_id: str | None = None,
+        launch: str | None = None,
+        resume: bool = False,
+        numbered: bool = False,
         script: str = "",
         arguments: Sequence[str] = (),
         max_disk: int | None = None,
@@ -130,13 +133,33 @@ class RunWriter:
         options: Mapping[str, Any] | None = None,
         join_timeout: float | None = None,
     ) -> RunWriter:
-        """Open a new run, or a new attempt of the run that is already at ``path``."""
+        """Open a new run; a restart of its job (by ``launch``), or ``resume``, opens an attempt of one.
+
+        Parameters
+        ----------
+        run_id:
+            What all ranks share; None for a single process.
+        launch:
+            Id of this start among the restarts of its job; None for ``run_id``.
+        resume:
+            Whether to continue a run that is at ``path``.
+        numbered:
+            Whether ``path`` is to be a new directory, with a number where another process has created it.
+
+        Raises
+        ------
+        RunExistsError
+            If the directory cannot take this run.
+        RunWriteError
+            If the file system refuses.
+        ValueError
+            If an argument is out of range.
+        """
         if not 0 <= rank < world_size or flush_interval < 0 or (max_disk is not None and max_disk <= 0):
             msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
             raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
-        launch = run_id or uuid.uuid4().hex
         own = Manifest(
-            run_id=launch,
+            run_id=run_id or uuid.uuid4().hex,
             name=storable(name),
             created=time.time(),
             groups=dict(groups or {}),
@@ -146,7 +169,7 @@ class RunWriter:
             index=0,
             step_offset=0,
             world_size=world_size,
-            launch=launch,
+            launch=launch or own.run_id,
             script=storable(script),
             argv=tuple(storable(a) for a in arguments),
             monitors=tuple(monitors),
@@ -158,7 +181,7 @@ class RunWriter:
         own.attempts.append(attempt)
         part_reason = ""
         if rank == 0:
-            entry = enter_first(Path(path), own, step_offset)
+            entry = enter_first(Path(path), own, step_offset, resume=resume, numbered=numbered)
         else:
             timeout_s = JOIN_TIMEOUT_S if join_timeout is None else join_timeout
             try:
@@ -167,7 +190,7 @@ class RunWriter:
                 if join_timeout is None:
                     raise
                 part_reason = str(error)
-                entry = enter_first(part_path(Path(path)), own, step_offset)
+                entry = enter_first(part_path(Path(path)), own, step_offset, resume=resume)
         writer = None
         try:
             writer = cls(
@@ -183,11 +206,27 @@ class RunWriter:
             if writer._entry.is_first:
                 writer._entry.publish()
         except Exception as error:
-            if writer is not None:
-                writer._discard()
-            entry.undo()
+            if writer is None:
+                entry.undo()
+            else:
+                writer.discard()
             raise RunWriteError(f"{path}: cannot be written: {error}; choose another --out") from error
         return writer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close the run; after an error discard it."""
+        if error is None:
+            self.close()
+        else:
+            self.discard()
+
+    @property
+    def expected_fingerprint(self) -> Fingerprint | None:
+        """The fingerprint that the model of a resumed run must have; None where none is expected."""
+        return self._entry.earlier
 
     def fingerprint(self, fingerprint: Fingerprint) -> None:
         """Store the fingerprint of this rank, replacing an earlier one."""
@@ -360,6 +399,18 @@ class RunWriter:
             with self._losing():
                 self._entry.publish()
 
+    def discard(self) -> None:
+        """Remove this attempt unless it is closed; a run from before is as it was. Raises nothing."""
+        if self._pid != os.getpid():
+            return
+        with self._disk:
+            if self._closed:
+                return
+            self._closed = True
+            with contextlib.suppress(Exception):
+                self._db.close()
+            self._entry.undo()
+
     def _off(self) -> bool:
         return self._closed or self.lost is not None or self._pid != os.getpid()
 
@@ -421,11 +472,6 @@ class RunWriter:
         if self._on_lost is not None:
             with contextlib.suppress(Exception):
                 self._on_lost(reason)
-
-    def _discard(self) -> None:
-        self._closed = True
-        with contextlib.suppress(Exception):
-            self._db.close()
 
 
 _writers: weakref.WeakSet[RunWriter] = weakref.WeakSet()
