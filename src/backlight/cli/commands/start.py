@@ -122,7 +122,8 @@ def run(
         elif watch.is_recorded:
             after_run(watch.path)
         elif watch.removed:
-            print(f"backlight: nothing was measured: {watch.removed}; removed {watch.path}", file=sys.stderr)
+            kept = f"{watch.path} is as before" if watch.path.exists() else f"removed {watch.path}"
+            print(f"backlight: nothing was measured: {watch.removed}; {kept}", file=sys.stderr)
     if watched.watch is not None and watched.watch.stopped_by is not None:
         from backlight.session.stop_monitor import exit_code
 
