@@ -1,0 +1,86 @@
+"""Write docs/images/report.png and live.png: the page of a run with a finding, after it and while it runs.
+
+    python docs/page_pictures.py
+
+The runs are made now. Needs Chromium and its driver.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+PROGRAM = str(Path(sys.executable).with_name("backlight"))
+SCRIPT = "examples/new_head.py"
+WIDTH, HEIGHT = 1400, 1180
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
+
+
+def main() -> None:
+    """Make the runs and write the pictures."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or shutil.which("google-chrome") or ""
+    for flag in FLAGS:
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "examples").symlink_to(ROOT / "examples")
+            subprocess.run(
+                [PROGRAM, "run", "--every", "1", "--out", "runs/new-head", SCRIPT], check=True, cwd=folder
+            )
+            page = Path(folder) / "report.html"
+            subprocess.run([PROGRAM, "report", "runs/new-head", "-o", str(page)], check=True, cwd=folder)
+            write(driver, page.as_uri(), "report.png")
+            write_live(driver, Path(folder))
+    finally:
+        driver.quit()
+
+
+def write_live(driver: webdriver.Chrome, folder: Path) -> None:
+    """Write the picture of the page of a run that goes on."""
+    (folder / "runs" / "live").mkdir()
+    command = [PROGRAM, "run", "--out", "runs/live", SCRIPT, "--steps", "1000000"]
+    training = subprocess.Popen(command, cwd=folder)
+    command = [PROGRAM, "open", "--no-browser", "runs/live"]
+    server = subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert server.stdout is not None
+    try:
+        address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
+        write(driver, address, "live.png", steps=120)
+    finally:
+        for process in (server, training):
+            process.terminate()
+            process.wait()
+
+
+def write(driver: webdriver.Chrome, address: str, name: str, steps: int = 1) -> None:
+    """Write the top of a page, once it shows a finding, its first charts and so many recorded steps."""
+    driver.get(address)
+    shown = "return document.querySelectorAll(arguments[0]).length"
+    for wanted in (".finding", "#panel-loss .uplot", "#panel-total_norm .uplot"):
+        WebDriverWait(driver, 300).until(lambda _, wanted=wanted: driver.execute_script(shown, wanted))
+    recorded = "return Number(document.querySelector('.figures dd').textContent.replaceAll(',', ''))"
+    WebDriverWait(driver, 300).until(lambda _: driver.execute_script(recorded) >= steps)
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
+    (IMAGES / name).write_bytes(base64.b64decode(shot["data"]))
+    print((IMAGES / name).relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
