@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import backlight
+from backlight.cli.doctor import EXTRAS
 from backlight.findings.limits import Limits
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import Rule
@@ -97,11 +98,13 @@ def test_documented_thresholds_exist(tmp_path: Path) -> None:
     assert settings.thresholds["health"]
 
 
-def test_install_lists_every_extra() -> None:
+def test_install_and_doctor_list_every_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = (ROOT / "docs" / "install.md").read_text()
     listed = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)))
     assert sorted(listed) == sorted(project["optional-dependencies"])
+    not_for_users = {"torch", "reader", "optimizers", "site", "peers", "dev"}
+    assert {*EXTRAS} == {*project["optional-dependencies"]} - not_for_users
 
 
 def test_readme_is_short_and_its_picture_is_current() -> None:

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "Evidence": "backlight.records",
     "Finding": "backlight.records",
+    "Monitor": "backlight.monitor",
     "Pending": "backlight.monitors.health.instrument.collect",
     "Run": "backlight.store.read.run",
     "Severity": "backlight.records",
@@ -33,6 +34,7 @@ _PUBLIC = {
 __all__ = [
     "Evidence",
     "Finding",
+    "Monitor",
     "Pending",
     "Run",
     "Severity",
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from backlight.capture.steps import StopTraining
     from backlight.findings.evaluate import findings_of
     from backlight.measure.gram.outer import outer_product
+    from backlight.monitor import Monitor
     from backlight.monitors.grokking.instrument.gram.gram import gram
     from backlight.monitors.health.instrument.collect import Pending, collect, collect_groups
     from backlight.records import Evidence, Finding, Severity

@@ -87,8 +87,11 @@ def test_compact_and_doctor(command: Run, healthy_run: Path) -> None:
     code, out, _ = command("doctor")
     assert code == 0
     assert torch.__version__ in out
+    assert "pip install 'backlight[NAME]'" in out
     code, out, _ = command("doctor", "--json")
-    assert {"what", "state", "found", "meaning"} <= set(json.loads(out)[0])
+    checks = {check["what"]: check for check in json.loads(out)}
+    assert set(checks["torch"]) == {"what", "state", "found", "meaning", "required"}
+    assert (checks["[parquet]"]["state"], checks["[parquet]"]["found"]) == ("ok", "installed")
 
 
 @pytest.mark.parametrize("name", ["findings", "report", "compact"])

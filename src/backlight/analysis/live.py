@@ -11,7 +11,6 @@ from backlight.findings.evaluate import findings_of
 from backlight.records import Finding
 from backlight.report.live.follower import Followed
 from backlight.report.live.overlay import Several
-from backlight.report.live.server import LiveServer
 from backlight.report.source import Source
 from backlight.store.format.names import MANIFEST
 from backlight.store.read.run import Run, open_growing, open_run
@@ -37,6 +36,9 @@ class Live:
     """Pages of ``runs``, followed and served until :meth:`close`."""
 
     def __init__(self, runs: Sequence[Followed], port: int = 0) -> None:
+        # Deferred: `backlight top` needs no server, nor the packages of one.
+        from backlight.report.live.server import LiveServer  # noqa: PLC0415
+
         subjects: dict[str, Followed | Several] = {f"run-{index}": run for index, run in enumerate(runs)}
         if len(runs) > 1:
             subjects = {"over": Several(runs), **subjects}

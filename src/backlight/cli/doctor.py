@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -25,10 +26,27 @@ from backlight.store.write.database import SQLITE_VERSION
 OLDEST_TORCH = (2, 9)
 """Oldest release of torch that can be watched."""
 
+EXTRAS = {
+    "live": "backlight open",
+    "trace": "backlight profile and trace",
+    "stalls": "native stacks of hung processes",
+    "parquet": "Parquet export",
+    "query": "backlight query",
+    "frames": "to_pandas, to_polars",
+    "plots": "backlight report --plots",
+    "lightning": "Lightning",
+    "huggingface": "Trainer and Accelerate",
+    "tensorboard": "tracker", "wandb": "tracker", "mlflow": "tracker", "prometheus": "tracker",
+    "slurm": "backlight run --slurm",
+    "grokking": "backlight grok",
+    "changes": "change points of grokking",
+}  # fmt: skip
+"""What each extra enables; those for contributors are left out."""
+
 
 @dataclass(frozen=True)
 class Check:
-    """One thing: ``state`` is ``ok``, ``limited`` or ``missing``."""
+    """One thing: ``state`` is ``ok``, ``limited``, ``missing`` or, of an extra, ``optional``."""
 
     what: str
     state: str
@@ -47,12 +65,11 @@ def examine() -> list[Check]:
         _names(),
         _compiler(),
         Check("SQLite", "ok", SQLITE_VERSION, "run directories survive a kill"),
-        _optional("h5py", "arrays and .h5 export", "pip install h5py"),
-        _optional("pyarrow", "Parquet export", "pip install 'backlight[parquet]'"),
         _file_system(),
         _disk(),
         _ranks(),
         _cluster(),
+        *_extras(),
         *_plug_ins(),
     ]
 
@@ -98,10 +115,16 @@ def _version(package: str) -> str:
         return ""
 
 
-def _optional(package: str, use: str, remedy: str) -> Check:
-    if version := _version(package):
-        return Check(package, "ok", version, use)
-    return Check(package, "limited", "not installed", f"no {use}: {remedy}")
+def _extras() -> Iterator[Check]:
+    requirements = [
+        re.fullmatch(r"([\w.-]+).*; extra == ['\"](\w+)['\"]", line)
+        for line in importlib.metadata.requires("backlight") or ()
+    ]
+    for extra, use in EXTRAS.items():
+        packages = sorted({found[1] for found in requirements if found and found[2] == extra})
+        missing = [package for package in packages if not _version(package)]
+        found = f"no {', '.join(missing)}" if missing else "installed"
+        yield Check(f"[{extra}]", "optional" if missing else "ok", found, use)
 
 
 def _disk() -> Check:

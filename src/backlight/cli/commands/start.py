@@ -228,7 +228,7 @@ def demo(
     return code
 
 
-_COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
+_COLOURS = {"ok": "green", "limited": "yellow", "missing": "red", "optional": "dim"}
 
 
 @command("doctor", "backlight doctor")
@@ -250,7 +250,9 @@ def doctor(as_json: Json = False) -> int:
         for check in checks:
             state = Text(check.state, style=_COLOURS[check.state])
             table.add_row(state, check.what, check.found, check.meaning)
-        make_console().print(table)
+        console = make_console()
+        console.print(table)
+        console.print("pip install 'backlight[NAME]' installs what is optional.", markup=False)
     return int(any(check.state == "missing" and check.required for check in checks))
 
 

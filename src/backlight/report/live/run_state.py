@@ -18,7 +18,7 @@ from backlight.text import number
 
 
 class Standing(enum.StrEnum):
-    """What a live view says of a run, in one word; of several runs, the first of these that one of them has."""
+    """What a live view says of a run, in one word; of several runs, the first here that one of them has."""
 
     READING = "reading"
     RUNNING = "running"
