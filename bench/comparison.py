@@ -52,7 +52,7 @@ def train(path: Path, steps: int, slower: float) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs = torch.randn(64, 256)
-    with backlight.watch(model, optimizer, run=path, monitors=("steptime",), every=1):
+    with backlight.watch(model, optimizer, run=path, monitors=("steptime",), every=1, summary=False):
         for _ in range(steps):
             began = time.perf_counter()
             optimizer.zero_grad()

@@ -90,7 +90,7 @@ def _series(
 
 def _times(times: TimeComparison, title: str) -> dict[str, Any]:
     one, other = times.names
-    heads = ("", f"{one} ms", f"{other} ms", f"{other}÷{one}", f"{100 * times.confidence:.0f} % interval", "")
+    heads = ("", f"{one} ms", f"{other} ms", f"{other}÷{one}", "interval", "")
     rows = []
     for row in times.rows:
         ratio, _, interval = row.text.partition(" ")

@@ -7,7 +7,6 @@ import numpy as np
 from backlight.monitors.steptime.model.evidence import StoredProfile, read_profile
 from backlight.monitors.steptime.model.run_variation import ASSUMED
 from backlight.monitors.steptime.model.step_comparison import (
-    RUN_CONFIDENCE,
     TimeComparison,
     TimeRow,
     compare_series,
@@ -15,14 +14,14 @@ from backlight.monitors.steptime.model.step_comparison import (
     levels_of,
     widen,
 )
-from backlight.monitors.steptime.model.step_times import MIN_STEPS, Floats, difference
+from backlight.monitors.steptime.model.step_times import CONFIDENCE, MIN_STEPS, Floats, difference
 from backlight.store.read.run import Run
 
 NEGLIGIBLE = 0.005
 """Share of all operations below which a kind is not tested."""
 
 
-def compare_kinds(first: Run, second: Run, confidence: float = RUN_CONFIDENCE) -> TimeComparison | None:
+def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> TimeComparison | None:
     """Compare two profiles by kind of operation; None where one of the runs has no traced profile."""
     profiles = read_profile(first), read_profile(second)
     if profiles[0] is None or profiles[1] is None:
@@ -43,7 +42,7 @@ def compare_kinds(first: Run, second: Run, confidence: float = RUN_CONFIDENCE) -
         why = "no intervals: a trace is not there, or cannot be read (pip install 'backlight[trace]')"
         return TimeComparison(counts, tuple(rows), confidence, (why,))
     least = [NEGLIGIBLE * sum(float(np.median(series)) for series in side.values()) for side in (one, other)]
-    levels = levels_of((one, other), least, confidence)
+    levels = levels_of((one, other), least)
     waits = core_wait(first), core_wait(second)
     shown = (
         widen(

@@ -119,8 +119,8 @@ def _print_steps(all_times: Sequence[TimeComparison], console: Console) -> None:
 def _print_rows(times: TimeComparison, console: Console, title: str, *, full: bool) -> None:
     for trouble in times.trouble:
         console.print(f"  {trouble}")
-    (one, other), interval = times.names, f"{100 * times.confidence:.0f} % interval"
-    table = make_table(title, f"{one} ms", f"{other} ms", f"{other}÷{one}", interval, "", left=("",))
+    one, other = times.names
+    table = make_table(title, f"{one} ms", f"{other} ms", f"{other}÷{one}", "interval", "", left=("",))
     shown = [row for place, row in enumerate(times.rows) if full or row.found or not place]
     for row in shown:
         table.add_row(*_time_cells(row, times.rows[0]))

@@ -116,7 +116,8 @@ class TimeComparison:
         """What the intervals rest on, in one line."""
         (first, second), (one, other) = self.counts, self.names
         steps = f"{first:,} steady steps of {one} and {second:,} of {other}"
-        return f"{100 * self.confidence:.0f} % intervals from {steps}; {self.variation_text}"
+        levels = f"{100 * self.confidence:.0f} % (all phases together {100 * CONFIDENCE:.0f} %)"
+        return f"intervals of {levels} from {steps}; {self.variation_text}"
 
 
 def compare_times(
@@ -258,17 +259,17 @@ def _step_rows(
 ) -> list[TimeRow]:
     """Compare the step, and each phase that is long enough in every step of both."""
     least = [NEGLIGIBLE * float(np.median(side[STEP])) for side in (one, other)]
-    levels = {STEP: confidence, **levels_of((one, other), least, confidence)}
+    levels = {STEP: confidence, **levels_of((one, other), least)}
     names = dict.fromkeys([STEP, *one, *other])
     return [
         compare_series(name, one, other, test, levels.get(name), variation(name), centre) for name in names
     ]
 
 
-def levels_of(sides: tuple[Side, Side], least: Sequence[float], confidence: float) -> dict[str, float]:
+def levels_of(sides: tuple[Side, Side], least: Sequence[float]) -> dict[str, float]:
     """Return the confidence of the intervals of all series whose medians reach ``least``.
 
-    All of them together raise no more false alarms than one interval with ``confidence`` (Bonferroni).
+    All of them together raise no more false alarms than one interval of 99 % (Bonferroni).
     """
     tested = [
         name
@@ -279,7 +280,7 @@ def levels_of(sides: tuple[Side, Side], least: Sequence[float], confidence: floa
             for side, low in zip(sides, least, strict=True)
         )
     ]
-    return dict.fromkeys(tested, 1 - (1 - confidence) / max(1, len(tested)))
+    return dict.fromkeys(tested, 1 - (1 - CONFIDENCE) / max(1, len(tested)))
 
 
 def compare_series(
