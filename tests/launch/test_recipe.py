@@ -1,13 +1,15 @@
 """Recipes: checks before the call, settings, checkpoints."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from backlight.launch.recipe import Recipe, RecipeError, parse_settings, read_recipe
+from backlight.launch.recipe import MINIMAL, Recipe, RecipeError, parse_settings, read_recipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_recipe.py"
 
@@ -91,12 +93,15 @@ def test_ranks_of_the_example_draw_disjoint_batches() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1", r"expected `def build_model\(\*\*settings\)`.*found none of the functions"),
+        (
+            "def batches(rank, world_size): ...",
+            r"expected `def build_model\(\*\*settings\)`, .*; found batches",
+        ),
         (
             GOOD.replace("def loss", "def losses"),
             r"expected `def loss\(model, batch\)`; found build_model, batches",
         ),
-        ("import nothing_of_that_name", r"fails when it is read: ModuleNotFoundError.*\(line 1\)"),
+        (f"import nothing_of_that_name\n{GOOD}", r"fails when it is read: ModuleNotFoundError.*\(line 1\)"),
         ("def broken(:", "fails when it is read: SyntaxError"),
         (None, "no such recipe; expected a Python file"),
         (GOOD, "takes the setting 'dimm'; did you mean 'dim'"),
@@ -199,3 +204,26 @@ def test_settings_are_parsed_from_the_command_line() -> None:
 def test_invalid_settings_are_refused(pairs: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         parse_settings(pairs)
+
+
+@pytest.mark.parametrize("command", ["gram", "spectra", "memory --fake", "sweep --set dim=2,4"])
+def test_a_training_script_is_refused_with_a_minimal_recipe_and_not_run(tmp_path: Path, command: str) -> None:
+    script = write_recipe(tmp_path, "import torch\nloss = torch.zeros(())\nprint('trained')\n")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("backlight"), *command.split(), script],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    first, _, shown = done.stderr.partition("\n\n")
+    assert first == (
+        f"backlight: {script}: is a script, not a recipe; expected a file that defines build_model, batches "
+        "and loss, such as:"
+    )
+    assert shown.strip() == MINIMAL.strip()
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.py"]
+
+
+def test_the_minimal_recipe_is_one(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text("from torch import nn\nMyModel = lambda: nn.Linear(16, 10)\n")
+    recipe = read_recipe(write_recipe(tmp_path, MINIMAL))
+    assert recipe.loss(recipe.build_model(), next(recipe.batches())).requires_grad

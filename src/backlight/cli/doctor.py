@@ -26,6 +26,9 @@ from backlight.store.write.database import SQLITE_VERSION
 OLDEST_TORCH = (2, 9)
 """Oldest release of torch that can be watched."""
 
+NEWEST_TORCH = (2, 13)
+"""Newest release of torch that the tests have run with."""
+
 EXTRAS = {
     "live": "backlight open",
     "trace": "backlight profile and trace",
@@ -83,6 +86,9 @@ def _torch() -> Check:
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         return Check("torch", "missing", version, f"expected {oldest} or newer: upgrade torch", required=True)
+    if numbers > NEWEST_TORCH:
+        meaning = f"newer than {'.'.join(map(str, NEWEST_TORCH))}, the newest that is tested"
+        return Check("torch", "limited", version, meaning, required=True)
     return Check("torch", "ok", version, "training scripts can be watched", required=True)
 
 

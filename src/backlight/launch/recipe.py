@@ -42,6 +42,24 @@ _OWN = {"batches": {"rank", "world_size"}, "build_optimizer": {"model"}}
 _numbers = itertools.count()
 
 
+MINIMAL = """\
+import torch
+from my_model import MyModel
+
+def build_model():
+    return MyModel()
+
+def batches(rank, world_size):
+    while True:
+        yield torch.randn(8, 16), torch.randint(10, (8,))
+
+def loss(model, batch):
+    x, y = batch
+    return torch.nn.functional.cross_entropy(model(x), y)
+"""
+"""A recipe to begin with, shown where a script is given instead."""
+
+
 class RecipeError(ValueError):
     """A recipe cannot be used: what is wrong, in which file, and the way out."""
 
@@ -154,6 +172,7 @@ def read_recipe(
     path = Path(path)
     if not path.is_file():
         raise RecipeError(f"{path}: no such recipe; expected a Python file below {Path.cwd()}")
+    refuse_script(path)
     module = _execute(path)
     found = [name for name in _SIGNATURES if callable(getattr(module, name, None))]
     missing = [name for name in needs if name not in found]
@@ -185,6 +204,28 @@ def parse_value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def refuse_script(path: Path) -> None:
+    """Refuse a file that is no recipe without executing it: a training script would train."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return  # reading or executing it reports that
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name):
+                names.add(name)
+            case ast.Import(names=imported) | ast.ImportFrom(names=imported):
+                names.update(alias.asname or alias.name for alias in imported)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+    if names.isdisjoint({"build_model", "batches", "*"}):  # many a script has a variable "loss"
+        raise RecipeError(
+            f"{path}: is a script, not a recipe; expected a file that defines build_model, batches and loss, "
+            f"such as:\n\n{MINIMAL}"
+        )
 
 
 def _execute(path: Path) -> ModuleType:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight.diagnose.scaling.power_law import Exponent, PowerLaw, ScalingError, fit
-from backlight.launch.recipe import RecipeError, parse_value
+from backlight.launch.recipe import RecipeError, parse_value, refuse_script
 from backlight.launch.subprocess import run_in_own_session
 from backlight.text import assignments
 
@@ -93,6 +93,7 @@ def sweep(
     """Measure a recipe, or with ``fake`` predict it, at every combination of the values of ``axes``."""
     if not recipe.is_file():
         raise RecipeError(f"{recipe}: no such recipe; expected a Python file below {Path.cwd()}")
+    refuse_script(recipe)
     swept = [name for name, values in axes.items() if len(values) > 1]
     if not swept:
         raise RecipeError("nothing is swept: give a setting several values, such as --set dim=512,768,1024")
