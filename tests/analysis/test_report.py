@@ -25,7 +25,15 @@ DENIED = "py-spy: Permission denied (os error 13)"
 def stalled(tmp_path: Path) -> Path:
     path = tmp_path / "run"
     writer = RunWriter.create(path, name="stalled", monitors=("stalls",), script="train.py")
-    writer.fingerprint(Fingerprint("train.py", ("--lr", "3"), {"torch": "2.13.0"}, "cpu", "node-7"))
+    writer.fingerprint(
+        Fingerprint(
+            script="train.py",
+            arguments=("--lr", "3"),
+            versions={"torch": "2.13.0"},
+            device="cpu",
+            host="node-7",
+        )
+    )
     writer.scalar(0, "loss", 1.0)
     watchdog = WatchdogWriter(path, path / "attempt-000")
     cited = watchdog.evidence("stall-rank-00000.txt", DUMP)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from synthetic import Plan, finding, write_run
 
-from backlight.records import Severity
+from backlight.records import Evidence, Severity
 from backlight.report.terminal import print_findings
 from backlight.store.read.run import Run
 
@@ -51,6 +51,19 @@ def test_title_detail_and_fix_are_aligned(run: Run) -> None:
     assert all(line[12] != " " and line[11] == " " for line in starts.values())
     assert "  1 parameter: frozen (blocks.0.ln_2.weight)" in lines
     assert not [line for line in lines if line != line.rstrip()]
+
+
+def test_fix_comes_before_the_series_and_the_evidence(run: Run) -> None:
+    out, text = console(80)
+    evidence = (Evidence("parameters/group/a"), Evidence("scalars/loss", 3, 2.0))
+    print_findings(run, [finding("embed.weight", 3, evidence=evidence)], out)
+    labels = [line.split()[0] for line in text.getvalue().splitlines() if line[:3].strip() == line[2:3] != ""]
+    assert [label for label in labels if label in {"fix", "series", "where", "evidence"}] == [
+        "fix", "series", "where", "evidence", "evidence",
+    ]  # fmt: skip
+    (series,) = [line.split()[1] for line in text.getvalue().splitlines() if line.startswith("  series")]
+    assert len(series) == 10
+    assert set(series) <= set("▁▂▃▄▅▆▇█")
 
 
 def test_similar_findings_are_counted(run: Run) -> None:

@@ -41,11 +41,11 @@ def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
 
 def _finding(finding: Finding) -> list[str]:
     lines = [f"## {finding.severity.value}: {prose(finding.title)}", "", prose(finding.detail), ""]
+    lines.append(f"- fix: {prose(finding.fix)}")
     lines += [f"- {label}: {code(value)}" for label, value in where(finding)]
     for path, step, value in measurements(finding):
         at = f" at step {step}" if step else ""
         lines.append(f"- evidence: {code(path)}{at}{': ' if value else ''}{escape(value)}")
-    lines.append(f"- fix: {prose(finding.fix)}")
     lines.append(f"- refuted if: {prose(finding.refuted_if)}")
     lines += [f"- overridden: {code(name)} = {number(v, 6)}" for name, v in finding.overridden.items()]
     made = "while training" if finding.made is Made.LIVE else "on reading"

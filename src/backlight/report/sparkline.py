@@ -46,6 +46,17 @@ def sparkline(values: NDArray[np.float64], width: int) -> str:
     )  # fmt: skip
 
 
+def outstanding(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
+    """Return of each of at most ``width`` shares of ``values`` [S] the one furthest from the median of all.
+
+    One that is not finite is further than any.
+    """
+    middle = np.nanmedian(np.where(np.isfinite(values), values, np.nan))
+    distance = np.where(np.isfinite(values), np.abs(values - middle), np.inf)
+    parts = np.array_split(np.arange(len(values)), min(width, len(values)))
+    return values[[part[np.argmax(distance[part])] for part in parts]]
+
+
 def evidence_line(evidence: Iterable[tuple[Evidence, Place | None]], source: Source) -> dict[str, Any] | None:
     """Return the series of the first evidence that is one over steps, reduced to what a sparkline shows.
 

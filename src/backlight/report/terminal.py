@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from backlight.records import Finding, Severity
 from backlight.report.cost import describe_cost
 from backlight.report.source import Source
+from backlight.report.sparkline import evidence_line, outstanding, sparkline
 from backlight.report.verdict import PARTED, Outcome, by_severity, measurements, outcome, where
 from backlight.store.read.run import Run
 from backlight.text import count, listed, number, visible
@@ -24,6 +26,9 @@ ALIKE = 3
 
 EVIDENCE = 2
 """Measurements that are printed of one finding; the report shows all of them."""
+
+BARS = 60
+"""Columns of a sparkline."""
 
 LABEL = 10
 """Columns for a label."""
@@ -57,7 +62,7 @@ def print_findings(run: Run, findings: Sequence[Finding], console: Console, *, f
         same = list(alike)
         whole = same if full or len(same) <= ALIKE + 1 else same[:ALIKE]
         for finding in whole:
-            _print_finding(finding, console)
+            _print_finding(finding, source, console)
         if len(whole) < len(same):
             rest = count(len(same) - len(whole), "more finding")
             console.print(Text(f"  and {rest} of {visible(same[0].rule)}; --full prints all of them.", "dim"))
@@ -78,19 +83,24 @@ def _together(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(ordered, key=lambda finding: first[finding.severity, finding.rule])
 
 
-def _print_finding(finding: Finding, console: Console) -> None:
+def _print_finding(finding: Finding, source: Source, console: Console) -> None:
     glyph, word, style = _STYLES[finding.severity]
     rule = visible(finding.rule).replace("_", " ")
     console.print(Text.assemble((f"{glyph} {word}", style), (f"  {rule}", "dim")))
     _print_row("", Text(visible(finding.title), "bold"), console)
     _print_row("", Text(visible(finding.detail)), console)
+    _print_row("fix", Text(visible(finding.fix)), console)
+    # Scalars alone: a series of a parameter takes too long to read after each run.
+    if line := evidence_line(((one, None) for one in finding.evidence), source):
+        width = min(BARS, console.width - 2 - LABEL)
+        values = outstanding(np.array(line["values"], dtype=np.float64), width)
+        _print_row("series", Text(sparkline(values, width)), console)
     place = [v if label in {"parameter", "module"} else f"{label} {v}" for label, v in where(finding)]
     if place:
         _print_row("where", Text("  ".join(place)), console)
     for path, step, value in measurements(finding)[:EVIDENCE]:
         at = f" at step {step}" if step else ""
         _print_row("evidence", Text.assemble(path, (f"{at}{' = ' if value else ''}{value}", "bold")), console)
-    _print_row("fix", Text(visible(finding.fix)), console)
     if finding.overridden:
         changed = ", ".join(
             f"{visible(name)} = {number(value)}" for name, value in finding.overridden.items()

@@ -19,7 +19,7 @@ from backlight.report.live.follower import Followed
 from backlight.report.live.run_state import EMPTY
 from backlight.report.live.terminal import frame
 from backlight.report.source import Source
-from backlight.report.sparkline import sparkline
+from backlight.report.sparkline import outstanding, sparkline
 from backlight.store.read.run import open_run
 
 HOSTILE = "[red]\x1b[2J\u202e[/]\nname"
@@ -93,6 +93,14 @@ def test_one_frame_is_printed_without_a_terminal(grow: Grow) -> None:
     show(view, Console(file=text, width=80))
     assert text.getvalue().count("backlight run") == 1
     assert "\x1b" not in text.getvalue()
+
+
+def test_outstanding_values_are_kept() -> None:
+    values = np.ones(100)
+    values[[7, 55, 91]] = 9.0, -3.0, np.nan
+    assert outstanding(values, 10).tolist()[:9] == [9, 1, 1, 1, 1, -3, 1, 1, 1]
+    assert np.isnan(outstanding(values, 10)[9])
+    assert outstanding(np.array([1.0, 2.0]), 10).tolist() == [1, 2]
 
 
 def test_sparklines() -> None:
