@@ -131,7 +131,7 @@ def test_what_an_earlier_attempt_found_is_not_new(
         evaluated.set()
 
     monkeypatch.setattr(NewFindings, "know", note)
-    train(tmp_path / "run", evaluated, bad=False)
+    train(tmp_path / "run", evaluated, bad=False, resume=True)
     assert evaluated.is_set()
     assert listening.found == []
 
