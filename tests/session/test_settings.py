@@ -46,7 +46,8 @@ def test_none_stands_for_the_default() -> None:
     [
         ({"evry": 3}, r"^watch\(\) has no parameter 'evry'; did you mean 'every'\?$"),
         ({"sample": 3}, r"'sample'; did you mean 'samples'\?$"),
-        ({"out": "runs/first"}, r"'out'; the run directory is run='runs/first'$"),
+        ({"out": "runs/first"}, r"'out'; here it is run='runs/first'$"),
+        ({"log_freq": 100}, r"'log_freq'; here it is every=100$"),
     ],
 )
 def test_unknown_keyword_names_the_right_one(given: dict[str, object], message: str) -> None:

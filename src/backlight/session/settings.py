@@ -38,10 +38,10 @@ OnFinding = Callable[[Finding], Any]
 
 DEFAULT_MONITORS = ("health", "correctness", "stalls", "steptime")
 
-FOLDERS = frozenset(
-    {"out", "output", "outdir", "path", "dir", "folder", "log_dir", "logdir", "run_dir", "save_dir"}
-)
-"""Keywords of other libraries, and of our own command line, for what is ``run=`` here."""
+FOLDERS = ("out", "output", "outdir", "path", "dir", "folder", "log_dir", "logdir", "run_dir", "save_dir")
+INTERVALS = ("log_freq", "log_every", "log_every_n_steps", "log_interval", "logging_steps")
+ELSEWHERE = {**dict.fromkeys(FOLDERS, "run"), **dict.fromkeys(INTERVALS, "every")}
+"""Keywords of other libraries, and of our own command line, with what they are called here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +215,8 @@ def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name, value in kwargs.items():
             if name not in known:
-                hint = (
-                    f"; the run directory is run={value!r}" if name in FOLDERS else did_you_mean(name, known)
-                )
+                ours = ELSEWHERE.get(name)
+                hint = f"; here it is {ours}={value!r}" if ours else did_you_mean(name, known)
                 raise TypeError(f"{function.__qualname__}() has no parameter {name!r}{hint}")
         return function(*args, **kwargs)
 

@@ -98,7 +98,9 @@ def test_later_attempt_takes_precedence_for_shared_steps(
 
 def test_live_run_is_rejected(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
-    with pytest.raises(RunExistsError, match=r"is still being written by process \d+ on .* \(attempt 0\)"):
+    with pytest.raises(
+        RunExistsError, match=r"is still being written by this process \(attempt 0\); stop the watch"
+    ):
         RunWriter.create(tmp_path / "run")
     writer.close()
     RunWriter.create(tmp_path / "run", resume=True).close()

@@ -26,6 +26,7 @@ from backlight.store.format.names import MANIFEST, attempt_folder, document_name
 from backlight.store.format.schema import FORMAT_VERSION
 from backlight.store.platform import atomic_json
 from backlight.store.platform.filesystem import CLAIM, locked
+from backlight.store.platform.process import ProcessIdentity
 
 JOIN_TIMEOUT_S = 60.0
 """Time that a further rank waits for rank 0 to open the attempt."""
@@ -291,8 +292,11 @@ def _existing_run(path: Path, own: AttemptEntry, *, resume: bool) -> Manifest | 
             # A job runs once: when it starts again, its earlier start on another machine has ended.
             progress.status = RunStatus.KILLED
         else:
-            who = f"process {progress.process.pid} on {progress.process.host}"
-            msg = f"{path}: is still being written by {who} (attempt {entry.index}); choose another --out"
+            process = progress.process
+            who, fix = f"process {process.pid} on {process.host}", "choose another --out"
+            if progress.process == ProcessIdentity.of_this_process():
+                who, fix = "this process", "stop the watch that writes it first, or choose another directory"
+            msg = f"{path}: is still being written by {who} (attempt {entry.index}); {fix}"
             raise RunExistsError(msg)
     if not manifest.attempts or any(_is_restart(own, entry) for entry in manifest.attempts):
         return manifest
