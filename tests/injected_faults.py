@@ -168,6 +168,9 @@ FAULTS: dict[str, Fault] = {
         modules=["drop", "norm"],
         kinds={"Dropout": 1, "BatchNorm1d": 1},
     ),
+    "updates_rounded_away": contradiction(
+        "updates_rounded_away", share=0.97, rate=1e-5, dtype="bfloat16", size=0.05, comparisons=3
+    ),
     "weights_changed": contradiction(
         "weights_changed",
         moment="step",

@@ -493,6 +493,48 @@ def weights_of_the_average_for_an_evaluation() -> None:
     averaged(update)
 
 
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y).backward()
+        optimizer.step()
+
+
+@fault(rule="updates_rounded_away", severity="warning", step=0)
+def rate_below_the_spacing(injected: bool) -> None:
+    model = perceptron()
+    fit(model, torch.optim.AdamW(model.parameters(), lr=1e-10 if injected else 1e-5))
+
+
+@fault(rule="updates_rounded_away", severity="warning", step=0)
+def weights_in_bfloat16(injected: bool) -> None:
+    model = perceptron().bfloat16()
+    fit(model, torch.optim.AdamW(model.parameters(), lr=1e-5 if injected else 1e-2))
+
+
+@control
+def unused_rows_of_an_embedding() -> None:
+    """Weights without a gradient stay as they are."""
+    model = nn.Sequential(nn.EmbeddingBag(500, 16), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randint(0, 500, (8, 4))), y).backward()
+        optimizer.step()
+
+
+@control
+def warm_up_from_zero() -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (step - 4) / 10))
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+
+
 # Batches
 
 

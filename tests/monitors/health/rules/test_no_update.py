@@ -101,6 +101,11 @@ def test_update_below_fp32_resolution_is_no_evidence(synthetic: Any, evaluated: 
         synthetic(noise, update=none, weight=8.0, scalars={"lr/0/0": [1e-9] * 30}), "no_update"
     )
     assert finding.severity is Severity.ERROR
+    assert finding.fix.startswith("Raise the learning rate")
+    (finding,) = evaluated(
+        synthetic(noise, update=none, weight=8.0, scalars={"lr/0/0": [0.1] * 30}), "no_update"
+    )
+    assert not finding.fix.startswith("Raise the learning rate")
 
 
 def test_zero_rate_is_found_for_small_gradients(synthetic: Any, evaluated: Any) -> None:

@@ -28,6 +28,9 @@ MAX_PARAMETERS = 12
 VALUES = 64
 """Weights of a parameter that are compared."""
 
+UNCHANGED = 0.5
+"""Share of the weights with a gradient that a step leaves as they were, from which on that is reported."""
+
 TOLERANCE = 1e-3
 """Relative deviation from a common factor up to which weights count as rescaled."""
 
@@ -35,7 +38,9 @@ TOLERANCE = 1e-3
 class WeightChanges(Check):
     """``weights_changed``: weights differ between an optimizer's step, the next forward and its backward.
 
-    Weights that were clipped to a constant, set to zero or rescaled as a whole are not reported.
+    ``updates_rounded_away``: weights with a gradient are the same before and after the step, because it is
+    smaller than the spacing of their type. Weights that were clipped to a constant, set to zero or rescaled
+    as a whole are not reported as changed.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
@@ -47,6 +52,7 @@ class WeightChanges(Check):
         self._forward: Tensor | None = None
         self._step = 0
         self._comparisons = 0
+        self._steps = 0
 
     def forget(self) -> None:
         """Drop the weights of the last step."""
@@ -63,7 +69,10 @@ class WeightChanges(Check):
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the weights that the optimizer leaves."""
-        self._after = self._read() if self._before is not None else None
+        before = self._before
+        self._after = after = self._read() if before is not None else None
+        if before is not None and after is not None and before.shape == after.shape:
+            self._compare_over_step(optimizer, before, after)
 
     def forward_begin(self) -> None:
         """Compare with the last step, and read the weights of this forward."""
@@ -90,6 +99,46 @@ class WeightChanges(Check):
         self.when_known((now != forward).any(dim=1), report)
 
     # Comparison
+
+    def _compare_over_step(self, optimizer: torch.optim.Optimizer, before: Tensor, after: Tensor) -> None:
+        """Count the weights with a gradient that the step left as they were."""
+        rate = optimizer.param_groups[0].get("lr")
+        own = {id(p) for p in parameters_of(optimizer)}
+        rows = [
+            (number, parameter)
+            for number, (_, row, _) in enumerate(self._followed)
+            if (parameter := self._tensor(row)) is not None and id(parameter) in own
+        ]
+        # A tensor as rate, or a fused step that is skipped on the device, is not read here.
+        if not isinstance(rate, float) or not rate or getattr(optimizer, "found_inf", None) is not None:
+            return
+        with torch.no_grad():
+            counts = []
+            for number, parameter in rows:
+                gradient = None if parameter.grad is None else local(parameter.grad)
+                if gradient is not None and gradient.layout is torch.strided and gradient.is_contiguous():
+                    values = gradient.detach().reshape(-1)[self._followed[number][2]]
+                    used = (values != 0) & values.isfinite()
+                    same = used & (before[number] == after[number])
+                    counts.append(torch.stack((used.sum(), same.sum())))
+            if not counts:
+                return
+            size = before.abs().mean()
+            known = torch.cat((torch.stack(counts).sum(0).float(), size[None]))
+        self._steps += 1
+        step, steps = self._step, self._steps
+        dtype = str(rows[0][1].dtype).removeprefix("torch.")
+
+        def report(known: NDArray[np.generic]) -> None:
+            used, same, size = (float(one) for one in known)
+            if used and same >= UNCHANGED * used:
+                facts = {"share": same / used, "rate": rate, "dtype": dtype, "size": size}
+                self.report("updates_rounded_away", step, comparisons=steps, **facts)
+
+        self.when_known(known, report)
+
+    def _tensor(self, row: int) -> Tensor | None:
+        return None if self._table is None else self._table.tensor(row)
 
     def _compare_with_step(self) -> None:
         before, after = self._before, self._after

@@ -1,4 +1,4 @@
-"""Rule ``weights_changed``: weights that something else than the optimizer writes."""
+"""Rules ``weights_changed`` and ``updates_rounded_away``: what writes weights, and steps that do not."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Event, Run
 from backlight.text import percent
+
+SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+"""Mean distance of neighbouring numbers as a share of their size, about, by type."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +96,47 @@ def _before_backward(found: Sequence[Event]) -> Finding:
 
 def _changing(names: Sequence[str], count: int) -> str:
     return f"{phrases.parameters(names, count)} change{'s' if count == 1 else ''}"
+
+
+@dataclass(frozen=True)
+class RoundedAwayLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``updates_rounded_away``."""
+
+    rounded_steps: int = limit(3, "observed steps that left weights as they were", low=1)
+    rounded_share: float = limit(
+        0.9, "share of the observed steps; some optimizers only move weights at every few steps", high=1.0
+    )
+
+
+@rule("updates_rounded_away", monitor="correctness", limits=RoundedAwayLimits)
+def updates_rounded_away(run: Run, limits: RoundedAwayLimits) -> Iterator[Finding]:
+    """Find steps that most weights with a gradient did not take."""
+    found = contradictions(run, "updates_rounded_away")
+    steps = steps_of(found)
+    if len(steps) < limits.rounded_steps:
+        return
+    if len(found) < limits.rounded_share * max(int(event.payload["comparisons"]) for event in found):
+        return
+    facts = found[-1].payload
+    rate, size, dtype = float(facts["rate"]), float(facts["size"]), str(facts["dtype"])
+    share = median(float(event.payload["share"]) for event in found)
+    spacing = size * SPACING.get(dtype, SPACING["float32"])
+    is_half = dtype in {"bfloat16", "float16"}
+    yield Finding(
+        severity=Severity.WARNING,
+        title=f"{percent(share)} of the weights do not take the optimizer's step",
+        detail=(
+            f"At {observed(steps)} {percent(share)} of the sampled weights with a gradient had the same "
+            f"value before and after the step, at a learning rate of {phrases.number(rate)}. The spacing of "
+            f"{dtype} at their mean size of {phrases.number(size)} is about {phrases.number(spacing)}: "
+            "smaller steps are rounded away."
+        ),
+        subject=Subject(step=steps[0]),
+        evidence=(evidence_of(found, round(share, 3), "of the weights"),),
+        fix=(
+            "Keep the weights in fp32 and compute under `torch.autocast`."
+            if is_half
+            else "Raise the learning rate, and look for a schedule or a unit that made it so small."
+        ),
+        refuted_if="the optimizer rounds at random, so that small steps are taken on average.",
+    )

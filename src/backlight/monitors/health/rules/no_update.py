@@ -157,6 +157,29 @@ def _last_still(frame: Frame, name: str) -> int:
     return int(frame.steps[np.flatnonzero(frame.measured[:, column] & (frame.values[:, column] == 0))[-1]])
 
 
+def _too_small(run: Run, record: ParameterRecord, step: int) -> tuple[float, float] | None:
+    """Return the learning rate and the spacing of fp32 where no step of that rate can change the weights.
+
+    A step is the rate times the gradient, or about the rate with Adam: the larger of both is compared.
+    """
+    rate, rms = run.scalar(f"lr/{record.group}"), run.frame("gradient", "rms")
+    weight, numel = run.frame("update", "weight_norm"), run.frame("update", "numel")
+    at_rate, at_weight = np.flatnonzero(rate.steps == step), np.flatnonzero(weight.steps == step)
+    at_rms = np.flatnonzero(rms.steps == step)
+    if not (len(at_rate) and len(at_weight) and len(at_rms)):
+        return None
+    column = weight.names.index(record.name)
+    size = float(weight.values[at_weight[0], column]) / float(
+        np.sqrt(max(numel.values[at_weight[0], column], 1))
+    )
+    value, gradient = (
+        float(rate.values[at_rate[0]]),
+        float(rms.values[at_rms[0], rms.names.index(record.name)]),
+    )
+    spacing = FP32_SPACING * size
+    return (value, spacing) if value * max(1.0, gradient) < spacing / 2 else None
+
+
 def _standing(
     run: Run, group: list[ParameterRecord], streaks: dict[str, int], at_zero: bool, everything: bool
 ) -> Finding:
@@ -181,6 +204,13 @@ def _standing(
             "Keep the weights in fp32 (autocast, or a master copy in the optimizer), or raise the learning "
             "rate."
         )
+    elif (lost := _too_small(run, worst, last)) is not None:
+        rate_is, spacing = lost
+        cause = (
+            f"The learning rate {phrases.number(rate_is)} is the cause: a step of that size is below half "
+            f"the spacing of fp32 at the size of these weights, {phrases.number(spacing / 2)}"
+        )
+        check = "Raise the learning rate, and look for a schedule or a unit that made it so small."
     else:
         cause = f"The learning rate {stated}" + ("; a rate of 0 is not the cause" if len(at_last) else "")
         check = (
