@@ -113,3 +113,14 @@ def test_a_terminal_gets_a_line_of_its_own_and_a_closed_stream_nothing() -> None
     assert terminal.getvalue() == "epoch 1 ...\nbacklight: a finding\n"
     terminal.close()
     print_line("another", terminal)
+
+
+def test_a_process_without_standard_error_prints_nothing_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = PrintMonitor()
+    made.check_process(is_script=True)
+    monkeypatch.setattr("sys.stderr", None)
+    made.attach(SimpleNamespace(path="run", rank=0))
+    made.on_new_findings([ONE])
+    assert capsys.readouterr().out == ""

@@ -55,7 +55,7 @@ class PrintMonitor(Monitor):
         """Print where the run of a script is recorded."""
         self._ended = False
         self._stream, self._path = sys.stderr, run.path
-        if self._is_script and not run.rank:
+        if self._is_script and not run.rank and self._stream is not None:
             path = visible(run.path)
             with contextlib.suppress(OSError, ValueError):
                 text = f"backlight: recording in {path}; live page: backlight open {path}"
@@ -96,11 +96,13 @@ class PrintMonitor(Monitor):
         print_line(text, self._stream)
 
 
-def print_line(text: str, stream: TextIO) -> None:
+def print_line(text: str, stream: TextIO | None) -> None:
     """Print a line above the progress bars of tqdm, and on a terminal never within a line of the script.
 
     A stream that is closed or broken gets nothing.
     """
+    if stream is None:  # a process without one, for which print would take standard output
+        return
     line = f"backlight: {text}"
     bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with contextlib.suppress(OSError, ValueError):
