@@ -79,7 +79,9 @@ def compare(training: Training, pairs: int, settings: dict[str, object] | None) 
     with tempfile.TemporaryDirectory() as folder:
         watch = backlight.watch(training.model, training.optimizer, run=Path(folder) / "run", **settings)
         with watch:
-            watch._sampling.grace = 0.0  # a bench is short: with the grace the budget would never bind
+            watch._recording.sampling.grace = (
+                0.0  # a bench is short: with the grace the budget would never bind
+            )
             listeners = HUB.listeners
             for number in range(pairs + 4):
                 seconds = {}

@@ -115,7 +115,10 @@ def test_optimizer_that_replaces_storage_has_updates(tmp_path: Path) -> None:
     assert (moved.values > 0).all()
 
 
-def test_user_values_are_stored_and_the_model_is_unchanged(tmp_path: Path) -> None:
+def test_user_values_are_stored_and_the_model_is_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [__file__])
     model, optimizer = build_with_sgd()
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=1) as watch:
         for number, (x, y) in enumerate(batches(STEPS)):
@@ -139,7 +142,7 @@ def test_user_values_are_stored_and_the_model_is_unchanged(tmp_path: Path) -> No
     assert fingerprint.optimizers == ("SGD",)
     assert fingerprint.hyperparameters["SGD.momentum"] == str(optimizer.defaults["momentum"])
     assert "SGD.lr" not in fingerprint.hyperparameters
-    assert fingerprint.script_hash == hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()[:16]
+    assert fingerprint.script_hash == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
     assert fingerprint.versions["torch"] == torch.__version__
     assert len(fingerprint.module_hash) == 16
     json.dumps(fingerprint.flags)

@@ -46,7 +46,9 @@ class WeightChanges(Check):
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
         self._table: ParameterTable | None = None
-        self._followed: list[tuple[str, int, Tensor]] = []  # name, row of the table, index of the weights
+        self._followed: list[
+            tuple[str, int, int, Tensor]
+        ] = []  # name, row of the table, size, index of weights
         self._before: Tensor | None = None  # the step that is in progress, or the last one
         self._after: Tensor | None = None  # that step; None once compared
         self._forward: Tensor | None = None
@@ -88,7 +90,7 @@ class WeightChanges(Check):
         now = self._read() if forward is not None else None
         if forward is None or now is None or now.shape != forward.shape:
             return
-        step, names = self.run.clock.index, [name for name, _, _ in self._followed]
+        step, names = self.run.clock.index, [name for name, *_ in self._followed]
 
         def report(known: NDArray[np.generic]) -> None:
             changed = [name for name, one in zip(names, known, strict=True) if one]
@@ -148,7 +150,7 @@ class WeightChanges(Check):
             return
         self._comparisons += 1
         step, comparisons = self._step, self._comparisons
-        names = [name for name, _, _ in self._followed]
+        names = [name for name, *_ in self._followed]
         with torch.no_grad():
             table = _comparison(before, after, now)
 
@@ -176,16 +178,16 @@ class WeightChanges(Check):
             self._followed = self._chosen()
         rows = []
         with torch.no_grad():
-            for _, row, index in self._followed:
+            for _, row, size, index in self._followed:
                 parameter = self._table.tensor(row)
                 part = None if parameter is None else local(parameter).detach()
-                if part is None or part.numel() <= int(index[-1]) or part.device != index.device:
+                if part is None or part.numel() != size or part.device != index.device:
                     return None
                 # NaN is not equal to itself: weights that are not finite count as 0.
                 rows.append(part.reshape(-1)[index].float().nan_to_num(0.0, 0.0, 0.0))
         return torch.stack(rows) if rows else None
 
-    def _chosen(self) -> list[tuple[str, int, Tensor]]:
+    def _chosen(self) -> list[tuple[str, int, int, Tensor]]:
         """Return what is followed: contiguous weights on one device, none that a flat parameter holds."""
         table, found = self.run.scope.table, []
         for optimizer in self.run.scope.optimizers():
@@ -209,9 +211,14 @@ class WeightChanges(Check):
             if one[2].device == found[0][2].device
         ]
         return [
-            (name, row, torch.linspace(0, part.numel() - 1, VALUES).long().to(part.device))
+            (name, row, part.numel(), _spread(part.numel()).to(part.device, non_blocking=True))
             for name, row, part in found
         ]
+
+
+def _spread(size: int) -> Tensor:
+    """Return ``[VALUES]`` places, evenly over a tensor of ``size`` elements."""
+    return torch.linspace(0, size - 1, VALUES, dtype=torch.float64).long()
 
 
 def _comparison(before_PW: Tensor, after_PW: Tensor, now_PW: Tensor) -> Tensor:

@@ -1,0 +1,233 @@
+"""Everything that is attached to a process while a run is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from backlight.capture.forward import ScopeForwards
+from backlight.capture.hub import HUB, NextEvent
+from backlight.capture.parameters import Scope
+from backlight.capture.steps import StepTracker
+from backlight.distributed import rank_and_size
+from backlight.monitor import RunContext, Samples, Timed
+from backlight.notifier import Notifier
+from backlight.records import Finding, RunStatus
+from backlight.session.monitor_set import MonitorSet
+from backlight.session.run_directory import final_findings, holds_nothing, why_no_step
+from backlight.session.settings import Settings
+from backlight.session.step_recorder import Sampling, StepRecorder
+from backlight.session.writer_thread import ResultQueue, WriterThread
+from backlight.store.format.schema import COST, EXCEPTION
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from backlight.store.write.writer import RunWriter
+
+
+class Recording:
+    """The parts of a watch, composed by :meth:`attach` and taken apart in reverse order by :meth:`close`.
+
+    Attributes
+    ----------
+    found:
+        The findings at the end; None before, and where they were not evaluated.
+    stopped_by:
+        The finding that ended the run by ``stop_on``; None for any other end.
+    published:
+        Step and value that monitors published last, by name.
+    is_abandoned:
+        Whether nothing is recorded any more: an internal error, or a training run that was refused.
+    refusal, removed:
+        Why this training run was refused; why the run of a script without training was removed. Else empty.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        writer: RunWriter,
+        monitors: MonitorSet,
+        notifier: Notifier,
+        *,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        is_script: bool,
+    ) -> None:
+        self.settings, self.monitors = settings, monitors
+        self.writer, self._notifier = writer, notifier
+        self._pid = os.getpid()
+        self._stack = contextlib.ExitStack()
+        self._error: BaseException | None = None
+        self.is_abandoned = False
+        self.refusal = self.removed = ""
+        self._is_script = is_script
+        self._finds_optimizers = not optimizers and not is_script  # a script that has not begun has none
+        self._alarmed = -1
+        self.found: list[Finding] | None = None
+        self.stopped_by: Finding | None = None
+        self.published: dict[str, tuple[int, float]] = {}
+        self.sampling = Sampling(settings.every)
+        scope = Scope(models, optimizers)
+        # The hooks of monitors run inside the tracker, whose time includes theirs.
+        timed: list[Timed] = []
+        self.recorder = StepRecorder(scope, self.sampling, monitors, notifier, timed)
+        self.tracker = StepTracker(
+            scope, self.recorder, per_backward=settings.per_backward, max_steps=settings.steps
+        )
+        self._scope, self._forwards, self._results = scope, ScopeForwards(scope), ResultQueue()
+        self.thread = WriterThread(
+            self.recorder, self._results, monitors, writer, settings.flush_interval, notifier.trouble
+        )
+        timed += [self.tracker, self._forwards, self.thread]
+
+    def attach(self, samples: Samples | None, arguments: tuple[str, ...]) -> None:
+        """Attach every part; what raises leaves the parts before it to :meth:`abandon`."""
+        # Last: the file is closed when nothing writes to it any more.
+        self._on_exit(self._finish)
+        # Before the end is evaluated, every step that was handed over has to be in the store.
+        self.thread.start()
+        self._on_exit(self.thread.stop)
+        # First in the hub: at an event that ends a step, the tracker closes it before any monitor counts the
+        # event to the next one.
+        HUB.add(self.tracker, self._notifier.trouble)
+        self._on_exit(lambda: HUB.remove(self.tracker))
+        if self._finds_optimizers:
+            HUB.optimizers.scan()
+        self._on_exit(self._forwards.stop)
+        # While the writer thread runs: what a monitor has left is stored by it.
+        self._on_exit(self.recorder.finish, lambda: self.monitors.detach(self._error))
+        self.monitors.attach(self._context(samples, arguments))
+        # Monitors see the start of step 0 and the end of the last step: the tracker starts after them and
+        # stops first.
+        self._on_exit(self.tracker.finish)
+        self.tracker.start()
+
+    def close(self, error: BaseException | None) -> bool:
+        """Detach everything, evaluate the rules and close the run; False in a forked child.
+
+        A child inherits the recording, but neither its threads nor its files.
+        """
+        if os.getpid() != self._pid:
+            return False
+        self._error = error
+        self._ended = time.perf_counter()
+        self._stack.close()
+        return True
+
+    def abandon(self) -> None:
+        """Detach what is attached, and close the run as failed without an evaluation."""
+        self.is_abandoned = True
+        self._stack.close()
+
+    @property
+    def not_kept(self) -> str:
+        """Why the run directory does not hold this training run; empty where it does."""
+        return self.removed or self.refusal
+
+    def log(self, numbers: dict[str, Any]) -> None:
+        """Store numbers of the user's with the last completed step."""
+        self.recorder.logged.append((max(self.tracker.done - 1, 0), numbers))
+
+    def record_cost(self, part: str, seconds: float) -> None:
+        """Record the seconds that the start or the end of the watch took."""
+        self._notifier.event(COST, {"part": part, "seconds": seconds})
+
+    def _on_exit(self, *calls: Callable[[], object]) -> None:
+        def leave() -> None:
+            for call in calls:
+                with self._notifier.shield():
+                    call()
+
+        self._stack.callback(leave)
+
+    def _context(self, samples: Samples | None, arguments: tuple[str, ...]) -> RunContext:
+        def unbound(*_: object) -> None:
+            raise RuntimeError("bound to each monitor when it is attached")
+
+        return RunContext(
+            settings=self.settings,
+            arguments=arguments,
+            samples=samples,
+            scope=self._scope,
+            hub=HUB,
+            clock=self.tracker,
+            recorder=self._results,
+            writer=self.writer,
+            notifier=self._notifier,
+            path=self.writer.path,
+            rank=self.writer.rank,
+            world_size=rank_and_size()[1],
+            listen=unbound,
+            disable=unbound,
+            account=unbound,
+            follow_forwards=lambda: self._forwards.start(
+                lambda error: self._notifier.trouble(error, "when a forward begins and ends")
+            ),
+            alarm=self._alarm,
+            abandon=self._refuse,
+            publish=self._publish,
+            before_steps=self.tracker.call_before_steps,
+            stopped=self._stopped,
+            deliver=self._deliver,
+        )
+
+    # While it runs
+
+    def _publish(self, name: str, step: int, value: float) -> None:
+        self.published[name] = (step, value)
+
+    def _deliver(self, findings: Sequence[Finding]) -> None:
+        self.monitors.call("on_new_findings", findings)
+
+    def _stopped(self, finding: Finding) -> None:
+        self.stopped_by = finding
+
+    def _refuse(self, reason: str) -> None:
+        """Stop watching; the attempt is removed once everything is detached."""
+        self.refusal, self.is_abandoned = reason, True
+        self._notifier.warn("refused", f"{reason}. This training is not watched")
+        # Not inside this event, which other listeners still wait for.
+        ending = NextEvent(self._stack.close)
+        self._stack.callback(HUB.remove, ending)
+        HUB.add(ending, self._notifier.trouble)
+
+    def _alarm(self, step: int, cause: str) -> None:
+        if step > self._alarmed:
+            self._alarmed = step + self.settings.detail
+            self.sampling.detail(self.tracker.index, self.settings.detail)
+            self._notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
+        self.monitors.call("on_alarm", step, cause)
+
+    # At the end
+
+    def _finish(self) -> None:
+        """Evaluate the rules on what is stored, and close the run."""
+        writer = self.writer
+        if self.is_abandoned:
+            if self.refusal:
+                self.monitors.call("on_run_end", [], failed=True)
+                writer.discard()
+            writer.close(RunStatus.FAILED)
+            return
+        failed = self._error is not None or self.stopped_by is not None
+        with self._notifier.shield():
+            self.monitors.call("on_all_stored", failed=failed)
+            if nothing := why_no_step(self.tracker):
+                self._notifier.unmeasured("gradient", nothing)
+                self.removed = nothing if self._is_script and holds_nothing(writer) else ""
+            if self._error is not None:
+                payload = {"type": type(self._error).__name__, "message": str(self._error)[:2000]}
+                writer.event(self.tracker.index, EXCEPTION, payload)
+            writer.flush()
+            if writer.lost is None and not self.removed:
+                self.found = final_findings(writer, failed=failed)
+        self.monitors.call("on_run_end", self.found or [], failed=failed)
+        if self.removed:
+            writer.discard()  # then closing it does nothing
+        self.record_cost("end", time.perf_counter() - self._ended)
+        writer.close(RunStatus.FAILED if failed else RunStatus.FINISHED)
