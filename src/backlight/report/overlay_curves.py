@@ -30,7 +30,9 @@ def curve_panels(sources: Sequence[tuple[str, Source]]) -> Iterator[dict[str, An
         charts = []
         for curve, of_runs in sorted(lines.items()):
             try:
-                charts.append(chart(of_runs, axis(curve, of_runs), title=visible(curve)))
+                charts.append(
+                    chart(of_runs, axis(curve, of_runs), title=visible(curve), adjustable=name == "loss")
+                )
             except Exception as error:  # noqa: BLE001 - one chart must not take the others with it
                 failed.append(error_text(error).rstrip("."))
         said = "; ".join(failed)

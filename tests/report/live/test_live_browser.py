@@ -250,13 +250,15 @@ def test_overlay_links_to_the_page_of_each_run(look: Look, grow: Grow) -> None:
     driver = look([run.path for run in runs])
     until_version(driver)
     assert driver.find_element(By.TAG_NAME, "h1").text == "2 runs overlaid"
-    legend = "#panel-loss .legend-name"
+    assert not driver.find_element(By.ID, "details").is_displayed()  # nothing is in it
+    assert not driver.find_elements(By.LINK_TEXT, "Details")
+    legend = "#panel-loss .legend-entry:not([hidden]) .legend-name"
     wait(
         driver,
         lambda d: [name.text for name in d.find_elements(By.CSS_SELECTOR, legend)] == ["small", "large"],
     )
     # Equal curves: the second is dashed, so that it does not hide the first.
-    swatches = driver.find_elements(By.CSS_SELECTOR, "#panel-loss .swatch")
+    swatches = driver.find_elements(By.CSS_SELECTOR, "#panel-loss .legend-entry:not([hidden]) .swatch")
     assert ["dashed" in (swatch.get_attribute("class") or "") for swatch in swatches] == [False, True]
     views = driver.find_elements(By.CSS_SELECTOR, ".views a")
     assert [view.text for view in views] == ["2 runs", "small", "large"]

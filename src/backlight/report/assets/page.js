@@ -109,7 +109,7 @@ const contents = (panels) =>
     { class: "contents", "aria-label": "On this page" },
     el("a", { href: "#top" }, "Verdict"),
     panels.filter(({ kind, place }) => kind && place !== "details").map((panel) => el("a", { href: `#panel-${panel.name}` }, panel.title)),
-    el("a", { href: "#details" }, "Details"),
+    report.verdict.unmeasured.length || panels.some(({ place }) => place === "details") ? el("a", { href: "#details" }, "Details") : null,
   );
 
 const footer = () =>
