@@ -1,4 +1,6 @@
-"""Write docs/images/report.png and live.png: the page of a run with a finding, after it and while it runs.
+"""Write docs/images/report.png, parts.png and live.png: the page of a run with a finding.
+
+parts.png has the numbers of the list in docs/reading-the-report.md.
 
     python docs/page_pictures.py
 
@@ -23,7 +25,22 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 PROGRAM = str(Path(sys.executable).with_name("backlight"))
 SCRIPT = "examples/new_head.py"
-WIDTH, HEIGHT = 1400, 1180
+WIDTH = 1400
+SIZE = {"width": WIDTH, "height": 1180, "deviceScaleFactor": 1, "mobile": False}
+PARTS = (
+    ".verdict", ".finding", "#panel-loss", "#panel-parameters", "#panel-updates", "#panel-learning_rates",
+    "#panel-phases", "#panel-health", "#details",
+)  # fmt: skip
+"""What each number of the list in docs/reading-the-report.md describes."""
+MARK = """
+const box = document.querySelector(arguments[1]).getBoundingClientRect();
+const mark = document.body.appendChild(document.createElement("b"));
+mark.textContent = arguments[0];
+const style = {position: "absolute", left: `${box.x - 20}px`, top: `${box.y + scrollY - 20}px`, zIndex: 99,
+  width: "48px", font: "bold 28px/48px sans-serif", textAlign: "center", borderRadius: "50%",
+  background: "#b3261e", color: "#fff"};
+Object.assign(mark.style, style);
+"""
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 
 
@@ -34,8 +51,7 @@ def main() -> None:
     for flag in FLAGS:
         options.add_argument(flag)
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SIZE)
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "examples").symlink_to(ROOT / "examples")
@@ -45,9 +61,21 @@ def main() -> None:
             page = Path(folder) / "report.html"
             subprocess.run([PROGRAM, "report", "runs/new-head", "-o", str(page)], check=True, cwd=folder)
             write(driver, page.as_uri(), "report.png")
+            write_parts(driver)
             write_live(driver, Path(folder))
     finally:
         driver.quit()
+
+
+def write_parts(driver: webdriver.Chrome) -> None:
+    """Write the whole page that is shown, with the number of each part."""
+    for number, part in enumerate(PARTS, start=1):
+        driver.execute_script(MARK, number, part)
+    end = driver.execute_script("return document.querySelector('#details').getBoundingClientRect().bottom")
+    size = {"width": WIDTH, "height": int(end) + 30, "deviceScaleFactor": 0.6, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    save(driver, "parts.png")
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SIZE)
 
 
 def write_live(driver: webdriver.Chrome, folder: Path) -> None:
@@ -77,6 +105,11 @@ def write(driver: webdriver.Chrome, address: str, name: str, steps: int = 1) -> 
         WebDriverWait(driver, 300).until(lambda _, wanted=wanted: driver.execute_script(shown, wanted))
     recorded = "return Number(document.querySelector('.figures dd').textContent.replaceAll(',', ''))"
     WebDriverWait(driver, 300).until(lambda _: driver.execute_script(recorded) >= steps)
+    save(driver, name)
+
+
+def save(driver: webdriver.Chrome, name: str) -> None:
+    """Write what the window shows."""
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
     (IMAGES / name).write_bytes(base64.b64decode(shot["data"]))
     print((IMAGES / name).relative_to(ROOT))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import page_pictures
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +35,11 @@ def test_every_page_is_three_clicks_from_the_first() -> None:
         }
         reached |= {target for target in targets if target.exists() and DOCS in target.parents}
     assert sorted({*DOCS.rglob("*.md")} - reached) == []
+
+
+def test_every_part_of_the_picture_is_described() -> None:
+    described = re.findall(r"^(\d)\. ", (DOCS / "reading-the-report.md").read_text(), re.MULTILINE)
+    assert described == [str(number) for number, _ in enumerate(page_pictures.PARTS, start=1)]
 
 
 def test_no_page_loads_external_resources() -> None:
