@@ -33,8 +33,11 @@ else:
 """
 
 
-def watched(run: Path, *words: object, ranks: int = 2, **environment: str) -> tuple[int, str]:
-    line = ("-m", "backlight", "run", "--monitors", "health", "--every", "1", "--out", run, TRAINING, *words)
+def watched(
+    run: Path, *words: object, ranks: int = 2, resume: bool = False, **environment: str
+) -> tuple[int, str]:
+    options = ["--monitors", "health", "--every", "1", "--out", run, *(["--resume"] if resume else [])]
+    line = ("-m", "backlight", "run", *options, TRAINING, *words)
     return launched(ranks, *line, **environment)
 
 
@@ -82,7 +85,7 @@ def test_rank_with_different_options_is_reported(tmp_path: Path) -> None:
     assert "rank 1 did not record what rank 0 did: every 2 instead of 1" in shown.stdout + shown.stderr
 
 
-def test_concurrent_launch_is_rejected_later_one_is_an_attempt(tmp_path: Path) -> None:
+def test_concurrent_launch_is_rejected_and_a_later_one_resumes_on_request(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     line += ["-m", "backlight", "run", "--monitors", "health", "--every", "1", "--out", str(tmp_path / "run")]
@@ -107,6 +110,9 @@ def test_concurrent_launch_is_rejected_later_one_is_an_attempt(tmp_path: Path) -
         first.terminate()
         first.communicate(timeout=60)
     code, output = watched(tmp_path / "run", 2)
+    assert code != 0
+    assert "holds a run of" in output
+    code, output = watched(tmp_path / "run", 2, resume=True)
     assert code == 0, output
     run = backlight.open_run(tmp_path / "run")
     assert [a.status for a in run.attempts] == [RunStatus.KILLED, RunStatus.FINISHED]
