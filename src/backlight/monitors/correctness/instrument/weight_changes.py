@@ -108,7 +108,7 @@ class WeightChanges(Check):
         own = {id(p) for p in parameters_of(optimizer)}
         rows = [
             (number, parameter)
-            for number, (_, row, _) in enumerate(self._followed)
+            for number, (_, row, _, _) in enumerate(self._followed)
             if (parameter := self._tensor(row)) is not None and id(parameter) in own
         ]
         # A tensor as rate, or a fused step that is skipped on the device, is not read here.
@@ -119,7 +119,7 @@ class WeightChanges(Check):
             for number, parameter in rows:
                 gradient = None if parameter.grad is None else local(parameter.grad)
                 if gradient is not None and gradient.layout is torch.strided and gradient.is_contiguous():
-                    values = gradient.detach().reshape(-1)[self._followed[number][2]]
+                    values = gradient.detach().reshape(-1)[self._followed[number][3]]
                     used = (values != 0) & values.isfinite()
                     same = used & (before[number] == after[number])
                     counts.append(torch.stack((used.sum(), same.sum())))
