@@ -94,6 +94,7 @@ def test_exception_is_as_bad_as_an_error(severity: Severity | None, tmp_path: Pa
     assert result.headline == (found[0].title if severity is Severity.ERROR else failed)
     counted = {None: "No findings", Severity.WARNING: "1 warning", Severity.ERROR: "1 error"}[severity]
     assert result.tally == f"{failed}. {counted}"
+    assert result.summary.count("Failed") == (severity is Severity.ERROR)
     assert result.status.startswith(r"ValueError: bad \x1b[32mbatch")
 
 

@@ -70,7 +70,8 @@ class Outcome:
     @property
     def summary(self) -> str:
         """What stands under the headline: the tally, unless the headline is the same, and the detail."""
-        return self.detail if self.tally == self.headline else f"{self.tally}. {self.detail}"
+        rest = self.tally.removeprefix(self.headline).removeprefix(". ")
+        return f"{rest}. {self.detail}" if rest else self.detail
 
 
 def by_severity(findings: Sequence[Finding]) -> list[Finding]:
