@@ -1,4 +1,4 @@
-"""Accelerate: ``with watch(accelerator, model, optimizer, run="runs/first"):`` around the loop."""
+"""Accelerate: ``with watch(accelerator, model, optimizer):`` around the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: ``Trainer(..., callbacks=[BacklightCallback(run="runs/first")])``."""
+"""Hugging Face Trainer: ``Trainer(..., callbacks=[BacklightCallback()])``."""
 
 from __future__ import annotations
 

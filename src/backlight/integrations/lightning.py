@@ -1,4 +1,4 @@
-"""Lightning: ``Trainer(callbacks=[BacklightCallback(run="runs/first")])``.
+"""Lightning: ``Trainer(callbacks=[BacklightCallback()])``.
 
 Works with ``lightning.pytorch`` and, where a script has imported only that, with ``pytorch_lightning``.
 """

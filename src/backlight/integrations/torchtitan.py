@@ -1,4 +1,4 @@
-"""torchtitan: ``with watch(trainer, run="runs/first"): trainer.train()``, and loops in its style.
+"""torchtitan: ``with watch(trainer): trainer.train()``, and loops in its style.
 
 A torchtitan-style loop of your own gives model parts and optimizers instead of a trainer.
 """

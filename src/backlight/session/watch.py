@@ -319,7 +319,7 @@ def watch(
     Use the result as a context manager around your loop, or call its ``start`` before the loop and its
     ``stop`` after it::
 
-        with backlight.watch(model, optimizer, run="runs/first") as watch:
+        with backlight.watch(model, optimizer) as watch:
             ...
         print(watch.findings)
 
