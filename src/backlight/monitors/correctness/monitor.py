@@ -12,6 +12,7 @@ from backlight.monitors.correctness.instrument.mixed_precision import MixedPreci
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
 from backlight.monitors.correctness.instrument.optimizer_tensors import OptimizerTensors
 from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
+from backlight.monitors.correctness.model.contradictions import OBSERVED
 
 CHECKS: tuple[type[Check], ...] = (
     BatchOrder,
@@ -40,9 +41,11 @@ class CorrectnessMonitor(Monitor):
         run.follow_forwards()
 
     def detach(self, error: BaseException | None) -> None:
-        """Wait for what is still on a device."""
+        """Wait for what is still on a device, and record how many steps were observed."""
         for check in self._checks:
             check.settle(wait=True)
+        if self._schedule.observed:
+            self._run.notifier.event(OBSERVED, {"steps": self._schedule.observed})
 
     def on_step_start(self, step: int) -> None:
         """Decide whether the step is observed; between observations only some checks listen."""

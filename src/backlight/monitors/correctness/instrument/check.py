@@ -37,15 +37,18 @@ MAX_REPORTS = 16
 class Schedule:
     """Which steps are observed: the first ones, then windows of a few steps at growing intervals.
 
-    ``due`` is whether this step is, ``near`` whether it or the step before or after it is.
+    ``due`` is whether this step is, ``near`` whether it or the step before or after it is, ``observed`` how
+    many steps were.
     """
 
     def __init__(self) -> None:
         self._begin = round(FIRST_STEPS * GROWTH)
         self.due = self.near = True
+        self.observed = 0
 
     def begin(self, step: int) -> None:
         """Decide about ``step``; steps only grow."""
+        self.observed += self.due and step > 0  # the step before, which is over
         while step > self._begin + WINDOW_STEPS:
             self._begin = max(round(self._begin * GROWTH), self._begin + WINDOW_STEPS)
         end = self._begin + WINDOW_STEPS

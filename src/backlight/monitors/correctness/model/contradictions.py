@@ -11,6 +11,15 @@ KIND = "contradiction"
 """Kind of the events; ``rule`` in the payload names the rule that reads them, the rest are facts."""
 
 
+OBSERVED = "observed"
+"""Kind of the event at the end of each process: ``steps`` in the payload is how many were observed."""
+
+
+def observed_steps(run: Run) -> int:
+    """Return at how many steps facts were compared, in the process that observed most; 0 where unknown."""
+    return max((int(event.payload.get("steps", 0)) for event in run.events(OBSERVED)), default=0)
+
+
 def contradictions(run: Run, rule: str) -> list[Event]:
     """Return the contradictions that ``rule`` reads, in the order of their steps."""
     found = [event for event in run.events(KIND) if event.payload.get("rule") == rule]
