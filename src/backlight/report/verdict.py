@@ -168,7 +168,8 @@ def status_line(source: Source) -> str:
     if stop is not None:
         how = f"stopped on {visible(stop.payload.get('rule'))}"
     elif event is not None and last.status is RunStatus.FAILED:
-        how = visible(": ".join(str(event.payload.get(key, "")) for key in ("type", "message")))[:MESSAGE]
+        texts = (str(event.payload.get(key, "")) for key in ("type", "message"))
+        how = visible(": ".join(filter(None, texts)))[:MESSAGE]
     parts = [how] if how else []
     if len(attempts) > 1:
         offsets = listed([number(a.step_offset) for a in attempts[1:]])
