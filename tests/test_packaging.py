@@ -118,7 +118,7 @@ def test_quickstart_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert "`2.weight` and `2.bias` are not in any optimizer" in first
     assert "first.html" in report
     assert "are not in any optimizer" in (folder / "first.html").read_text(encoding="utf-8")
-    assert "✓ No findings. Gradients of all 4 parameters were measured at 200 steps." in fixed
+    assert "✓ No findings. Gradients of all 4 parameters were measured" in fixed
     assert listed.count("train-") == 2
 
 
