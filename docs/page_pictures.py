@@ -81,7 +81,7 @@ def write_parts(driver: webdriver.Chrome) -> None:
 def write_live(driver: webdriver.Chrome, folder: Path) -> None:
     """Write the picture of the page of a run that goes on."""
     (folder / "runs" / "live").mkdir()
-    command = [PROGRAM, "run", "--out", "runs/live", SCRIPT, "--steps", "1000000"]
+    command = [PROGRAM, "run", "--every", "5", "--out", "runs/live", SCRIPT, "--steps", "1000000"]
     training = subprocess.Popen(command, cwd=folder)
     command = [PROGRAM, "open", "--no-browser", "runs/live"]
     server = subprocess.Popen(
@@ -90,7 +90,7 @@ def write_live(driver: webdriver.Chrome, folder: Path) -> None:
     assert server.stdout is not None
     try:
         address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
-        write(driver, address, "live.png", steps=120)
+        write(driver, address, "live.png", steps=60)
     finally:
         for process in (server, training):
             process.terminate()
