@@ -365,6 +365,24 @@ def steptime(setup: Setup, folder: Path) -> Outcome:
     return Outcome(TESTED)
 
 
+# correctness
+
+
+def correctness(setup: Setup, folder: Path) -> Outcome:
+    """Check that a sound loop has no contradiction, and one that never clears gradients has that one."""
+    for path, expected in ((folder / "sound", set()), (folder / "summed", {"gradients_not_cleared"})):
+        model, optimizer = training_setups.build(setup)
+        if expected:
+            optimizer.zero_grad = lambda *_, **__: None  # type: ignore[method-assign]
+        with watched(model, optimizer, path, "correctness") as messages:
+            training_setups.train(setup, model, optimizer)
+        run = backlight.open_run(path)
+        assert_nothing_missing(run, messages)
+        assert {event.payload["rule"] for event in run.events("contradiction")} == expected
+        assert run.events("observed")
+    return Outcome(TESTED)
+
+
 # all of them
 
 
@@ -375,7 +393,7 @@ def identical(setup: Setup, folder: Path) -> Outcome:
         model, optimizer = training_setups.build(setup, drop=0.1)
         run = contextlib.nullcontext([])
         if path is not None:
-            monitors = "health,stalls,grokking,spectra,steptime"
+            monitors = ",".join(MONITORS)
             run = watched(  # type: ignore[assignment]
                 model,
                 optimizer,
@@ -399,7 +417,7 @@ def identical(setup: Setup, folder: Path) -> Outcome:
 
 
 MONITORS: dict[str, Callable[[Setup, Path], Outcome]] = {
-    check.__name__: check for check in (health, stalls, grokking, spectra, steptime)
+    check.__name__: check for check in (health, correctness, stalls, grokking, spectra, steptime)
 }
 CHECKS = {**MONITORS, "identical": identical}
 

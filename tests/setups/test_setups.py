@@ -18,12 +18,13 @@ DIAGONAL: tuple[Cell, ...] = (
     ("spectra", "accumulation"),
     ("health", "AMP fp16"),
     ("health", "bf16 autocast"),
+    ("correctness", "AMP fp16"),
     ("grokking", "compile"),
     ("stalls", "checkpointing"),
     ("grokking", "checkpointing, re-entrant"),
     ("identical", "bf16 autocast"),
 )
-RANKS: tuple[Cell, ...] = (("spectra", "FSDP2"), ("grokking", "TP"))
+RANKS: tuple[Cell, ...] = (("spectra", "FSDP2"), ("grokking", "TP"), ("correctness", "FSDP2"))
 """``ranks/test_statistics.py`` covers gradients and identity on several ranks."""
 
 
