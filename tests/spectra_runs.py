@@ -80,8 +80,10 @@ def write_spectra(writer: RunWriter, plan: Injected) -> None:
 
 
 def write_spectra_run(path: Path, plan: Injected | None = None) -> Run:
-    """Write a run by ``plan`` and open it."""
-    writer = RunWriter.create(path, name="spectra", script="train.py", monitors=("spectra",), step_offset=0)
+    """Write a run by ``plan``, or a further attempt of one, and open it."""
+    writer = RunWriter.create(
+        path, name="spectra", script="train.py", monitors=("spectra",), step_offset=0, resume=path.exists()
+    )
     write_spectra(writer, plan or Injected())
     writer.close()
     return open_run(path)

@@ -95,6 +95,7 @@ def test_reader_without_torch(wheel: Path, tmp_path: Path) -> None:
 def test_wheel_contains_every_package_file_and_the_demo(wheel: Path) -> None:
     sources = (ROOT / "src" / "backlight").rglob("*")
     expected = {p.relative_to(ROOT / "src").as_posix() for p in sources if p.is_file() and p.suffix != ".pyc"}
+    expected |= {f"backlight/findings/pages/{p.name}" for p in (ROOT / "docs" / "findings").iterdir()}
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if name.startswith("backlight/")}
     assert names == expected | {"backlight/cli/demo/char_gpt.py"}

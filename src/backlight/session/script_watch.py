@@ -6,6 +6,8 @@ or that draws from a generator. A script that never imports torch leaves no run.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +37,15 @@ class ScriptWatch:
         self._hook = ImportHook("torch", self._attach)
 
     def __enter__(self) -> Self:
-        """Wait for the import of torch."""
+        """Wait for the import of torch.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If torch is not installed.
+        """
+        if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
         self._before_s = time.process_time()  # nothing but backlight has run
         try:
             self._hook.install()

@@ -174,7 +174,7 @@ def test_watched_model_compiles_as_often_as_an_unwatched_one(tmp_path: Path, dir
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if watched:
-            assert len(model._forward_pre_hooks) == 1
+            assert "__call__" in vars(nn.Sequential)
         compiled = torch.compile(model, backend="aot_eager")
         for _ in range(4):
             compiled(torch.ones(2, 4)).sum().backward()

@@ -63,7 +63,7 @@ def test_table_is_read_as_it_was_recorded(tmp_path, result):
 
 def test_later_attempt_replaces_earlier(tmp_path, result):
     for scale in (1.0, 2.0):
-        writer = RunWriter.create(tmp_path / "run", step_offset=0)
+        writer = RunWriter.create(tmp_path / "run", step_offset=0, resume=scale > 1.0)
         record_layer(writer, LAYER)
         record(writer, 5, LAYER.parameter, replace(result, echo=result.echo * scale), batch=4 * scale)
         writer.close()
