@@ -127,6 +127,7 @@ class Plan:
     grokking: bool = False
     spectra: bool = False
     stalled: bool = False
+    checked: bool = False
     attempts: int = 1
     overrides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
@@ -143,6 +144,7 @@ FULL = Plan(
     grokking=True,
     spectra=True,
     stalled=True,
+    checked=True,
     nan_step=90,
     dead_row=25,
     vanishing_rows=(3,),
@@ -215,6 +217,7 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
             "steptime",
             *(("grokking",) if plan.grokking else ()),
             *(("spectra",) if plan.spectra else ()),
+            *(("correctness",) if plan.checked else ()),
         ),
         overrides=plan.overrides,
         groups=plan.groups,
@@ -275,6 +278,8 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
     if plan.scaler:
         for step in range(first, last, max(1, plan.steps // 6)):
             writer.event(step - first, "scaler_skip", {"scale": 65536})
+    if plan.checked:
+        writer.event(None, "observed", {"steps": 12})
     if not plan.gradients:
         writer.event(None, "unmeasured", {"what": "gradient", "reason": "no optimizer step was seen"})
     writer.flush()
