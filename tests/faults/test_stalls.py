@@ -170,7 +170,7 @@ def test_finding_is_stored_while_the_process_hangs(tmp_path: Path) -> None:
         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
-        line = process.stderr.readline().decode()
+        _where_it_is_recorded, line = (process.stderr.readline().decode() for _ in range(2))
         assert "BLOCKED: the main thread waits for a lock in acquire_lock_twice, one_process.py:" in line
         assert process.poll() is None
         read = [sys.executable, "-m", "backlight", "findings", str(out), "--json", "--fail-on", "stall"]

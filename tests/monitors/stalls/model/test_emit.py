@@ -81,6 +81,7 @@ def test_interrupted_hang_is_reported_as_interrupted(tmp_path: Path) -> None:
     )
     command = watching("--monitors", "stalls", "--stall", "1", "--out", "run", "train.py")
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert "recording in run" in process.stderr.readline()
     assert "BLOCKED" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
     errors = process.stderr.read()
