@@ -79,7 +79,7 @@ def compare(training: Training, pairs: int, settings: dict[str, object] | None) 
     with tempfile.TemporaryDirectory() as folder:
         watch = backlight.watch(training.model, training.optimizer, run=Path(folder) / "run", **settings)
         with watch:
-            watch._recording.sampling.grace = (
+            watch._attached.sampling.grace = (
                 0.0  # a bench is short: with the grace the budget would never bind
             )
             listeners = HUB.listeners

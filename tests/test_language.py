@@ -49,7 +49,6 @@ NOT_GERUNDS = {
     "lightning": "the framework",
     "learning": "as in learning curves",
     "encoding": "a noun",
-    "recording": "a noun",
     "exploding": "the name of a rule",
     "vanishing": "the name of a rule",
 }

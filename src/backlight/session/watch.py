@@ -19,9 +19,9 @@ from backlight.monitor import Monitor, Samples, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding, RunStatus
 from backlight.session.arguments import check_samples, listed, loggable
+from backlight.session.attached_run import AttachedRun
 from backlight.session.closing_line import print_result
 from backlight.session.monitor_set import MonitorSet, check_use_of_samples, requested_monitors
-from backlight.session.recording import Recording
 from backlight.session.run_directory import chosen_path, open_writer
 from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
@@ -80,7 +80,7 @@ class Watch:
         self._started = self._abandoned = False
         self._notifier = Notifier(self.path)
         self._error: BaseException | None = None
-        self._recording: Recording | None = None
+        self._attached: AttachedRun | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
         Sampling(settings.every)
         check_monitors(settings.monitors)
@@ -97,7 +97,7 @@ class Watch:
     def __repr__(self) -> str:
         if not self._started:
             state = "not started"
-        elif self._recording is not None and self._recording.not_kept:
+        elif self._attached is not None and self._attached.not_kept:
             state = "not recorded"
         elif self._error is not None:
             state = f"failed with {type(self._error).__name__}, {count(self.step, 'step')}"
@@ -154,21 +154,21 @@ class Watch:
             raise
         self.path, self._started = writer.path, True
         self._resumes, self._is_numbered = True, False  # entered again, it goes on with its run
-        self._recording, self._error, self._abandoned = None, None, False
+        self._attached, self._error, self._abandoned = None, None, False
         try:
-            self._recording = Recording(
+            self._attached = AttachedRun(
                 self.settings, writer, monitors, self._notifier,
                 models=self._models, optimizers=self._optimizers, is_script=self._is_script,
             )  # fmt: skip
-            self._recording.attach(self._samples, self._arguments)
-            self._recording.record_cost("start", self._start_s + time.perf_counter() - began)
+            self._attached.attach(self._samples, self._arguments)
+            self._attached.record_cost("start", self._start_s + time.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - a fault of backlight must not cost a training run
             self._error, self._abandoned = error, True
             self._notifier.trouble(error, "this training, which is not watched")
-            if self._recording is None:
+            if self._attached is None:
                 writer.close(RunStatus.FAILED)
             else:
-                self._recording.abandon()
+                self._attached.abandon()
         return self
 
     def __exit__(
@@ -181,13 +181,13 @@ class Watch:
         if not self._depth:
             return  # stopped within the block
         self._depth -= 1
-        recording = self._recording
-        if self._depth or self._abandoned or recording is None:
+        attached = self._attached
+        if self._depth or self._abandoned or attached is None:
             return
         self._error = failure(error)
         with self._notifier.shield():
-            if recording.close(self._error) and self._summary and recording.found is not None:
-                print_result(self.path, recording.found, self.step)
+            if attached.close(self._error) and self._summary and attached.found is not None:
+                print_result(self.path, attached.found, self.step)
 
     # Public
 
@@ -212,14 +212,14 @@ class Watch:
             If a value is neither a number nor a tensor with one element.
         """
         self._require_start("log")
-        if self._recording is None or self._recording.is_abandoned:
+        if self._attached is None or self._attached.is_abandoned:
             return
         if not self._depth:
             raise RuntimeError("watch.log: this watch has ended; log before it is left or stopped")
         numbers = loggable(values, scalars)
         if step is not None:
             numbers["step"] = float(step)
-        self._recording.log(numbers)
+        self._attached.log(numbers)
 
     def _require_start(self, what: str) -> None:
         if not self._started:
@@ -229,7 +229,7 @@ class Watch:
     def monitors(self) -> tuple[Monitor, ...]:
         """The monitors of a watch that is or was running."""
         self._require_start("monitors")
-        return tuple(self._recording.monitors) if self._recording is not None else ()
+        return tuple(self._attached.monitors) if self._attached is not None else ()
 
     @property
     def notifier(self) -> Notifier:
@@ -239,47 +239,47 @@ class Watch:
     @property
     def is_recorded(self) -> bool:
         """Whether the run directory holds this training run."""
-        recording = self._recording
-        return recording is not None and not self._abandoned and not recording.not_kept
+        attached = self._attached
+        return attached is not None and not self._abandoned and not attached.not_kept
 
     @property
     def stopped_by(self) -> Finding | None:
         """The finding that ended the run by ``stop_on``; None for any other end."""
-        return None if self._recording is None else self._recording.stopped_by
+        return None if self._attached is None else self._attached.stopped_by
 
     @property
     def removed(self) -> str:
         """Why the run was removed: a script that ended before its training, and left nothing to read."""
-        return "" if self._recording is None else self._recording.removed
+        return "" if self._attached is None else self._attached.removed
 
     @property
     def step(self) -> int:
         """Number of completed optimizer steps."""
         self._require_start("step")
-        return 0 if self._recording is None or self._abandoned else self._recording.tracker.done
+        return 0 if self._attached is None or self._abandoned else self._attached.tracker.done
 
     @property
     def total_norm(self) -> tuple[int, float] | None:
         """Step and total norm over all ranks that ``reduce=True`` joined last; None on other ranks than 0."""
         self._require_start("total_norm")
-        return None if self._recording is None else self._recording.published.get("total_norm")
+        return None if self._attached is None else self._attached.published.get("total_norm")
 
     @property
     def findings(self) -> Findings:
         """Findings of the run so far; while it runs, of what has been flushed."""
         self._require_start("findings")
-        if self._recording is not None:
-            if self._recording.not_kept:
-                return NoFindings(f"not recorded: {self._recording.not_kept}")
+        if self._attached is not None:
+            if self._attached.not_kept:
+                return NoFindings(f"not recorded: {self._attached.not_kept}")
             if self._depth and not self._abandoned:
-                self._recording.thread.settle()
+                self._attached.thread.settle()
         return findings_of(open_run(self.path))
 
     def check_limit(self) -> None:
         """Raise :class:`StopTraining` once the requested steps are done."""
         self._require_start("check_limit")
-        if self._recording is not None:
-            self._recording.tracker.check_limit()
+        if self._attached is not None:
+            self._attached.tracker.check_limit()
 
 
 @suggest_keywords

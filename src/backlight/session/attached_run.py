@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from backlight.store.write.writer import RunWriter
 
 
-class Recording:
+class AttachedRun:
     """The parts of a watch, composed by :meth:`attach` and taken apart in reverse order by :meth:`close`.
 
     Attributes
@@ -110,7 +110,7 @@ class Recording:
     def close(self, error: BaseException | None) -> bool:
         """Detach everything, evaluate the rules and close the run; False in a forked child.
 
-        A child inherits the recording, but neither its threads nor its files.
+        A child inherits the parts, but neither its threads nor its files.
         """
         if os.getpid() != self._pid:
             return False
