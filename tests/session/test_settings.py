@@ -9,7 +9,7 @@ import inspect
 import pytest
 
 import backlight
-from backlight.session.settings import Settings, given_settings
+from backlight.session.settings import Settings, SettingsKeywords, given_settings
 
 ENTRIES = (
     "session.watch.watch",
@@ -32,6 +32,10 @@ def test_keywords_and_defaults_are_those_of_the_settings(entry: str) -> None:
             assert parameters[name].default == field.default
     others = [*parameters][: -len(fields)]
     assert [*parameters] == [*others, *fields]
+
+
+def test_typed_keywords_are_those_of_the_settings() -> None:
+    assert [*SettingsKeywords.__annotations__] == [field.name for field in dataclasses.fields(Settings)]
 
 
 def test_none_stands_for_the_default() -> None:

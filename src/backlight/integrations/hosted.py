@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from backlight.distributed import launch_id, rank_and_size
 from backlight.findings.evaluate import Findings, findings_of
@@ -24,7 +24,7 @@ from backlight.monitor import Samples, check_monitors
 from backlight.notifier import Notifier
 from backlight.records import Finding
 from backlight.session.script_end import failure, uncaught_exception
-from backlight.session.settings import DEFAULT_MONITORS, OnFinding, Settings, given_settings, suggest_keywords
+from backlight.session.settings import Settings, SettingsKeywords, given_settings, suggest_keywords
 from backlight.session.watch import Watch, watch
 from backlight.store.errors import StoreError
 from backlight.store.read.attempt_files import wait_for_ranks
@@ -34,9 +34,6 @@ from backlight.store.write.attempt import default_path
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from backlight.monitors.grokking.model.measures import Measures
-    from backlight.monitors.spectra.model.options import SpectraOptions
 
 
 OLDEST_RELEASES = {
@@ -100,10 +97,10 @@ class Hosted:
         summary: bool = True,
     ) -> None:
         # A mistake in the script is refused at its line, not in the training run.
-        check_monitors(Settings.of(settings).monitors)
+        self._settings = given_settings(settings)
+        check_monitors(Settings.of(self._settings).monitors)
         self._host = host
         self._run = None if run is None else Path(run)
-        self._settings = dict(settings)
         self._samples = samples
         self._on_end = on_end
         self._summary = summary and not settings.get("quiet")
@@ -312,34 +309,16 @@ class HostedCallback(Hosting):
         samples: Samples | None = None,
         on_end: OnEnd | None = None,
         summary: bool = True,
-        monitors: str | Sequence[str] = DEFAULT_MONITORS,
-        every: int | None = None,
-        steps: int | None = None,
-        groups: Mapping[str, str] | None = None,
-        histogram: bool = False,
-        exact_updates: int | None = None,
-        per_backward: bool = False,
-        reduce: bool = False,
-        detail: int = 20,
-        stall: float | None = None,
-        trace: str | Sequence[str] | None = None,
-        max_disk: int | None = None,
-        flush_interval: float = 1.0,
-        resume: bool = False,
-        step_offset: int | None = None,
-        thresholds: Mapping[str, Mapping[str, float]] | None = None,
-        trackers: str | Sequence[str] = (),
-        on_finding: OnFinding | None = None,
-        stop_on: str | Sequence[str] = (),
-        on_stop: OnFinding | None = None,
-        quiet: bool = False,
-        measures: Mapping[str, Any] | Measures | None = None,
-        spectra: Mapping[str, Any] | SpectraOptions | None = None,
+        **settings: Unpack[SettingsKeywords],
     ) -> None:
-        settings = given_settings(locals())
         super().__init__()
         self._hosted = Hosted(
-            type(self).__name__, run, settings, samples=samples, on_end=on_end, summary=summary
+            type(self).__name__,
+            run,
+            given_settings(settings),
+            samples=samples,
+            on_end=on_end,
+            summary=summary,
         )
         self._prepare()
 

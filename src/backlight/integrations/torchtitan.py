@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from backlight.integrations.hosted import Hosted, HostedWatch, OnEnd, require
-from backlight.session.settings import DEFAULT_MONITORS, given_settings, suggest_keywords
+from backlight.session.settings import SettingsKeywords, suggest_keywords
 
 VERSION = require("torchtitan", "torchtitan")
 """The release of torchtitan that is here."""
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backlight.monitor import Samples
-    from backlight.monitors.grokking.model.measures import Measures
-    from backlight.monitors.spectra.model.options import SpectraOptions
-    from backlight.session.settings import OnFinding
 
 
 class TitanWatch(HostedWatch):
@@ -83,29 +80,7 @@ def watch(
     samples: Samples | None = None,
     on_end: OnEnd | None = None,
     summary: bool = True,
-    monitors: str | Sequence[str] = DEFAULT_MONITORS,
-    every: int | None = None,
-    steps: int | None = None,
-    groups: Mapping[str, str] | None = None,
-    histogram: bool = False,
-    exact_updates: int | None = None,
-    per_backward: bool = False,
-    reduce: bool = False,
-    detail: int = 20,
-    stall: float | None = None,
-    trace: str | Sequence[str] | None = None,
-    max_disk: int | None = None,
-    flush_interval: float = 1.0,
-    resume: bool = False,
-    step_offset: int | None = None,
-    thresholds: Mapping[str, Mapping[str, float]] | None = None,
-    trackers: str | Sequence[str] = (),
-    on_finding: OnFinding | None = None,
-    stop_on: str | Sequence[str] = (),
-    on_stop: OnFinding | None = None,
-    quiet: bool = False,
-    measures: Mapping[str, Any] | Measures | None = None,
-    spectra: Mapping[str, Any] | SpectraOptions | None = None,
+    **settings: Unpack[SettingsKeywords],
 ) -> TitanWatch:
     """Watch a torchtitan ``Trainer``, or a loop in its style; use the result as a context manager.
 
@@ -133,7 +108,6 @@ def watch(
     ValueError
         If a setting is out of range.
     """
-    settings = given_settings(locals())
     hosted = Hosted("torchtitan.watch", run, settings, samples=samples, on_end=on_end, summary=summary)
     if hasattr(trained, "model_parts") and hasattr(trained, "train_step"):
         return TitanWatch(trained, list(trained.model_parts), trained.optimizers, step, hosted)

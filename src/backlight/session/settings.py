@@ -16,9 +16,9 @@ import dataclasses
 import functools
 import inspect
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -201,6 +201,34 @@ class Settings:
         return {monitor: dict(values) for monitor, values in self.thresholds.items() if values}
 
 
+class SettingsKeywords(TypedDict, total=False):
+    """The fields of :class:`Settings` as keywords of a call; None stands for the default."""
+
+    monitors: str | Sequence[str]
+    every: int | None
+    steps: int | None
+    groups: Mapping[str, str] | None
+    histogram: bool
+    exact_updates: int | None
+    per_backward: bool
+    reduce: bool
+    detail: int
+    stall: float | None
+    trace: str | Sequence[str] | None
+    max_disk: int | None
+    flush_interval: float
+    resume: bool
+    step_offset: int | None
+    thresholds: Mapping[str, Mapping[str, float]] | None
+    trackers: str | Sequence[str]
+    on_finding: OnFinding | None
+    stop_on: str | Sequence[str]
+    on_stop: OnFinding | None
+    quiet: bool
+    measures: Mapping[str, Any] | Measures | None
+    spectra: Mapping[str, Any] | SpectraOptions | None
+
+
 def given_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings among the arguments of a call; None stands for the default."""
     names = [field.name for field in dataclasses.fields(Settings)]
@@ -209,7 +237,8 @@ def given_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function`` with a TypeError that suggests a keyword in place of one that it does not have."""
-    known = list(inspect.signature(function).parameters)
+    signature = explicit(inspect.signature(function))
+    known = list(signature.parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -220,7 +249,26 @@ def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
                 raise TypeError(f"{function.__qualname__}() has no parameter {name!r}{hint}")
         return function(*args, **kwargs)
 
+    call.__signature__ = signature  # type: ignore[attr-defined]  # what completion and help read
     return call
+
+
+def explicit(signature: inspect.Signature) -> inspect.Signature:
+    """Return ``signature`` with each field of the settings in place of ``**settings``."""
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(own) == len(signature.parameters):
+        return signature
+    types = get_type_hints(SettingsKeywords)
+    fields = (
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if field.default is dataclasses.MISSING else field.default,
+            annotation=types[field.name],
+        )
+        for field in dataclasses.fields(Settings)
+    )
+    return signature.replace(parameters=[*own, *fields])
 
 
 @functools.cache  # building a schema takes 50 ms
