@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,7 +34,7 @@ class CallHooks:
             key = id(module)
             if key not in self._modules:
                 self._modules[key] = weakref.ref(module, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-                _followed.setdefault(key, (_patched(type(module)), []))[1].append(self._pair)
+                _followed.setdefault(key, (_patched(type(module)), Counter()))[1][self._pair] += 1
 
     def leave(self) -> None:
         """Follow none any more; the classes are as they were once no one follows a module of theirs."""
@@ -44,7 +45,9 @@ class CallHooks:
         if self._modules.pop(key, None) is None:
             return
         kind, pairs = _followed[key]
-        pairs.remove(self._pair)
+        pairs[self._pair] -= 1
+        if not pairs[self._pair]:
+            del pairs[self._pair]
         if not pairs:
             del _followed[key]
             if all(other is not kind for other, _ in _followed.values()):
@@ -53,17 +56,18 @@ class CallHooks:
 
 _Pair = tuple[Callable[[Any, Any], None], Callable[[], None] | None]
 
-_followed: dict[int, tuple[type[nn.Module], list[_Pair]]] = {}
-"""By ``id`` of a followed module: the class whose ``__call__`` reports it, and what is called."""
+_followed: dict[int, tuple[type[nn.Module], Counter[_Pair]]] = {}
+"""By ``id`` of a followed module: the class whose ``__call__`` reports it, and what is called, and for how
+many objects."""
 
 _replaced: dict[type[nn.Module], tuple[Any, Any]] = {}
 """Classes with a ``__call__`` of ours: that, and what was there; None where it was inherited."""
 
 
 def _current(module: nn.Module, kind: type[nn.Module]) -> tuple[_Pair, ...]:
-    """Return what to call around a call of ``module`` that arrives in ``kind``, each once."""
+    """Return what to call around a call of ``module`` that arrives in ``kind``."""
     reporter, pairs = _followed.get(id(module), (None, ()))
-    return tuple(dict.fromkeys(pairs)) if reporter is kind else ()
+    return tuple(pairs) if reporter is kind else ()
 
 
 def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
