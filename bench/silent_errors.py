@@ -1,6 +1,6 @@
 """Errors of a training loop that crash nothing: how many the default monitors find, and alarms on controls.
 
-Each error of ``tests/faults/training_loop.py`` is trained with and without it, and so is each loop that comes
+Each error of ``tests/faults/silent/`` is trained with and without it, and so is each loop that comes
 close to one. An error is found if its rule has the expected severity; it is known at the step of the first
 contradiction. A warning or an error in a control is a false alarm.
 
@@ -27,7 +27,7 @@ from backlight.store.read.run import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.training_loop import CONTROLS, FAULTS
+from faults.silent import CONTROLS, FAULTS
 
 
 def watched(train: Callable[[], None]) -> tuple[Run, Findings]:

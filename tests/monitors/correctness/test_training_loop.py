@@ -10,7 +10,7 @@ import pytest
 import backlight
 from backlight.findings.evaluate import Findings, evaluate_rules
 from backlight.store.read.run import open_run
-from faults import training_loop
+from faults import silent
 
 
 def findings(path: Path, train: Callable[[], None]) -> Findings:
@@ -23,9 +23,9 @@ def findings(path: Path, train: Callable[[], None]) -> Findings:
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
-@pytest.mark.parametrize("name", training_loop.FAULTS)
+@pytest.mark.parametrize("name", silent.FAULTS)
 def test_injected_error_is_found_and_its_control_is_not(name: str, tmp_path: Path) -> None:
-    fault = training_loop.FAULTS[name]
+    fault = silent.FAULTS[name]
     (found,) = findings(tmp_path / "injected", lambda: fault.train(True))
     assert found.rule == fault.expected["rule"]
     assert found.severity.value == fault.expected["severity"]
@@ -38,7 +38,7 @@ def test_injected_error_is_found_and_its_control_is_not(name: str, tmp_path: Pat
     assert findings(tmp_path / "control", lambda: fault.train(False)) == []
 
 
-@pytest.mark.parametrize("name", training_loop.CONTROLS)
+@pytest.mark.parametrize("name", silent.CONTROLS)
 def test_loop_that_comes_close_has_no_finding(name: str, tmp_path: Path) -> None:
-    assert findings(tmp_path / "run", training_loop.CONTROLS[name]) == []
+    assert findings(tmp_path / "run", silent.CONTROLS[name]) == []
     assert not open_run(tmp_path / "run").events("contradiction")

@@ -1,0 +1,179 @@
+"""Weights that change outside of the optimizer, or do not change in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from faults.silent.loop import batches, control, fault, perceptron
+
+
+def averaged(update: Callable[[nn.Module, nn.Module, int], None]) -> None:
+    """Train a model with a copy of it; ``update(model, copy, step)`` follows each step."""
+    model = perceptron()
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        with torch.no_grad():
+            update(model, average, step)
+
+
+def follow(model: nn.Module, average: nn.Module, weight: float) -> None:
+    for own, mean in zip(model.parameters(), average.parameters(), strict=True):
+        mean.lerp_(own, weight)
+
+
+@fault(rule="weights_changed", severity="error", step=0)
+def average_copied_into_the_model(injected: bool) -> None:
+    def update(model: nn.Module, average: nn.Module, step: int) -> None:
+        follow(model, average, 0.01)
+        if injected:
+            for own, mean in zip(model.parameters(), average.parameters(), strict=True):
+                own.data = mean.data.clone()
+
+    averaged(update)
+
+
+@fault(rule="weights_changed", severity="error", step=0)
+def state_restored_at_every_step(injected: bool) -> None:
+    def update(model: nn.Module, average: nn.Module, step: int) -> None:
+        if injected:
+            model.load_state_dict(average.state_dict())
+
+    averaged(update)
+
+
+@fault(rule="weights_changed", severity="warning", step=1)
+def weights_edited_before_backward(injected: bool) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if injected:
+            model[0].weight.data += 0.01 * torch.randn(16, 4)
+        loss.backward()
+        optimizer.step()
+
+
+@fault(rule="weights_changed", severity="info", step=0)
+def noise_on_the_weights(injected: bool) -> None:
+    """As in Langevin dynamics: worth knowing, and no error."""
+
+    def update(model: nn.Module, average: nn.Module, step: int) -> None:
+        if injected:
+            for own in model.parameters():
+                own.add_(1e-3 * torch.randn_like(own))
+
+    averaged(update)
+
+
+@fault(rule="weights_changed", severity="info", step=1)
+def slow_weights(injected: bool) -> None:
+    """Lookahead by hand: at every second step here, the weights go back half of their way."""
+
+    def update(model: nn.Module, average: nn.Module, step: int) -> None:
+        if injected and step % 2:
+            follow(model, average, 0.5)
+            model.load_state_dict(average.state_dict())
+
+    averaged(update)
+
+
+@control
+def clipped_weights() -> None:
+    """A Wasserstein critic, whose weights are clipped."""
+    averaged(lambda model, *_: [own.clamp_(-0.2, 0.2) for own in model.parameters()])
+
+
+@control
+def rescaled_weights() -> None:
+    averaged(lambda model, *_: [own.mul_(0.99) for own in model.parameters()])
+
+
+@control
+def pruned_weights() -> None:
+    averaged(lambda model, *_: [own.mul_(own.abs() > 0.1) for own in model.parameters()])
+
+
+@control
+def two_optimizers() -> None:
+    model = perceptron()
+    optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
+    for x, y in batches():
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@control
+def weights_of_the_average_for_an_evaluation() -> None:
+    def update(model: nn.Module, average: nn.Module, step: int) -> None:
+        own = copy.deepcopy(model.state_dict())
+        model.load_state_dict(average.state_dict())
+        model(torch.randn(8, 4))
+        model.load_state_dict(own)
+
+    averaged(update)
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y).backward()
+        optimizer.step()
+
+
+@fault(rule="updates_rounded_away", severity="warning", step=0)
+def rate_below_the_spacing(injected: bool) -> None:
+    model = perceptron()
+    fit(model, torch.optim.AdamW(model.parameters(), lr=1e-10 if injected else 1e-5))
+
+
+@fault(rule="updates_rounded_away", severity="warning", step=0)
+def weights_in_bfloat16(injected: bool) -> None:
+    model = perceptron().bfloat16()
+    fit(model, torch.optim.AdamW(model.parameters(), lr=1e-5 if injected else 1e-2))
+
+
+@control
+def unused_rows_of_an_embedding() -> None:
+    """Weights without a gradient stay as they are."""
+    model = nn.Sequential(nn.EmbeddingBag(500, 16), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randint(0, 500, (8, 4))), y).backward()
+        optimizer.step()
+
+
+@control
+def warm_up_from_zero() -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (step - 4) / 10))
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+
+
+@control
+def weights_become_nan() -> None:
+    """Training diverges: a weight that is NaN differs from itself."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert model[0].weight.isnan().any()
