@@ -97,6 +97,15 @@ def contradiction(rule: str, steps: tuple[int, ...] = (0, 1, 2), **facts: Any) -
     return make
 
 
+def uneven(path: Path) -> Run:
+    writer = RunWriter.create(path, monitors=("correctness",))
+    for step, targets in enumerate(([812, 96], [455, 701], [230, 948])):
+        facts = {"targets": targets, "ratio": max(targets) / min(targets), "comparisons": step + 1}
+        writer.event(step, "contradiction", {"rule": "uneven_microbatches", **facts})
+    writer.close()
+    return open_run(path)
+
+
 def fp16(name: str) -> ParameterRecord:
     return ParameterRecord(name, (8, 8), "float16", "cpu", 64, module=name, module_type="Linear")
 
@@ -168,6 +177,7 @@ FAULTS: dict[str, Fault] = {
         modules=["drop", "norm"],
         kinds={"Dropout": 1, "BatchNorm1d": 1},
     ),
+    "uneven_microbatches": uneven,
     "updates_rounded_away": contradiction(
         "updates_rounded_away", share=0.97, rate=1e-5, dtype="bfloat16", size=0.05, comparisons=3
     ),

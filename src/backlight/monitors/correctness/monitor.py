@@ -8,6 +8,7 @@ from backlight.monitors.correctness.instrument.batch_order import BatchOrder
 from backlight.monitors.correctness.instrument.check import Check, Schedule
 from backlight.monitors.correctness.instrument.gradient_use import GradientUse
 from backlight.monitors.correctness.instrument.loss_graph import LossGraph
+from backlight.monitors.correctness.instrument.microbatch_weights import MicrobatchWeights
 from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
 from backlight.monitors.correctness.instrument.optimizer_tensors import OptimizerTensors
@@ -18,6 +19,7 @@ CHECKS: tuple[type[Check], ...] = (
     BatchOrder,
     GradientUse,
     LossGraph,
+    MicrobatchWeights,
     MixedPrecision,
     ModuleModes,
     OptimizerTensors,

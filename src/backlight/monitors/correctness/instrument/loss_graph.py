@@ -31,6 +31,9 @@ _SHAPE = _kinds(
 _ARITHMETIC = _kinds("Add Sub Mul Div Neg Mean Sum Stack Cat Where MaskedFill Gather Pow Abs")
 """Nodes that a total loss is made of."""
 
+CLASS_LOSSES = _kinds("NllLoss NllLoss2D")
+"""Nodes of the loss functions that compare log-probabilities with class indices."""
+
 _PROBABILITIES = _kinds("Softmax Sigmoid")
 
 _SCORES = _kinds(
@@ -55,24 +58,43 @@ class LossGraph(Check):
 
 def contradictions_below(root: Node | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kind and facts of each misuse of a loss function below ``root``. Nothing of the graph is kept."""
+    for kind, node in terms(root):
+        if kind in CLASS_LOSSES:
+            yield from _below_nll(inputs_of(node)[:1])
+        elif kind == "LogSoftmax":
+            yield from _below_log_softmax(inputs_of(node)[:1])
+        elif kind == "BinaryCrossEntropyWithLogits" and _source(inputs_of(node)[:1]) == "Sigmoid":
+            yield "sigmoid_twice", {}
+        elif kind in _DIFFERENCES:
+            yield from _broadcast(node)
+        elif kind in {"Pow", "Abs"}:
+            yield from _broadcast(_first(node))
+
+
+def terms(root: Node | None) -> Iterator[tuple[str, Node]]:
+    """Yield kind and node of what a total loss is made of, from ``root`` down, up to the loss functions."""
     pending = [root]
     for _ in range(MAX_NODES):
         if not pending:
             return
         node = pending.pop(0)
         kind = _kind(node)
-        if kind in {"NllLoss", "NllLoss2D"}:
-            yield from _below_nll(_inputs(node)[:1])
-        elif kind == "LogSoftmax":
-            yield from _below_log_softmax(_inputs(node)[:1])
-        elif kind == "BinaryCrossEntropyWithLogits" and _source(_inputs(node)[:1]) == "Sigmoid":
-            yield "sigmoid_twice", {}
-        elif kind in _DIFFERENCES:
-            yield from _broadcast(node)
-        elif kind in {"Pow", "Abs"}:
-            yield from _broadcast(_first(node))
+        yield kind, node
         if kind in _ARITHMETIC or kind in _SHAPE:
-            pending += _inputs(node)
+            pending += inputs_of(node)
+
+
+def is_multiple(root: Node | None, loss: Node) -> bool:
+    """Return whether ``root`` is the value of ``loss``, or a multiple of it."""
+    node = root
+    for _ in range(MAX_NODES):
+        if node is None or node is loss:
+            break
+        inputs = [one for one in inputs_of(node) if one is not None]
+        if len(inputs) != 1 or not (_kind(node) in _SHAPE or _kind(node) in {"Mul", "Div"}):
+            return False
+        node = inputs[0]
+    return node is loss
 
 
 def _kind(node: Node | None) -> str:
@@ -80,12 +102,13 @@ def _kind(node: Node | None) -> str:
     return "" if node is None else re.sub(r"Backward\d*$", "", node.name())
 
 
-def _inputs(node: Node) -> list[Node | None]:
+def inputs_of(node: Node) -> list[Node | None]:
+    """Return the nodes below a node, None for an input without a gradient."""
     return [below for below, _ in node.next_functions]
 
 
 def _first(node: Node) -> Node | None:
-    return next(iter(_inputs(node)), None)
+    return next(iter(inputs_of(node)), None)
 
 
 def _source(nodes: Sequence[Node | None]) -> str:
@@ -104,7 +127,7 @@ def _below_nll(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, A
         node = _first(node)
     kind = _kind(node)
     if kind == "LogSoftmax":
-        yield from _below_log_softmax(_inputs(node)[:1])
+        yield from _below_log_softmax(inputs_of(node)[:1])
     elif kind in _PROBABILITIES:
         yield "nll_of_probabilities", {"made_by": kind.lower()}
     elif kind in _SCORES:
@@ -126,19 +149,19 @@ def _broadcast(node: Node | None) -> Iterator[tuple[str, dict[str, Any]]]:
     kind = _kind(node)
     if kind != "Sub" and kind not in _DIFFERENCES:
         return
-    inputs = _inputs(node)
+    inputs = inputs_of(node)
     known = [one for one in inputs if one is not None]
     if len(known) != 1:
         return
     prediction = known[0]
     if _kind(prediction) == "Expand":
-        whole = _shape_of(prediction)
+        whole = shape_of(prediction)
         prediction = _first(prediction)
     elif kind == "Sub":
-        whole = _shape_of(node)
+        whole = shape_of(node)
     else:
         return
-    shape = _shape_of(prediction)
+    shape = shape_of(prediction)
     if shape is None or whole is None or len(whole) != 2 or _kind(prediction) in _NOT_PREDICTED:
         return
     n = whole[0]
@@ -146,7 +169,7 @@ def _broadcast(node: Node | None) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "broadcast", {"prediction": list(shape), "difference": list(whole)}
 
 
-def _shape_of(node: Node | None) -> tuple[int, ...] | None:
+def shape_of(node: Node | None) -> tuple[int, ...] | None:
     """Return the shape of the first output of a node; None where torch does not say."""
     described = getattr(node, "_input_metadata", None)
     shape = getattr(described[0], "shape", None) if described else None

@@ -14,6 +14,10 @@ KIND = "contradiction"
 OBSERVED = "observed"
 """Kind of the event at the end of each process: ``steps`` in the payload is how many were observed."""
 
+CLASSES = "classes"
+"""Kind of the event that holds how many ``classes`` the loss compares, and by what ``factor`` the root of
+backward is larger than the mean over targets. A root that is no multiple of one such loss leaves none."""
+
 
 def observed_steps(run: Run) -> int:
     """Return at how many steps facts were compared, in the process that observed most; 0 where unknown."""

@@ -1,0 +1,139 @@
+"""How much one target of each microbatch weighs in the gradient of a step, and what classes are compared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backlight.capture.hooks import scale_of
+from backlight.capture.hub import HUB
+from backlight.devices import is_capturing_graph
+from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.instrument.loss_graph import (
+    CLASS_LOSSES,
+    Node,
+    inputs_of,
+    is_multiple,
+    shape_of,
+    terms,
+)
+from backlight.monitors.correctness.model.contradictions import CLASSES
+
+if TYPE_CHECKING:
+    from backlight.monitor import RunContext
+    from backlight.monitors.correctness.instrument.check import Schedule
+
+MEAN = 1
+"""``reduction`` of torch's loss functions that divides by the number of targets; 2 is the sum."""
+
+UNEVEN = 1.01
+"""Ratio of weights from which on they count as different; below lies rounding."""
+
+
+@dataclass
+class _Part:
+    """The loss of one backward: its targets, and the gradient that arrives at it."""
+
+    classes: int
+    is_mean: bool
+    is_whole: bool
+    targets: Tensor
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class MicrobatchWeights(Check):
+    """``uneven_microbatches``: targets of one step whose weights in its gradient differ.
+
+    The weight of a target is the gradient that arrives at the loss function, divided by the number of targets
+    where the function takes their mean. Losses of class indices are followed, one per backward. Numbers of
+    targets that are the same at every step belong to several tasks, and are left out. The number of classes
+    is recorded once, with the factor of the loss.
+    """
+
+    def __init__(self, run: RunContext, schedule: Schedule) -> None:
+        super().__init__(run, schedule)
+        self._comparisons = 0
+        self._targets: set[tuple[int, ...]] = set()
+        self._has_classes = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the losses of the step in progress."""
+        self._parts: list[_Part | None] = []
+        self._scale: Tensor | None = None
+
+    def scaled(self, scaler: Any, loss: Tensor, result: Tensor) -> None:
+        """Gradients contain the scale."""
+        self._scale = scale_of(scaler)
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        """Find the loss function, and follow what arrives at it."""
+        if self.due:
+            is_readable = len(roots) == 1 and not is_capturing_graph()
+            self._parts.append(_part(roots[0].grad_fn) if is_readable else None)
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Compare the microbatches of the step."""
+        parts, scale = self._parts, self._scale
+        self.forget()
+        known = [part for part in parts if part is not None and len(part.gradients) == 1]
+        is_plain = self.due and not has_closure and not HUB.backward_depth
+        if not is_plain or not known or len(known) < len(parts) or not self.run.scope.holds(optimizer):
+            return
+        with torch.no_grad():
+            table_P2 = torch.stack(
+                [torch.stack((p.gradients[0].reshape(()), p.targets)).float() for p in known]
+            )
+            factor = known[-1].gradients[0] / (1.0 if scale is None else scale)
+        if not self._has_classes and known[-1].is_mean and known[-1].is_whole:
+            self._has_classes = True
+            classes = known[-1].classes
+            self.when_known(factor.reshape(1), lambda value: self._record(classes, float(value[0])))
+        if len(known) > 1 and len({(part.classes, part.is_mean) for part in known}) == 1:
+            self._comparisons += 1
+            then = functools.partial(self._compare, self.run.clock.index, self._comparisons, known[0].is_mean)
+            self.when_known(table_P2, then)
+
+    def _record(self, classes: int, factor: float) -> None:
+        self.run.notifier.event(CLASSES, {"classes": classes, "factor": factor}, self.run.clock.index)
+
+    def _compare(self, step: int, comparisons: int, is_mean: bool, table_P2: NDArray[np.generic]) -> None:
+        gradients, targets = table_P2.astype(float).T
+        if not np.isfinite(table_P2.astype(float)).all() or not (gradients > 0).all() or not targets.all():
+            return
+        weights = gradients / targets if is_mean else gradients
+        ratio, counts = float(weights.max() / weights.min()), [round(n) for n in targets]
+        self._targets.add(tuple(counts))
+        if ratio > UNEVEN and len(self._targets) > 1:
+            self.report("uneven_microbatches", step, targets=counts, ratio=ratio, comparisons=comparisons)
+
+
+def _part(root: Node | None) -> _Part | None:
+    """Return the loss function below ``root``; None where there is none, more than one, or class weights."""
+    losses = [node for kind, node in terms(root) if kind in CLASS_LOSSES]
+    if len(losses) != 1:
+        return None
+    node = losses[0]
+    shape = shape_of(inputs_of(node)[0])
+    # Unpacking what a hook has packed may compute a checkpointed forward again.
+    saved = [getattr(node, f"_raw_saved_{name}", None) for name in ("total_weight", "weight")]
+    is_plain = all(getattr(one, "unpack_hook", one) is None for one in saved)
+    reduction = getattr(node, "_saved_reduction", 0)
+    if shape is None or len(shape) < 2 or not reduction or not is_plain or node._saved_weight is not None:
+        return None
+    targets = node._saved_total_weight
+    part = _Part(shape[1], reduction == MEAN, is_multiple(root, node), targets.detach().reshape(()))
+
+    def follow(gradients: Sequence[Tensor | None]) -> None:
+        if gradients[0] is not None:
+            part.gradients.append(gradients[0].detach())
+
+    node.register_prehook(follow)
+    return part

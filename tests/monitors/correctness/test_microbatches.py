@@ -1,0 +1,66 @@
+"""The number of classes of a loss, and microbatches of different lengths that are not reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import backlight
+from backlight.findings.evaluate import evaluate_rules
+from backlight.monitors.correctness.model.contradictions import CLASSES
+from backlight.store.read.run import Run
+from faults.silent.loop import classify, perceptron
+from faults.silent.microbatches import accumulate, mean_of_means
+
+
+def watched(path: Path, train: Callable[[], None]) -> Run:
+    with backlight.watch(run=path, monitors=("correctness",)):
+        train()
+    run = backlight.open_run(path)
+    assert not run.events("unmeasured")
+    return run
+
+
+def test_one_shorter_microbatch_per_epoch_is_not_reported(tmp_path: Path) -> None:
+    run = watched(
+        tmp_path / "run", lambda: accumulate(mean_of_means, ((8, 8), (8, 8), (8, 8), (8, 8), (8, 2)))
+    )
+    assert [event.payload["targets"] for event in run.events("contradiction")] == [[8, 2]]
+    assert evaluate_rules(run) == []
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "expected"),
+    [
+        (F.cross_entropy, [{"classes": 3, "factor": 1.0}]),
+        (lambda out, y: F.cross_entropy(out, y) / 4, [{"classes": 3, "factor": 0.25}]),
+        (lambda out, y: F.cross_entropy(out, y) + out.square().mean(), []),
+        (lambda out, y: F.cross_entropy(out, y, reduction="sum"), []),
+        (lambda out, y: F.cross_entropy(out, y, reduction="none").mean(), []),
+    ],
+)
+def test_classes_of_a_loss(
+    loss_of: Callable[[Tensor, Tensor], Tensor], expected: list[dict[str, float]], tmp_path: Path
+) -> None:
+    run = watched(tmp_path / "run", lambda: classify(perceptron(), loss_of))
+    assert [event.payload for event in run.events(CLASSES)] == expected
+
+
+def test_loss_in_a_checkpoint_is_computed_again_once_per_backward(tmp_path: Path) -> None:
+    calls = []
+
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        def inside(out: Tensor) -> Tensor:
+            calls.append(torch.is_grad_enabled())
+            return F.cross_entropy(out, y)
+
+        return checkpoint(inside, out, use_reentrant=False)
+
+    watched(tmp_path / "run", lambda: classify(perceptron(), loss_of, steps=3))
+    assert len(calls) == 6
