@@ -17,8 +17,8 @@ from backlight.monitors.stalls.model import runtime_dir
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     base = tmp_path / "shared"
-    base.mkdir()
-    monkeypatch.setattr(runtime_dir, "base", lambda: base)
+    base.mkdir(mode=0o700)
+    monkeypatch.setattr(runtime_dir, "candidates", lambda: [base])
     monkeypatch.setattr("backlight.monitors.stalls.monitor.StallMonitor._start_watchdog", lambda _self: None)
 
 

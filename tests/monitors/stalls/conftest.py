@@ -16,6 +16,6 @@ def _only_new_models(only_new_models: None) -> None:
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Parent of the runtime directories of the test, so that they can be counted."""
     base = tmp_path / "shared"
-    base.mkdir()
-    monkeypatch.setattr(runtime_dir, "base", lambda: base)
+    base.mkdir(mode=0o700)
+    monkeypatch.setattr(runtime_dir, "candidates", lambda: [base])
     return base

@@ -22,7 +22,7 @@ def _no_watchdog_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_shared_state(directory: Path) -> StateSnapshot:
-    (path,) = directory.glob("backlight-*/rank-00000.state")
+    (path,) = directory.glob("*/rank-00000.state")
     return read_state(path)
 
 

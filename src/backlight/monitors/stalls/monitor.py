@@ -84,16 +84,19 @@ class StallMonitor(Monitor):
         self._writer = run.writer
         self._first_on_host = local_rank() == 0
         launch = f"{launch_id() or os.getpid()}@{host_name()}"
-        self._directory = runtime_dir.runtime_directory(run.writer.path, run.writer.attempt, launch)
         run.follow_forwards()
+        directory = None
         try:
-            runtime_dir.create(self._directory)
-            shared_state = SharedState(runtime_dir.state_path(self._directory, run.rank))
+            directory = runtime_dir.runtime_directory(run.writer.path, run.writer.attempt, launch)
+            runtime_dir.create(directory)
+            shared_state = SharedState(runtime_dir.state_path(directory, run.rank))
         except OSError as error:
-            self._unmeasured("stalls", f"no shared state in {self._directory}: {error.strerror or error}")
-            if self._first_on_host:
-                runtime_dir.remove(self._directory)
+            where = "" if directory is None else f" in {directory}"
+            self._unmeasured("stalls", f"no shared state{where}: {error.strerror or error}")
+            if self._first_on_host and directory is not None:
+                runtime_dir.remove(directory)
             return
+        self._directory = directory
         main = threading.main_thread()
         self.heartbeat = Heartbeat(shared_state, run.scope, self._store_names, self._store_buckets)
         self._collectives = Collectives(shared_state, self._store_group)
@@ -253,6 +256,7 @@ class StallMonitor(Monitor):
                     str(folder),
                     str(self._writer.step_offset),
                     json.dumps(self._thresholds),
+                    str(os.getpid()),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from backlight.cli.app import main
 from backlight.monitors.stalls import monitor
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.attach import ProcessNotFoundError, attach
-from backlight.monitors.stalls.model.shared_state import RankStatus, read_state
+from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState, Slot, read_state
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
 
@@ -39,7 +40,7 @@ def train(steps: int, seconds: float = 0.0) -> list[torch.Tensor]:
 def watchdog_pid(base: Path) -> int:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        for found in base.glob("backlight-*/watchdog.json"):
+        for found in base.glob("*/watchdog.json"):
             if pid := runtime_dir.watchdog_pid(found.parent):
                 return pid
         time.sleep(0.02)
@@ -57,7 +58,7 @@ def test_state_follows_the_training_and_is_removed(tmp_path: Path, directory: Pa
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         train(3)
         pid = watchdog_pid(directory)
-        (path,) = directory.glob("backlight-*/rank-00000.state")
+        (path,) = directory.glob("*/rank-00000.state")
         state = read_state(path)
         assert (state.step, state.backwards, state.forwards) == (3, 3, 3)
         assert (state.reached, state.expected, state.status) == (4, 4, RankStatus.RUNNING)
@@ -208,3 +209,46 @@ def test_attach_reports_what_is_not_observable(
 def test_traceable_processes() -> None:
     assert processes.is_traceable(os.getpid())
     assert processes.is_traceable(999_999_999)  # a missing process is no denial
+
+
+BLOCKED = """
+import os, sys
+from pathlib import Path
+from backlight.monitors.stalls.model.watchdog import EndGuard
+EndGuard(Path(sys.argv[1]), int(sys.argv[2])).start()
+print(flush=True)
+open(sys.argv[3]).read()
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "finished", "unreadable"])
+def test_blocked_watchdog_ends_with_its_run(end: str, directory: Path) -> None:
+    fifo = directory / "fifo"
+    os.mkfifo(fifo)
+    rank = subprocess.Popen(["sleep", "100"])
+    shared = SharedState(runtime_dir.state_path(directory, 0))
+    shared.open(rank=0, world_size=1, main_ident=1, main_tid=1, timeout_s=None)
+    shared.slots[Slot.PID] = rank.pid
+    if end == "unreadable":
+        shared.path.unlink()
+        os.mkfifo(shared.path)
+    arguments = [sys.executable, "-c", BLOCKED, str(directory), str(rank.pid), str(fifo)]
+    blocked = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    try:
+        assert blocked.stdout is not None
+        blocked.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            blocked.wait(2.5)  # the rank lives
+        if end == "finished":
+            shared.close(RankStatus.FINISHED)
+        else:
+            rank.kill()
+            rank.wait()
+        began = time.monotonic()
+        assert blocked.wait(60) == 1
+        assert time.monotonic() - began > 1.0
+    finally:
+        blocked.kill()
+        blocked.communicate()
+        rank.kill()
+        rank.wait()

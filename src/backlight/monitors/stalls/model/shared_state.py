@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backlight import untrusted_files
 from backlight.records import Phase
 
 PAGE_BYTES = 16384
@@ -59,6 +60,9 @@ class RankStatus(enum.IntEnum):
     RUNNING = 1
     FINISHED = 2
     FAILED = 3
+
+
+_STATUSES = frozenset(map(int, RankStatus))
 
 
 @dataclass(frozen=True)
@@ -221,15 +225,21 @@ _PLAIN = {
 
 
 def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
-    """Read the page of a rank; None where there is none, or it is not complete yet."""
+    """Read the page of a rank; None where there is none, or it is not complete yet, or cannot be one."""
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
+        raw = untrusted_files.read(path, PAGE_BYTES, owners={os.geteuid()})
+    except OSError:
         return None
     if len(raw) < PAGE_BYTES:
         return None
     slots = memoryview(raw[:PAGE_BYTES]).cast("q")
     if slots[Slot.MAGIC] != _MAGIC or slots[Slot.LAYOUT] != _LAYOUT:
+        return None
+    if (
+        slots[Slot.STATUS] not in _STATUSES
+        or not slots[Slot.COLLECTIVES] >= 0
+        or not 0 < slots[Slot.PID] < 2**31
+    ):
         return None
     values: dict[str, Any] = {name: slots[slot] for name, slot in _PLAIN.items()}
     values |= {

@@ -1,7 +1,7 @@
 """Watchdog process: one per machine, observes its ranks and reports stalls. No torch.
 
-``python -m backlight.monitors.stalls.model.watchdog DIRECTORY RUN ATTEMPT OFFSET LIMITS`` detaches itself and
-ends with the last rank. It never writes to a watched process; if it dies, the training continues unwatched.
+``python -m backlight.monitors.stalls.model.watchdog DIRECTORY RUN ATTEMPT OFFSET LIMITS PID`` detaches itself
+and ends with the last rank. It never writes to a watched process; if it dies, training continues unwatched.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backlight import processes
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.diagnosis import diagnose, summarize_stacks
 from backlight.monitors.stalls.model.emit import ReportedStall, emit, find_resolution, log
@@ -30,6 +32,7 @@ from backlight.monitors.stalls.model.rank_diagnosis import (
     open_to_unobserved_ranks,
 )
 from backlight.monitors.stalls.model.rank_observer import RankObserver
+from backlight.monitors.stalls.model.shared_state import read_state
 from backlight.monitors.stalls.model.stacks import is_compiling
 from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, StallLimits
 from backlight.records import DiagnosisKind
@@ -54,6 +57,11 @@ SETTLE_S = 1.0
 
 CLOSE_LOOK_S = 1.3
 """Duration of a close examination of ranks that were not suspicious."""
+
+END_TIMEOUT_S = 1.5
+"""Time that the watchdog may wait for anything once all ranks have ended."""
+
+_END_POLL_S = 0.4
 
 MAX_EVIDENCE = 8
 """Ranks of which evidence is kept where no single one is the cause."""
@@ -341,9 +349,46 @@ class Watchdog:
         emit(self._writer, diagnosis, observations, evidence, step_offset=self._step_offset)
 
 
+class EndGuard(threading.Thread):
+    """Ends this process when the watched ones have ended and its main thread waits for something else.
+
+    Whatever blocks it, such as a hung file system, must not keep the user's terminal or pipe open. Time in
+    which the main thread ran, or had no core to run on, does not count.
+    """
+
+    def __init__(self, directory: Path, starter: int) -> None:
+        super().__init__(name="backlight-end-guard", daemon=True)
+        self._directory, self._starter = directory, starter
+        self._main = os.getpid()
+
+    def run(self) -> None:
+        """Wait for the end of the watched processes, then for the main thread."""
+        while not self._has_ended():
+            time.sleep(_END_POLL_S)
+        began, busy_s = time.monotonic(), self._busy_s()
+        while time.monotonic() - began - (self._busy_s() - busy_s) < END_TIMEOUT_S:
+            time.sleep(_END_POLL_S / 5)
+        os._exit(1)
+
+    def _has_ended(self) -> bool:
+        """Return whether every rank is gone or has reported its end; without any, whether the starter is."""
+        found = False
+        for rank in runtime_dir.ranks_in(self._directory):
+            state = read_state(runtime_dir.state_path(self._directory, rank))
+            if state is not None:
+                found = True
+                if not state.is_closed and processes.is_alive(state.pid):
+                    return False
+        return found or not processes.is_alive(self._starter)
+
+    def _busy_s(self) -> float:
+        main = next((t for t in processes.read_threads(self._main) if t.tid == self._main), None)
+        return 0.0 if main is None else (main.ran_ns + main.queued_ns) / 1e9
+
+
 def main(arguments: list[str]) -> None:
     """Detach from the starting process and watch."""
-    directory, run, attempt_directory, step_offset, limits = arguments
+    directory, run, attempt_directory, step_offset, limits, starter = arguments
     # A process of its own, so that a script that waits for all its children does not wait for this one.
     reading, writing = os.pipe()
     if os.fork():
@@ -359,7 +404,9 @@ def main(arguments: list[str]) -> None:
         runtime_dir.write_document(Path(directory) / runtime_dir.WATCHDOG, {"pid": os.getpid()})
         os.close(writing)
         thresholds = StallLimits().override(json.loads(limits))
-        Watchdog(Path(directory), Path(run), Path(attempt_directory), thresholds, int(step_offset)).run()
+        watchdog = Watchdog(Path(directory), Path(run), Path(attempt_directory), thresholds, int(step_offset))
+        EndGuard(Path(directory), int(starter)).start()
+        watchdog.run()
     except Exception as error:  # noqa: BLE001 - no traceback of backlight on the user's terminal
         if isinstance(error, FileNotFoundError) and not Path(directory).exists():
             return  # the ranks have ended before the start

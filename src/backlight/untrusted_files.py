@@ -1,0 +1,73 @@
+"""Files that others may have made: opened only where they are regular and of bounded size.
+
+A FIFO would block the reader for ever, a device or a link to one would never end, and a link may lead out of
+the directory in which it lies.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Collection
+from pathlib import Path
+
+_TYPES = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISLNK, "a symbolic link"),
+)
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+def check(path: Path, max_bytes: int, *, owners: Collection[int] = (), links: bool = False) -> int:
+    """Return the bytes of a regular file without opening it; ``owners`` are user ids, all where empty.
+
+    Raises
+    ------
+    OSError
+        If there is no such file, or it is not regular, of another owner or larger than ``max_bytes``; a
+        symbolic link is followed only with ``links``. ``strerror`` gives the reason.
+    """
+    return _checked(path, path.stat(follow_symlinks=links), max_bytes, owners)
+
+
+def open_descriptor(path: Path, max_bytes: int, *, owners: Collection[int] = (), links: bool = False) -> int:
+    """Return a descriptor for reading a file; never waits. Raises as :func:`check`."""
+    check(path, max_bytes, owners=owners, links=links)  # opening a device may already act on it
+    descriptor = os.open(path, _FLAGS | (0 if links else _NOFOLLOW))
+    try:
+        _checked(path, os.fstat(descriptor), max_bytes, owners)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read(path: Path, max_bytes: int, *, owners: Collection[int] = (), links: bool = False) -> bytes:
+    """Return the content of a file. Raises as :func:`check`."""
+    with os.fdopen(open_descriptor(path, max_bytes, owners=owners, links=links), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise _too_large(path, len(content), max_bytes)
+    return content
+
+
+def _checked(path: Path, found: os.stat_result, max_bytes: int, owners: Collection[int]) -> int:
+    if not stat.S_ISREG(found.st_mode):
+        kind = next((words for is_kind, words in _TYPES if is_kind(found.st_mode)), "no file")
+        raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
+    if owners and found.st_uid not in owners:
+        raise OSError(errno.EPERM, f"it belongs to another user ({found.st_uid})", str(path))
+    if found.st_size > max_bytes:
+        raise _too_large(path, found.st_size, max_bytes)
+    return found.st_size
+
+
+def _too_large(path: Path, size: int, max_bytes: int) -> OSError:
+    words = f"it has {size} bytes or more, expected at most {max_bytes}; it is damaged or foreign"
+    return OSError(errno.EFBIG, words, str(path))
