@@ -54,7 +54,9 @@ def follow(calls: list[str]) -> Iterator[Callable[..., CallHooks]]:
     made = []
 
     def following(*modules: nn.Module) -> CallHooks:
-        made.append(CallHooks(lambda args, kwargs: calls.append("begin"), lambda: calls.append("end")))
+        made.append(
+            CallHooks(lambda module, args, kwargs: calls.append("begin"), lambda: calls.append("end"))
+        )
         made[-1].follow(modules)
         return made[-1]
 
@@ -151,7 +153,7 @@ def test_one_class_reports_where_base_and_derived_are_followed(
 
 
 def test_the_same_pair_is_called_once(calls: list[str]) -> None:
-    def before(args: Any, kwargs: Any) -> None:
+    def before(module: Any, args: Any, kwargs: Any) -> None:
         calls.append("begin")
 
     first, second, model = CallHooks(before), CallHooks(before), Net()

@@ -18,13 +18,15 @@ from torch import nn
 
 
 class CallHooks:
-    """Calls ``before(args, kwargs)`` and ``after()`` around each call of the modules that it follows.
+    """Calls ``before(module, args, kwargs)`` and ``after()`` around each call of the modules that it follows.
 
     ``after`` is called also when the module raised. Code that a compiler traces calls neither. Two objects
     with the same ``before`` and ``after`` report a call once.
     """
 
-    def __init__(self, before: Callable[[Any, Any], None], after: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, before: Callable[[Any, Any, Any], None], after: Callable[[], None] | None = None
+    ) -> None:
         self._pair = before, after
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
 
@@ -54,7 +56,7 @@ class CallHooks:
                 _restore(kind)
 
 
-_Pair = tuple[Callable[[Any, Any], None], Callable[[], None] | None]
+_Pair = tuple[Callable[[Any, Any, Any], None], Callable[[], None] | None]
 
 _followed: dict[int, tuple[type[nn.Module], Counter[_Pair]]] = {}
 """By ``id`` of a followed module: the class whose ``__call__`` reports it, and what is called, and for how
@@ -89,7 +91,7 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
         ours = sys.modules.get("backlight.capture.call_hooks")
         pairs = ours._current(self, kind) if ours is not None else ()
         for before, _ in pairs:
-            before(args, kwargs)
+            before(self, args, kwargs)
         try:
             return go_on(self, *args, **kwargs)
         finally:

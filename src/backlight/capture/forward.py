@@ -24,9 +24,9 @@ class Forwards(CallHooks):
         super().__init__(_begin, _end)
 
 
-def _begin(args: Any, kwargs: Any) -> None:
+def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:
     HUB.emit("forward_begin")
-    HUB.emit("forward_inputs", args, kwargs)
+    HUB.emit("forward_inputs", module, args, kwargs)
 
 
 def _end() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from backlight.capture import hooks, modules
+from backlight.capture import hooks, modules, state_hooks
 from backlight.records import Phase
 
 
@@ -68,8 +68,8 @@ class Listener:
     def forward_end(self) -> None:
         """An outermost module that is followed has returned, or raised."""
 
-    def forward_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The arguments of that call, by position and by name."""
+    def forward_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The module that is called, and its arguments by position and by name."""
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Outermost backward starts from ``roots``; empty where it starts from edges of a graph."""
@@ -126,6 +126,24 @@ class Listener:
 
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
         """``scaler.step(optimizer)`` is over; ``stepped`` says whether the optimizer was called."""
+
+    def loaded(self, value: Any) -> None:
+        """``torch.load`` is about to return ``value``."""
+
+    def state_loaded(self, module: torch.nn.Module, state: Mapping[str, Any], result: Any) -> None:
+        """``module.load_state_dict(state)`` has returned ``result``."""
+
+    def optimizer_loaded(self, optimizer: torch.optim.Optimizer, state: Any, result: Any) -> None:
+        """``optimizer.load_state_dict(state)`` has returned."""
+
+    def schedule_end(self, schedule: Any) -> None:
+        """``schedule.step()`` is over."""
+
+    def autocast_begin(self, region: Any) -> None:
+        """An outermost ``torch.autocast`` that is enabled has been entered."""
+
+    def autocast_end(self, region: Any) -> None:
+        """That region is about to be left."""
 
     def batch_begin(self, source: int) -> None:
         """A DataLoader is asked for a batch; ``source`` identifies the data set."""
@@ -333,6 +351,9 @@ class Hub:
             hooks.install_clipping,
             hooks.install_grad_scaler,
             hooks.install_dataloader,
+            state_hooks.install_loading,
+            state_hooks.install_schedules,
+            state_hooks.install_autocast,
         ):
             install(self, self._patches)
         self._handles = [*hooks.install_optimizers(self, self._patches), *modules.install(self.seen)]

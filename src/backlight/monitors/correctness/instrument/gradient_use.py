@@ -91,7 +91,7 @@ class GradientUse(Check):
         """Count the forwards since the last backward."""
         self._forwards += torch.is_grad_enabled()
 
-    def forward_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def forward_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Gradients of an input may be what a backward is for, as in adversarial training."""
         if self.due and any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
             self._is_intended = True

@@ -1,0 +1,101 @@
+"""Hooks on torch that report to the hub: loaded state, steps of schedules, and regions of autocast.
+
+Not captured: a script that imported ``load`` by name before watching began, and formats of other libraries.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+if TYPE_CHECKING:
+    from backlight.capture.hooks import Patches
+    from backlight.capture.hub import Hub
+
+
+def install_loading(hub: Hub, patches: Patches) -> None:
+    """Report ``torch.load``, and the ``load_state_dict`` of modules and optimizers, once each is over."""
+    depth = [0]
+
+    def reporting(event: str, original: Any) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hub.active or depth[0] or torch.compiler.is_compiling():
+                return original(self, state_dict, *args, **kwargs)
+            depth[0] += 1
+            try:
+                result = original(self, state_dict, *args, **kwargs)
+            finally:
+                depth[0] -= 1
+            hub.emit(event, self, state_dict, result)
+            return result
+
+        return load_state_dict
+
+    def wrap_load(original: Any) -> Any:
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            if hub.active:
+                hub.emit("loaded", value)
+            return value
+
+        return load
+
+    patches.replace(torch, "load", wrap_load)
+    patches.replace(nn.Module, "load_state_dict", functools.partial(reporting, "state_loaded"))
+    patches.replace(
+        torch.optim.Optimizer, "load_state_dict", functools.partial(reporting, "optimizer_loaded")
+    )
+
+
+def install_schedules(hub: Hub, patches: Patches) -> None:
+    """Report every step of a schedule that a script takes; the one in its construction is none."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if hub.active and not getattr(self, "_is_initial", False) and not torch.compiler.is_compiling():
+                hub.emit("schedule_end", self)
+            return result
+
+        return step
+
+    patches.replace(LRScheduler, "step", wrap)
+
+
+def install_autocast(hub: Hub, patches: Patches) -> None:
+    """Report where an outermost region of autocast that is enabled begins and ends."""
+    depth = [0]
+
+    def wrap_enter(original: Any) -> Any:
+        @functools.wraps(original)
+        def __enter__(self: Any) -> Any:  # noqa: N807
+            result = original(self)
+            if not torch.compiler.is_compiling() and getattr(self, "_enabled", False):
+                depth[0] += 1
+                if depth[0] == 1 and hub.active:
+                    hub.emit("autocast_begin", self)
+            return result
+
+        return __enter__
+
+    def wrap_exit(original: Any) -> Any:
+        @functools.wraps(original)
+        def __exit__(self: Any, *args: Any) -> Any:  # noqa: N807
+            if not torch.compiler.is_compiling() and getattr(self, "_enabled", False):
+                depth[0] = max(depth[0] - 1, 0)
+                if not depth[0] and hub.active:
+                    hub.emit("autocast_end", self)
+            return original(self, *args)
+
+        return __exit__
+
+    patches.replace(torch.autocast, "__enter__", wrap_enter)
+    patches.replace(torch.autocast, "__exit__", wrap_exit)
