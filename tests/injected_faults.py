@@ -171,8 +171,9 @@ FAULTS: dict[str, Fault] = {
     "same_order_every_epoch": contradiction(
         "same_order_every_epoch", kind="order", sampler="RandomSampler", batches=8, epochs=2
     ),
-    "trained_in_eval_mode": contradiction(
-        "trained_in_eval_mode",
+    "module_modes": contradiction(
+        "module_modes",
+        kind="trained_in_evaluation",
         model="Classifier",
         modules=["drop", "norm"],
         kinds={"Dropout": 1, "BatchNorm1d": 1},

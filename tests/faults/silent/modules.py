@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from faults.silent.loop import batches, classify, control, fault
+from faults.silent.batches import samples
+from faults.silent.loop import batches, classify, control, fault, perceptron
 
 
 def normed(*more: nn.Module) -> nn.Sequential:
@@ -15,12 +19,12 @@ def normed(*more: nn.Module) -> nn.Sequential:
     )
 
 
-@fault(rule="trained_in_eval_mode", severity="warning", step=0)
+@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=0)
 def trained_in_eval_mode(injected: bool) -> None:
     classify(normed().train(not injected))
 
 
-@fault(rule="trained_in_eval_mode", severity="warning", step=6)
+@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=6)
 def no_train_after_the_evaluation(injected: bool) -> None:
     model = normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -46,3 +50,130 @@ def frozen_batch_norm() -> None:
 def new_head_on_a_frozen_model() -> None:
     backbone = normed(nn.Linear(3, 64)).requires_grad_(False)
     classify(nn.Sequential(backbone, nn.Linear(64, 3)).eval())
+
+
+def evaluated(
+    model: nn.Module, evaluate: Callable[[Iterable[list[Tensor]]], object], epochs: int = 3
+) -> None:
+    """Train for some epochs, each followed by ``evaluate`` with the batches of another data set."""
+    train = DataLoader(samples(32), batch_size=8, shuffle=True)
+    held_out = DataLoader(samples(24), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(epochs):
+        model.train()
+        for x, y in train:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        with torch.no_grad():
+            evaluate(held_out)
+
+
+@fault(rule="module_modes", kind="evaluated_in_training", severity="warning", step=4)
+def no_eval_before_the_evaluation(injected: bool) -> None:
+    model = normed()
+
+    def evaluate(held_out: Iterable[list[Tensor]]) -> None:
+        model.train(injected)
+        for x, _ in held_out:
+            model(x)
+
+    evaluated(model, evaluate)
+
+
+class Dropping(nn.Module):
+    """Classifies with dropout and attention that are functions."""
+
+    def __init__(self, dropout: bool, attention: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+        self.dropout, self.attention = dropout, attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)[None]
+        p = 0.1 if self.training or self.attention else 0.0
+        hidden = F.scaled_dot_product_attention(hidden, hidden, hidden, dropout_p=p)[0]
+        hidden = F.dropout(hidden, 0.2) if self.dropout else F.dropout(hidden, 0.2, self.training)
+        return self.last(hidden)
+
+
+def in_evaluation_mode(model: nn.Module) -> Callable[[Iterable[list[Tensor]]], None]:
+    """Return an evaluation of ``model``."""
+
+    def evaluate(held_out: Iterable[list[Tensor]]) -> None:
+        model.eval()
+        for x, _ in held_out:
+            model(x)
+
+    return evaluate
+
+
+@fault(rule="module_modes", kind="dropout_in_evaluation", severity="warning", step=4)
+def functional_dropout_in_the_evaluation(injected: bool) -> None:
+    model = Dropping(dropout=injected, attention=False)
+    evaluated(model, in_evaluation_mode(model))
+
+
+@fault(rule="module_modes", kind="dropout_in_evaluation", severity="warning", step=4)
+def attention_drops_in_the_evaluation(injected: bool) -> None:
+    model = Dropping(dropout=False, attention=injected)
+    evaluated(model, in_evaluation_mode(model))
+
+
+@fault(rule="module_modes", kind="initial_statistics", severity="warning", step=4)
+def batch_norm_without_momentum(injected: bool) -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 16), nn.BatchNorm1d(16, momentum=0.0 if injected else 0.1), nn.Linear(16, 3)
+    )
+    evaluated(model, in_evaluation_mode(model))
+
+
+@control
+def statistics_of_batch_norm_estimated_again() -> None:
+    """As for an average of weights: the batches of the training set, in training mode."""
+    model = normed()
+    loader = DataLoader(samples(), batch_size=8)
+
+    def estimate(_: Iterable[list[Tensor]]) -> None:
+        torch.optim.swa_utils.update_bn(loader, model)
+
+    evaluated(model, estimate)
+
+
+@control
+def samples_from_dropout() -> None:
+    """Several forwards of each batch in training mode give a spread."""
+    model = normed()
+
+    def sample(held_out: Iterable[list[Tensor]]) -> None:
+        for x, _ in held_out:
+            torch.stack([model(x) for _ in range(4)]).std(0)
+
+    evaluated(model, sample)
+
+
+@control
+def dropout_that_is_written_out_as_active() -> None:
+    model = perceptron()
+
+    def sample(held_out: Iterable[list[Tensor]]) -> None:
+        model.eval()
+        for x, _ in held_out:
+            F.dropout(model(F.dropout(x, 0.1, training=True)), 0.1, True)
+
+    evaluated(model, sample)
+
+
+@control
+def pseudo_labels_of_unlabelled_batches() -> None:
+    """Their forward without gradients is in training mode, and is followed by one with gradients."""
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    labelled, unlabelled = (DataLoader(samples(40), batch_size=8, shuffle=True) for _ in range(2))
+    for _ in range(2):
+        for (x, y), (weak, _) in zip(labelled, unlabelled, strict=True):
+            with torch.no_grad():
+                guess = model(weak).argmax(1)
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) + F.cross_entropy(model(weak), guess)).backward()
+            optimizer.step()

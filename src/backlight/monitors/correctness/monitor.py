@@ -6,6 +6,7 @@ from backlight.capture.hub import HUB
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.correctness.instrument.batch_order import BatchOrder
 from backlight.monitors.correctness.instrument.check import Check, Schedule
+from backlight.monitors.correctness.instrument.evaluation_modes import EvaluationModes
 from backlight.monitors.correctness.instrument.gradient_use import GradientUse
 from backlight.monitors.correctness.instrument.loss_graph import LossGraph
 from backlight.monitors.correctness.instrument.microbatch_weights import MicrobatchWeights
@@ -17,6 +18,7 @@ from backlight.monitors.correctness.model.contradictions import OBSERVED
 
 CHECKS: tuple[type[Check], ...] = (
     BatchOrder,
+    EvaluationModes,
     GradientUse,
     LossGraph,
     MicrobatchWeights,

@@ -31,7 +31,7 @@ NAMED = 5
 """Parameters or modules that a report names."""
 
 MAX_REPORTS = 16
-"""Contradictions of one rule that a process records."""
+"""Contradictions of one kind that a process records."""
 
 
 class Schedule:
@@ -80,8 +80,9 @@ class Check(Listener):
 
     def report(self, rule: str, step: int, **facts: Any) -> None:
         """Record a contradiction."""
-        self._reports[rule] += 1
-        if self._reports[rule] <= MAX_REPORTS:
+        case = f"{rule} {facts.get('kind', '')}"
+        self._reports[case] += 1
+        if self._reports[case] <= MAX_REPORTS:
             self.run.notifier.event(KIND, {"rule": rule, **facts}, step)
 
     def when_known(self, values: torch.Tensor, then: Callable[[NDArray[np.generic]], None]) -> None:

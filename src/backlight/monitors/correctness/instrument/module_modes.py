@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ TRAINED_SHARE = 0.5
 
 
 class ModuleModes(Check):
-    """``trained_in_eval_mode``: every dropout and every trained batch norm of a model is in evaluation mode.
+    """``module_modes``: every dropout and trained batch norm of a model is in evaluation mode in training.
 
     A model whose root is in training mode, or that is mostly frozen, is left out: batch norms are often
     frozen on purpose, and so is everything below a new head.
@@ -59,18 +60,29 @@ class ModuleModes(Check):
         relevant = [
             (name, module)
             for name, module in walk(model)
-            if (isinstance(module, _DropoutNd) and module.p > 0)
-            or (
-                isinstance(module, _NormBase)
-                and module.running_mean is not None
-                and id(module.weight) in held
-            )
+            if is_dropout(module) or (is_batch_norm(module) and id(module.weight) in held)
         ]
         if relevant and not any(module.training for _, module in relevant):
             self.report(
-                "trained_in_eval_mode",
+                "module_modes",
                 self.run.clock.index,
+                kind="trained_in_evaluation",
                 model=kind_of(model),
                 modules=[name for name, _ in relevant[:NAMED]],
-                kinds=dict(Counter(kind_of(module) for _, module in relevant)),
+                kinds=kinds_of(relevant),
             )
+
+
+def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:
+    """Return whether a module drops values in training mode."""
+    return isinstance(module, _DropoutNd) and module.p > 0
+
+
+def is_batch_norm(module: nn.Module) -> TypeGuard[_NormBase]:
+    """Return whether a module keeps running statistics."""
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
+def kinds_of(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, int]:
+    """Return how many modules there are of each class."""
+    return dict(Counter(kind_of(module) for _, module in modules))
