@@ -171,6 +171,9 @@ FAULTS: dict[str, Fault] = {
     "same_order_every_epoch": contradiction(
         "same_order_every_epoch", kind="order", sampler="RandomSampler", batches=8, epochs=2
     ),
+    "not_restored": contradiction(
+        "not_restored", (0,), kind="optimizer_state", optimizer="AdamW", count=4, line="train.py:12"
+    ),
     "module_modes": contradiction(
         "module_modes",
         kind="trained_in_evaluation",

@@ -1,18 +1,11 @@
 """Errors of a training loop that crash nothing, and loops without an error that come close to one."""
 
-from faults.silent import (
-    batches,
-    gradients,
-    losses,
-    microbatches,
-    mixed_precision,
-    modules,
-    optimizers,
-    weights,
-)
+import importlib
+import pkgutil
+
 from faults.silent.loop import CONTROLS, FAULTS
 
 __all__ = ["CONTROLS", "FAULTS"]
 
-SUBJECTS = (batches, gradients, losses, microbatches, mixed_precision, modules, optimizers, weights)
-"""The modules whose import fills both."""
+for subject in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{subject.name}")
