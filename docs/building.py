@@ -165,9 +165,9 @@ def limits_table(rule: str, named: str = "") -> str:
 
 
 def example(rule: str) -> str:
-    """Return the finding of a rule on its injected fault, from the snapshot of the tests."""
+    """Return the first finding of a rule on its injected fault, from the snapshot of the tests."""
     text = (ROOT / "tests" / "snapshots" / "findings.md").read_text()
-    found = re.search(rf"^## {rule}\n\n(\w+: .*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^## {rule}\n\n(\w+: .*?^- refuted if: .*?)$", text, re.MULTILINE | re.DOTALL)
     if found is None:
         raise SystemExit(f"docs/findings/{rule}.md: no such rule in tests/snapshots/findings.md")
     return f"> **{found[1].strip()}".replace("\n\n", "**\n>\n", 1).replace("\n- ", "\n> - ")

@@ -22,10 +22,10 @@ def taken(folder: Path) -> str:
             continue  # of another distribution
         run = FAULTS[name](folder / name)
         found = [f for f in (findings_of if rule.restates else evaluate_rules)(run) if f.rule == name]
+        parts.append(f"## {name}\n")
         parts += [
-            f"## {name}\n\n{f.severity}: {f.title}\n\n- detail: {f.detail}\n- fix: {f.fix}\n"
-            f"- refuted if: {f.refuted_if}\n"
-            for f in found[:1]
+            f"{f.severity}: {f.title}\n\n- detail: {f.detail}\n- fix: {f.fix}\n- refuted if: {f.refuted_if}\n"
+            for f in found
         ]
     return "\n".join(parts)
 

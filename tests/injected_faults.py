@@ -14,7 +14,6 @@ from backlight.store.write.writer import RunWriter
 from grokking_runs import write_grokking_run
 from health_runs import write_synthetic
 from monitors.steptime.rules.conftest import write as write_steptime
-from spectra_runs import STRENGTHS, Injected, write_spectra_run
 
 Fault = Callable[[Path], Run]
 GIB = 2**30
@@ -45,10 +44,6 @@ def health(rms: Any, **more: Any) -> Fault:
 
 def steptime(phases: Any = None, **more: Any) -> Fault:
     return lambda path: write_steptime(path, phases, **more)
-
-
-def spectra(**plan: Any) -> Fault:
-    return lambda path: write_spectra_run(path, Injected(**plan))
 
 
 def two_ranks(rms: Any, scalars: Any = (None, None)) -> Fault:
@@ -115,12 +110,8 @@ FAULTS: dict[str, Fault] = {
         {"a.weight": [1e-2] * 100},
         scalars={"clip/factor": [0.02] * 100, "clip/norm": [50.0] * 100, "clip/limit": [1.0] * 100},
     ),
-    "depth_slope": health({f"blocks.{i}.weight": [1e-2 * 0.4 ** (11 - i)] * 20 for i in range(12)}),
     "exploding": health(
         {"a.weight": [1e-3] * 40 + [1e-3 * 4.0**i for i in range(1, 11)], "b.weight": [1e-3] * 50}
-    ),
-    "group_ratio": health(
-        {"host.weight": [1e-2] * 40, "graft.weight": [1e-6] * 40}, groups={"host": "host*", "graft": "graft*"}
     ),
     "large_update": health({"a.weight": [1e-3] * 80}, update={"a.weight": [0.2] * 80}),
     "no_gradient": health(
@@ -131,12 +122,9 @@ FAULTS: dict[str, Fault] = {
     ),
     "no_update": health(ALIVE, update=STILL),
     "non_finite": health({"a.weight": [1e-3] * 20, "b.weight": [1e-3] * 20}, nan={("a.weight", 12): 3}),
-    "ranks_out_of_step": two_ranks(
-        [{"a.weight": [1e-3] * 10}] * 2,
-        [{"backwards_seen": np.arange(10) + 1 + rank * (np.arange(10) >= 4)} for rank in (0, 1)],
-    ),
     "replicas_differ": two_ranks(
-        [{"a.weight": [1e-3 * (1 + rank)] * 10, "b.weight": [1e-3] * 10} for rank in (0, 1)]
+        [{"a.weight": [1e-3 * (1 + rank)] * 10, "b.weight": [1e-3] * 10} for rank in (0, 1)],
+        [{"backwards_seen": np.arange(10) + 1 + rank * (np.arange(10) >= 4)} for rank in (0, 1)],
     ),
     "scaler_skips": health(
         {"a.weight": [1e-2] * 150},
@@ -193,38 +181,38 @@ FAULTS: dict[str, Fault] = {
         reverted=0.99,
         comparisons=3,
     ),
-    "copy_heavy": steptime(profile=STEP | {"copies": [COPY]}),
-    "cuda_graphs_skipped": steptime(
-        runtime_info={"compilation": {"cuda_graph_skips": 2, "cuda_graph_reasons": ["cpu device (arg0)"]}}
+    "bottleneck": steptime(
+        PHASES | {"data": 0.02},
+        profile=STEP
+        | {
+            "controls": [],
+            "copies": [COPY],
+            "device": {"idle": 0.44, "causes": {"host_bound": 0.7, "data": 0.3}},
+            "exposed_communication": 0.23,
+        },
     ),
-    "data_bound": steptime(PHASES | {"data": 0.02}, profile={"controls": []}),
-    "exposed_communication": steptime(profile=STEP | {"exposed_communication": 0.23}),
-    "graph_breaks": steptime(
-        runtime_info={"compilation": {"graphs": 3, "graph_breaks": {"Tensor.item()": 2}}}
+    "compilation": steptime(
+        runtime_info={
+            "compilation": {
+                "graphs": 3,
+                "graph_breaks": {"Tensor.item()": 2},
+                "recompiled": [RECOMPILED],
+                "cuda_graph_skips": 2,
+                "cuda_graph_reasons": ["cpu device (arg0)"],
+            }
+        }
     ),
-    "launch_bound": steptime(
-        profile=STEP | {"device": {"idle": 0.44, "causes": {"host_bound": 0.7, "data": 0.3}}}
-    ),
-    "logits_materialised": steptime(
-        profile=STEP | {"memory": {"peak": 8 * GIB, "capacity": 16 * GIB}, "logits": LOGITS}
-    ),
-    "memory_fragmentation": steptime(
-        runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}}
+    "memory": steptime(
+        profile=STEP
+        | {"memory": {"peak": 8 * GIB, "capacity": 64 * GIB}, "logits": LOGITS, "modules": [BLOCK]},
+        runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}},
     ),
     "outlier_steps": steptime(PHASES, changes={(step, "data"): 0.4 for step in (30, 40, 50)}),
-    "recompilations": steptime(runtime_info={"compilation": {"recompiled": [RECOMPILED]}}),
-    "recompute_without_need": steptime(
-        profile=STEP | {"memory": {"peak": GIB, "capacity": 16 * GIB}, "modules": [BLOCK]}
-    ),
     "slow_optimizer": steptime(PHASES | {"optimizer": 0.012}, runtime_info=LOOP),
-    "straggler": steptime(ranks=[WAITS, WAITS, LATE, WAITS]),
     "thread_oversubscription": steptime(
         runtime_info={"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
     ),
     "grokking": write_grokking_run,
-    "batch_far_from_critical": spectra(steps=(0,), strengths={name: (100.0,) for name in STRENGTHS}),
-    "below_noise": spectra(steps=(0, 10), strengths={[*STRENGTHS][1]: (8.0,)}, decay=0.9),
-    "rank_collapse": spectra(update_ranks=(8.0, 7.0, 1.1)),
     "stall": stall,
 }
 """Functions that write a run in which the rule has a finding, by rule."""

@@ -25,11 +25,15 @@ def test_snapshot_contains_every_rule() -> None:
 
 @pytest.mark.parametrize("name", sorted(SECTIONS))
 def test_finding_text_is_well_formed(name: str) -> None:
-    head, detail, fix, refuted = re.match(
-        r"(?:info|warning|error): (.+)\n\n- detail: (.+)\n- fix: (.+)\n- refuted if: (.+)\n", SECTIONS[name]
-    ).groups()  # type: ignore[union-attr]
-    assert len(head) <= TITLE_CHARACTERS
-    assert not head.endswith((".", "…"))
-    assert detail.endswith(".")
-    assert fix.endswith((".", "?", ")"))
-    assert refuted.endswith(".")
+    texts = re.findall(
+        r"^(?:info|warning|error): (.+)\n\n- detail: (.+)\n- fix: (.+)\n- refuted if: (.+)\n",
+        SECTIONS[name],
+        re.MULTILINE,
+    )
+    assert texts
+    for head, detail, fix, refuted in texts:
+        assert len(head) <= TITLE_CHARACTERS
+        assert not head.endswith((".", "…"))
+        assert detail.endswith(".")
+        assert fix.endswith((".", "?", ")"))
+        assert refuted.endswith(".")

@@ -45,6 +45,12 @@ def facts(source: Source, name: str) -> dict[str, str]:
     return {fact.label: fact.value for fact in drawn(source, name).facts}
 
 
+def test_group_without_parameters_is_a_note(tmp_path: Path) -> None:
+    plan = Plan(steps=5, groups={"lower": "blocks.0", "upper": "blokcs.1"})
+    (note,) = drawn(Source(write_run(tmp_path / "run", plan)), "groups").remarks
+    assert note.startswith("Group upper is not drawn: the group pattern 'blokcs.1' matches none")
+
+
 def test_panels_have_unique_order_and_series() -> None:
     panels = in_order()
     assert len({panel.order for panel in panels}) == len(panels)

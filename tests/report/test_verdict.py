@@ -175,7 +175,7 @@ def test_model_command_and_host_are_named(tmp_path: Path) -> None:
 
 def test_performance_hints_do_not_change_the_headline(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=5))
-    hint = finding("embed.weight", 3, rule="data_bound", monitor="steptime")
+    hint = finding("embed.weight", 3, rule="bottleneck", monitor="steptime")
     alone = outcome(Source(run, (hint,)))
     assert (alone.tone, alone.headline) == ("clear", "No findings")
     assert alone.detail.endswith("1 performance hint.")

@@ -92,8 +92,8 @@ def test_what_on_stop_raises_is_the_users_error(train: Train, tmp_path: Path) ->
     [
         ("non_finit", "stop_on: no severity or rule is called 'non_finit'; did you mean 'non_finite'"),
         (
-            "rank_collapse",
-            "stop_on: the rule 'rank_collapse' needs the monitor 'spectra'; add it",
+            "grokking",
+            "stop_on: the rule 'grokking' needs the monitor 'grokking'; add it",
         ),
     ],
 )

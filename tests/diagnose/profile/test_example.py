@@ -42,9 +42,9 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
 
 
 def test_both_faults_are_found(profile: Profile) -> None:
-    found = {finding["rule"]: finding for finding in profile[1]["findings"]}
-    assert "phase/data" in found["data_bound"]["evidence"][0]["path"]
-    assert f"slow_step.py:{CAST} (forward)" in found["copy_heavy"]["subject"]["line"]
+    found = [finding for finding in profile[1]["findings"] if finding["rule"] == "bottleneck"]
+    assert any("phase/data" in finding["evidence"][0]["path"] for finding in found)
+    assert any(f"slow_step.py:{CAST} (forward)" in (finding["subject"]["line"] or "") for finding in found)
     for output_of_the_profiler in ("USDT", "profiler_start"):
         assert output_of_the_profiler not in profile[2]
 

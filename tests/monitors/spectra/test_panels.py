@@ -196,3 +196,17 @@ def test_drift_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     assert math.isnan(left[0])
     assert left[1] == 0.75
     assert by_title["Overlap of the leading right directions with those before"].tolist() == [0.5, 0.5]
+
+
+def test_notes_name_noise_and_the_batch(tmp_path: Path) -> None:
+    weak = Source(write_spectra_run(tmp_path / "weak", Injected(steps=(0, 10), strengths={UP: (8.0,)})))
+    assert any(
+        "In 2 of 3 layers no direction exceeds" in note for note in drawn(weak, "spectra_layers").remarks
+    )
+    strengths = {name: (100.0,) for name in STRENGTHS}
+    plan = Injected(steps=(0,), strengths=strengths)
+    notes = drawn(Source(write_spectra_run(tmp_path / "strong", plan)), "spectra_signal").remarks
+    assert any(note.startswith("The batch of 48 samples, at a median noise scale of") for note in notes)
+    plan = Injected(steps=(0,), strengths=strengths, checkpoints=True)  # replicates that are no step's batch
+    checkpoints = drawn(Source(write_spectra_run(tmp_path / "checkpoints", plan)), "spectra_signal")
+    assert not any("batch" in note for note in checkpoints.remarks)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.measure.spectra.shrinkage import muon
-from backlight.monitors.spectra.model.layer_history import LayerHistory, layer_histories
+from backlight.monitors.spectra.model.layer_history import CHECKPOINT, LayerHistory, layer_histories
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
@@ -276,6 +276,26 @@ FEW_REPLICATES = 8
 """Replicates below which single ones dominate the mean over their pairs."""
 
 
+def batch_of(source: Source) -> str:
+    """Return how the batch of the last step compares with the noise scale of its layers; empty if unknown.
+
+    Replicates that were drawn at a checkpoint are no step's batch.
+    """
+    found = spectra_of(source)
+    if source.run.events(CHECKPOINT) or not found:
+        return ""
+    step = max(history.last.step for history in found)
+    at = [one.last for one in found if one.last.step == step and not math.isnan(one.last["noise_scale"])]
+    if not at or math.isnan(at[0]["batch"]):
+        return ""
+    batch = at[0]["batch"] * at[0].replicates
+    # Layers share one batch, so their median stands for the step.
+    scale = median(one["noise_scale"] for one in at)
+    if math.isinf(scale):
+        return f"The batch of {number(batch)} samples shows no signal in the median layer."
+    return f"The batch of {number(batch)} samples, at a median noise scale of {number(scale, 3)} samples."
+
+
 @panel(
     "spectra_layers",
     title="Layers by signal",
@@ -290,16 +310,22 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
     found = spectra_of(source)
     if not found:
         return NotMeasured(source.reason("spectra", otherwise="No spectra were recorded."))
-    rows, few = [], 0
+    rows, few, noise = [], 0, 0
     for history in found[:MAX_LAYERS]:
         last = history.last
         few += last.replicates < FEW_REPLICATES
+        noise += last.identifiable == 0
         numbers = [last[name] for name in COLUMNS.values()]
         shown = ["not measured" if math.isnan(value) else number(value, 3) for value in numbers]
         rows.append([visible(history.name), shape_of(history.layer), number(last.step), *shown])
     remarks = []
     if len(found) > MAX_LAYERS:
         remarks.append(f"{len(found):,} layers were measured; the first {MAX_LAYERS} are listed.")
+    if noise:
+        remarks.append(
+            f"In {noise} of {count(len(rows), 'layer')} no direction exceeds the noise of one replicate: "
+            "measure with more samples in each."
+        )
     if few:
         remarks.append(
             f"{count(few, 'layer')} with fewer than {FEW_REPLICATES} replicates: single ones dominate "
@@ -358,4 +384,5 @@ def spectra_signal(source: Source) -> Drawn | NotMeasured:
             charts.append(chart(lines, axis, title=title))
     if not charts:
         return NotMeasured(source.reason("spectra", otherwise="No spectra were recorded."))
-    return Drawn("lines", {"charts": charts, "small": True}, (), tuple(dict.fromkeys(remarks)))
+    remarks.append(batch_of(source))
+    return Drawn("lines", {"charts": charts, "small": True}, (), tuple(dict.fromkeys(filter(None, remarks))))

@@ -23,25 +23,25 @@ def control(ratio: float, high: float | None = None) -> dict[str, Any]:
 
 
 def test_data_wait_without_a_control_is_info_of_a_profile(stored: Any, evaluated: Any) -> None:
-    assert not evaluated(stored(WAITING), "data_bound")
-    (found,) = evaluated(stored(WAITING, profile=PROFILE), "data_bound")
+    assert not evaluated(stored(WAITING), "bottleneck")
+    (found,) = evaluated(stored(WAITING, profile=PROFILE), "bottleneck")
     assert found.severity is Severity.INFO
     assert found.evidence[0].path == "scalars/phase/data"
 
 
 def test_control_confirms_or_refutes_the_data_wait(stored: Any, evaluated: Any) -> None:
-    (found,) = evaluated(stored(WAITING, profile=control(0.72)), "data_bound")
-    assert found.severity is Severity.WARNING
+    (found,) = evaluated(stored(WAITING, profile=control(0.72)), "bottleneck")
+    assert found.severity is Severity.INFO
     assert found.evidence[1].value == 0.72
     assert any("controls/cached batch" in evidence.path for evidence in found.evidence)
     for refuting in (control(0.97), control(0.8, 1.02), control(1.1)):
-        assert not evaluated(stored(WAITING, profile=refuting), "data_bound")
+        assert not evaluated(stored(WAITING, profile=refuting), "bottleneck")
 
 
 def test_fast_loader_and_short_run_have_no_finding(stored: Any, evaluated: Any) -> None:
-    assert not evaluated(stored(HEALTHY), "data_bound")
-    assert not evaluated(stored(WAITING, steps=15, profile=PROFILE), "data_bound")
-    assert evaluated(stored(WAITING, steps=15, profile=PROFILE), "data_bound", steady_steps=10)
+    assert not evaluated(stored(HEALTHY), "bottleneck")
+    assert not evaluated(stored(WAITING, steps=15, profile=PROFILE), "bottleneck")
+    assert evaluated(stored(WAITING, steps=15, profile=PROFILE), "bottleneck", steady_steps=10)
 
 
 def test_for_loop_optimizer_is_found_if_it_takes_time(stored: Any, evaluated: Any) -> None:
@@ -108,14 +108,14 @@ def test_scatter_cold_start_and_short_pauses_are_no_outliers(stored: Any, evalua
 
 
 def test_straggler_is_found_with_its_phase(stored: Any, evaluated: Any) -> None:
-    (found,) = evaluated(stored(ranks=[WAITS, WAITS, LATE, WAITS]), "straggler")
+    (found,) = evaluated(stored(ranks=[WAITS, WAITS, LATE, WAITS]), "bottleneck")
     assert (found.subject.rank, found.subject.phase) == (2, "data")
     assert [evidence.value for evidence in found.evidence] == pytest.approx([0.012, 0.001], rel=0.05)
 
 
 def test_equal_ranks_and_ranks_without_waits_have_no_finding(stored: Any, evaluated: Any) -> None:
-    assert not evaluated(stored(ranks=[WAITS] * 4), "straggler")
-    assert not evaluated(stored(LATE), "straggler")
+    assert not evaluated(stored(ranks=[WAITS] * 4), "bottleneck")
+    assert not evaluated(stored(LATE), "bottleneck")
     # A slower rank that no other rank waits for.
     alone = WAITS | {"data": 0.012}
-    assert not evaluated(stored(ranks=[WAITS, WAITS, alone]), "straggler")
+    assert not evaluated(stored(ranks=[WAITS, WAITS, alone]), "bottleneck")

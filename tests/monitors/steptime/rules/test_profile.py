@@ -33,7 +33,7 @@ def copy(line: str, share: float, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_launch_bound(stored: Any, evaluated: Any, device: Any, expected: int) -> None:
-    found = evaluated(stored(profile=STEP | {"device": device}), "launch_bound")
+    found = evaluated(stored(profile=STEP | {"device": device}), "bottleneck")
     assert len(found) == expected
     for finding in found:
         assert [evidence.value for evidence in finding.evidence] == [0.44, 0.7]
@@ -43,7 +43,7 @@ def test_launch_bound_fix_for_a_compiled_model(stored: Any, evaluated: Any) -> N
     compiled = [{"name": "compiled regions", "state": "on", "detail": "(model)"}]
     device = {"idle": 0.5, "causes": {"launch_gap": 1.0}}
     profile = STEP | {"optimizations": compiled, "device": device}
-    (found,) = evaluated(stored(profile=profile), "launch_bound")
+    (found,) = evaluated(stored(profile=profile), "bottleneck")
     assert found.fix.startswith("The model is compiled already")
 
 
@@ -53,44 +53,44 @@ def test_copies_are_summed_by_line(stored: Any, evaluated: Any) -> None:
         copy("train.py:12 (step)", 0.03, source="double"),
         copy("a.py:1 (f)", 0.02),
     ]
-    (found,) = evaluated(stored(profile=STEP | {"copies": copies}), "copy_heavy")
+    (found,) = evaluated(stored(profile=STEP | {"copies": copies}), "bottleneck")
     assert found.subject.line == "train.py:12 (step)"
     assert [evidence.value for evidence in found.evidence] == pytest.approx([0.07, 3.5])
     layout = [copy("b.py:2 (g)", 0.2, target="float", contiguous=False)]
-    (other,) = evaluated(stored(profile=STEP | {"copies": layout}), "copy_heavy")
+    (other,) = evaluated(stored(profile=STEP | {"copies": layout}), "bottleneck")
     assert other.subject.line == "b.py:2 (g)"
-    assert not evaluated(stored(profile=STEP | {"copies": copies[2:]}), "copy_heavy")
+    assert not evaluated(stored(profile=STEP | {"copies": copies[2:]}), "bottleneck")
 
 
 def test_logits_are_compared_with_the_peak(stored: Any, evaluated: Any) -> None:
     large = {"memory": {"peak": 8 * 2**30, "capacity": 16 * 2**30}, "logits": LOGITS}
-    (found,) = evaluated(stored(profile=STEP | large), "logits_materialised")
+    (found,) = evaluated(stored(profile=STEP | large), "memory")
     assert found.evidence[0].value == 16 * 1024 * 32000 * (4 + 4)
     chunked = large | {"optimizations": [{"name": "chunked loss", "state": "on", "detail": ""}]}
-    assert not evaluated(stored(profile={"step": None} | chunked), "logits_materialised")
+    assert not evaluated(stored(profile={"step": None} | chunked), "memory")
     small = large | {"logits": LOGITS | {"shape": [16, 10]}}
-    assert not evaluated(stored(profile=STEP | small), "logits_materialised")
+    assert not evaluated(stored(profile=STEP | small), "memory")
     much_else = large | {"memory": {"peak": 60 * 2**30}}
-    assert not evaluated(stored(profile=STEP | much_else), "logits_materialised")
+    assert not evaluated(stored(profile=STEP | much_else), "memory")
 
 
 def test_recomputation_sums_outermost_modules(stored: Any, evaluated: Any) -> None:
     modules = [module(f"blocks.{i}", 5, 10, 2.0) for i in range(3)] + [module("blocks.0.up", 2, 4, 1.0)]
-    (found,) = evaluated(stored(profile=STEP | MEMORY | {"modules": modules}), "recompute_without_need")
+    (found,) = evaluated(stored(profile=STEP | MEMORY | {"modules": modules}), "memory")
     assert found.subject.module == "blocks.0"
     assert found.evidence[0].value == 2.0
     full = {"memory": {"peak": 15 * 2**30, "capacity": 16 * 2**30}}
-    assert not evaluated(stored(profile=STEP | full | {"modules": modules}), "recompute_without_need")
-    assert not evaluated(stored(profile=STEP | {"modules": modules}), "recompute_without_need")
+    assert not evaluated(stored(profile=STEP | full | {"modules": modules}), "memory")
+    assert not evaluated(stored(profile=STEP | {"modules": modules}), "memory")
     none = [module(f"blocks.{i}", 5, 10) for i in range(3)]
-    assert not evaluated(stored(profile=STEP | MEMORY | {"modules": none}), "recompute_without_need")
+    assert not evaluated(stored(profile=STEP | MEMORY | {"modules": none}), "memory")
 
 
 def test_exposed_communication(stored: Any, evaluated: Any) -> None:
-    (found,) = evaluated(stored(profile=STEP | {"exposed_communication": 0.23}), "exposed_communication")
+    (found,) = evaluated(stored(profile=STEP | {"exposed_communication": 0.23}), "bottleneck")
     assert found.evidence[0].value == 0.23
     for share in (0.02, None):
-        assert not evaluated(stored(profile=STEP | {"exposed_communication": share}), "exposed_communication")
+        assert not evaluated(stored(profile=STEP | {"exposed_communication": share}), "bottleneck")
 
 
 def test_damaged_profile_is_ignored(stored: Any, evaluated: Any, tmp_path: Any) -> None:

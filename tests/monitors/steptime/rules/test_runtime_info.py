@@ -27,36 +27,36 @@ def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
 
 def test_fragmentation_by_reserve_and_by_retries(stored: Any, evaluated: Any) -> None:
     apart = {"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 0}}
-    (found,) = evaluated(stored(runtime_info=apart), "memory_fragmentation")
+    (found,) = evaluated(stored(runtime_info=apart), "memory")
     assert found.severity is Severity.INFO
     assert [evidence.value for evidence in found.evidence] == [12 * GIB, 8 * GIB]
     again = {"memory": {"reserved": 12 * GIB, "peak": 11.9 * GIB, "retries": 3}}
-    (other,) = evaluated(stored(runtime_info=again), "memory_fragmentation")
+    (other,) = evaluated(stored(runtime_info=again), "memory")
     assert other.severity is Severity.WARNING
     healthy = {"memory": {"reserved": 12 * GIB, "peak": 11 * GIB, "retries": 0}}
-    assert not evaluated(stored(runtime_info=healthy), "memory_fragmentation")
-    assert not evaluated(stored(runtime_info={"memory": {"peak": 8 * GIB}}), "memory_fragmentation")
+    assert not evaluated(stored(runtime_info=healthy), "memory")
+    assert not evaluated(stored(runtime_info={"memory": {"peak": 8 * GIB}}), "memory")
 
 
 def test_graph_breaks_with_their_reasons(stored: Any, evaluated: Any) -> None:
     breaks = {"Tensor.item(): capture_scalar_outputs is off": 2}
     facts = {"compilation": {"graphs": 3, "graph_breaks": breaks}}
-    (found,) = evaluated(stored(runtime_info=facts), "graph_breaks")
+    (found,) = evaluated(stored(runtime_info=facts), "compilation")
     assert found.evidence[0].value == "2 x Tensor.item(): capture_scalar_outputs is off"
     for compilation in ({"graphs": 1, "graph_breaks": {}}, None):
-        assert not evaluated(stored(runtime_info={"compilation": compilation}), "graph_breaks")
+        assert not evaluated(stored(runtime_info={"compilation": compilation}), "compilation")
 
 
 def test_repeated_recompilations_are_found(stored: Any, evaluated: Any) -> None:
-    (found,) = evaluated(stored(runtime_info={"compilation": {"recompiled": [RECOMPILED]}}), "recompilations")
+    (found,) = evaluated(stored(runtime_info={"compilation": {"recompiled": [RECOMPILED]}}), "compilation")
     assert found.evidence[0].value == 7
     assert found.subject.line == "model.py:10"
     usual = {"compilation": {"recompiled": [RECOMPILED | {"count": 1}]}}
-    assert not evaluated(stored(runtime_info=usual), "recompilations")
+    assert not evaluated(stored(runtime_info=usual), "compilation")
 
 
 def test_skipped_cuda_graphs_with_their_reason(stored: Any, evaluated: Any) -> None:
     facts = {"compilation": {"cuda_graph_skips": 2, "cuda_graph_reasons": ["cpu device (arg0)"]}}
-    (found,) = evaluated(stored(runtime_info=facts), "cuda_graphs_skipped")
+    (found,) = evaluated(stored(runtime_info=facts), "compilation")
     assert [evidence.value for evidence in found.evidence] == [2, "cpu device (arg0)"]
-    assert not evaluated(stored(runtime_info={"compilation": {"cuda_graph_skips": 0}}), "cuda_graphs_skipped")
+    assert not evaluated(stored(runtime_info={"compilation": {"cuda_graph_skips": 0}}), "compilation")

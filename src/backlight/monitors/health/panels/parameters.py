@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any
 
@@ -16,7 +15,7 @@ from backlight.report.frames import COLUMNS, SPREAD, Buckets, ParameterFrames, S
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.store.format.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
-from backlight.text import number
+from backlight.text import number, visible
 
 MAX_EXACT_CELLS = 12_000
 """Up to so many cells a column travels as float64; above, its values are quantised."""
@@ -122,13 +121,15 @@ MAX_LINES = 8
 )
 def groups(source: Source) -> Drawn | NotMeasured:
     """Draw one line per group, and one per pair for the ratio of the first to the second."""
-    groups = {}
+    groups, remarks = {}, []
     for name, pattern in source.run.groups.items():
-        with contextlib.suppress(GroupError):  # recorded by the session, as an event
+        try:
             groups[name] = group_rms(source.run, pattern)
+        except GroupError as error:
+            remarks.append(f"Group {visible(name)} is not drawn: {visible(str(error))}.")
     if not groups:
         reason = source.reason("group", otherwise="No group was named: backlight run --group NAME=PATTERN.")
-        return NotMeasured(reason)
+        return NotMeasured(" ".join(remarks) or reason)
     lines = [Line(name, rms.steps, rms.values, gaps=True) for name, rms in groups.items()]
     charts = [chart(lines[:MAX_LINES], Axis("rms (gradient)", log=True))]
     ratios, facts = [], []
@@ -141,8 +142,9 @@ def groups(source: Source) -> Drawn | NotMeasured:
     if ratios:
         charts.append(chart(ratios[:MAX_LINES], Axis("ratio", log=True)))
     hidden = max(len(lines), len(ratios)) - MAX_LINES
-    remarks = (f"The first {MAX_LINES} lines of each chart are drawn.",) if hidden > 0 else ()
-    return Drawn("lines", {"charts": charts}, tuple(facts[:4]), remarks)
+    if hidden > 0:
+        remarks.append(f"The first {MAX_LINES} lines of each chart are drawn.")
+    return Drawn("lines", {"charts": charts}, tuple(facts[:4]), tuple(remarks))
 
 
 @panel(

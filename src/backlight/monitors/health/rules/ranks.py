@@ -1,4 +1,4 @@
-"""Rules on ranks: a rank out of step with the others, replicas that differ."""
+"""Rule ``replicas_differ``: ranks whose gradients or weights differ, or that are out of step."""
 
 from __future__ import annotations
 
@@ -71,17 +71,13 @@ def out_of_step(run: Run) -> OutOfStep | None:
     return OutOfStep(int(steps[row]), ranks, seen, int(common), int(differ.sum()))
 
 
-@rule("ranks_out_of_step", monitor="health", limits=RankLimits)
-def ranks_out_of_step(run: Run, limits: RankLimits) -> Iterator[Finding]:
-    """Find ranks that have seen another number of backward passes at the same count of optimizer steps."""
-    found = out_of_step(run)
-    if found is None or found.steps < limits.apart_steps:
-        return
+def _out_of_step(found: OutOfStep) -> Finding:
+    """Report ranks that have seen another number of backward passes at the same count of optimizer steps."""
     one = len(found.ranks) == 1
     who = f"{'Rank' if one else 'Ranks'} {', '.join(map(str, found.ranks[:8]))}"
     counts = ", ".join(str(found.seen[rank]) for rank in found.ranks[:8])
     others = [rank for rank in found.seen if rank not in found.ranks]
-    yield Finding(
+    return Finding(
         severity=Severity.ERROR,
         title=f"{who} {'is' if one else 'are'} out of step with the others from step {found.step} on",
         detail=(
@@ -109,12 +105,14 @@ COLUMNS = (("gradient", "norm", "gradient"), ("update", "weight_norm", "weight")
 """What is compared, in this order: weights drift where gradients do."""
 
 
-@rule("replicas_differ", monitor="health", limits=RankLimits, needs=("gradient",))
+@rule("replicas_differ", monitor="health", version=2, limits=RankLimits)
 def replicas_differ(run: Run, limits: RankLimits) -> Iterator[Finding]:
-    """Find whole or replicated parameters of which ranks measured different norms at the same step."""
+    """Find ranks out of step, and whole or replicated parameters of which ranks measured different norms."""
     if not run.attempts or len(run.attempts[-1].ranks) < 2:
         return
     late = out_of_step(run)
+    if late is not None and late.steps >= limits.apart_steps:
+        yield _out_of_step(late)
     for series, column, unit in COLUMNS:
         if not run.has(series):
             continue

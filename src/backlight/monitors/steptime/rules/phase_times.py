@@ -1,4 +1,4 @@
-"""Rules on the phase times of the steady steps: data, optimizer, outliers, a late rank."""
+"""Rules on the phase times of the steady steps: a slow optimizer, outliers."""
 
 from __future__ import annotations
 
@@ -10,104 +10,20 @@ import numpy as np
 
 from backlight.findings.limits import limit
 from backlight.monitors.steptime.model.evidence import (
-    FORMULAS,
     GARBAGE_COLLECTION,
     BusyLimits,
-    SteadyLimits,
     info_evidence,
     is_busy,
     percent,
     phase_evidence,
-    read_profile,
     read_runtime_info,
     steady_phases,
 )
-from backlight.monitors.steptime.model.step_times import PREFIX, Floats, PhaseTimes
+from backlight.monitors.steptime.model.step_times import PREFIX, PhaseTimes
 from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 from backlight.text import count, duration
-
-CONTROL = "cached batch"
-"""Name of the control that repeats one batch."""
-
-
-@dataclass(frozen=True)
-class DataBoundLimits(SteadyLimits):
-    """Limits of the rule ``data_bound``."""
-
-    data_share: float = limit(0.1, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0)
-    data_match: float = limit(
-        0.5, "share of the wait that a cached batch must save before data is the cause", high=1.0
-    )
-
-
-@rule("data_bound", monitor="steptime", limits=DataBoundLimits)
-def data_bound(run: Run, limits: DataBoundLimits) -> Iterator[Finding]:
-    """Find a share of the steady steps in the data loader, and whether the control shows that it costs time.
-
-    A step may wait for its loader because it is over early, or because something else holds the processor;
-    only a step that becomes faster with a cached batch is bound by data.
-    """
-    table = steady_phases(run, limits)
-    if table is None:
-        return
-    share = float(np.median(table.phase(Phase.DATA) / table.total))
-    if share <= limits.data_share:
-        return
-    evidence = [phase_evidence(table, Phase.DATA)]
-    wait = f"Waiting for data takes {percent(share)} of a steady step ({len(table.steps)} steps)"
-    if read_profile(run) is None:
-        return  # a share without a control is a suspicion, for the command that can test it
-    control = _control(run)
-    if control is None:
-        severity = Severity.INFO
-        title = f"Waiting for data takes {percent(share)} of a step"
-        detail = (
-            f"{wait}. Whether the step would be faster without the wait is not measured: there is no "
-            f"control. Expected gain: at most {percent(share)} of a step."
-        )
-        fix = (
-            "Run `backlight profile --confirm` on the same script: it repeats the steps with a cached batch."
-        )
-    else:
-        found, saved = control
-        if saved < limits.data_match * share:
-            return  # the control refutes it: the time is spent elsewhere all the same
-        evidence.append(found)
-        severity = Severity.WARNING
-        title = f"The step is bound by data loading: {percent(saved)} shorter with a cached batch"
-        detail = (
-            f"{wait}, and with a cached batch a step is {percent(saved)} shorter: data loading is the "
-            f"bottleneck. Expected gain: {percent(min(saved, share))} of a step."
-        )
-        fix = (
-            "Raise num_workers and prefetch_factor, set persistent_workers, or decode the data ahead of "
-            "training; then compare both runs."
-        )
-    yield Finding(
-        severity=severity,
-        title=title,
-        detail=detail,
-        subject=Subject(phase=Phase.DATA, step=int(table.steps[0])),
-        evidence=tuple(evidence),
-        fix=fix,
-        refuted_if="a run with a cached batch, all else equal, is not faster by at least half of the wait.",
-    )
-
-
-def _control(run: Run) -> tuple[Evidence, float] | None:
-    """Return the evidence of a control with a cached batch, and the share of a step that it saved."""
-    profile = read_profile(run)
-    rows = profile.rows("controls") if profile is not None else []
-    row = next((r for r in rows if r.get("name") == CONTROL and r.get("ratio") is not None), None)
-    if profile is None or row is None:
-        return None
-    ratio, high = float(row["ratio"]), row.get("high")
-    # Within its interval it saved nothing.
-    saved = max(0.0, 1.0 - ratio) if high is None or float(high) < 1.0 else 0.0
-    return profile.evidence(f"controls/{CONTROL}", ratio, "of a step"), saved
-
 
 FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """Optimizers of torch that have a fused implementation on every device."""
@@ -262,69 +178,3 @@ def _grown(table: PhaseTimes, row: int) -> list[str]:
     """Return the two phases that grew most at a row against their medians."""
     grown = table.seconds[row] - np.median(table.seconds, axis=0)
     return [table.names[column] for column in np.argsort(-grown)[:2]]
-
-
-SHARED = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
-"""Phases in which collectives may wait for other ranks: their time is not only a rank's own work."""
-
-
-@dataclass(frozen=True)
-class StragglerLimits(SteadyLimits):
-    """Limits of the rule ``straggler``."""
-
-    straggler_share: float = limit(
-        0.1, "share of a step that a rank works longer than the median of the ranks", high=1.0
-    )
-
-
-@rule("straggler", monitor="steptime", limits=StragglerLimits)
-def straggler(run: Run, limits: StragglerLimits) -> Iterator[Finding]:
-    """Find a rank whose own phases last longer, while it waits less than the others in the shared ones.
-
-    Ranks that step together take equally long for a step; the phases show which of them is late.
-    """
-    ranks = run.attempts[-1].ranks if run.attempts else ()
-    tables = {rank: table for rank in ranks if (table := steady_phases(run, limits, rank)) is not None}
-    if len(tables) < 2:
-        return
-    own = {rank: float(np.median(_own(table))) for rank, table in tables.items()}
-    shared = {rank: float(np.median(table.total - _own(table))) for rank, table in tables.items()}
-    step = float(np.median([np.median(table.total) for table in tables.values()]))
-    late = max(sorted(own), key=lambda rank: own[rank])
-    others = [rank for rank in tables if rank != late]
-    excess = (own[late] - float(np.median([own[rank] for rank in others]))) / step
-    waited = (float(np.median([shared[rank] for rank in others])) - shared[late]) / step
-    # Both must hold: it works longer, and in the shared phases the others wait for it.
-    if excess <= limits.straggler_share or waited < excess / 2:
-        return
-    table, reference = tables[late], tables[others[0]]
-    name = max(
-        (n for n in table.names if n not in SHARED),
-        key=lambda n: float(np.median(table.phase(n)) - np.median(reference.phase(n))),
-    )
-    phase = name.replace("_", " ")
-    yield Finding(
-        severity=Severity.INFO,
-        title=f"Rank {late} is a straggler: {percent(excess)} of a step slower, in {phase}",
-        detail=(
-            f"Rank {late} works {percent(excess)} of a step longer than the other ranks, mostly in {phase}, "
-            f"and they wait for it. Expected gain: at most {percent(excess)} of a step."
-        ),
-        subject=Subject(rank=late, phase=name),
-        evidence=tuple(
-            Evidence(
-                f"scalars/{PREFIX}{name}", None, float(np.median(t.phase(name))), f"s, median of rank {rank}"
-            )
-            for rank, t in ((late, table), (others[0], reference))
-        ),
-        fix=(
-            "Check that rank: its share of the data, its machine (clock, temperature, other jobs), its "
-            "loader. `backlight trace` on all ranks shows which collectives wait."
-        ),
-        refuted_if="another rank is late after ranks swap machines, or with equal batches.",
-    )
-
-
-def _own(table: PhaseTimes) -> Floats:
-    kept = [column for column, name in enumerate(table.names) if name not in SHARED]
-    return np.asarray(table.seconds[:, kept].sum(axis=1))

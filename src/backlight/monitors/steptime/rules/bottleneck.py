@@ -1,0 +1,285 @@
+"""Rule ``bottleneck``: what a step waits for: data, launches, communication, copies, a late rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from backlight.findings.limits import limit
+from backlight.monitors.steptime.model.evidence import (
+    FORMULAS,
+    SteadyLimits,
+    percent,
+    phase_evidence,
+    read_profile,
+    steady_phases,
+)
+from backlight.monitors.steptime.model.step_times import PREFIX, Floats, PhaseTimes
+from backlight.records import Evidence, Finding, Phase, Severity, Subject
+from backlight.registry import rule
+from backlight.store.read.run import Run
+from backlight.text import count, duration
+
+CONTROL = "cached batch"
+"""Name of the control that repeats one batch."""
+
+HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
+"""Causes of idle time on the host."""
+
+SHARED = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
+"""Phases in which collectives may wait for other ranks: their time is not only a rank's own work."""
+
+
+@dataclass(frozen=True)
+class BottleneckLimits(SteadyLimits):
+    """Limits of the rule ``bottleneck``."""
+
+    data_share: float = limit(0.1, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0)
+    data_match: float = limit(
+        0.5, "share of the wait that a cached batch must save before data is the cause", high=1.0
+    )
+    launch_idle: float = limit(0.2, "share of a step in which the device is idle", high=1.0)
+    launch_host: float = limit(
+        0.5, "share of that idle time in which the device waits for the host to launch", high=1.0
+    )
+    exposed_share: float = limit(
+        0.1, "share of a step in which the device communicates and computes nothing", high=1.0
+    )
+    copy_share: float = limit(
+        0.05,
+        "share of a step that copies from one line take: a well-kept model casts and lays out in about 1 %",
+        high=1.0,
+    )
+    straggler_share: float = limit(
+        0.1, "share of a step that a rank works longer than the median of the ranks", high=1.0
+    )
+
+
+@rule("bottleneck", monitor="steptime", limits=BottleneckLimits)
+def bottleneck(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find what a steady step waits for; all but a late rank from a stored profile."""
+    for find in (_data, _launches, _communication, _copies, _late_rank):
+        yield from find(run, limits)
+
+
+def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find a share of the steady steps in the data loader, and whether the control shows that it costs time.
+
+    A step may wait for its loader because it is over early, or because something else holds the processor;
+    only a step that becomes faster with a cached batch is bound by data.
+    """
+    table = steady_phases(run, limits)
+    if table is None or read_profile(run) is None:
+        return  # a share without a control is a suspicion, for the command that can test it
+    share = float(np.median(table.phase(Phase.DATA) / table.total))
+    if share <= limits.data_share:
+        return
+    evidence = [phase_evidence(table, Phase.DATA)]
+    wait = f"Waiting for data takes {percent(share)} of a steady step ({len(table.steps)} steps)"
+    control = _control(run)
+    if control is None:
+        title = f"Waiting for data takes {percent(share)} of a step"
+        detail = (
+            f"{wait}. Whether the step would be faster without the wait is not measured: there is no "
+            f"control. Expected gain: at most {percent(share)} of a step."
+        )
+        fix = (
+            "Run `backlight profile --confirm` on the same script: it repeats the steps with a cached batch."
+        )
+    else:
+        found, saved = control
+        if saved < limits.data_match * share:
+            return  # the control refutes it: the time is spent elsewhere all the same
+        evidence.append(found)
+        title = f"The step is bound by data loading: {percent(saved)} shorter with a cached batch"
+        detail = (
+            f"{wait}, and with a cached batch a step is {percent(saved)} shorter: data loading is the "
+            f"bottleneck. Expected gain: {percent(min(saved, share))} of a step."
+        )
+        fix = (
+            "Raise num_workers and prefetch_factor, set persistent_workers, or decode the data ahead of "
+            "training; then compare both runs."
+        )
+    yield Finding(
+        severity=Severity.INFO,
+        title=title,
+        detail=detail,
+        subject=Subject(phase=Phase.DATA, step=int(table.steps[0])),
+        evidence=tuple(evidence),
+        fix=fix,
+        refuted_if="a run with a cached batch, all else equal, is not faster by at least half of the wait.",
+    )
+
+
+def _control(run: Run) -> tuple[Evidence, float] | None:
+    """Return the evidence of a control with a cached batch, and the share of a step that it saved."""
+    profile = read_profile(run)
+    rows = profile.rows("controls") if profile is not None else []
+    row = next((r for r in rows if r.get("name") == CONTROL and r.get("ratio") is not None), None)
+    if profile is None or row is None:
+        return None
+    ratio, high = float(row["ratio"]), row.get("high")
+    # Within its interval it saved nothing.
+    saved = max(0.0, 1.0 - ratio) if high is None or float(high) < 1.0 else 0.0
+    return profile.evidence(f"controls/{CONTROL}", ratio, "of a step"), saved
+
+
+def _launches(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find idle time of a device that the launching host causes."""
+    profile = read_profile(run)
+    device = profile.content.get("device") if profile is not None else None
+    if profile is None or not device:
+        return
+    idle = float(device.get("idle") or 0.0)
+    causes: dict[str, float] = device.get("causes") or {}
+    host = sum(causes.get(name, 0.0) for name in HOST_CAUSES)
+    if idle <= limits.launch_idle or host <= limits.launch_host:
+        return
+    main = max(HOST_CAUSES, key=lambda name: causes.get(name, 0.0))
+    attempt = (
+        "The model is compiled already: try mode='reduce-overhead' (CUDA graphs), "
+        if profile.state("compiled regions") == "on"
+        else "Try torch.compile, with mode='reduce-overhead' for CUDA graphs, "
+    )
+    yield Finding(
+        severity=Severity.INFO,
+        title=f"The GPU is idle for {percent(idle)} of the step, mostly launch-bound",
+        detail=(
+            f"The GPU is idle for {percent(idle)} of the step; {percent(host)} of the idle time is "
+            f"launch-bound (mostly {main.replace('_', ' ')}). Expected gain: at most {percent(idle * host)} "
+            "of a step."
+        ),
+        subject=Subject(),
+        evidence=(
+            profile.evidence("device/idle", idle, "of a step"),
+            profile.evidence(f"device/causes/{main}", causes.get(main, 0.0), "of the idle time"),
+        ),
+        fix=(
+            f"{attempt}or a larger batch; remove calls that wait for the device (`.item()`, printing a "
+            "tensor)."
+        ),
+        refuted_if="doubling the batch doubles the step time: the device is then the limit.",
+    )
+
+
+def _communication(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find communication that no computation overlaps."""
+    profile = read_profile(run)
+    exposed = profile.content.get("exposed_communication") if profile is not None else None
+    if profile is None or exposed is None or float(exposed) <= limits.exposed_share:
+        return
+    share = float(exposed)
+    yield Finding(
+        severity=Severity.INFO,
+        title=f"Communication is exposed for {percent(share)} of a step",
+        detail=(
+            f"For {percent(share)} of a step the device communicates without computing. Expected gain: at "
+            f"most {percent(share)} of a step."
+        ),
+        subject=Subject(),
+        evidence=(profile.evidence("exposed_communication", share, "of a step"),),
+        fix=(
+            "Start reductions during backward (DDP buckets, FSDP prefetch), reduce every few steps with "
+            "accumulation under `no_sync()`, or send fewer bits. First check for a late rank: its peers then "
+            "wait, which is not communication (`backlight trace` on all ranks)."
+        ),
+        refuted_if="the collectives wait for a late rank and take their usual time once it arrives.",
+    )
+
+
+def _copies(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find the lines whose copies take more of a step than they should."""
+    profile = read_profile(run)
+    if profile is None:
+        return
+    by_line: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in profile.rows("copies"):
+        by_line[str(row.get("line") or "")].append(row)
+    shares = {line: sum(float(row["share"]) for row in rows) for line, rows in by_line.items()}
+    for line, share in sorted(shares.items(), key=lambda item: -item[1]):
+        if share <= limits.copy_share:
+            return
+        rows = by_line[line]
+        worst = max(rows, key=lambda row: float(row["share"]))
+        spent = sum(float(row["device_ms"] or row["host_ms"]) for row in rows)
+        calls = sum(float(row["calls"]) for row in rows)
+        source, target = worst["source"] or "unknown", worst["target"] or "unknown"
+        what = "Casts" if source != target else "Copies"
+        layout = " that change the layout" if source == target and worst["contiguous"] is False else ""
+        where = line or "unknown line"
+        yield Finding(
+            severity=Severity.INFO,
+            title=f"{what} at {where} take {percent(share)} of a step",
+            detail=(
+                f"{what}{layout} from {source} to {target} take {percent(share)} of a step "
+                f"({duration(spent / 1e3)}, {count(round(calls), 'call')}) at "
+                f"{line or 'a line that is not in the trace'}. Expected gain: at most {percent(share)} of a "
+                "step."
+            ),
+            subject=Subject(line=line or None),
+            evidence=(
+                profile.evidence(f"copies/{where}", share, "of a step"),
+                profile.evidence(f"copies/{where}/milliseconds", spent, "ms"),
+            ),
+            fix=(
+                "Cast once outside the loop, keep one dtype through the block (autocast, or weights in that "
+                "dtype), drop unneeded `.contiguous()` and `.clone()` calls, and copy from pinned memory."
+            ),
+            refuted_if="the same step without that line, checked for equal results, is not faster.",
+        )
+
+
+def _late_rank(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find a rank whose own phases last longer, while it waits less than the others in the shared ones.
+
+    Ranks that step together take equally long for a step; the phases show which of them is late.
+    """
+    ranks = run.attempts[-1].ranks if run.attempts else ()
+    tables = {rank: table for rank in ranks if (table := steady_phases(run, limits, rank)) is not None}
+    if len(tables) < 2:
+        return
+    own = {rank: float(np.median(_own(table))) for rank, table in tables.items()}
+    shared = {rank: float(np.median(table.total - _own(table))) for rank, table in tables.items()}
+    step = float(np.median([np.median(table.total) for table in tables.values()]))
+    late = max(sorted(own), key=lambda rank: own[rank])
+    others = [rank for rank in tables if rank != late]
+    excess = (own[late] - float(np.median([own[rank] for rank in others]))) / step
+    waited = (float(np.median([shared[rank] for rank in others])) - shared[late]) / step
+    # Both must hold: it works longer, and in the shared phases the others wait for it.
+    if excess <= limits.straggler_share or waited < excess / 2:
+        return
+    table, reference = tables[late], tables[others[0]]
+    name = max(
+        (n for n in table.names if n not in SHARED),
+        key=lambda n: float(np.median(table.phase(n)) - np.median(reference.phase(n))),
+    )
+    phase = name.replace("_", " ")
+    yield Finding(
+        severity=Severity.INFO,
+        title=f"Rank {late} is a straggler: {percent(excess)} of a step slower, in {phase}",
+        detail=(
+            f"Rank {late} works {percent(excess)} of a step longer than the other ranks, mostly in {phase}, "
+            f"and they wait for it. Expected gain: at most {percent(excess)} of a step."
+        ),
+        subject=Subject(rank=late, phase=name),
+        evidence=tuple(
+            Evidence(
+                f"scalars/{PREFIX}{name}", None, float(np.median(t.phase(name))), f"s, median of rank {rank}"
+            )
+            for rank, t in ((late, table), (others[0], reference))
+        ),
+        fix=(
+            "Check that rank: its share of the data, its machine (clock, temperature, other jobs), its "
+            "loader. `backlight trace` on all ranks shows which collectives wait."
+        ),
+        refuted_if="another rank is late after ranks swap machines, or with equal batches.",
+    )
+
+
+def _own(table: PhaseTimes) -> Floats:
+    kept = [column for column, name in enumerate(table.names) if name not in SHARED]
+    return np.asarray(table.seconds[:, kept].sum(axis=1))
