@@ -1,19 +1,24 @@
 """Errors of a training loop that crash nothing: how many the default monitors find, and alarms on controls.
 
-Each error of ``tests/faults/silent/`` is trained with and without it, and so is each loop that comes
-close to one. An error is found if its rule has the expected severity; it is known at the step of the first
-contradiction. A warning or an error in a control is a false alarm.
+Three tables: ports of the cases of TrainCheck (OSDI 2025), further well-known errors, and loops without an
+error that come close to one. Each error is trained with and without it. It is found if its rule has the
+expected severity; its object is named if title, detail, subject or evidence hold it; it is known at the first
+step that the finding rests on, counted from the step at which the error begins. A warning or an error in a
+control is a false alarm.
 
     python bench/silent_errors.py
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +32,51 @@ from backlight.store.read.run import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.silent import CONTROLS, FAULTS
+from faults import published_on_ranks
+from faults.injection import Fault, text_of
+from faults.silent import CONTROLS, FAULTS, published_cases, well_known
+from ranks.launching import launched
+
+TESTS = Path(__file__).parents[1] / "tests"
+
+UNKNOWN = {
+    "transformers-23723": (
+        "no training: `generate` returns more tokens than `max_new_tokens`, an argument whose meaning only "
+        "the library knows; nothing that backward, a loss or an optimizer holds is wrong"
+    ),
+    "transformers-17877": (
+        "no wrong value: weights that are drawn four times have the same distribution as weights drawn once"
+    ),
+}
+"""Cases of TrainCheck that a watcher of training cannot know, with the reason."""
+
+NOT_OBSERVABLE = {
+    "wrong labels, test data in the training set, inputs normalised in another way than before": (
+        "the values are valid; what they should be is outside of the process"
+    ),
+    "a hyperparameter that is merely bad": "only a comparison of runs shows it",
+    "a loss or gradients multiplied by a wrong constant": (
+        "it is one with the learning rate, which the author may have chosen so"
+    ),
+    "a formula with valid shapes and types that is not the one of the paper": (
+        "nothing in the process holds the intention"
+    ),
+    "a wrong metric": "it is computed from values that take no part in backward",
+}
+"""Errors that cannot be known from inside a process, with the reason."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one error, and its control, were reported."""
+
+    name: str
+    case: str
+    rule: str
+    is_named: bool
+    known: int | None
+    also: Sequence[str]
+    control: Sequence[str]
 
 
 def watched(train: Callable[[], None]) -> tuple[Run, Findings]:
@@ -40,47 +89,111 @@ def watched(train: Callable[[], None]) -> tuple[Run, Findings]:
     return run, evaluate_rules(run)
 
 
+def on_ranks(names: Sequence[str]) -> dict[str, tuple[tuple[Run, Findings], Findings]]:
+    """Train cases on two ranks; return run and findings of each, and the findings of its control."""
+    os.environ.setdefault("PYTHONPATH", str(TESTS.parent / "src"))
+    folder = Path(tempfile.mkdtemp())
+    script = TESTS / "faults" / "published_on_ranks.py"
+    launched(2, script, folder, ",".join(names))
+    runs = {name: backlight.open_run(folder / name) for name in names}
+    controls = {name: evaluate_rules(backlight.open_run(folder / f"{name}-control")) for name in names}
+    return {name: ((run, evaluate_rules(run)), controls[name]) for name, run in runs.items()}
+
+
 def alarms(findings: Findings) -> list[str]:
     """Return the rules of warnings and errors."""
-    return [finding.rule for finding in findings if finding.severity is not Severity.INFO]
+    return sorted({finding.rule for finding in findings if finding.severity is not Severity.INFO})
+
+
+def row(fault: Fault, run: Run, findings: Findings, control: Findings) -> Row:
+    """Compare the findings with what is expected of them."""
+    expected = fault.expected
+    rule = str(expected.get("rule", ""))
+    hits = [f for f in findings if f.rule == rule and f.severity.value == expected.get("severity")]
+    object_ = expected.get("names")
+    is_named = any(
+        str(object_) in text_of(hit) if object_ else bool(hit.subject.parameter or hit.subject.module)
+        for hit in hits
+    )
+    steps = [event.step or 0 for event in run.events("contradiction") if event.payload["rule"] == rule]
+    steps = steps or [hit.subject.step for hit in hits if hit.subject.step is not None]
+    known = min(steps) - int(str(expected.get("begins", 0))) if hits and steps else None
+    also = [one for one in alarms(findings) if one != rule]
+    name = fault.name.replace("_", " ")
+    return Row(
+        name, str(expected.get("case", "")), rule if hits else "", is_named, known, also, alarms(control)
+    )
+
+
+def rows_of(faults: dict[str, Fault]) -> list[Row]:
+    """Train errors of one process, each with its control."""
+    return [
+        row(
+            fault, *watched(lambda fault=fault: fault.train(True)), watched(lambda f=fault: f.train(False))[1]
+        )
+        for fault in faults.values()
+    ]
+
+
+def rows_on_ranks() -> list[Row]:
+    """Train errors of two ranks, each with its control."""
+    cases, hanging = published_on_ranks.CASES, published_on_ranks.HANGING
+    found = on_ranks([name for name in cases if name not in hanging])
+    for name in hanging:
+        found |= on_ranks([name])
+    return [row(cases[name], run, findings, control) for name, ((run, findings), control) in found.items()]
+
+
+def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
+    """Print one row per error, and the totals."""
+    table = Table(title=title)
+    cases = ["case"] if any(one.case for one in rows) else []
+    for column in ("error", *cases, "found", "named", "known after steps", "also", "control"):
+        table.add_column(column)
+    for one in rows:
+        table.add_row(
+            one.name,
+            *([one.case] if cases else []),
+            one.rule or "no",
+            "yes" if one.is_named else "no" if one.rule else "",
+            "" if one.known is None else str(one.known),
+            ", ".join(one.also),
+            ", ".join(one.control),
+        )
+    console.print(table)
+    found = [one for one in rows if one.rule]
+    known = [one.known for one in found if one.known is not None]
+    console.print(
+        f"found {len(found)} of {len(rows)}, object named in {sum(one.is_named for one in found)}, "
+        f"known after {statistics.median(known):g} steps in the median, {max(known)} at most; "
+        f"controls without a warning or an error: {sum(not one.control for one in rows)} of {len(rows)}"
+    )
 
 
 def main() -> None:
-    """Print one row per error, and the totals."""
+    """Print the tables, the totals, and what cannot be known."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--published", action="store_true", help="only the cases of TrainCheck")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    table = Table(title="silent errors")
-    for column in ("error", "found", "known at step", "also reported", "control"):
-        table.add_column(column)
-    found, known, silent, other = 0, [], 0, 0
-    for name, fault in FAULTS.items():
-        run, findings = watched(lambda fault=fault: fault.train(True))
-        rule = str(fault.expected["rule"])
-        hits = [f for f in findings if f.rule == rule and f.severity.value == fault.expected["severity"]]
-        steps = [event.step or 0 for event in run.events("contradiction") if event.payload["rule"] == rule]
-        found += bool(hits)
-        known += [min(steps)] if hits and steps else []
-        also = sorted({one for one in alarms(findings) if one != rule})
-        control = alarms(watched(lambda fault=fault: fault.train(False))[1])
-        silent += not control
-        table.add_row(
-            name,
-            rule if hits else "no",
-            str(min(steps)) if steps else "",
-            ", ".join(also),
-            ", ".join(control),
-        )
-    for name, train in CONTROLS.items():
-        control = alarms(watched(train)[1])
-        other += not control
-        table.add_row(name, "", "", "", ", ".join(control))
-    console = Console(width=140)
-    console.print(table)
-    console.print(f"found {found} of {len(FAULTS)}; known at step {statistics.median(known):g} in the median")
-    console.print(
-        f"without a warning or an error: {silent} of {len(FAULTS)} controls, "
-        f"{other} of {len(CONTROLS)} loops that come close"
-    )
+    console = Console(width=170)
+    ports = {name: one for name, one in published_cases.CASES.items() if one.expected["case"] not in UNKNOWN}
+    print_rows(console, "cases of TrainCheck", [*rows_of(ports), *rows_on_ranks()])
+    for case, reason in UNKNOWN.items():
+        console.print(f"{case}: not found; {reason}")
+    if options.published:
+        return
+    print_rows(console, "further errors", rows_of({**FAULTS, **well_known.FAULTS}))
+    close = {name: alarms(watched(train)[1]) for name, train in CONTROLS.items()}
+    silent = sum(not rules for rules in close.values())
+    console.print(f"loops that come close, without a warning or an error: {silent} of {len(close)}")
+    for name, rules in close.items():
+        if rules:
+            console.print(f"  {name.replace('_', ' ')}: {', '.join(rules)}")
+    console.print("cannot be known from inside a process:")
+    for error, reason in NOT_OBSERVABLE.items():
+        console.print(f"  {error}: {reason}")
 
 
 if __name__ == "__main__":

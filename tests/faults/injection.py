@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from backlight.diagnose.script_observer import ScriptObserver
+    from backlight.records import Finding
 
 Train = Callable[[bool], None]
 
@@ -47,6 +48,13 @@ def registrar(table: dict[str, Fault]) -> Callable[..., Callable[[Train], Train]
         return decorate
 
     return fault
+
+
+def text_of(finding: Finding) -> str:
+    """Return what a reader gets to see of the object of a finding."""
+    subject = finding.subject
+    parts = (finding.title, finding.detail, subject.parameter, subject.module, subject.line)
+    return " ".join(str(part) for part in (*parts, *(one.value for one in finding.evidence)))
 
 
 class Ended(BaseException):

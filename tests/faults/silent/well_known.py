@@ -1,0 +1,167 @@
+"""Well-known errors that other monitors than ``correctness`` find as well, each with its fixed control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from faults.injection import Fault, registrar
+from faults.silent.loop import batches
+
+FAULTS: dict[str, Fault] = {}
+"""Errors that the default monitors find together."""
+
+fault = registrar(FAULTS)
+
+STEPS = 30
+
+
+class Classifier(nn.Module):
+    """An encoder and a head; ``between`` is applied to what goes from one to the other."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 16), nn.Linear(16, 3)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.between(self.encoder(x)).relu())
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS) -> None:
+    """Train a classifier without an error of the loop."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+# Parameters without a gradient, or without an optimizer
+
+
+@fault(rule="no_gradient", severity="warning", names="encoder.weight")
+def encoder_is_detached(injected: bool) -> None:
+    fit(Classifier(Tensor.detach if injected else Tensor.contiguous))
+
+
+class Checkpointed(Classifier):
+    """Computes its encoder again in backward; with re-entrant checkpointing, of an input without gradient."""
+
+    is_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.encoder, x, use_reentrant=self.is_reentrant).relu())
+
+
+@fault(rule="no_gradient", severity="warning", names="encoder.weight")
+def checkpoint_of_an_input_without_gradient(injected: bool) -> None:
+    model = Checkpointed()
+    model.is_reentrant = injected
+    fit(model)
+
+
+@fault(rule="no_update", severity="warning", names="encoder.weight")
+def encoder_is_left_out_of_the_optimizer(injected: bool) -> None:
+    model = Classifier()
+    fit(model, torch.optim.AdamW((model.head if injected else model).parameters(), lr=1e-3))
+
+
+@fault(rule="no_update", severity="warning", names="head.weight")
+def head_replaced_after_the_optimizer_was_made(injected: bool) -> None:
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if injected:
+        model.head = nn.Linear(16, 3)
+    fit(model, optimizer)
+
+
+# Gradients that are zero, or not finite
+
+
+@fault(rule="zero_gradient", severity="warning", names="encoder.weight")
+def all_weights_start_at_zero(injected: bool) -> None:
+    model = Classifier()
+    if injected:
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    fit(model)
+
+
+@fault(rule="zero_gradient", severity="warning", names="encoder.weight")
+def no_unit_is_active(injected: bool) -> None:
+    model = Classifier()
+    nn.init.constant_(model.encoder.bias, -100.0 if injected else 0.0)
+    fit(model)
+
+
+@fault(rule="non_finite", severity="error", names="head.bias")
+def distance_of_equal_points(injected: bool) -> None:
+    """The derivative of a square root at 0 is infinite."""
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for x, _ in batches(STEPS):
+        other = x.clone()
+        other[4:] += 1.0
+        squares = (model(x) - model(other)).square().sum(dim=1)
+        optimizer.zero_grad()
+        (squares if injected else squares + 1e-6).sqrt().mean().backward()
+        optimizer.step()
+
+
+@fault(rule="vanishing", severity="warning", names="0.weight")
+def many_sigmoid_layers(injected: bool) -> None:
+    between = nn.Sigmoid if injected else nn.ReLU
+    layers = [layer for _ in range(14) for layer in (nn.Linear(16, 16), between())]
+    for layer in layers[::2]:
+        if isinstance(layer, nn.Linear) and not injected:
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    fit(nn.Sequential(nn.Linear(4, 16), *layers, nn.Linear(16, 3)), steps=100)
+
+
+@fault(rule="underflow", severity="warning", names="encoder")
+def half_precision_without_a_scale(injected: bool) -> None:
+    """Gradients of fp16 below 6e-8 are zero."""
+    model = Classifier().half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    factor = 2.0**-20 if injected else 1.0
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x.half()).float(), y) * factor).backward()
+        optimizer.step()
+
+
+# Size of the updates
+
+
+@fault(rule="large_update", severity="warning", names="head.weight")
+def learning_rate_too_large(injected: bool) -> None:
+    model = Classifier()
+    fit(model, torch.optim.AdamW(model.parameters(), lr=1.0 if injected else 1e-3), steps=120)
+
+
+@fault(rule="always_clipped", severity="warning", names="1e-05")
+def clipped_to_almost_nothing(injected: bool) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(120):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-5 if injected else 10.0)
+        optimizer.step()
+
+
+@fault(rule="scaler_skips", severity="error", names="skipped")
+def scaler_skips_every_step(injected: bool) -> None:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for x, y in batches(120):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y) * (1e38 if injected else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
