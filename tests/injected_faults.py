@@ -136,7 +136,6 @@ FAULTS: dict[str, Fault] = {
     ),
     "vanishing": health({f"layer{i}.weight": [1e-12 if i < 2 else 1e-3] * 40 for i in range(12)}),
     "zero_gradient": health({"dead.weight": [0.0] * 40, "b.weight": [1e-3] * 40}),
-    "clipped_before_unscale": contradiction("clipped_before_unscale", kind="norm", limit=1.0, scale=65536.0),
     "gradients_discarded": contradiction(
         "gradients_discarded", moment="step", parameters=["a.weight", "b.weight"], count=2
     ),
@@ -155,7 +154,9 @@ FAULTS: dict[str, Fault] = {
         count=2,
         kind="Linear",
     ),
-    "scaler_bypassed": contradiction("scaler_bypassed", optimizer="SGD", scale=65536.0),
+    "mixed_precision": contradiction(
+        "mixed_precision", kind="clipped_before_unscale", clipping="norm", limit=1.0, scale=65536.0
+    ),
     "same_order_every_epoch": contradiction(
         "same_order_every_epoch", kind="order", sampler="RandomSampler", batches=8, epochs=2
     ),

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from faults.silent.loop import batches, control, fault, perceptron
 
 
-@fault(rule="clipped_before_unscale", severity="warning", step=0)
+@fault(rule="mixed_precision", kind="clipped_before_unscale", severity="warning", step=0)
 def clipped_before_unscale(injected: bool) -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -37,7 +37,7 @@ def scaled_steps(step: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], o
         step(scaler, optimizer)
 
 
-@fault(rule="scaler_bypassed", severity="warning", step=0)
+@fault(rule="mixed_precision", kind="scaler_bypassed", severity="warning", step=0)
 def step_without_the_scaler(injected: bool) -> None:
     def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         if injected:
@@ -71,3 +71,78 @@ def clipped_without_a_scale() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
+
+
+def autocast(around_model: bool, around_loss: bool) -> None:
+    """Train with the model, and the loss, inside of autocast or not."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=around_model):
+            out = model(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around_loss):
+            loss = F.cross_entropy(out, y)
+        loss.backward()
+        optimizer.step()
+
+
+@fault(rule="mixed_precision", kind="autocast_without_effect", severity="warning", step=0)
+def autocast_around_the_loss_only(injected: bool) -> None:
+    autocast(around_model=not injected, around_loss=True)
+
+
+class Kept(nn.Module):
+    """Leaves autocast for its layers."""
+
+    def __init__(self, disabled: bool) -> None:
+        super().__init__()
+        self.disabled = disabled
+        self.layers = perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=not self.disabled and torch.is_autocast_enabled("cpu")):
+            return self.layers(x)
+
+
+@fault(rule="mixed_precision", kind="autocast_without_effect", severity="warning", step=0)
+def autocast_disabled_inside_of_the_model(injected: bool) -> None:
+    model = Kept(disabled=injected)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+@control
+def autocast_without_the_loss() -> None:
+    autocast(around_model=True, around_loss=False)
+
+
+@control
+def frozen_encoder_under_autocast() -> None:
+    """Its outputs are computed without gradients; what is trained stays in fp32."""
+    encoder, model = perceptron().requires_grad_(False), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = encoder(x)
+        F.cross_entropy(model(hidden.float()), y).backward()
+        optimizer.step()
+
+
+@control
+def head_in_single_precision() -> None:
+    """The body is under autocast, and the head outside of it."""
+    body, head = perceptron(), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = body(x)
+        F.cross_entropy(head(hidden.float()), y).backward()
+        optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from backlight.capture.hub import HUB
 from backlight.monitor import Monitor, RunContext
+from backlight.monitors.correctness.instrument.autocast_effect import AutocastEffect
 from backlight.monitors.correctness.instrument.batch_order import BatchOrder
 from backlight.monitors.correctness.instrument.check import Check, Schedule
 from backlight.monitors.correctness.instrument.evaluation_modes import EvaluationModes
@@ -18,6 +19,7 @@ from backlight.monitors.correctness.instrument.weight_changes import WeightChang
 from backlight.monitors.correctness.model.contradictions import OBSERVED
 
 CHECKS: tuple[type[Check], ...] = (
+    AutocastEffect,
     BatchOrder,
     EvaluationModes,
     GradientUse,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from backlight.capture.hub import Listener
@@ -14,8 +15,6 @@ from backlight.measure.transfer import AsyncCopy, start_copy
 from backlight.monitors.correctness.model.contradictions import KIND
 
 if TYPE_CHECKING:
-    import torch
-
     from backlight.monitor import RunContext
 
 FIRST_STEPS = 8
@@ -87,7 +86,8 @@ class Check(Listener):
 
     def when_known(self, values: torch.Tensor, then: Callable[[NDArray[np.generic]], None]) -> None:
         """Call ``then`` with the host copy of ``values`` as soon as it is there."""
-        copy = start_copy(values)
+        # NumPy has no bfloat16.
+        copy = start_copy(values.float() if values.dtype is torch.bfloat16 else values)
         if copy.event is None:
             then(copy.read())
         else:

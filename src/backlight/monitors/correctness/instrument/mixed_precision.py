@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MixedPrecision(Check):
-    """``clipped_before_unscale`` and ``scaler_bypassed``: uses of gradients that contain the loss scale."""
+    """``mixed_precision``: gradients with the loss scale in them that are clipped, or used in a step."""
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
@@ -60,7 +60,7 @@ class MixedPrecision(Check):
         clipped, self._clipped = self._clipped, None
         if self.due and clipped is not None and self._scale is not None:
             kind, limit = clipped
-            self._report_scale("clipped_before_unscale", self._scale, kind=kind, limit=limit)
+            self._report_scale("clipped_before_unscale", self._scale, clipping=kind, limit=limit)
 
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
         """The step is over."""
@@ -78,11 +78,11 @@ class MixedPrecision(Check):
         if self.due and as_left and self.run.scope.holds(optimizer):
             self._report_scale("scaler_bypassed", scale, optimizer=type(optimizer).__name__)
 
-    def _report_scale(self, rule: str, scale: torch.Tensor, **facts: Any) -> None:
+    def _report_scale(self, kind: str, scale: torch.Tensor, **facts: Any) -> None:
         step = self.run.clock.index
 
         def report(known: NDArray[np.generic]) -> None:
             if float(known[0]) != 1.0:
-                self.report(rule, step, scale=float(known[0]), **facts)
+                self.report("mixed_precision", step, kind=kind, scale=float(known[0]), **facts)
 
         self.when_known(scale.clone().reshape(1), report)

@@ -1,8 +1,8 @@
-"""Rules ``clipped_before_unscale`` and ``scaler_bypassed``: gradients that contain the loss scale."""
+"""Rule ``mixed_precision``: the loss scale and autocast do not act where they should."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits
@@ -14,18 +14,22 @@ from backlight.monitors.correctness.model.contradictions import (
 )
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.read.run import Run
+from backlight.store.read.run import Event, Run
+from backlight.text import count
 
 
-@rule("clipped_before_unscale", monitor="correctness")
-def clipped_before_unscale(run: Run, _limits: Limits) -> Iterator[Finding]:
-    """Find steps whose gradients were clipped while they still contained the loss scale."""
-    found = contradictions(run, "clipped_before_unscale")
-    if not found:
-        return
+@rule("mixed_precision", monitor="correctness")
+def mixed_precision(run: Run, _limits: Limits) -> Iterator[Finding]:
+    """Find scaled gradients that are clipped or used as they are, and autocast that changes no product."""
+    found = contradictions(run, "mixed_precision")
+    for kind in dict.fromkeys(event.payload["kind"] for event in found):
+        yield _CASES[kind]([event for event in found if event.payload["kind"] == kind])
+
+
+def _clipped_before_unscale(found: Sequence[Event]) -> Finding:
     steps, facts = steps_of(found), found[0].payload
     limit, scale = float(facts["limit"]), float(facts["scale"])
-    yield Finding(
+    return Finding(
         severity=Severity.WARNING,
         title="Gradients are clipped before they are unscaled",
         detail=(
@@ -40,15 +44,10 @@ def clipped_before_unscale(run: Run, _limits: Limits) -> Iterator[Finding]:
     )
 
 
-@rule("scaler_bypassed", monitor="correctness")
-def scaler_bypassed(run: Run, _limits: Limits) -> Iterator[Finding]:
-    """Find optimizer steps that took scaled gradients as they were."""
-    found = contradictions(run, "scaler_bypassed")
-    if not found:
-        return
+def _scaler_bypassed(found: Sequence[Event]) -> Finding:
     steps, facts = steps_of(found), found[0].payload
     optimizer, scale = facts["optimizer"], float(facts["scale"])
-    yield Finding(
+    return Finding(
         severity=Severity.WARNING,
         title=f"{optimizer} takes steps with scaled gradients",
         detail=(
@@ -61,3 +60,38 @@ def scaler_bypassed(run: Run, _limits: Limits) -> Iterator[Finding]:
         fix="Call `scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`.",
         refuted_if="the script divides the gradients by the scale itself.",
     )
+
+
+def _autocast_without_effect(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    inside, dtype = int(facts["inside"]), facts["dtype"]
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"Autocast to {dtype} has no effect on what is trained",
+        detail=(
+            f"At step {steps[0]} autocast ({facts['device']}, {dtype}) was entered, and the matrix products "
+            "below the loss are in float32: "
+            + (
+                f"so are all {count(inside, 'product')} in it."
+                if inside
+                else "none of them was computed in it."
+            )
+            + " Training is as slow, and takes as much memory, as without autocast."
+        ),
+        subject=Subject(step=steps[0]),
+        evidence=(evidence_of(found, inside, "products inside"),),
+        fix=(
+            "Compare the device type of autocast with that of the model, and look for "
+            "`autocast(enabled=False)` and fp64 inputs inside."
+            if inside
+            else "Call the model inside of `with torch.autocast(...)`, not only the loss function."
+        ),
+        refuted_if="the output of the model's layers has the type of autocast.",
+    )
+
+
+_CASES = {
+    "clipped_before_unscale": _clipped_before_unscale,
+    "scaler_bypassed": _scaler_bypassed,
+    "autocast_without_effect": _autocast_without_effect,
+}
