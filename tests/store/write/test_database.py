@@ -45,7 +45,6 @@ def test_run_of_any_length_fits_the_limit(tmp_path: Path, record: Record) -> Non
     for start in range(0, 30_000, 250):
         record(writer, 250, start=start, names=30)
         writer.flush()
-    writer.scalar(30_000, "loss", 7.0)
     writer.close()
     size = sum(p.stat().st_size for p in (tmp_path / "run").rglob("*") if p.is_file())
     run = open_run(tmp_path / "run")
@@ -54,16 +53,41 @@ def test_run_of_any_length_fits_the_limit(tmp_path: Path, record: Record) -> Non
     assert steps[-1] > 10_000
     assert set(np.diff(steps[:100]).tolist()) == {1}
     assert np.diff(steps).max() >= 16
-    assert len(run.scalar("loss").steps) == 30_001
+    assert np.array_equal(run.scalar("loss").steps, steps)
     strides = [e.payload["stride"] for e in run.events("disk_limit")]
-    # 0 means that series have stopped because scalars used the rest.
-    assert [s for s in strides if s] == sorted(s for s in strides if s)
+    assert strides == sorted(strides)
     assert strides[0] == 4
     assert len(messages) == 1
     assert "of 2000000 bytes used" in messages[0]
     assert "every 4th recorded step" in messages[0]
-    # Scalars are never dropped and take 30,000 times 21 bytes of it.
-    assert size < limit * 1.05
+    assert size <= limit
+
+
+@pytest.mark.parametrize("parameters", [1, 100])
+def test_scalars_and_the_log_are_within_the_limit(tmp_path: Path, record: Record, parameters: int) -> None:
+    path, limit = tmp_path / "run", 2_000_000
+    writer = RunWriter.create(path, max_disk=limit, flush_interval=0.0)
+    largest = 0
+    for step in range(20_000):
+        writer.scalars(step, {f"scalar/{i}": step / 7 for i in range(15)})
+        writer.scalars(step, {"mine": 1.0}, source="user")
+        record(writer, 1, start=step, names=parameters)
+        if step % 250 == 0:
+            writer.flush()
+            largest = max(largest, sum(p.stat().st_size for p in path.rglob("*") if p.is_file()))
+    writer.close()
+    run = open_run(path)
+    assert largest <= 1.1 * limit
+    assert np.array_equal(run.scalar("scalar/3").steps, run.series_steps("gradient"))
+    assert 100 < len(run.scalar("mine", "user").steps) < 20_000
+    assert run.last_step() > 10_000
+
+
+def test_late_numbers_of_a_step_are_kept_with_it() -> None:
+    budget = DiskBudget(100)
+    budget.update(60)
+    order = [0, 1, 0, 2, 1, 3, 2, 4, 3, 4]
+    assert [step for step in order if budget.keeps(step)] == [0, 0, 4, 4]
 
 
 def test_array_over_the_limit_is_skipped_and_reported(tmp_path: Path) -> None:

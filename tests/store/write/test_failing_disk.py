@@ -52,6 +52,8 @@ def test_full_disk_is_a_reported_loss(mounted: Callable[..., Path], record: Reco
     writer.close()
     assert len(messages) == 1
     run = open_run(target / "run")
+    assert run.status is RunStatus.FINISHED
+    assert any("recording stopped after step" in loss and "full" in loss for loss in run.losses)
     assert 0 < stored == len(run.series_steps("gradient"))
     assert np.array_equal(run.scalar("loss").values, 1.0 / np.arange(1, stored + 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -53,8 +54,30 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def write_document(path: Path, document: Any) -> None:
-    """Replace ``path`` by ``document`` as JSON; an OSError passes through."""
-    write_atomically(path, dump(document).encode("ascii"))
+    """Replace ``path`` by ``document`` as JSON; an OSError passes through.
+
+    On a full disk, where no new file fits, the document takes the place of the old one inside its blocks.
+    """
+    data = dump(document).encode("ascii")
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT} or not _overwrite(path, data):
+            raise
+
+
+def _overwrite(path: Path, data: bytes) -> bool:
+    """Write ``data`` and spaces over a file if the blocks that it has are enough; return whether they are."""
+    try:
+        with path.open("r+b", buffering=0) as file:
+            held = os.fstat(file.fileno())
+            if len(data) > held.st_blocks * 512:
+                return False
+            file.write(data.ljust(held.st_size))
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -33,7 +33,13 @@ BUSY_TIMEOUT_S = 2.0
 """Wait for readers when closing, before the log stays next to the file."""
 
 MAX_STRIDE = 4**10
-"""Beyond it no series is stored any more."""
+"""Beyond it nothing more of a step is stored."""
+
+DECIDED_STEPS = 64
+"""Steps of which it is remembered whether they are stored: some numbers come late from a device."""
+
+SCALAR_BYTES = 32
+"""Bytes that a scalar of a step takes on the disk."""
 
 Sizes = Mapping[int, npt.NDArray[np.int64]]
 """Sizes of the parameters, by the id of their table."""
@@ -221,7 +227,7 @@ class RankDatabase:
 
 
 class DiskBudget:
-    """Thins series so that a run of any length fits: the sparser, the less is left.
+    """Thins series and scalars so that a run of any length fits: the sparser, the less is left.
 
     Up to half of the limit every recorded step is stored, up to three quarters every 4th, up to seven
     eighths every 16th, and so on: each halving of what is left lasts twice as long as the one before.
@@ -231,8 +237,7 @@ class DiskBudget:
         self.limit = limit
         self.stride = 1
         self.used = 0
-        self._ordinal = -1
-        self._step: int | None = None
+        self._kept: dict[str, tuple[int, dict[int, bool]]] = {}
 
     def log_pages(self) -> int:
         """Return how many pages a write-ahead log may have, so that it is a small part of the limit."""
@@ -240,12 +245,20 @@ class DiskBudget:
             return CHECKPOINT_PAGES
         return max(4, min(CHECKPOINT_PAGES, self.limit // (32 * PAGE_BYTES)))
 
-    def keeps(self, step: int) -> bool:
-        """Return whether the series of this step are stored; all series and parts of a step agree."""
-        if step != self._step:
-            self._step = step
-            self._ordinal += 1
-        return self.stride > 0 and self._ordinal % self.stride == 0
+    def keeps(self, step: int, source: str = "backlight", pending: int = 0) -> bool:
+        """Return whether what a source records of this step is stored: all of it is, or nothing.
+
+        ``pending`` bytes wait to be written.
+
+        Sources have counts of their own: a user may log at other steps than those that are recorded.
+        """
+        count, decided = self._kept.get(source, (0, {}))
+        if step not in decided:
+            decided[step] = self.stride > 0 and count % self.stride == 0 and self.fits(pending)
+            self._kept[source] = count + 1, decided
+            if len(decided) > DECIDED_STEPS:
+                del decided[next(iter(decided))]
+        return decided[step]
 
     def fits(self, size: int) -> bool:
         """Return whether ``size`` further bytes are within the limit."""

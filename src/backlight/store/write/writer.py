@@ -35,7 +35,7 @@ from backlight.store.write.attempt import (
     enter_further,
     part_path,
 )
-from backlight.store.write.database import Batch, DiskBudget, RankDatabase, VanishedError
+from backlight.store.write.database import SCALAR_BYTES, Batch, DiskBudget, RankDatabase, VanishedError
 from backlight.store.write.segments import SegmentedDatabase
 
 __all__ = ["RunExistsError", "RunFormatError", "RunWriteError", "RunWriter"]
@@ -279,7 +279,8 @@ class RunWriter:
             msg = f"series {series!r}: got floats {floats.shape} and integers {ints.shape}"
             raise ValueError(f"{msg}, expected {(P, F)} and {(P, K)} for parameter table {table}")
         with self._buffers:
-            if self._budget.keeps(step) and self._fits(series, floats.nbytes + ints.nbytes):
+            is_kept = self._budget.keeps(step, pending=self._batch.bytes)
+            if is_kept and self._fits(series, floats.nbytes + ints.nbytes):
                 self._batch.series[series].append((part, int(step), table, floats, ints))
 
     def scalar(self, step: int, name: str, value: float, source: str = "backlight") -> None:
@@ -291,12 +292,14 @@ class RunWriter:
         if self._off():
             return
         with self._buffers:
+            if not self._budget.keeps(step, source, self._batch.bytes):
+                return
             for name, value in values.items():
                 known = self._names.get((source, name))
                 if known is None:
                     known = self._names[source, name] = len(self._names) + 1
                     self._batch.names.append((known, storable(source), storable(name)))
-                if self._fits("scalar", 100):
+                if self._fits("scalar", SCALAR_BYTES):
                     self._batch.scalars.append((known, int(step), float(value)))
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
@@ -442,7 +445,7 @@ class RunWriter:
         self.event(None, "disk_limit", payload)
         if first and self._on_limit is not None:
             with contextlib.suppress(Exception):
-                self._on_limit(f"{self.path}: {used} of {limit} bytes used; of the series, {what} is stored")
+                self._on_limit(f"{self.path}: {used} of {limit} bytes used; {what} is stored")
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
