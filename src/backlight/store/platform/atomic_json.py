@@ -54,9 +54,14 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def write_document(path: Path, document: Any) -> None:
-    """Replace ``path`` by ``document`` as JSON; an OSError passes through.
+    """Replace ``path`` by ``document`` as JSON.
 
     On a full disk, where no new file fits, the document takes the place of the old one inside its blocks.
+
+    Raises
+    ------
+    OSError
+        If the file system refuses.
     """
     data = dump(document).encode("ascii")
     try:
