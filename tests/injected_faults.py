@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from backlight.monitors.correctness.model.digests import DIGESTS, FOLLOWED, MOMENTS, encoded
 from backlight.records import Evidence, Finding, Made, ParameterRecord, Severity, Subject
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
@@ -44,19 +45,6 @@ def health(rms: Any, **more: Any) -> Fault:
 
 def steptime(phases: Any = None, **more: Any) -> Fault:
     return lambda path: write_steptime(path, phases, **more)
-
-
-def two_ranks(rms: Any, scalars: Any = (None, None)) -> Fault:
-    def make(path: Path) -> Run:
-        writers = [
-            RunWriter.create(path, rank=rank, world_size=2, run_id="one", monitors=("health",))
-            for rank in (0, 1)
-        ]
-        for rank in (1, 0):  # an attempt ends with its rank 0
-            write_synthetic(path, rms[rank], scalars=scalars[rank], writer=writers[rank])
-        return open_run(path)
-
-    return make
 
 
 def stall(path: Path) -> Run:
@@ -101,6 +89,28 @@ def uneven(path: Path) -> Run:
     return open_run(path)
 
 
+def replicas(
+    path: Path, weights: Sequence[float], other: Sequence[float], *, exact: bool = True, by: str = "DDP",
+    unsynced: bool = False,
+) -> Run:  # fmt: skip
+    """Write a run of two ranks with the norms of the weight ``a`` at each step; ``b`` is equal on both."""
+    writers = [
+        RunWriter.create(path, rank=rank, world_size=2, run_id="one", monitors=("correctness",))
+        for rank in (0, 1)
+    ]
+    promise = {"by": by, "ranks": [0, 1], "exact": exact, "rows": [0, 1]}
+    for rank in (1, 0):  # an attempt ends with its rank 0
+        writer = writers[rank]
+        writer.event(0, FOLLOWED, {"names": ["a.weight", "b.weight"], "promises": [promise] if by else []})
+        for step, norm in enumerate((weights, other)[rank]):
+            for moment in MOMENTS:
+                norms = np.array([norm if moment == "weights" else 1.0, 2.0 + step], np.float32)
+                facts = {"moment": moment, "backwards": step + (moment == "gradients"), "unsynced": unsynced}
+                writer.event(step, DIGESTS, {**facts, **encoded(norms.view(np.int32).astype(int), norms)})
+        writer.close()
+    return open_run(path)
+
+
 def fp16(name: str) -> ParameterRecord:
     return ParameterRecord(name, (8, 8), "float16", "cpu", 64, module=name, module_type="Linear")
 
@@ -122,10 +132,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "no_update": health(ALIVE, update=STILL),
     "non_finite": health({"a.weight": [1e-3] * 20, "b.weight": [1e-3] * 20}, nan={("a.weight", 12): 3}),
-    "replicas_differ": two_ranks(
-        [{"a.weight": [1e-3 * (1 + rank)] * 10, "b.weight": [1e-3] * 10} for rank in (0, 1)],
-        [{"backwards_seen": np.arange(10) + 1 + rank * (np.arange(10) >= 4)} for rank in (0, 1)],
-    ),
+    "replicas_differ": lambda path: replicas(path, [4.0] * 5, [4.0, 4.0, 5.0, 5.0, 5.0]),
     "scaler_skips": health(
         {"a.weight": [1e-2] * 150},
         scalars={"scaler/skipped": (np.arange(150) % 8 == 3) * 1.0, "scaler/scale": [1024.0] * 150},

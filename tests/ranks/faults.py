@@ -125,6 +125,162 @@ def moved() -> Training:
     return training
 
 
+@fault
+def seeded() -> Training:
+    """Each rank initialises a layer again after DDP was built."""
+    training = Training(wrapped())
+    torch.manual_seed(dist.get_rank())
+    nn.init.normal_(training.model.module.block.up.weight)
+    return training
+
+
+@fault
+def rates() -> Training:
+    training = Training(wrapped())
+    training.optimizer.param_groups[0]["lr"] *= 1 + dist.get_rank()
+    return training
+
+
+class _Corrupted(Training):
+    """One rank receives another sum, once."""
+
+    def loop(self) -> None:
+        def hook(_state, bucket):  # type: ignore[no-untyped-def]
+            def received(done: Any) -> Any:
+                if here(self.step):
+                    done.value()[0][:1] += 1e-12
+                return done.value()[0] / dist.get_world_size()
+
+            return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(received)
+
+        self.step = 0
+        self.model.register_comm_hook(None, hook)
+        super().loop()
+
+    def before_step(self, step: int) -> None:
+        self.step = step + 1
+
+
+@fault
+def corrupted() -> Training:
+    return _Corrupted(wrapped())
+
+
+@fault
+def plain() -> Training:
+    """Data parallelism by hand; from the sixth step on, rank 1 clips what it has reduced."""
+
+    class ByHand(Training):
+        def before_step(self, step: int) -> None:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+            self.steps += 1
+            if self.steps > BAD + 3 and dist.get_rank() == 1:
+                nn.utils.clip_grad_norm_(self.model.block.parameters(), 1e-3)
+
+        def loop(self) -> None:
+            self.steps = 0
+            super().loop()
+            super().loop()
+
+    training = ByHand(build())
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    return training
+
+
+@fault
+def local_sgd() -> Training:
+    """Ranks that train apart on purpose, and are averaged at every second step."""
+
+    class Averaged(Training):
+        def loop(self) -> None:
+            for step in range(6):
+                self.optimizer.zero_grad()
+                tokens, target = (t.chunk(self.shares)[self.share] for t in batch(step))
+                with self.model.no_sync():
+                    loss_of(self.model(tokens), target).backward()
+                self.optimizer.step()
+                if step % 2:
+                    for parameter in self.model.parameters():
+                        dist.all_reduce(parameter.data)
+                        parameter.data /= 2
+
+    return Averaged(wrapped())
+
+
+class _Experts(nn.Module):
+    """A router that all ranks hold, and one expert on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = build()
+        torch.manual_seed(dist.get_rank())
+        self.expert = nn.Linear(11, 11, dtype=torch.float64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.expert(self.inside(tokens))
+
+
+@fault
+def experts() -> Training:
+    """Expert parallelism: DDP ignores what lives on one rank."""
+    model: Any = _Experts()
+    model._ddp_params_and_buffers_to_ignore = ["expert.weight", "expert.bias"]
+    return Training(DistributedDataParallel(model, find_unused_parameters=True))
+
+
+@fault
+def columns() -> Training:
+    """Tensor parallelism by hand, with plain tensors of one name on all ranks."""
+
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 8, dtype=torch.float64)
+            torch.manual_seed(dist.get_rank())
+            self.up = nn.Linear(8, 8, dtype=torch.float64)
+            self.down = nn.Linear(8, 4, bias=False, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            hidden.register_hook(lambda grad: (dist.all_reduce(grad := grad.clone()), grad)[1])
+            part = self.down(self.up(hidden).relu())
+            whole = part.detach().clone()
+            dist.all_reduce(whole)
+            return part + (whole - part).detach()
+
+    class Loop(Training):
+        def loop(self) -> None:
+            for step in range(8):
+                self.optimizer.zero_grad()
+                x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+                (self.model(x) - 1).square().mean().backward()
+                self.optimizer.step()
+
+    torch.manual_seed(1)
+    return Loop(Columns())
+
+
+@fault
+def uneven() -> Training:
+    """Ranks with different numbers of batches, over two epochs."""
+
+    class Uneven(Training):
+        def loop(self) -> None:
+            for _ in range(2):
+                with self.model.join():
+                    for step in range(2 + 2 * dist.get_rank()):
+                        self.optimizer.zero_grad()
+                        tokens, target = (t.chunk(self.shares)[self.share] for t in batch(step))
+                        loss_of(self.model(tokens), target).backward()
+                        self.optimizer.step()
+
+    model = build(tied=False)
+    del model.unused
+    return Uneven(DistributedDataParallel(model))
+
+
 class _Cut(Training):
     """Tensors of two sizes with one name, as in pipeline stages that number their layers from 0."""
 

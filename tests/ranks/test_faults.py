@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,12 @@ from backlight.report.source import Source
 from backlight.store.read.run import Run, open_run
 from ranks.launching import HERE, torchrun
 
-DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy_shard")
+DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy_shard", "moved", "experts")
 REDUCED = ("reduced_shard", "reduced_ddp", "reduced_skip")
-REST = ("healthy", "nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "moved", "cut")
+REST = (
+    "healthy", "nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "cut", "seeded", "rates", "corrupted",
+    "plain", "local_sgd", "columns", "uneven",
+)  # fmt: skip
 FAULTS = [*DIAGONAL, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
 
 
@@ -98,7 +102,6 @@ def test_skipped_step_is_reported_and_excluded_from_the_join(name: str, folder: 
 def test_parameter_ignored_by_ddp_is_reported(folder: Path) -> None:
     run = open_run(folder / "thawed")
     (finding,) = found(run, "replicas_differ")
-    assert finding.severity is Severity.ERROR
     assert finding.subject.parameter in {"block.up.weight", "block.up.bias"}
     one, other = (e.value for e in finding.evidence)
     assert one != other
@@ -110,19 +113,38 @@ def test_parameter_ignored_by_ddp_is_reported(folder: Path) -> None:
     }
 
 
-@pytest.mark.full
-def test_independent_ranks_are_reported(folder: Path) -> None:
-    (finding,) = found(open_run(folder / "unreduced"), "replicas_differ")
-    assert finding.severity is Severity.WARNING
+PARTED = {
+    "moved": (1, "weights", "error", "something else wrote its weights"),
+    "seeded": (0, "weights", "error", "before the first update"),
+    "rates": (1, "weights", "error", r"The learning rate is 0\.02 on rank 0 and 0\.04 on rank 1"),
+    "thawed": (0, "gradients", "error", "the other gradients agree"),
+    "corrupted": (2, "gradients", "error", "the other gradients agree"),
+    "plain": (6, "weights", "warning", "equal until then"),
+}
+"""First step, what parts first, severity, and what the detail names."""
 
 
-@pytest.mark.full
-def test_weight_changed_on_one_rank_is_reported(folder: Path) -> None:
-    (finding,) = found(open_run(folder / "moved"), "replicas_differ")
-    assert finding.subject.parameter == "unused.weight"
+@pytest.mark.parametrize(
+    "name", [name if name in DIAGONAL else pytest.param(name, marks=pytest.mark.full) for name in PARTED]
+)
+def test_parted_replicas_are_reported_from_their_first_step_on(name: str, folder: Path) -> None:
+    (finding,) = found(open_run(folder / name), "replicas_differ")
+    step, moment, severity, cause = PARTED[name]
+    assert finding.subject.step == step
+    assert finding.severity.value == severity
+    assert {(e.step, e.unit) for e in finding.evidence} == {(step, moment)}
+    assert re.search(cause, finding.detail)
+    if name == "moved":
+        assert finding.subject.parameter == "unused.weight"
 
 
-@pytest.mark.parametrize("name", ["healthy_shard", pytest.param("healthy", marks=pytest.mark.full)])
+CONTROLS = ("healthy", "local_sgd", "columns", "uneven", "unreduced", "cut")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["healthy_shard", "experts", *(pytest.param(name, marks=pytest.mark.full) for name in CONTROLS)],
+)
 def test_controls_have_no_finding(name: str, folder: Path) -> None:
     assert not [
         f
@@ -232,8 +254,6 @@ def test_script_without_a_process_group_is_warned(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_tensors_sharing_only_a_name_are_not_joined(folder: Path) -> None:
     run = open_run(folder / "cut")
-    (finding,) = found(run, "replicas_differ")
-    assert finding.evidence
     frame = run.frame("gradient", "norm")
     assert not frame.measured[:, frame.names.index("weight")].any()
     assert run.frame("gradient", "numel", rank=1).values[0, frame.names.index("weight")] == 8

@@ -14,6 +14,7 @@ from backlight.monitors.correctness.instrument.microbatch_weights import Microba
 from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
 from backlight.monitors.correctness.instrument.optimizer_tensors import OptimizerTensors
+from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
 from backlight.monitors.correctness.instrument.restored_state import RestoredState
 from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
 from backlight.monitors.correctness.model.contradictions import OBSERVED
@@ -28,6 +29,7 @@ CHECKS: tuple[type[Check], ...] = (
     MixedPrecision,
     ModuleModes,
     OptimizerTensors,
+    ReplicaDigests,
     RestoredState,
     WeightChanges,
 )
