@@ -125,7 +125,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "large_update": health({"a.weight": [1e-3] * 80}, update={"a.weight": [0.2] * 80}),
     "no_gradient": health(
-        {"a.weight": [1e-2] * 10},
+        {"a.weight": [1e-2] * 40, "dead.weight": [0.0] * 40},
         extra=[
             ParameterRecord("unused.weight", (4, 4), "float32", "cpu", 16, module_type="Linear", group="0/0")
         ],
@@ -142,7 +142,6 @@ FAULTS: dict[str, Fault] = {
         {"a.weight": [1e-7] * 30}, records={"a.weight": fp16("a.weight")}, zeros={"a.weight": [0.6] * 30}
     ),
     "vanishing": health({f"layer{i}.weight": [1e-12 if i < 2 else 1e-3] * 40 for i in range(12)}),
-    "zero_gradient": health({"dead.weight": [0.0] * 40, "b.weight": [1e-3] * 40}),
     "gradients_discarded": contradiction(
         "gradients_discarded", moment="step", parameters=["a.weight", "b.weight"], count=2
     ),
@@ -190,7 +189,8 @@ FAULTS: dict[str, Fault] = {
         comparisons=3,
     ),
     "bottleneck": steptime(
-        PHASES | {"data": 0.02},
+        PHASES | {"data": 0.02, "optimizer": 0.012},
+        runtime_info=LOOP,
         profile=STEP
         | {
             "controls": [],
@@ -216,7 +216,6 @@ FAULTS: dict[str, Fault] = {
         runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}},
     ),
     "outlier_steps": steptime(PHASES, changes={(step, "data"): 0.4 for step in (30, 40, 50)}),
-    "slow_optimizer": steptime(PHASES | {"optimizer": 0.012}, runtime_info=LOOP),
     "thread_oversubscription": steptime(
         runtime_info={"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
     ),

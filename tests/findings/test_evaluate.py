@@ -70,8 +70,8 @@ def broken_rule() -> Iterator[None]:
 def test_finding_records_version_origin_and_overrides(tmp_path: Path) -> None:
     run = write(tmp_path / "run", overrides={"health": {"zero_window": 10.0, "spike_gap": 7.0}})
     (found,) = evaluate_rules(run, made=Made.LIVE)
-    assert found.rule == "zero_gradient"
-    assert found.version == RULES["zero_gradient"].version
+    assert found.rule == "no_gradient"
+    assert found.version == RULES["no_gradient"].version
     assert found.made is Made.LIVE
     assert found.overridden == {"zero_window": 10}  # spike_gap is not a threshold of this rule
 
@@ -101,7 +101,7 @@ def test_failing_rule_warns_and_other_rules_run(tmp_path: Path) -> None:
         RuleFailedWarning, match="rule 'broken' of monitor 'health' failed.*ZeroDivisionError: half way"
     ):
         found = evaluate_rules(write(tmp_path / "run"))
-    assert [f.rule for f in found] == ["zero_gradient", "broken"]
+    assert [f.rule for f in found] == ["no_gradient", "broken"]
 
 
 def test_findings_are_sorted_by_severity_then_step() -> None:
@@ -113,12 +113,12 @@ def test_findings_are_sorted_by_severity_then_step() -> None:
 
 
 def test_new_finding_replaces_stored_one_of_the_same_subject(tmp_path: Path) -> None:
-    same = finding("zero_gradient", parameter="dead", module="", step=20)
+    same = finding("no_gradient", parameter="dead", module="", step=20)
     gone = finding("vanishing", parameter="alive")
     earlier = dataclasses.replace(gone, title="an older vanishing")
     run = write(tmp_path / "run", stored=(same, earlier, gone))
-    new, kept = sorted(findings_of(run), key=lambda f: f.rule, reverse=True)
-    assert (new.rule, new.made) == ("zero_gradient", Made.LIVE)
+    new, kept = sorted(findings_of(run), key=lambda f: f.rule)
+    assert (new.rule, new.made) == ("no_gradient", Made.LIVE)
     assert new.title != same.title
     assert kept == gone
     by_reader = dataclasses.replace(same, made=Made.READER)

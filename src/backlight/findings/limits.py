@@ -3,11 +3,11 @@
 A rule declares its own class and names it in :func:`backlight.registry.rule`::
 
     @dataclass(frozen=True)
-    class SlowOptimizerLimits(Limits, monitor="steptime"):
-        optimizer_share: float = limit(0.3, "share of a step in the optimizer", high=1.0)
+    class MemoryLimits(Limits, monitor="steptime"):
+        logits_share: float = limit(0.2, "share of the peak memory that logits take", high=1.0)
 
-    @rule("slow_optimizer", monitor="steptime", limits=SlowOptimizerLimits)
-    def slow_optimizer(run: Run, limits: SlowOptimizerLimits) -> Iterator[Finding]: ...
+    @rule("memory", monitor="steptime", limits=MemoryLimits)
+    def memory(run: Run, limits: MemoryLimits) -> Iterator[Finding]: ...
 
 Limits that several rules or a model share are declared once, in a base class of theirs. The user sees one
 table of thresholds per monitor: ``[thresholds.steptime]``.

@@ -36,7 +36,7 @@ def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
         model_of(12, 12),  # converged
         model_of(12, 0) | {"layer0.weight": [1e-12] * 20 + [1e-4] * 20},  # recovered
         model_of(12, 0) | {"layer0.weight": [1e-12, 1e-4] * 20},  # intermittent
-        model_of(12, 2, value=0.0),  # left to zero_gradient
+        model_of(12, 2, value=0.0),  # left to no_gradient
         model_of(12, 2, steps=19),
     ):
         assert not evaluated(synthetic(rms), "vanishing")

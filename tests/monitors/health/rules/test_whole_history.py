@@ -22,7 +22,7 @@ from backlight.monitors.health.model.history import (
     medians_outrun,
 )
 from backlight.monitors.health.model.score import clip_norms, exploding, health, health_series, total_norms
-from backlight.monitors.health.rules import large_update, no_update, vanishing, zero_gradient
+from backlight.monitors.health.rules import large_update, no_gradient, no_update, vanishing
 from backlight.store.read.run import Run
 from health_runs import parameter, write_synthetic
 
@@ -126,12 +126,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 
 def test_rules_match_a_reference_over_the_whole_run(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     optimised = [list(evaluate_rules(run)) for run in runs]
-    expected = {"exploding", "vanishing", "zero_gradient", "no_update", "large_update", "non_finite"}
+    expected = {"exploding", "vanishing", "no_gradient", "no_update", "large_update", "non_finite"}
     assert {finding.rule for found in optimised for finding in found} >= expected
     monkeypatch.setattr(score, "medians_outrun", every_median)
     monkeypatch.setattr(vanishing, "ending", lambda measured_SP, window: 0)
     monkeypatch.setattr(vanishing, "CHUNK", 10**9)
-    for module in (no_update, zero_gradient):
+    for module in (no_update, no_gradient):
         monkeypatch.setattr(module, "ending_streaks", reference_streaks)
     assert optimised == [list(evaluate_rules(run)) for run in runs]
 

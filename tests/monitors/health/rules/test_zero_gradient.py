@@ -8,7 +8,7 @@ from backlight.records import ParameterRecord, Severity
 
 def test_dead_parameter_is_found_with_its_first_step(synthetic: Any, evaluated: Any) -> None:
     run = synthetic({"a": [1e-2] * 60, "b": [1e-2] * 30 + [0.0] * 30, "c": [0.0] * 60})
-    (finding,) = evaluated(run, "zero_gradient")
+    (finding,) = evaluated(run, "no_gradient")
     assert finding.severity is Severity.WARNING
     assert finding.subject.parameter == "b"  # equal sizes: model order
     assert finding.subject.step == 30
@@ -16,11 +16,11 @@ def test_dead_parameter_is_found_with_its_first_step(synthetic: Any, evaluated: 
 
 
 def test_severity_depends_on_the_parameters(synthetic: Any, evaluated: Any) -> None:
-    (everything,) = evaluated(synthetic({"a": [0.0] * 30, "b": [0.0] * 30}), "zero_gradient")
+    (everything,) = evaluated(synthetic({"a": [0.0] * 30, "b": [0.0] * 30}), "no_gradient")
     assert everything.severity is Severity.ERROR
     bias = ParameterRecord("conv.bias", (8,), "float32", "cpu", 8, module="conv", group="0/0")
     rms = {"conv.bias": [0.0] * 40, "conv.weight": [1e-3] * 40}
-    (vector,) = evaluated(synthetic(rms, records={"conv.bias": bias}), "zero_gradient")
+    (vector,) = evaluated(synthetic(rms, records={"conv.bias": bias}), "no_gradient")
     assert (vector.severity, vector.subject.parameter) == (Severity.INFO, "conv.bias")
 
 
@@ -32,8 +32,8 @@ def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
         "short": [float("nan")] * 30 + [0.0] * 10,
         "small": [1e-30] * 40,
     }
-    assert not evaluated(synthetic(rms), "zero_gradient")
-    assert not evaluated(synthetic({"a": [0.0] * 19, "b": [1e-3] * 19}), "zero_gradient")
+    assert not evaluated(synthetic(rms), "no_gradient")
+    assert not evaluated(synthetic({"a": [0.0] * 19, "b": [1e-3] * 19}), "no_gradient")
 
 
 def train(recorder: Any, bias: float) -> Any:
@@ -44,6 +44,6 @@ def train(recorder: Any, bias: float) -> Any:
 
 
 def test_dead_units_are_found_and_their_control_is_not(recorder: Any, evaluated: Any) -> None:
-    (finding,) = evaluated(train(recorder, -100.0), "zero_gradient")
+    (finding,) = evaluated(train(recorder, -100.0), "no_gradient")
     assert finding.subject.parameter == "0.weight"
-    assert not evaluated(train(recorder, 0.0), "zero_gradient")
+    assert not evaluated(train(recorder, 0.0), "no_gradient")

@@ -44,7 +44,7 @@ def test_for_loop_optimizer_is_found_and_fused_is_not(tmp_path: Path) -> None:
     assert payload["optimizers"] == [{"type": "AdamW", "tensors": 120, "fused": False, "foreach": False}]
     assert payload["threads"] == torch.get_num_threads()
     assert payload["memory"]["peak"] > 2**20
-    assert "slow_optimizer" in rules(slow)
+    assert "bottleneck" in rules(slow)
     fused = train(tmp_path / "fused", steps=2, fused=True)
     assert fused.events("runtime_info")[0].payload["optimizers"][0]["fused"] is True
 
@@ -127,7 +127,9 @@ def test_graph_breaks_and_recompilations_are_found(tmp_path: Path) -> None:
     again = max(facts["recompiled"], key=lambda row: row["count"])
     assert again["count"] >= 3
     assert "size mismatch" in again["reason"]
-    assert {"graph_breaks", "recompilations"} <= rules(run)
+    titles = [finding.title for finding in evaluate_rules(run) if finding.rule == "compilation"]
+    assert any("graph break" in title for title in titles)
+    assert any("was recompiled" in title for title in titles)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     assert compilation() is None

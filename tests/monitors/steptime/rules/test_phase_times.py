@@ -46,18 +46,18 @@ def test_fast_loader_and_short_run_have_no_finding(stored: Any, evaluated: Any) 
 
 def test_for_loop_optimizer_is_found_if_it_takes_time(stored: Any, evaluated: Any) -> None:
     slow = HEALTHY | {"optimizer": 0.012}
-    (found,) = evaluated(stored(slow, runtime_info=LOOP), "slow_optimizer")
+    (found,) = evaluated(stored(slow, runtime_info=LOOP), "bottleneck")
     assert found.subject.phase == "optimizer"
     assert found.evidence[1].value == "AdamW: fused off, foreach off"
-    assert not evaluated(stored(slow, runtime_info=FUSED), "slow_optimizer")
-    assert not evaluated(stored(HEALTHY, runtime_info=LOOP), "slow_optimizer")
+    assert not evaluated(stored(slow, runtime_info=FUSED), "bottleneck")
+    assert not evaluated(stored(HEALTHY, runtime_info=LOOP), "bottleneck")
     toy = {name: seconds / 20 for name, seconds in slow.items()}
-    assert not evaluated(stored(toy, runtime_info=LOOP), "slow_optimizer")
-    assert not evaluated(stored(slow), "slow_optimizer")  # no optimizer is recorded
+    assert not evaluated(stored(toy, runtime_info=LOOP), "bottleneck")
+    assert not evaluated(stored(slow), "bottleneck")  # no optimizer is recorded
     (adamw,) = LOOP["optimizers"]
     for others in ([adamw, adamw | {"type": "Muon"}], [adamw | {"type": "RMSprop"}]):
-        assert not evaluated(stored(slow, runtime_info={"optimizers": others}), "slow_optimizer")
-    assert not evaluated(stored(slow, runtime_info=LOOP | {"core_wait": 0.2}), "slow_optimizer")
+        assert not evaluated(stored(slow, runtime_info={"optimizers": others}), "bottleneck")
+    assert not evaluated(stored(slow, runtime_info=LOOP | {"core_wait": 0.2}), "bottleneck")
 
 
 def test_outliers_are_reported_by_cause(stored: Any, evaluated: Any) -> None:

@@ -1,4 +1,4 @@
-"""Rule ``bottleneck``: what a step waits for: data, launches, communication, copies, a late rank."""
+"""Rule ``bottleneck``: what takes the time of a step, such as data, launches, copies or a late rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import numpy as np
 from backlight.findings.limits import limit
 from backlight.monitors.steptime.model.evidence import (
     FORMULAS,
-    SteadyLimits,
+    BusyLimits,
+    info_evidence,
+    is_busy,
     percent,
     phase_evidence,
     read_profile,
+    read_runtime_info,
     steady_phases,
 )
 from backlight.monitors.steptime.model.step_times import PREFIX, Floats, PhaseTimes
@@ -30,12 +33,15 @@ CONTROL = "cached batch"
 HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
 """Causes of idle time on the host."""
 
+FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
+"""Optimizers of torch that have a fused implementation on every device."""
+
 SHARED = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 """Phases in which collectives may wait for other ranks: their time is not only a rank's own work."""
 
 
 @dataclass(frozen=True)
-class BottleneckLimits(SteadyLimits):
+class BottleneckLimits(BusyLimits):
     """Limits of the rule ``bottleneck``."""
 
     data_share: float = limit(0.1, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0)
@@ -54,6 +60,14 @@ class BottleneckLimits(SteadyLimits):
         "share of a step that copies from one line take: a well-kept model casts and lays out in about 1 %",
         high=1.0,
     )
+    optimizer_share: float = limit(
+        0.1, "share of a step in the optimizer; a fused update of a usual model takes 1 to 5 %", high=1.0
+    )
+    optimizer_floor: float = limit(
+        5e-3,
+        "seconds in the optimizer below which nothing is gained: a tiny step is bound by Python's calls",
+        high=10.0,
+    )
     straggler_share: float = limit(
         0.1, "share of a step that a rank works longer than the median of the ranks", high=1.0
     )
@@ -61,8 +75,8 @@ class BottleneckLimits(SteadyLimits):
 
 @rule("bottleneck", monitor="steptime", limits=BottleneckLimits)
 def bottleneck(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
-    """Find what a steady step waits for; all but a late rank from a stored profile."""
-    for find in (_data, _launches, _communication, _copies, _late_rank):
+    """Find what takes the time of a steady step; all but optimizer and late rank from a stored profile."""
+    for find in (_data, _launches, _communication, _copies, _optimizer, _late_rank):
         yield from find(run, limits)
 
 
@@ -231,6 +245,45 @@ def _copies(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
             ),
             refuted_if="the same step without that line, checked for equal results, is not faster.",
         )
+
+
+def _optimizer(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find an optimizer that loops over parameters where one call would do.
+
+    The time is that of all optimizers: with several types of them it is not known whose it is.
+    """
+    table, info = steady_phases(run, limits), read_runtime_info(run)
+    if table is None or info is None or is_busy(run, limits):
+        return
+    seconds = table.phase(Phase.OPTIMIZER)
+    share = float(np.median(seconds / table.total))
+    groups = info.payload.get("optimizers") or ()
+    slow = [group for group in groups if not group["fused"] and not group["foreach"] and group["tensors"] > 1]
+    if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor or not slow:
+        return
+    group = max(slow, key=lambda one: int(one["tensors"]))
+    kind, tensors = str(group["type"]), int(group["tensors"])
+    on_device = (info.payload.get("memory") or {}).get("where") == "device"
+    # On a CPU, foreach is slower than the loop.
+    if len({one["type"] for one in groups}) > 1 or (kind not in FUSED and not on_device):
+        return
+    option = "fused=True" if kind in FUSED else "foreach=True"
+    yield Finding(
+        severity=Severity.INFO,
+        title=f"The optimizer takes {percent(share)} of a step: {kind} is not fused",
+        detail=(
+            f"The optimizer takes {percent(share)} of a steady step, and {kind} updates its "
+            f"{count(tensors, 'tensor')} one by one: neither fused nor foreach is in use. Expected gain: "
+            f"most of {percent(share)} of a step."
+        ),
+        subject=Subject(phase=Phase.OPTIMIZER),
+        evidence=(
+            phase_evidence(table, Phase.OPTIMIZER),
+            info_evidence(info, f"{kind}: fused off, foreach off"),
+        ),
+        fix=f"Use `{kind}(..., {option})` and compare: `backlight compare --ab` on both commands.",
+        refuted_if=f"the same run with `{option}` spends as long in the optimizer.",
+    )
 
 
 def _late_rank(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:

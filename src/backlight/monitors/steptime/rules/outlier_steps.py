@@ -1,4 +1,4 @@
-"""Rules on the phase times of the steady steps: a slow optimizer, outliers."""
+"""Rule ``outlier_steps``: single steps far above the median, by cause."""
 
 from __future__ import annotations
 
@@ -12,76 +12,15 @@ from backlight.findings.limits import limit
 from backlight.monitors.steptime.model.evidence import (
     GARBAGE_COLLECTION,
     BusyLimits,
-    info_evidence,
     is_busy,
     percent,
-    phase_evidence,
-    read_runtime_info,
     steady_phases,
 )
 from backlight.monitors.steptime.model.step_times import PREFIX, PhaseTimes
-from backlight.records import Evidence, Finding, Phase, Severity, Subject
+from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 from backlight.text import count, duration
-
-FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
-"""Optimizers of torch that have a fused implementation on every device."""
-
-
-@dataclass(frozen=True)
-class SlowOptimizerLimits(BusyLimits):
-    """Limits of the rule ``slow_optimizer``."""
-
-    optimizer_share: float = limit(
-        0.1, "share of a step in the optimizer; a fused update of a usual model takes 1 to 5 %", high=1.0
-    )
-    optimizer_floor: float = limit(
-        5e-3,
-        "seconds in the optimizer below which nothing is gained: a tiny step is bound by Python's calls",
-        high=10.0,
-    )
-
-
-@rule("slow_optimizer", monitor="steptime", version=2, limits=SlowOptimizerLimits)
-def slow_optimizer(run: Run, limits: SlowOptimizerLimits) -> Iterator[Finding]:
-    """Find an optimizer that loops over parameters where one call would do.
-
-    The time is that of all optimizers: with several types of them it is not known whose it is.
-    """
-    table, info = steady_phases(run, limits), read_runtime_info(run)
-    if table is None or info is None or is_busy(run, limits):
-        return
-    seconds = table.phase(Phase.OPTIMIZER)
-    share = float(np.median(seconds / table.total))
-    groups = info.payload.get("optimizers") or ()
-    slow = [group for group in groups if not group["fused"] and not group["foreach"] and group["tensors"] > 1]
-    if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor or not slow:
-        return
-    group = max(slow, key=lambda one: int(one["tensors"]))
-    kind, tensors = str(group["type"]), int(group["tensors"])
-    on_device = (info.payload.get("memory") or {}).get("where") == "device"
-    # On a CPU, foreach is slower than the loop.
-    if len({one["type"] for one in groups}) > 1 or (kind not in FUSED and not on_device):
-        return
-    option = "fused=True" if kind in FUSED else "foreach=True"
-    yield Finding(
-        severity=Severity.INFO,
-        title=f"The optimizer takes {percent(share)} of a step: {kind} is not fused",
-        detail=(
-            f"The optimizer takes {percent(share)} of a steady step, and {kind} updates its "
-            f"{count(tensors, 'tensor')} one by one: neither fused nor foreach is in use. Expected gain: "
-            f"most of {percent(share)} of a step."
-        ),
-        subject=Subject(phase=Phase.OPTIMIZER),
-        evidence=(
-            phase_evidence(table, Phase.OPTIMIZER),
-            info_evidence(info, f"{kind}: fused off, foreach off"),
-        ),
-        fix=f"Use `{kind}(..., {option})` and compare: `backlight compare --ab` on both commands.",
-        refuted_if=f"the same run with `{option}` spends as long in the optimizer.",
-    )
-
 
 _FIXES = {
     GARBAGE_COLLECTION: (
