@@ -163,8 +163,8 @@ FAULTS: dict[str, Fault] = {
     "mixed_precision": contradiction(
         "mixed_precision", kind="clipped_before_unscale", clipping="norm", limit=1.0, scale=65536.0
     ),
-    "same_order_every_epoch": contradiction(
-        "same_order_every_epoch", kind="order", sampler="RandomSampler", batches=8, epochs=2
+    "repeated_data": contradiction(
+        "repeated_data", kind="order", sampler="RandomSampler", batches=8, epochs=2
     ),
     "not_restored": contradiction(
         "not_restored", (0,), kind="optimizer_state", optimizer="AdamW", count=4, line="train.py:12"

@@ -54,6 +54,17 @@ def nan_ddp() -> Training:
     return _BadBatch(wrapped())
 
 
+@fault
+def same_ddp() -> Training:
+    """Both ranks train on the whole batch."""
+    return Training(wrapped(), shares=1, share=0)
+
+
+@fault
+def same_shard() -> Training:
+    return Training(sharded(), shares=1, share=0)
+
+
 class _BadShard(Training):
     def before_step(self, step: int) -> None:
         if here(step):

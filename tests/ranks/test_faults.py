@@ -22,11 +22,12 @@ from backlight.report.source import Source
 from backlight.store.read.run import Run, open_run
 from ranks.launching import HERE, torchrun
 
-DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy_shard", "moved", "experts")
+DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy_shard", "moved", "experts", "same_ddp")
 REDUCED = ("reduced_shard", "reduced_ddp", "reduced_skip")
 REST = (
     "healthy", "nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "cut", "seeded", "rates", "corrupted",
     "plain", "local_sgd", "columns", "uneven",
+    "same_shard",
 )  # fmt: skip
 FAULTS = [*DIAGONAL, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
 
@@ -113,6 +114,15 @@ def test_parameter_ignored_by_ddp_is_reported(folder: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["same_ddp", pytest.param("same_shard", marks=pytest.mark.full)])
+def test_ranks_with_the_same_batches_are_reported(name: str, folder: Path) -> None:
+    (finding,) = found(open_run(folder / name), "repeated_data")
+    assert finding.severity is Severity.WARNING
+    assert finding.title == "All ranks train on the same batches"
+    assert (finding.subject.step, finding.subject.rank) == (0, 0)
+    assert [(evidence.step, evidence.value) for evidence in finding.evidence] == [(0, 2)]
+
+
 PARTED = {
     "moved": (1, "weights", "error", "something else wrote its weights"),
     "seeded": (0, "weights", "error", "before the first update"),
@@ -149,7 +159,7 @@ def test_controls_have_no_finding(name: str, folder: Path) -> None:
     assert not [
         f
         for f in evaluate_rules(open_run(folder / name))
-        if f.rule.startswith(("ranks", "replicas", "non_f"))
+        if f.rule.startswith(("ranks", "replicas", "non_f", "repeated"))
     ]
 
 

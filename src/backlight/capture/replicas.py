@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from backlight.capture.sharding import held
+
 _APART = "post_localSGD_hook"
 """Communication hook of DDP under which ranks train apart between averages."""
 
@@ -56,6 +58,23 @@ def wrappers(roots: Iterable[nn.Module]) -> Iterator[Any]:
         for root in roots:
             # type() first: isinstance() on a third-party object may run its __class__ property.
             yield from (module for module in root.modules() if issubclass(type(module), parallel))
+
+
+def averaged_over(roots: Sequence[nn.Module]) -> list[int]:
+    """Return the ranks over which DDP, FSDP1 or FSDP2 averages gradients below ``roots``, this one included.
+
+    Each of them is to train on other data. Empty where none of them is used, or a release names it otherwise.
+    """
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    flat = [
+        m for root in roots for m in root.modules() if sharded is not None and issubclass(type(m), sharded)
+    ]
+    for wrapper in (*wrappers(roots), *flat):
+        return list(torch.distributed.get_process_group_ranks(wrapper.process_group))
+    for one in (one for root in roots for module in root.modules() for one in held(module)):
+        mesh = getattr(getattr(one, "mesh_info", None), "mesh", None)
+        return [] if mesh is None else sorted(mesh.mesh.flatten().tolist())
+    return []
 
 
 def _ranks_of(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -1,27 +1,37 @@
-"""Batches in the wrong order."""
+"""Batches in the wrong order, or the same again."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from faults.silent.loop import STEPS, control, fault, perceptron
 
 
 def epochs(
-    loader: DataLoader[tuple[Tensor, ...]], before_epoch: Callable[[int], object] = lambda _: None
+    loader: DataLoader[tuple[Tensor, ...]],
+    before_epoch: Callable[[int], object] = lambda _: None,
+    count: int = 4,
 ) -> None:
-    """Train for four epochs, each with an evaluation in a fixed order."""
+    """Train for some epochs, each with an evaluation in a fixed order."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     evaluation = DataLoader(loader.dataset, batch_size=8)
-    for epoch in range(4):
+    for epoch in range(count):
         before_epoch(epoch)
         for x, y in loader:
             optimizer.zero_grad()
@@ -36,20 +46,20 @@ def samples(count: int = 32) -> TensorDataset:
     return TensorDataset(torch.randn(count, 4), torch.randint(0, 3, (count,)))
 
 
-@fault(rule="same_order_every_epoch", severity="warning", step=7, kind="order")
+@fault(rule="repeated_data", severity="warning", step=7, kind="order")
 def seeded_in_every_epoch(injected: bool) -> None:
     loader = DataLoader(samples(), batch_size=8, shuffle=True)
     epochs(loader, lambda epoch: torch.manual_seed(0 if injected else epoch))
 
 
-@fault(rule="same_order_every_epoch", severity="warning", step=7, kind="order")
+@fault(rule="repeated_data", severity="warning", step=7, kind="order")
 def no_set_epoch(injected: bool) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(samples(64), num_replicas=2, rank=0)
     loader = DataLoader(sampler.dataset, batch_size=8, sampler=sampler)
     epochs(loader, lambda _: None if injected else sampler.set_epoch(_))
 
 
-@fault(rule="same_order_every_epoch", severity="warning", step=3, kind="batch")
+@fault(rule="repeated_data", severity="warning", step=3, kind="first")
 def first_batch_only(injected: bool) -> None:
     loader = DataLoader(samples(), batch_size=8)
     model, endless = perceptron(), itertools.cycle(loader)
@@ -69,3 +79,130 @@ def whole_data_in_one_batch() -> None:
 @control
 def two_batches_in_random_order() -> None:
     epochs(DataLoader(samples(16), batch_size=8, shuffle=True))
+
+
+@fault(rule="repeated_data", severity="error", step=3, kind="stale")
+def batch_of_another_name(injected: bool) -> None:
+    loader = DataLoader(samples(80), batch_size=8)
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, _ = next(iter(loader))
+    for images, labels in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x if injected else images), labels).backward()
+        optimizer.step()
+
+
+@fault(rule="repeated_data", severity="info", step=7, kind="held")
+def one_batch(injected: bool) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = next(iter(DataLoader(samples(32 if injected else 8), batch_size=8)))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+Sample = tuple[Tensor, Tensor]
+
+
+class Numbers(Dataset[Sample]):
+    """Samples with noise; ``rng`` is where the noise comes from, None for NumPy's global generator."""
+
+    def __init__(self, rng: np.random.Generator | None, *, uses_index: bool = True) -> None:
+        self.rng, self.uses_index = rng, uses_index
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Sample:
+        return torch.full((4,), index * self.uses_index / 64) + self._noise(), torch.tensor(index % 3)
+
+    def _noise(self) -> float:
+        return float(np.random.normal() if self.rng is None else self.rng.normal())
+
+
+class Placeholder(Numbers):
+    def __getitem__(self, index: int) -> Sample:
+        return super().__getitem__(index * self.uses_index)
+
+    def _noise(self) -> float:
+        return 0.0
+
+
+@fault(rule="repeated_data", severity="warning", step=3, kind="constant")
+def index_that_is_not_used(injected: bool) -> None:
+    epochs(DataLoader(Placeholder(None, uses_index=not injected), batch_size=8))
+
+
+@fault(rule="repeated_data", severity="warning", step=1, kind="generator")
+def generator_in_every_worker(injected: bool) -> None:
+    data = Numbers(np.random.default_rng(0) if injected else None)
+    epochs(DataLoader(data, batch_size=8, num_workers=2))
+
+
+class Stream(IterableDataset[Sample]):
+    def __init__(self, *, is_split: bool) -> None:
+        self.is_split = is_split
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[Sample]:
+        info = get_worker_info()
+        order = self.rng.permutation(64)
+        if self.is_split and info is not None:
+            order = order[info.id :: info.num_workers]
+        for number in order:
+            yield torch.full((4,), number / 64), torch.tensor(number % 3)
+
+
+@fault(rule="repeated_data", severity="warning", step=3, kind="workers")
+def stream_that_is_not_split(injected: bool) -> None:
+    epochs(DataLoader(Stream(is_split=not injected), batch_size=8, num_workers=2))
+
+
+@control
+def whole_graph_with_batches_of_nodes() -> None:
+    """The model gets the whole data at every step; a loader chooses which outputs count."""
+    data, labels = torch.randn(64, 4), torch.randint(0, 3, (64,))
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (nodes,) in DataLoader(TensorDataset(torch.randperm(64)), batch_size=8):
+        optimizer.zero_grad()
+        F.cross_entropy(model(data)[nodes], labels[nodes]).backward()
+        optimizer.step()
+
+
+@control
+def whole_data_at_every_step() -> None:
+    data, labels = torch.randn(64, 4), torch.randint(0, 3, (64,))
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(data), labels).backward()
+        optimizer.step()
+
+
+@control
+def images_with_an_empty_border() -> None:
+    """Pixels at equal distances are those of the border in every image."""
+    images = torch.zeros(64, 1, 28, 28)
+    images[..., 4:24, 4:24] = torch.rand(64, 1, 20, 20)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (x,) in DataLoader(TensorDataset(images), batch_size=8):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+@control
+def generator_seeded_by_worker() -> None:
+    def seed(worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.rng = np.random.default_rng(worker)
+
+    data = Numbers(np.random.default_rng(0))
+    epochs(DataLoader(data, batch_size=8, shuffle=True, num_workers=2, worker_init_fn=seed))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from backlight.capture.hub import HUB
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.correctness.instrument.autocast_effect import AutocastEffect
-from backlight.monitors.correctness.instrument.batch_order import BatchOrder
 from backlight.monitors.correctness.instrument.check import Check, Schedule
 from backlight.monitors.correctness.instrument.evaluation_modes import EvaluationModes
 from backlight.monitors.correctness.instrument.gradient_use import GradientUse
+from backlight.monitors.correctness.instrument.loader_batches import LoaderBatches
 from backlight.monitors.correctness.instrument.loss_graph import LossGraph
 from backlight.monitors.correctness.instrument.microbatch_weights import MicrobatchWeights
 from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
+from backlight.monitors.correctness.instrument.model_inputs import ModelInputs
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
 from backlight.monitors.correctness.instrument.optimizer_tensors import OptimizerTensors
 from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
@@ -21,12 +22,13 @@ from backlight.monitors.correctness.model.contradictions import OBSERVED
 
 CHECKS: tuple[type[Check], ...] = (
     AutocastEffect,
-    BatchOrder,
     EvaluationModes,
     GradientUse,
+    LoaderBatches,
     LossGraph,
     MicrobatchWeights,
     MixedPrecision,
+    ModelInputs,
     ModuleModes,
     OptimizerTensors,
     ReplicaDigests,

@@ -18,6 +18,10 @@ CLASSES = "classes"
 """Kind of the event that holds how many ``classes`` the loss compares, and by what ``factor`` the root of
 backward is larger than the mean over targets. A root that is no multiple of one such loss leaves none."""
 
+INPUT = "input"
+"""Kind of the events that hold a ``digest`` of what the model was given at one of the first steps of a rank,
+and the ``ranks`` that are to be given other data; empty where that is not known."""
+
 
 def observed_steps(run: Run) -> int:
     """Return at how many steps facts were compared, in the process that observed most; 0 where unknown."""

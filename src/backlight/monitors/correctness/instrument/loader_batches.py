@@ -1,19 +1,17 @@
-"""Whether the batches of one epoch come in the order of the epoch before, or are one batch all the time."""
+"""Whether loaders give the same batches again: in every epoch, at every step, or from every worker."""
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from backlight.capture.batches import leaves
 from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.instrument.copied_generators import copied_generator
+from backlight.monitors.correctness.instrument.tensor_samples import digest
 
 if TYPE_CHECKING:
     from backlight.monitor import RunContext
@@ -25,11 +23,12 @@ EPOCHS = 5
 BATCHES = 8
 """Batches at the start of an epoch that are compared."""
 
-VALUES = 256
-"""Values of a tensor that stand for it."""
-
 REPEATS = 4
 """Times that a loader gives its first batch, and no other, before that is reported."""
+
+
+SHUFFLING = frozenset({"RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler"})
+"""Samplers whose order is to differ from epoch to epoch."""
 
 
 @dataclass
@@ -41,12 +40,11 @@ class _Loader:
     this: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
     is_trained_on: bool = False
-    equal_epochs: int = 0
     single: int = 0
 
 
-class BatchOrder(Check):
-    """``same_order_every_epoch``: what the loaders give whose batches are followed by a backward.
+class LoaderBatches(Check):
+    """``repeated_data``: what the loaders give whose batches are followed by a backward.
 
     A loader is identified by its sampler of indices, which it keeps over all epochs.
     """
@@ -59,7 +57,7 @@ class BatchOrder(Check):
         self._latest: _Loader | None = None
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
-        """Compare a batch with that of the same number in the last epoch."""
+        """Compare a batch with that of the same number in the last epoch, and with those before it."""
         sampler = getattr(iterator, "_index_sampler", None)
         loader = self._loaders.get(id(sampler))
         if loader is None or loader.sampler() is not sampler:
@@ -71,36 +69,55 @@ class BatchOrder(Check):
         if index == 0:
             loader.epochs += 1
             loader.last, loader.this = loader.this, []
-        if loader.epochs > EPOCHS or index >= BATCHES or index != len(loader.this):
+        workers = int(getattr(iterator, "_num_workers", 0) or 0)
+        count = max(BATCHES, 2 * workers)
+        if loader.epochs > EPOCHS or index >= count or index != len(loader.this):
             return
         found = digest(batch)
         if found is None:
             loader.epochs = EPOCHS + 1
             return
         loader.this.append(found)
-        self._compare(loader)
+        if loader.is_trained_on:
+            self._compare_epochs(loader)
+            self._compare_batches(loader, iterator, workers)
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """The last batch is one to learn from."""
         if self._latest is not None:
             self._latest.is_trained_on = True
 
-    def _compare(self, loader: _Loader) -> None:
+    def _compare_epochs(self, loader: _Loader) -> None:
         this, last = loader.this, loader.last
-        if not loader.is_trained_on or this != last:
+        if this != last:
             return
         facts = {"sampler": kind_of_sampler(loader.sampler()), "batches": len(this)}
         if len(this) > 1 and len(set(this)) > 1:
-            loader.equal_epochs += 1
-            self.report(
-                "same_order_every_epoch", self.run.clock.index, kind="order", epochs=loader.epochs, **facts
-            )
+            if facts["sampler"] in SHUFFLING:
+                self._report("order", epochs=loader.epochs, **facts)
         elif len(this) == 1 and length(loader.sampler()) > 1:
             loader.single += 1
             if loader.single == REPEATS - 1:
-                self.report(
-                    "same_order_every_epoch", self.run.clock.index, kind="batch", epochs=REPEATS, **facts
-                )
+                self._report("first", epochs=REPEATS, **facts)
+
+    def _compare_batches(self, loader: _Loader, iterator: Any, workers: int) -> None:
+        """Compare the batches of the first epoch with one another."""
+        this = loader.this
+        if loader.epochs > 1:
+            return
+        data = type(getattr(iterator, "_dataset", None)).__name__
+        groups = [set(this[i : i + workers]) for i in range(0, len(this), max(workers, 1))]
+        if len(this) == REPEATS and len(set(this)) == 1 and workers < REPEATS:
+            self._report("constant", data=data, batches=len(this))
+        elif workers > 1 and len(this) == 2 * workers and all(len(group) == 1 for group in groups):
+            kind = "constant" if groups[0] == groups[1] else "workers"
+            self._report(kind, data=data, batches=len(this), workers=workers)
+        is_split = workers > 1 and getattr(iterator, "_worker_init_fn", None) is None
+        if len(this) == 2 and is_split and (name := copied_generator(getattr(iterator, "_dataset", None))):
+            self._report("generator", data=data, attribute=name, workers=workers)
+
+    def _report(self, kind: str, **facts: Any) -> None:
+        self.report("repeated_data", self.run.clock.index, kind=kind, **facts)
 
 
 def kind_of_sampler(sampler: Any) -> str:
@@ -116,21 +133,3 @@ def length(sampler: Any) -> int:
         return len(sampler)
     except TypeError:
         return 0
-
-
-def digest(batch: Any) -> str | None:
-    """Return a digest of a sample of a batch's values; None where something in it cannot be read."""
-    found = hashlib.blake2b(digest_size=8)
-    for _, leaf in leaves(batch):
-        if isinstance(leaf, Tensor):
-            if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
-                return None
-            values = leaf.detach().reshape(-1)[:: max(leaf.numel() // VALUES, 1)]
-            found.update(repr((tuple(leaf.shape), values.tolist())).encode())
-        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            found.update(np.ascontiguousarray(leaf.reshape(-1)[:: max(leaf.size // VALUES, 1)]).tobytes())
-        elif leaf is None or isinstance(leaf, (str, bytes, int, float, bool)):
-            found.update(repr(leaf).encode())
-        else:
-            return None
-    return found.hexdigest()
