@@ -149,16 +149,15 @@ FAULTS: dict[str, Fault] = {
         "gradients_not_cleared", (1, 2, 3), parameters=["a.weight", "b.weight"], count=2, followed=2
     ),
     "loss_input": contradiction("loss_input", kind="softmax_twice"),
-    "optimizer_of_other_tensors": contradiction(
-        "optimizer_of_other_tensors", optimizer="AdamW", model="Classifier", count=4
-    ),
-    "unregistered_modules": contradiction(
-        "unregistered_modules",
+    "trained_tensors": contradiction(
+        "trained_tensors",
         (0,),
-        model="Classifier",
-        modules=["layers[0]", "layers[1]"],
+        kind="replaced",
+        optimizer="AdamW",
+        line="train.py:12",
+        parameters=["head.weight", "head.bias"],
         count=2,
-        kind="Linear",
+        stale=2,
     ),
     "mixed_precision": contradiction(
         "mixed_precision", kind="clipped_before_unscale", clipping="norm", limit=1.0, scale=65536.0

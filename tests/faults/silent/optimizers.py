@@ -13,6 +13,13 @@ from torch import Tensor, nn
 from faults.silent.loop import batches, classify, control, fault, perceptron
 
 
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 class Stack(nn.Module):
     def __init__(self, make_list: Callable[[list[nn.Module]], Any]) -> None:
         super().__init__()
@@ -25,12 +32,12 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-@fault(rule="unregistered_modules", severity="warning", step=0, kind="Linear")
+@fault(rule="trained_tensors", severity="warning", step=0, kind="unregistered")
 def modules_in_a_plain_list(injected: bool) -> None:
     classify(Stack(list if injected else nn.ModuleList))
 
 
-@fault(rule="optimizer_of_other_tensors", severity="error", step=1)
+@fault(rule="trained_tensors", severity="error", step=1, kind="copy")
 def optimizer_of_a_copy(injected: bool) -> None:
     model = perceptron()
     trained = copy.deepcopy(model)
@@ -58,3 +65,77 @@ def loss_network_that_is_not_trained() -> None:
     """A fixed network in the loss gets gradients, which no one uses."""
     network = nn.Linear(3, 5)
     classify(perceptron(), lambda out, y: F.cross_entropy(out, y) + network(out).square().mean())
+
+
+@fault(rule="trained_tensors", severity="warning", step=0, kind="replaced")
+def head_replaced_after_the_optimizer(injected: bool) -> None:
+    model = Stack(nn.ModuleList)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if injected:
+        model.head = nn.Linear(4, 3)
+    fit(model, optimizer)
+
+
+@fault(rule="trained_tensors", severity="warning", step=4, kind="frozen")
+def frozen_while_a_gradient_is_left(injected: bool) -> None:
+    """The gradients are cleared at the end of each step, and so those of the frozen layer never again."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, (x, y) in enumerate(batches()):
+        F.cross_entropy(model(x), y).backward()
+        if number == 4:
+            model[0].requires_grad_(False)
+            if not injected:
+                model[0].zero_grad()
+        optimizer.step()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = None
+
+
+@fault(rule="trained_tensors", severity="info", step=0, kind="shared")
+def one_layer_several_times(injected: bool) -> None:
+    layer = nn.Linear(4, 4)
+    classify(Stack(lambda made: nn.ModuleList([layer] * 2 if injected else made)))
+
+
+@control
+def only_the_head_is_trained() -> None:
+    """The body is frozen after some steps, and its gradients are cleared."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches()):
+        model[0].requires_grad_(number < 4)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@control
+def activations_in_several_places() -> None:
+    """Modules without weights may be used anywhere."""
+    relu = nn.ReLU()
+    classify(nn.Sequential(nn.Linear(4, 16), relu, nn.Linear(16, 16), relu, nn.Linear(16, 3)))
+
+
+@control
+def branch_that_is_used_later() -> None:
+    """A branch has no gradient before it is used; every parameter is in the optimizer."""
+    model, branch = perceptron(), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD([*model.parameters(), *branch.parameters()], lr=0.1)
+    for number, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        out = model(x)
+        F.cross_entropy(branch(out) if number > 3 else out, y).backward()
+        optimizer.step()
+
+
+@control
+def frozen_with_gradients_of_zero() -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches()):
+        model[0].requires_grad_(number < 4)
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()

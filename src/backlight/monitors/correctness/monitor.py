@@ -14,9 +14,9 @@ from backlight.monitors.correctness.instrument.microbatch_weights import Microba
 from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
 from backlight.monitors.correctness.instrument.model_inputs import ModelInputs
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
-from backlight.monitors.correctness.instrument.optimizer_tensors import OptimizerTensors
 from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
 from backlight.monitors.correctness.instrument.restored_state import RestoredState
+from backlight.monitors.correctness.instrument.trained_tensors import TrainedTensors
 from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
 from backlight.monitors.correctness.model.contradictions import OBSERVED
 
@@ -30,9 +30,9 @@ CHECKS: tuple[type[Check], ...] = (
     MixedPrecision,
     ModelInputs,
     ModuleModes,
-    OptimizerTensors,
     ReplicaDigests,
     RestoredState,
+    TrainedTensors,
     WeightChanges,
 )
 """The checks, each of which listens to the events of the process."""

@@ -53,7 +53,7 @@ def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
     streaks = {n: k for n, k in _still(run, records, limits).items() if records[n] not in without}
     still = [records[name] for name, streak in streaks.items() if streak >= limits.no_update_window]
     moved = len(streaks) - len(still)
-    if without:
+    if without and not _is_reported(run):
         yield _outside(run, without, stale, sum(p.in_model for p in records.values()))
     zero_rate = [p for p in still if _last_rate(run, p) == 0.0]
     for group, at_zero in ((zero_rate, True), ([p for p in still if p not in zero_rate], False)):
@@ -109,6 +109,14 @@ def _rates(run: Run, group: str, steps: Integers) -> NDArray[np.float64]:
 def _last_rate(run: Run, record: ParameterRecord) -> float | None:
     rate = run.scalar(f"lr/{record.group}")
     return float(rate.values[-1]) if len(rate.values) else None
+
+
+def _is_reported(run: Run) -> bool:
+    """Return whether the rule ``trained_tensors`` reports it, with the line of the optimizer."""
+    return any(
+        event.payload.get("rule") == "trained_tensors" and event.payload.get("kind") == "replaced"
+        for event in run.events("contradiction")
+    )
 
 
 def _outside(run: Run, group: list[ParameterRecord], stale: list[ParameterRecord], whole: int) -> Finding:

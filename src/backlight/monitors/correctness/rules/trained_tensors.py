@@ -1,0 +1,143 @@
+"""Rule ``trained_tensors``: the tensors that optimizers hold are not those that the loss trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from backlight.findings import phrases
+from backlight.findings.limits import Limits, limit
+from backlight.monitors.correctness.model.contradictions import (
+    contradictions,
+    evidence_of,
+    observed,
+    steps_of,
+)
+from backlight.records import Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.read.run import Event, Run
+from backlight.text import count
+
+
+@dataclass(frozen=True)
+class TrainedTensorsLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``trained_tensors``."""
+
+    other_tensors_steps: int = limit(2, "observed steps at which the optimizer had no gradient at all", low=1)
+    frozen_tensors_steps: int = limit(2, "observed steps with the same gradients of frozen tensors", low=1)
+
+
+@rule("trained_tensors", monitor="correctness", limits=TrainedTensorsLimits)
+def trained_tensors(run: Run, limits: TrainedTensorsLimits) -> Iterator[Finding]:
+    """Find gradients that no optimizer uses, and tensors of optimizers that no loss depends on."""
+    needed = {"copy": limits.other_tensors_steps, "frozen": limits.frozen_tensors_steps}
+    cases: dict[tuple[str, str], list[Event]] = {}
+    for event in contradictions(run, "trained_tensors"):
+        facts = event.payload
+        about = facts.get("model") or facts.get("container") or facts.get("optimizer")
+        cases.setdefault((facts["kind"], str(about)), []).append(event)
+    for (kind, _), found in cases.items():
+        if len(steps_of(found)) >= needed.get(kind, 1):
+            yield _CASES[kind](found)
+
+
+def _unregistered(found: Sequence[Event]) -> Finding:
+    facts = found[0].payload
+    model, names, amount = facts["model"], facts["modules"], int(facts["count"])
+    container, attribute = phrases.parameters(names, amount), names[0].partition("[")[0]
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"{container} {'is' if amount == 1 else 'are'} not registered with {model}",
+        detail=(
+            f"`{attribute}` is a plain container: `{model}.parameters()` leaves out the weights of "
+            f"{count(amount, 'module')} in it. They get gradients, and no optimizer holds them: they are "
+            "neither trained nor saved."
+        ),
+        subject=Subject(module=names[0], step=found[0].step),
+        evidence=(evidence_of(found, amount, "modules"),),
+        fix=f"Make `{attribute}` an `nn.ModuleList` or `nn.ModuleDict`, before the optimizer is created.",
+        refuted_if="the script updates these weights without an optimizer of torch.",
+    )
+
+
+def _copy(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    optimizer, model, amount = facts["optimizer"], facts["model"], int(facts["count"])
+    return Finding(
+        severity=Severity.ERROR,
+        title=f"{optimizer} holds other tensors than the {model} that is trained",
+        detail=(
+            f"At {observed(steps)} no tensor of {optimizer} had a gradient, while "
+            f"{count(amount, 'parameter')} of the {model} that the loss depends on had one and "
+            f"{'is' if amount == 1 else 'are'} in no optimizer. Nothing is updated."
+        ),
+        subject=Subject(module=model, step=steps[0]),
+        evidence=(evidence_of(found, amount, "parameters"),),
+        fix="Create the optimizer from the parameters of the model that the loop calls, after any copy.",
+        refuted_if="the script updates these weights without an optimizer of torch.",
+    )
+
+
+def _replaced(found: Sequence[Event]) -> Finding:
+    facts = found[0].payload
+    names, amount, stale = facts["parameters"], int(facts["count"]), int(facts["stale"])
+    optimizer, line = facts["optimizer"], facts["line"]
+    named, are = phrases.parameters(names, amount), "is" if amount == 1 else "are"
+    built = f" was built at `{line}`, before a module was replaced: it" if line else ""
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"{named} {are} not in any optimizer",
+        detail=(
+            f"{optimizer}{built} holds {count(stale, 'tensor')} that no module uses any more. {named} "
+            f"{'gets a gradient' if amount == 1 else 'get gradients'} and {are} never updated."
+        ),
+        subject=Subject(parameter=names[0], step=found[0].step),
+        evidence=(evidence_of(found, amount, "parameters"),),
+        fix="Create the optimizer after the last module was replaced, and after any copy of the model.",
+        refuted_if="the script updates these weights without an optimizer of torch.",
+    )
+
+
+def _frozen(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    names, amount, optimizer = facts["parameters"], int(facts["count"]), facts["optimizer"]
+    named, has = phrases.parameters(names, amount), "has" if amount == 1 else "have"
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"{optimizer} still updates {named}, which {'is' if amount == 1 else 'are'} frozen",
+        detail=(
+            f"{named} {has} been trained, and {'does' if amount == 1 else 'do'} not require a gradient any "
+            f"more. At {observed(steps)} {optimizer} used the gradient that was left, with its moments and "
+            "weight decay."
+        ),
+        subject=Subject(parameter=names[0], step=steps[0]),
+        evidence=(evidence_of(found, amount, "parameters"),),
+        fix="Set `parameter.grad = None` where `requires_grad` is set to False.",
+        refuted_if="these weights are equal before and after `optimizer.step()`.",
+    )
+
+
+def _shared(found: Sequence[Event]) -> Finding:
+    facts = found[0].payload
+    container, module, amount = facts["container"], facts["module"], int(facts["count"])
+    return Finding(
+        severity=Severity.INFO,
+        title=f"`{container}` holds one {module} {amount} times",
+        detail=(
+            f"{amount} children of `{container}` are the same {module}: they share their weights, and the "
+            "model is as deep but has the parameters of one."
+        ),
+        subject=Subject(module=container, step=found[0].step),
+        evidence=(evidence_of(found, amount, "children"),),
+        fix="Build one module for each place: `[Block() for _ in range(n)]`, not `[Block()] * n`.",
+        refuted_if="sharing the weights is meant.",
+    )
+
+
+_CASES = {
+    "unregistered": _unregistered,
+    "copy": _copy,
+    "replaced": _replaced,
+    "frozen": _frozen,
+    "shared": _shared,
+}
