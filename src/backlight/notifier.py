@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from backlight.standard_error import write_text
+
 if TYPE_CHECKING:
     from backlight.store.write.writer import RunWriter
 
@@ -51,7 +53,9 @@ def _show(text: str, line: Line | None) -> None:
     try:
         warnings.warn_explicit(f"backlight: {text}", RuntimeWarning, file, number, module, _SHOWN)
     except RuntimeWarning as warning:
-        print(warning, file=sys.stderr)
+        write_text(f"{warning}\n", sys.stderr)
+    except Exception:  # noqa: BLE001 - a standard error that is none
+        return
 
 
 class Notifier:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from backlight.records import Finding
+from backlight.standard_error import write_text
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -58,7 +59,7 @@ def warn(text: str, category: type[Warning] = PlugInWarning) -> None:
     try:
         warnings.warn(text, category, stacklevel=3)
     except category as warning:
-        print(warning, file=sys.stderr)
+        write_text(f"{warning}\n", sys.stderr)
 
 
 _loading: list[str] = []

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
+from backlight.standard_error import write_text
+
 
 class ScriptNotFoundError(ValueError):
     """The script or module to watch does not exist."""
@@ -112,8 +114,9 @@ def launch(watch: AbstractContextManager[object], target: str, arguments: list[s
         code = 1
         _show(error)
     if interrupted:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     return code
@@ -157,7 +160,7 @@ def _exit_code(leaving: SystemExit) -> int:
         return 0
     if isinstance(leaving.code, int):
         return leaving.code
-    print(leaving.code, file=sys.stderr)
+    write_text(f"{leaving.code}\n", sys.stderr)
     return 1
 
 
@@ -172,4 +175,4 @@ def _show(error: BaseException) -> None:
     try:
         sys.excepthook(type(error), error.with_traceback(stack), stack)
     except Exception:  # noqa: BLE001 - a broken hook of the script still leaves a traceback
-        traceback.print_exception(type(error), error, stack)
+        write_text("".join(traceback.format_exception(type(error), error, stack)), sys.stderr)

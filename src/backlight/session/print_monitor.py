@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding, Severity
 from backlight.registry import RULES
+from backlight.standard_error import write_text
 from backlight.text import count, visible
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ class PrintMonitor(Monitor):
         self._stream, self._path = sys.stderr, run.path
         if self._is_script and not run.rank and self._stream is not None:
             path = visible(run.path)
-            with contextlib.suppress(OSError, ValueError):
-                text = f"backlight: recording in {path}; live page: backlight open {path}"
-                print(text, file=self._stream, flush=True)
+            write_text(f"backlight: recording in {path}; live page: backlight open {path}\n", self._stream)
 
     def detach(self, error: BaseException | None) -> None:
         """Print nothing more: all findings are printed at the end."""
@@ -105,10 +104,10 @@ def print_line(text: str, stream: TextIO | None) -> None:
         return
     line = f"backlight: {text}"
     bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(Exception):  # the script may have put anything there
         if getattr(bars, "_instances", None):
             bars.write(line, file=stream)
+            stream.flush()
         else:
             # The script may have printed a part of a line, which cannot be asked for.
-            stream.write(f"\n{line}\n" if stream.isatty() else f"{line}\n")
-        stream.flush()
+            write_text(f"\n{line}\n" if stream.isatty() else f"{line}\n", stream)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Context, Exit, Option
 
@@ -23,6 +24,10 @@ from backlight.cli.options import (
     parse_groups,
     parse_size,
 )
+from backlight.standard_error import write_text
+
+if TYPE_CHECKING:
+    from backlight.session.watch import Watch
 
 
 @command(
@@ -111,24 +116,32 @@ def run(
     watched = ScriptWatch(settings, out, script=script, arguments=tuple(arguments))
     code = launch(watched, script, arguments, module=module)
 
-    from backlight.cli.render.report import after_run
     from backlight.distributed import world
 
-    sys.stdout.flush()
+    with contextlib.suppress(Exception):  # closed or full: Python notices at its end, as without backlight
+        sys.stdout.flush()
     if world().rank == 0 and not settings.quiet:  # once for all ranks
-        watch = watched.watch
-        if watch is None:
-            print(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
-        elif watch.is_recorded:
-            after_run(watch.path)
-        elif watch.removed:
-            kept = f"{watch.path} is as before" if watch.path.exists() else f"removed {watch.path}"
-            print(f"backlight: nothing was measured: {watch.removed}; {kept}", file=sys.stderr)
+        try:
+            _print_result(watched.watch, script)
+        except Exception as error:  # noqa: BLE001 - the exit code is the script's
+            write_text(f"backlight: {type(error).__name__}: {error}\n", sys.stderr)
     if watched.watch is not None and watched.watch.stopped_by is not None:
         from backlight.session.stop_monitor import exit_code
 
         return exit_code(world().rank)
     return code
+
+
+def _print_result(watch: Watch | None, script: str) -> None:
+    from backlight.cli.render.report import after_run
+
+    if watch is None:
+        write_text(f"backlight: {script} ended without importing torch: no run recorded\n", sys.stderr)
+    elif watch.is_recorded:
+        after_run(watch.path)
+    elif watch.removed:
+        kept = f"{watch.path} is as before" if watch.path.exists() else f"removed {watch.path}"
+        write_text(f"backlight: nothing was measured: {watch.removed}; {kept}\n", sys.stderr)
 
 
 _HERE_ONLY = frozenset({"slurm", "slurm_script", "out", "script"})

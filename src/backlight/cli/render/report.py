@@ -11,6 +11,7 @@ from typing import Any
 
 from backlight.cli.console import make_console
 from backlight.report.panel import PanelWarning
+from backlight.standard_error import write_text
 
 
 @contextlib.contextmanager
@@ -40,10 +41,11 @@ def after_run(path: Path) -> None:
     from backlight.store.read.run import open_run
 
     console = make_console(stderr=True)
-    try:
-        run = open_run(path)
-        print_findings(run, findings_of(run), console)
-    except StoreError as error:
-        console.print(f"backlight: {error}")
-        return
-    console.print(f"next: backlight report {path}", soft_wrap=True)
+    with console.capture() as captured:
+        try:
+            run = open_run(path)
+            print_findings(run, findings_of(run), console)
+            console.print(f"next: backlight report {path}", soft_wrap=True)
+        except StoreError as error:
+            console.print(f"backlight: {error}")
+    write_text(captured.get(), sys.stderr)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.monitor import Monitor, RunContext
+from backlight.standard_error import write_text
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -63,8 +64,7 @@ class TraceMonitor(Monitor):
         def emit(text: str, payload: dict[str, Any]) -> None:
             number = run.clock.index
             # One write with its end of line: ranks share a terminal.
-            sys.stderr.write(f"[rank {run.rank}] step {number} {text}\n")
-            sys.stderr.flush()
+            write_text(f"[rank {run.rank}] step {number} {text}\n", sys.stderr)
             run.writer.event(number, "trace", payload)
             run.writer.flush()
 
