@@ -62,14 +62,14 @@ def fit(model: nn.Module, before_step: Callable[[int], object] = lambda _: None)
 # Data parallelism
 
 
-@port(case="x-jxmnop-ddp-out-of-sync", rule="replicas_differ", severity="warning")
+@port(case="x-jxmnop-ddp-out-of-sync", rule="replicas_differ", severity="error")
 def wrapper_is_bypassed(injected: bool) -> None:
     """The loop calls the module inside of DDP, so that gradients are not averaged."""
     ddp = DistributedDataParallel(perceptron())
     fit(ddp.module if injected else ddp)
 
 
-@port(case="pytorch-104336", rule="replicas_differ", severity="warning")
+@port(case="pytorch-104336", rule="replicas_differ", severity="error")
 def model_converted_after_it_was_wrapped(injected: bool) -> None:
     """A round trip to another type or device replaces the graph nodes that DDP's hooks are attached to."""
     ddp = DistributedDataParallel(perceptron())
