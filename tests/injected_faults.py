@@ -80,6 +80,15 @@ def contradiction(rule: str, steps: tuple[int, ...] = (0, 1, 2), **facts: Any) -
     return make
 
 
+def guessing(path: Path) -> Run:
+    writer = RunWriter.create(path, monitors=("correctness",))
+    writer.event(0, "classes", {"classes": 10, "factor": 1.0})
+    for step in range(0, 1200, 10):
+        writer.scalars(step, {"loss": 2.3026 + 0.01 * (step % 3)})
+    writer.close()
+    return open_run(path)
+
+
 def uneven(path: Path) -> Run:
     writer = RunWriter.create(path, monitors=("correctness",))
     for step, targets in enumerate(([812, 96], [455, 701], [230, 948])):
@@ -149,6 +158,7 @@ FAULTS: dict[str, Fault] = {
         "gradients_not_cleared", (1, 2, 3), parameters=["a.weight", "b.weight"], count=2, followed=2
     ),
     "loss_input": contradiction("loss_input", kind="softmax_twice"),
+    "loss_not_falling": guessing,
     "trained_tensors": contradiction(
         "trained_tensors",
         (0,),

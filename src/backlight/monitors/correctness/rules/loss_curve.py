@@ -1,0 +1,101 @@
+"""Rule ``loss_not_falling``: a loss at chance, one that never falls below its start, or one that diverges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from backlight.findings import phrases
+from backlight.findings.limits import Limits, limit
+from backlight.monitors.correctness.model.contradictions import CLASSES
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.read.run import Run
+
+
+@dataclass(frozen=True)
+class LossLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``loss_not_falling``."""
+
+    loss_steps: int = limit(200, "steps of a run before its loss is evaluated", low=1)
+    loss_settled: int = limit(
+        1000, "steps from which on it is a warning; networks with many classes begin slowly", low=1
+    )
+    loss_windows: int = limit(10, "equal parts of the run whose median losses are compared", low=3)
+    loss_values: int = limit(5, "recorded losses that each part needs", low=1)
+    chance_deviation: float = limit(0.02, "relative deviation from the loss of equal probabilities", high=1.0)
+    diverged_ratio: float = limit(
+        1.5, "last median loss over the larger of the first one and that of equal probabilities", low=1.0
+    )
+
+
+@rule("loss_not_falling", monitor="correctness", limits=LossLimits, needs=())
+def loss_not_falling(run: Run, limits: LossLimits) -> Iterator[Finding]:
+    """Find losses that show no learning; a warning only where the loss compares classes and nothing else."""
+    loss = run.scalar("loss")
+    known = np.isfinite(loss.values)
+    steps, values = loss.steps[known], loss.values[known]
+    if len(values) < limits.loss_windows * limits.loss_values or steps[-1] - steps[0] < limits.loss_steps:
+        return
+    medians = np.array([np.median(part) for part in np.array_split(values, limits.loss_windows)])
+    first, last = float(medians[0]), float(medians[-1])
+    chance, classes = _chance(run)
+    is_settled = bool(chance) and steps[-1] - steps[0] >= limits.loss_settled
+    at = int(steps[-1])
+    evidence = [phrases.scalar("loss", at, float(values[-1]), loss.unit)]
+    stated = (
+        f"Of {limits.loss_windows} equal parts of the run, the first has a median loss of "
+        f"{phrases.number(first)}, the last {phrases.number(last)}"
+    )
+    if chance and _is_near(medians[1:], chance, limits):
+        evidence.append(Evidence(f"events/{CLASSES}", None, classes, "classes"))
+        title = f"The loss is that of guessing among {classes} classes"
+        detail = (
+            f"{stated}; equal probabilities for all classes give {phrases.number(chance)}. So far the model "
+            "has learned nothing that predicts the labels."
+        )
+        fix = (
+            "Compare a few inputs with their labels as the loss function gets them. Then train on one batch: "
+            "if that loss falls to 0, the data is the cause, else the model, the loop or the learning rate."
+        )
+        refuted_if = "the labels are random on purpose, or the loss falls later."
+    elif chance and last > limits.diverged_ratio * max(first, chance):
+        title = "The loss rises above that of guessing"
+        detail = f"{stated}; equal probabilities for all {classes} classes give {phrases.number(chance)}."
+        fix = "Lower the learning rate, and look at the steps at which the loss leaves its lowest value."
+        refuted_if = "the data becomes harder on purpose during the run."
+    elif medians[1:].min() >= first:
+        title = "The loss never falls below its start"
+        detail = f"{stated}, and none has a lower one than the first."
+        fix = "Train on one batch: if that loss does not fall, the loop or the learning rate is the cause."
+        refuted_if = (
+            "the loss is not meant to fall, as that of an actor, a critic with moving targets or a generator."
+        )
+    else:
+        return
+    yield Finding(
+        severity=Severity.WARNING if is_settled else Severity.INFO,
+        title=title,
+        detail=detail,
+        subject=Subject(step=at),
+        evidence=tuple(evidence),
+        fix=fix,
+        refuted_if=refuted_if,
+    )
+
+
+def _chance(run: Run) -> tuple[float, int]:
+    """Return the loss of equal probabilities, as it is recorded, and the classes; 0 where unknown."""
+    found = run.events(CLASSES)
+    if not found:
+        return 0.0, 0
+    classes, factor = int(found[-1].payload["classes"]), float(found[-1].payload["factor"])
+    return max(factor, 0.0) * math.log(max(classes, 1)), classes
+
+
+def _is_near(medians: NDArray[np.float64], chance: float, limits: LossLimits) -> bool:
+    return bool(np.all(np.abs(medians - chance) <= limits.chance_deviation * chance))

@@ -1,0 +1,98 @@
+"""Losses at chance, losses that rise, and healthy losses that come close to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import backlight
+from backlight.findings.evaluate import evaluate_rules
+from backlight.records import Finding
+from backlight.store.write.writer import RunWriter
+from faults.silent.loop import perceptron
+
+
+def evaluated(path: Path, losses: Sequence[float], classes: int | None, factor: float = 1.0) -> list[Finding]:
+    writer = RunWriter.create(path, monitors=("correctness",))
+    if classes is not None:
+        writer.event(0, "classes", {"classes": classes, "factor": factor})
+    for step, loss in enumerate(losses):
+        writer.scalars(10 * step, {"loss": float(loss)})
+    writer.close()
+    return list(evaluate_rules(backlight.open_run(path)))
+
+
+def noise(count: int, size: float = 0.01) -> np.ndarray:
+    return np.random.default_rng(0).normal(0.0, size, count)
+
+
+FLAT = math.log(10) + noise(120)
+FALLING = np.linspace(math.log(10), 0.5, 120) + noise(120)
+RISING = np.linspace(math.log(10), 6.0, 120) + noise(120)
+
+
+@pytest.mark.parametrize(
+    ("losses", "classes", "factor", "expected"),
+    [
+        (FLAT, 10, 1.0, ("warning", "guessing among 10 classes")),
+        (FLAT[:60], 10, 1.0, ("info", "guessing among 10 classes")),
+        (FLAT / 4, 10, 0.25, ("warning", "guessing among 10 classes")),
+        (RISING, 10, 1.0, ("warning", "rises above that of guessing")),
+        (1.0 + np.linspace(0, 1, 120), 10, 1.0, ("warning", "never falls below its start")),
+        (1.0 + np.linspace(0, 1, 120), None, 1.0, ("info", "never falls below its start")),
+    ],
+)
+def test_loss_that_does_not_fall(
+    losses: np.ndarray, classes: int | None, factor: float, expected: tuple[str, str], tmp_path: Path
+) -> None:
+    (found,) = evaluated(tmp_path / "run", losses, classes, factor)
+    assert (found.rule, found.severity.value) == ("loss_not_falling", expected[0])
+    assert expected[1] in found.title
+    assert found.evidence[0].value == pytest.approx(losses[-1])
+
+
+@pytest.mark.parametrize(
+    ("losses", "classes"),
+    [
+        (FALLING, 10),
+        (FALLING, None),
+        (FLAT[:20], 10),
+        (np.where(np.arange(120) < 100, FLAT, 1.0), 10),  # a plateau at chance that ends
+        (0.5 + noise(120, 0.1), 10),  # goes on with a trained model
+        (noise(120, 1.0), None),  # an actor
+        (np.full(120, np.nan), 10),
+    ],
+    ids=["falling", "regression", "short", "plateau", "resumed", "actor", "nan"],
+)
+def test_healthy_or_unknown_loss_is_not_reported(
+    losses: np.ndarray, classes: int | None, tmp_path: Path
+) -> None:
+    assert evaluated(tmp_path / "run", losses, classes) == []
+
+
+def train(path: Path, labels_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Finding]:
+    torch.manual_seed(0)
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with backlight.watch(run=path, monitors=("correctness",), every=1, quiet=True):
+        for _ in range(300):
+            x = torch.randn(64, 4)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), labels_of(x)).backward()
+            optimizer.step()
+    return list(evaluate_rules(backlight.open_run(path)))
+
+
+def test_labels_that_belong_to_other_inputs(tmp_path: Path) -> None:
+    def labels(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :3].argmax(1)
+
+    (found,) = train(tmp_path / "shuffled", lambda x: labels(x)[torch.randperm(len(x))])
+    assert found.title == "The loss is that of guessing among 3 classes"
+    assert train(tmp_path / "control", labels) == []
