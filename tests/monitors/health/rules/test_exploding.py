@@ -50,6 +50,18 @@ def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     assert not evaluated(synthetic(rms), "exploding")
 
 
+def test_return_to_the_usual_size_is_no_explosion(synthetic: Any, evaluated: Any) -> None:
+    # A policy that solves its task has hardly any gradient until it fails again.
+    solved = {"actor": noise(500), "critic": noise(500, 1), "other": noise(500, 2)}
+    for rms in solved.values():
+        rms[60:400] *= 1e-6
+        rms[400:] *= 0.3
+    assert not evaluated(synthetic(solved), "exploding")
+    solved["actor"][400:] *= 1e4
+    (finding,) = evaluated(synthetic(solved), "exploding")
+    assert finding.subject.parameter == "actor"
+
+
 def test_clip_norm_counts_only_with_growth(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": noise(80), "b": noise(80, 1)}
     clip = {"clip/norm": [0.1] * 80, "clip/limit": [1e-3] * 80}

@@ -252,6 +252,22 @@ def two_optimizers_against_each_other(make: Make) -> Any:
     return rec.close()
 
 
+@setup("no_gradient")
+def critic_with_clipped_weights(make: Make) -> Any:
+    """Train a Wasserstein critic: the bias of its output cancels in the loss, its gradient is zero."""
+    critic = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+    optimizer = torch.optim.RMSprop(critic.parameters(), lr=5e-5)
+    rec = make(critic, optimizer)
+    for _ in range(80):
+        optimizer.zero_grad()
+        loss = critic(torch.randn(16, 8)).mean() - critic(torch.randn(16, 8) + 1).mean()
+        loss.backward()
+        rec.advance(loss.detach(), optimizer)
+        for p in critic.parameters():
+            p.data.clamp_(-0.01, 0.01)
+    return rec.close()
+
+
 @setup()
 def policy_gradient_with_sparse_rewards(make: Make) -> Any:
     model = mlp(inputs=4, outputs=3)

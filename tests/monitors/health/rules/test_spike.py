@@ -120,3 +120,35 @@ def test_damaged_sample_is_found_and_its_control_is_not(recorder: Any, evaluated
     assert finding.subject.step == 80
     assert finding.severity is Severity.WARNING
     assert not evaluated(train(recorder, None), "spike")
+
+
+def test_models_that_train_in_turn_have_histories_of_their_own(synthetic: Any, evaluated: Any) -> None:
+    # Of 200 recorded steps of a thinned cadence every tenth is one of the actor, whose loss is far higher.
+    loss, actor = 0.1 * noise(), np.arange(200) % 10 == 9
+    loss[actor] *= 40
+    rms, scalars = series_of(noise(seed=1), loss=loss)
+    assert evaluated(synthetic(rms, scalars=scalars), "spike")
+    steps = np.arange(200)
+    rates = {"lr/0/0": dict.fromkeys(steps[~actor], 1e-3), "lr/1/0": dict.fromkeys(steps[actor], 1e-3)}
+    assert not evaluated(synthetic(rms, scalars=scalars | rates), "spike")
+    loss[120] *= 40  # a step of the critic
+    (finding,) = evaluated(synthetic(rms, scalars=scalars | rates), "spike")
+    assert finding.subject.step == 120
+
+
+def test_next_layer_with_an_optimizer_of_its_own_is_no_spike(synthetic: Any, evaluated: Any) -> None:
+    loss = 0.1 * noise(120) + np.tile(0.7 * np.exp(-np.arange(60) / 3), 2)
+    rms, scalars = series_of(noise(120), loss=loss)
+    assert evaluated(synthetic(rms, scalars=scalars), "spike")
+    rates = {f"lr/{layer}/0": dict.fromkeys(range(60 * layer, 60 * layer + 60), 0.03) for layer in (0, 1)}
+    assert not evaluated(synthetic(rms, scalars=scalars | rates), "spike")
+
+
+def test_advice_knows_that_the_script_clips(synthetic: Any, evaluated: Any) -> None:
+    norm = noise()
+    norm[120] *= 20
+    rms, scalars = series_of(norm)
+    (plain,) = evaluated(synthetic(rms, scalars=scalars), "spike")
+    assert "or clip the gradient norm" in plain.fix
+    (clipped,) = evaluated(synthetic(rms, scalars=scalars | {"clip/limit": [1.0] * 200}), "spike")
+    assert "the clip norm (now 1)" in clipped.fix

@@ -29,6 +29,8 @@ def test_severity_depends_on_the_parameters(synthetic: Any, evaluated: Any) -> N
     run = synthetic(model_of(10, 0) | {"layer0.bias": [1e-12] * 40}, records={"layer0.bias": bias})
     (vector,) = evaluated(run, "vanishing")
     assert vector.severity is Severity.INFO
+    assert vector.title == "`layer0.bias` is redundant"
+    assert "bias=False" in vector.fix
 
 
 def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:

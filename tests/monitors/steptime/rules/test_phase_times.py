@@ -89,12 +89,14 @@ def test_short_pause_is_not_the_cause_of_a_long_step(stored: Any, evaluated: Any
     assert found.subject.phase == "backward"
 
 
-def test_evaluation_in_the_loop_is_info_only(stored: Any, evaluated: Any) -> None:
+def test_steps_with_an_evaluation_are_no_outliers(stored: Any, evaluated: Any) -> None:
     levels = HEALTHY | {"evaluation": 0.0}
-    changes = {(step, "evaluation"): 0.3 for step in (20, 30, 40)}
-    (found,) = evaluated(stored(levels, changes=changes), "outlier_steps")
-    assert found.severity is Severity.INFO
-    assert "evaluation inside the loop" in found.fix
+    changes = {(step, "data"): 0.4 for step in (20, 30, 40)}
+    assert evaluated(stored(levels, changes=changes), "outlier_steps")
+    changes |= {(step, "evaluation"): 0.1 for step in (20, 30, 40)}  # the data is that of the evaluation
+    assert not evaluated(stored(levels, changes=changes), "outlier_steps")
+    acting = {**levels, "evaluation": 0.01}  # a policy acts in every step
+    assert evaluated(stored(acting, changes=changes), "outlier_steps")
 
 
 def test_scatter_cold_start_and_short_pauses_are_no_outliers(stored: Any, evaluated: Any) -> None:

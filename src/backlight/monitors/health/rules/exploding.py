@@ -72,7 +72,10 @@ def _lasting(
     for stretch in stretches(places, limits.spike_gap):
         following = stretch[-1] + 1
         broken = following < len(rows) and not np.isfinite(rms_S[rows[following]])
-        if len(stretch) >= limits.exploding_steps or broken:
+        before, during = rms_S[rows[: stretch[0]]], rms_S[rows[stretch]]
+        # A task that was nearly solved has small gradients; they return to their usual size with its errors.
+        returns = np.nanmax(during) <= np.nanmax(np.where(np.isfinite(before), before, 0.0), initial=0.0)
+        if broken or (len(stretch) >= limits.exploding_steps and not returns):
             return int(rows[stretch[0]])
     return None
 

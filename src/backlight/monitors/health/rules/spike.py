@@ -81,10 +81,19 @@ def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
     recorded = run.scalar("total_norm").steps
     norm_steps = recorded if len(recorded) else run.series_steps("gradient")
     loss = run.scalar("loss")
-    norm = leaps(
-        "total_norm", "gradient", norm_steps, total_norms(run, norm_steps), limits.spike_norm_ratio, limits
+    norms, ratio = total_norms(run, norm_steps), limits.spike_norm_ratio
+    both = (
+        leaps("total_norm", "gradient", norm_steps, norms, ratio, limits, _stepping(run, norm_steps)),
+        leaps(
+            "loss",
+            loss.unit,
+            loss.steps,
+            loss.values,
+            limits.spike_loss_ratio,
+            limits,
+            _stepping(run, loss.steps),
+        ),
     )
-    both = (norm, leaps("loss", loss.unit, loss.steps, loss.values, limits.spike_loss_ratio, limits))
     axis = np.unique(np.concatenate([s.steps for s in both]))
     hits = np.unique(np.concatenate([s.steps[s.outliers] for s in both]))
     groups = stretches(np.searchsorted(axis, hits), limits.spike_gap)
@@ -94,6 +103,17 @@ def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
         yield _finding(run, one, len(spikes), len(axis), limits)
 
 
+def _stepping(run: Run, steps: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a number for the set of optimizers that stepped at each step."""
+    numbers = {
+        name: int(name.split("/")[1]) for name in run.scalar_names("backlight") if name.startswith("lr/")
+    }
+    sets = np.zeros(len(steps), np.int64)
+    for name, number in numbers.items():
+        sets |= np.isin(steps, run.scalar(name).steps).astype(np.int64) << min(number, 62)
+    return sets
+
+
 def leaps(
     name: str,
     unit: str,
@@ -101,12 +121,23 @@ def leaps(
     values: NDArray[np.float64],
     ratio: float,
     limits: SpikeLimits,
+    sets: NDArray[np.int64] | None = None,
 ) -> _Leaps:
     """Compare each value with the median and MAD of the finite values before it.
 
     Values that are all positive are compared by their logarithms, since gradient norms and losses
-    scatter by factors; others as they are.
+    scatter by factors; others as they are. A value is compared with steps of the same optimizers only, by
+    ``sets``: two models that train in turn have losses and norms of their own.
     """
+    if sets is not None and len(kinds := np.unique(sets)) > 1:
+        medians, deviations = np.full(len(values), np.nan), np.full(len(values), np.nan)
+        whole = _Leaps(name, unit, steps, values, medians, deviations, sets < 0)
+        for kind in kinds:
+            rows = np.flatnonzero(sets == kind)
+            part = leaps(name, unit, steps[rows], values[rows], ratio, limits)
+            medians[rows], deviations[rows] = part.medians, part.deviations
+            whole.outliers[rows] = part.outliers
+        return whole
     finite = values[np.isfinite(values)]
     by_factor = len(finite) > 0 and bool((finite >= 0).all())
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -177,6 +208,13 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
     titled = " and the ".join(
         "gradient norm" if leap.name == "total_norm" else leap.name for leap, _ in one.peaks
     )
+    clip = run.scalar("clip/limit").values
+    if len(clip):
+        less = f"the learning rate or the clip norm (now {phrases.number(clip[-1])})"
+    elif run.events("clip_by_hand") or run.events("clip_by_value"):
+        less = "the learning rate or the limit of the clipping"
+    else:
+        less = "the learning rate or clip the gradient norm"
     alone = [leap.name for leap, _ in one.peaks] == ["total_norm"]
     return Finding(
         severity=Severity.INFO if alone and one.height < limits.spike_norm_hard else Severity.WARNING,
@@ -187,8 +225,7 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
         fix=(
             f"Inspect the batch of step {one.step}"
             + (f" (batch index {int(batch.values[place[0]])})" if len(place) else "")
-            + ": if other seeds spike there too, the data is the cause. Otherwise lower the learning rate "
-            "or clip the gradient norm."
+            + f": if other seeds spike there too, the data is the cause. Otherwise lower {less}."
         ),
         refuted_if=(
             "the norm and the loss rise steadily before the step (the run diverges), or the same batch gives "

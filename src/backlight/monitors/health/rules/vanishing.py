@@ -18,7 +18,7 @@ from backlight.monitors.health.model.history import (
     ending_share,
     finite_median,
 )
-from backlight.monitors.health.model.score import VanishingMaskLimits
+from backlight.monitors.health.model.score import ROUNDING_SHARE, VanishingMaskLimits
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
@@ -47,7 +47,8 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     """Find parameters that vanish at nearly all of the last recorded steps.
 
     Vectors alone are worth a remark only: a bias in front of a normalisation, or the key bias of an
-    attention, has by construction no effect on the loss.
+    attention, has by construction no effect on the loss. Its gradient is the rounding error of a sum that
+    is zero.
     """
     frame = run.frame("gradient", "rms")
     measured_SP = frame.measured & np.isfinite(frame.values)
@@ -66,6 +67,7 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     worst = int(min(matrices or found, key=lambda i: (medians_P[i], i)))
     name, size = frame.names[worst], float(medians_P[worst])
     count, whole = len(found), int(measured_SP.any(axis=0).sum())
+    is_redundant = not matrices and all(medians_P[i] < ROUNDING_SHARE * usual for i in found)
     if not matrices:
         severity, remark = Severity.INFO, "; all are vectors, which may have no effect by construction"
     else:
@@ -84,7 +86,11 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     first = int(frame.steps[_first(frame, measured_SP, worst, limits)])
     yield Finding(
         severity=severity,
-        title=f"{phrases.gradient_of(names, count)} vanish{'es' if count == 1 else ''}",
+        title=(
+            f"{phrases.parameters(names, count)} {'is' if count == 1 else 'are'} redundant"
+            if is_redundant
+            else f"{phrases.gradient_of(names, count)} vanish{'es' if count == 1 else ''}"
+        ),
         detail=(
             f"The rms of `{name}` is {phrases.number(size)} over the last {limits.vanishing_window} recorded "
             f"steps, {phrases.number(size / usual)} times the median over parameters; it first vanished at "
@@ -93,9 +99,12 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=first),
         evidence=tuple(evidence),
         fix=(
-            f"Follow the gradient over depth in the report, from the loss down to `{name}`. Where it drops, "
-            "look for saturated activations, a missing residual connection or normalisation, or a small "
-            "initial scale."
+            f"Leave `{name}` out (`bias=False`): a normalisation that follows subtracts it again, and a "
+            "softmax over keys ignores it."
+            if is_redundant
+            else f"Follow the gradient over depth in the report, from the loss down to `{name}`. Where it "
+            "drops, look for saturated activations, a missing residual connection or normalisation, or a "
+            "small initial scale."
         ),
         refuted_if=(
             f"the rms of `{name}` rises above {limits.vanishing_rms:g} or {limits.vanishing_relative:g} "

@@ -17,7 +17,7 @@ from backlight.monitors.steptime.model.evidence import (
     steady_phases,
 )
 from backlight.monitors.steptime.model.step_times import PREFIX, PhaseTimes
-from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 from backlight.text import count, duration
@@ -27,7 +27,6 @@ _FIXES = {
         "Call gc.freeze() after setup and gc.disable() with a gc.collect() every so many steps."
     ),
     "data": "Check the loader: shuffling, or an epoch that restarts its workers, if it has any.",
-    "evaluation": "This is evaluation inside the loop: measure it separately, or run it less often.",
     "checkpoint": "This is saving inside the loop: save asynchronously, or less often.",
 }
 
@@ -56,7 +55,8 @@ class OutlierStepsLimits(BusyLimits):
 def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
     """Find steps far above the median, by cause: a garbage collection, or the phase that grew most.
 
-    One finding for each cause whose outliers cost a share of the run.
+    One finding for each cause whose outliers cost a share of the run. A step with an evaluation, where the
+    median step has none, is as long as intended, and its data may be that of the evaluation.
     """
     table = steady_phases(run, limits)
     if table is None or is_busy(run, limits):
@@ -65,7 +65,11 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
     median = float(np.median(total))
     spread = 1.4826 * float(np.median(np.abs(total - median)))
     least = max(limits.outlier_deviations * spread, limits.outlier_floor)
-    rows = np.flatnonzero((total > limits.outlier_factor * median) & (total - median > least))
+    evaluated = np.zeros(len(total), np.bool_)
+    if Phase.EVALUATION in table.names:
+        seconds = table.phase(Phase.EVALUATION)
+        evaluated = (seconds > 0) & (np.median(seconds) == 0)
+    rows = np.flatnonzero((total > limits.outlier_factor * median) & (total - median > least) & ~evaluated)
     pauses: dict[int, float] = defaultdict(float)
     for event in run.events(GARBAGE_COLLECTION):
         if event.step is not None and event.attempt == run.attempts[-1].index:
