@@ -186,8 +186,15 @@ FAULTS: dict[str, Fault] = {
         kinds={"Dropout": 1, "BatchNorm1d": 1},
     ),
     "uneven_microbatches": uneven,
-    "updates_rounded_away": contradiction(
-        "updates_rounded_away", share=0.97, rate=1e-5, dtype="bfloat16", size=0.05, comparisons=3
+    "weights_unchanged": contradiction(
+        "weights_unchanged",
+        kind="rounded",
+        share=0.97,
+        rate=1e-5,
+        dtype="bfloat16",
+        size=0.05,
+        gradient=0.01,
+        comparisons=3,
     ),
     "weights_changed": contradiction(
         "weights_changed",

@@ -140,7 +140,7 @@ class SpecialisedStep(torch.optim.Adam):
             parameter.grad = gradient
 
 
-@port(case="pytorch-115607")
+@port(case="pytorch-115607", rule="weights_unchanged", severity="error", names="0.weight", begins=3)
 def compiled_step_does_nothing_after_one_without_gradients(injected: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = SpecialisedStep(model.parameters(), lr=1e-3)
@@ -165,7 +165,7 @@ class CompiledLinear(nn.Linear):
             return F.linear(x.to(self.compiled_for), self.weight.to(self.compiled_for), bias)
 
 
-@port(case="lightning-thunder-725")
+@port(case="lightning-thunder-725", rule="mixed_precision", severity="warning", names="bfloat16")
 def compiler_does_not_apply_autocast(injected: bool) -> None:
     model = nn.Sequential(CompiledLinear(4, 16), nn.ReLU(), CompiledLinear(16, 3))
     for layer in model[::2]:

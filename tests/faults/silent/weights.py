@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from faults.silent.loop import batches, control, fault, perceptron
 
@@ -132,13 +133,13 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-@fault(rule="updates_rounded_away", severity="warning", step=0)
+@fault(rule="weights_unchanged", kind="rounded", severity="error", step=0)
 def rate_below_the_spacing(injected: bool) -> None:
     model = perceptron()
     fit(model, torch.optim.AdamW(model.parameters(), lr=1e-10 if injected else 1e-5))
 
 
-@fault(rule="updates_rounded_away", severity="warning", step=0)
+@fault(rule="weights_unchanged", kind="rounded", severity="error", step=0)
 def weights_in_bfloat16(injected: bool) -> None:
     model = perceptron().bfloat16()
     fit(model, torch.optim.AdamW(model.parameters(), lr=1e-5 if injected else 1e-2))
@@ -177,3 +178,48 @@ def weights_become_nan() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     assert model[0].weight.isnan().any()
+
+
+class Copying(torch.optim.Optimizer):
+    """Gradient descent that may update a copy of the weight."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, in_place: bool) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.in_place = in_place
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                updated = parameter if self.in_place else parameter.clone()
+                updated -= group["lr"] * parameter.grad
+
+
+@fault(rule="weights_unchanged", kind="no_effect", severity="error", step=0)
+def step_that_updates_a_copy(injected: bool) -> None:
+    model = perceptron()
+    fit(model, Copying(model.parameters(), lr=0.1, in_place=not injected))
+
+
+@control
+def group_with_rate_zero() -> None:
+    """Most weights are in a group that waits."""
+    model = perceptron()
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
+    fit(model, torch.optim.SGD(groups, lr=0.1))
+
+
+@control
+def step_at_every_fourth_gradient() -> None:
+    """An optimizer that collects gradients itself."""
+
+    class Collecting(Copying):
+        calls = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.calls += 1
+            if self.calls % 4 == 0:
+                super().step()
+
+    model = perceptron()
+    fit(model, Collecting(model.parameters(), lr=0.1, in_place=True))

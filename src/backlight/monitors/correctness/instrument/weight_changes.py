@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from backlight.capture.hub import HUB, parameters_of
 from backlight.capture.parameters import local
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.monitors.correctness.model.number_spacings import SPACING
 from backlight.records import Layout
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ VALUES = 64
 UNCHANGED = 0.5
 """Share of the weights with a gradient that a step leaves as they were, from which on that is reported."""
 
+INEFFECTIVE_STEPS = 5
+"""Steps in a row without any change from which on they are reported."""
+
 TOLERANCE = 1e-3
 """Relative deviation from a common factor up to which weights count as rescaled."""
 
@@ -38,9 +42,9 @@ TOLERANCE = 1e-3
 class WeightChanges(Check):
     """``weights_changed``: weights differ between an optimizer's step, the next forward and its backward.
 
-    ``updates_rounded_away``: weights with a gradient are the same before and after the step, because it is
-    smaller than the spacing of their type. Weights that were clipped to a constant, set to zero or rescaled
-    as a whole are not reported as changed.
+    ``weights_unchanged``: weights with a gradient are the same before and after the step, because it is
+    smaller than the spacing of their type (``rounded``) or does nothing (``no_effect``). Weights that were
+    clipped to a constant, set to zero or rescaled as a whole are not reported as changed.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
@@ -55,6 +59,7 @@ class WeightChanges(Check):
         self._step = 0
         self._comparisons = 0
         self._steps = 0
+        self._ineffective: list[tuple[int, dict[str, Any]]] = []  # steps in a row that changed nothing
 
     def forget(self) -> None:
         """Drop the weights of the last step."""
@@ -104,38 +109,50 @@ class WeightChanges(Check):
 
     def _compare_over_step(self, optimizer: torch.optim.Optimizer, before: Tensor, after: Tensor) -> None:
         """Count the weights with a gradient that the step left as they were."""
-        rate = optimizer.param_groups[0].get("lr")
-        own = {id(p) for p in parameters_of(optimizer)}
-        rows = [
-            (number, parameter)
-            for number, (_, row, _, _) in enumerate(self._followed)
-            if (parameter := self._tensor(row)) is not None and id(parameter) in own
-        ]
         # A tensor as rate, or a fused step that is skipped on the device, is not read here.
-        if not isinstance(rate, float) or not rate or getattr(optimizer, "found_inf", None) is not None:
+        if getattr(optimizer, "found_inf", None) is not None:
             return
+        rates = {
+            id(p): group["lr"]
+            for group in optimizer.param_groups
+            if isinstance(group.get("lr"), float) and group["lr"] > 0
+            for p in group["params"]
+        }
+        rows, counts = [], []
         with torch.no_grad():
-            counts = []
-            for number, parameter in rows:
-                gradient = None if parameter.grad is None else local(parameter.grad)
-                if gradient is not None and gradient.layout is torch.strided and gradient.is_contiguous():
-                    values = gradient.detach().reshape(-1)[self._followed[number][3]]
-                    used = (values != 0) & values.isfinite()
-                    same = used & (before[number] == after[number])
-                    counts.append(torch.stack((used.sum(), same.sum())))
+            for number, (name, row, _, index) in enumerate(self._followed):
+                parameter = self._tensor(row)
+                gradient = None if parameter is None or parameter.grad is None else local(parameter.grad)
+                if gradient is None or id(parameter) not in rates:
+                    continue
+                if gradient.layout is not torch.strided or not gradient.is_contiguous():
+                    continue
+                values = gradient.detach().reshape(-1)[index].float()
+                used = (values != 0) & values.isfinite()
+                same = used & (before[number] == after[number])
+                size = before[number].abs().mean()
+                squares = values.masked_fill(~used, 0.0).square().sum()
+                counts.append(torch.stack((used.sum(), same.sum(), size, squares)))
+                rows.append((name, rates[id(parameter)], str(gradient.dtype).removeprefix("torch.")))
             if not counts:
                 return
-            size = before.abs().mean()
-            known = torch.cat((torch.stack(counts).sum(0).float(), size[None]))
+            known = torch.stack(counts)
         self._steps += 1
         step, steps = self._step, self._steps
-        dtype = str(rows[0][1].dtype).removeprefix("torch.")
 
         def report(known: NDArray[np.generic]) -> None:
-            used, same, size = (float(one) for one in known)
-            if used and same >= UNCHANGED * used:
-                facts = {"share": same / used, "rate": rate, "dtype": dtype, "size": size}
-                self.report("updates_rounded_away", step, comparisons=steps, **facts)
+            facts = _unchanged(known.astype(float), rows)
+            if facts is not None and facts["kind"] == "no_effect":
+                self._ineffective.append((step, {"comparisons": steps, **facts}))
+                if len(self._ineffective) < INEFFECTIVE_STEPS:
+                    return  # the optimizer may collect gradients
+                is_first = len(self._ineffective) == INEFFECTIVE_STEPS
+                for at, at_facts in self._ineffective[0 if is_first else -1 :]:
+                    self.report("weights_unchanged", at, **at_facts)
+                return
+            self._ineffective = []
+            if facts is not None:
+                self.report("weights_unchanged", step, comparisons=steps, **facts)
 
         self.when_known(known, report)
 
@@ -256,4 +273,31 @@ def _described(table_PK: NDArray[np.float64], names: Sequence[str]) -> dict[str,
         "parameters": [names[row] for row in order[:NAMED]],
         "count": len(rows),
         "reverted": -float(cu[rows].sum()) / moved if moved > 0 else 0.0,
+    }
+
+
+def _unchanged(
+    table_PK: NDArray[np.float64], rows: Sequence[tuple[str, float, str]]
+) -> dict[str, object] | None:
+    """Return the facts of a step that left most weights as they were, None for one that did not.
+
+    A step is at least the rate times the smaller of 1 and the gradient, whatever the optimizer.
+    """
+    used_P, same_P, size_P, squares_P = table_PK.T
+    if not used_P.sum() or same_P.sum() < UNCHANGED * used_P.sum():
+        return None
+    gradient_P = np.sqrt(squares_P / np.maximum(used_P, 1))
+    spacing_P = size_P * np.array([SPACING.get(dtype, SPACING["float32"]) for *_, dtype in rows])
+    rate_P = np.array([rate for _, rate, _ in rows])
+    is_large_P = (rate_P * np.minimum(gradient_P, 1.0) > spacing_P) & (used_P > 0)
+    has_no_effect = bool((same_P == used_P).all() and is_large_P.any())
+    most = int(np.argmax(same_P))
+    return {
+        "kind": "no_effect" if has_no_effect else "rounded",
+        "share": float(same_P.sum() / used_P.sum()),
+        "rate": float(rate_P[most]),
+        "dtype": rows[most][2],
+        "size": float(size_P[most]),
+        "gradient": float(gradient_P[most]),
+        "parameters": [name for (name, *_), one in zip(rows, same_P > 0, strict=True) if one][:NAMED],
     }

@@ -1,4 +1,4 @@
-"""Rules ``weights_changed`` and ``updates_rounded_away``: what writes weights, and steps that do not."""
+"""Rules ``weights_changed`` and ``weights_unchanged``: what writes weights, and steps that do not."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from backlight.monitors.correctness.model.contradictions import (
     observed,
     steps_of,
 )
+from backlight.monitors.correctness.model.number_spacings import SPACING
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Event, Run
 from backlight.text import percent
-
-SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
-"""Mean distance of neighbouring numbers as a share of their size, about, by type."""
 
 
 @dataclass(frozen=True)
@@ -99,31 +97,57 @@ def _changing(names: Sequence[str], count: int) -> str:
 
 
 @dataclass(frozen=True)
-class RoundedAwayLimits(Limits, monitor="correctness"):
-    """Limits of the rule ``updates_rounded_away``."""
+class WeightsUnchangedLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``weights_unchanged``."""
 
     rounded_steps: int = limit(3, "observed steps that left weights as they were", low=1)
     rounded_share: float = limit(
         0.9, "share of the observed steps; some optimizers only move weights at every few steps", high=1.0
     )
+    rounded_wholly: float = limit(0.99, "share of the weights from which on nothing is learned", high=1.0)
 
 
-@rule("updates_rounded_away", monitor="correctness", limits=RoundedAwayLimits)
-def updates_rounded_away(run: Run, limits: RoundedAwayLimits) -> Iterator[Finding]:
-    """Find steps that most weights with a gradient did not take."""
-    found = contradictions(run, "updates_rounded_away")
-    steps = steps_of(found)
-    if len(steps) < limits.rounded_steps:
-        return
-    if len(found) < limits.rounded_share * max(int(event.payload["comparisons"]) for event in found):
-        return
-    facts = found[-1].payload
+@rule("weights_unchanged", monitor="correctness", limits=WeightsUnchangedLimits)
+def weights_unchanged(run: Run, limits: WeightsUnchangedLimits) -> Iterator[Finding]:
+    """Find steps that most weights with a gradient did not take, and steps that do nothing."""
+    found = contradictions(run, "weights_unchanged")
+    if ineffective := [event for event in found if event.payload["kind"] == "no_effect"]:
+        yield _no_effect(ineffective)
+    elif len(steps_of(found)) >= limits.rounded_steps and len(found) >= limits.rounded_share * max(
+        int(event.payload["comparisons"]) for event in found
+    ):
+        yield _rounded(found, limits)
+
+
+def _no_effect(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    rate, gradient = float(facts["rate"]), float(facts["gradient"])
+    return Finding(
+        severity=Severity.ERROR,
+        title="The optimizer's step changes no weight",
+        detail=(
+            f"At {observed(steps)} every sampled weight with a gradient had the same value before "
+            f"and after the step, at a learning rate of {phrases.number(rate)} and gradients of "
+            f"{phrases.number(gradient)}: rounding is not the cause."
+        ),
+        subject=Subject(parameter=facts["parameters"][0], step=steps[0]),
+        evidence=(evidence_of(found, gradient, "gradient"),),
+        fix=(
+            "Look at what `optimizer.step` does: a compiled step that skips its work, an update of a copy "
+            "(`p = p - rate * p.grad`), or weights that a hook restores."
+        ),
+        refuted_if="the weights before and after `optimizer.step()` differ.",
+    )
+
+
+def _rounded(found: Sequence[Event], limits: WeightsUnchangedLimits) -> Finding:
+    steps, facts = steps_of(found), found[-1].payload
     rate, size, dtype = float(facts["rate"]), float(facts["size"]), str(facts["dtype"])
     share = median(float(event.payload["share"]) for event in found)
     spacing = size * SPACING.get(dtype, SPACING["float32"])
     is_half = dtype in {"bfloat16", "float16"}
-    yield Finding(
-        severity=Severity.WARNING,
+    return Finding(
+        severity=Severity.ERROR if share >= limits.rounded_wholly else Severity.WARNING,
         title=f"{percent(share)} of the weights do not take the optimizer's step",
         detail=(
             f"At {observed(steps)} {percent(share)} of the sampled weights with a gradient had the same "

@@ -53,11 +53,12 @@ def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
     streaks = {n: k for n, k in _still(run, records, limits).items() if records[n] not in without}
     still = [records[name] for name, streak in streaks.items() if streak >= limits.no_update_window]
     moved = len(streaks) - len(still)
-    if without and not _is_reported(run):
+    if without and not _contradictions(run, "trained_tensors", "replaced"):
         yield _outside(run, without, stale, sum(p.in_model for p in records.values()))
     zero_rate = [p for p in still if _last_rate(run, p) == 0.0]
     for group, at_zero in ((zero_rate, True), ([p for p in still if p not in zero_rate], False)):
-        if group:
+        is_known = not moved and _contradictions(run, "weights_unchanged") >= limits.no_gradient_steps
+        if group and not is_known:
             yield _standing(run, group, streaks, at_zero, everything=moved == 0)
 
 
@@ -111,12 +112,10 @@ def _last_rate(run: Run, record: ParameterRecord) -> float | None:
     return float(rate.values[-1]) if len(rate.values) else None
 
 
-def _is_reported(run: Run) -> bool:
-    """Return whether the rule ``trained_tensors`` reports it, with the line of the optimizer."""
-    return any(
-        event.payload.get("rule") == "trained_tensors" and event.payload.get("kind") == "replaced"
-        for event in run.events("contradiction")
-    )
+def _contradictions(run: Run, rule_name: str, kind: str = "") -> int:
+    """Return how many facts there are for a rule of ``correctness``, which knows the cause."""
+    found = [event.payload for event in run.events("contradiction")]
+    return sum(one.get("rule") == rule_name and kind in {"", one.get("kind")} for one in found)
 
 
 def _outside(run: Run, group: list[ParameterRecord], stale: list[ParameterRecord], whole: int) -> Finding:
