@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from faults.silent.loop import classify, control, fault, perceptron
+from faults.silent.loop import STEPS, batches, classify, control, fault, perceptron
 
 
 @fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice")
@@ -37,6 +38,30 @@ def sigmoid_twice(injected: bool) -> None:
     classify(model, lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, 3).float()))
 
 
+class OwnSoftmax(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        exponentials = (x - x.max(dim=1, keepdim=True).values).exp()
+        return exponentials / exponentials.sum(dim=1, keepdim=True)
+
+
+@fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice")
+def own_softmax_before_cross_entropy(injected: bool) -> None:
+    """The control takes the logarithm of its probabilities."""
+    model = perceptron(OwnSoftmax())
+    classify(model, lambda out, y: F.cross_entropy(out if injected else (out + 1e-8).log(), y))
+
+
+@fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice")
+def softmax_before_smoothed_labels(injected: bool) -> None:
+    model = perceptron(nn.Softmax(dim=1)) if injected else perceptron()
+    classify(model, nn.CrossEntropyLoss(label_smoothing=0.1))
+
+
+@fault(rule="loss_input", severity="warning", step=0, kind="nll_of_probabilities")
+def nll_of_own_softmax(injected: bool) -> None:
+    classify(perceptron(OwnSoftmax() if injected else nn.LogSoftmax(dim=1)), F.nll_loss)
+
+
 def regress(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
     classify(nn.Sequential(model, nn.Linear(3, 1)), lambda out, y: loss_of(out, y.float()))
 
@@ -60,3 +85,59 @@ def pairwise_ranking() -> None:
 @control
 def classes_of_probabilities() -> None:
     classify(perceptron(nn.Softmax(dim=1)), lambda out, y: F.nll_loss(torch.log(out + 1e-8), y))
+
+
+@control
+def probabilities_in_binary_cross_entropy() -> None:
+    classify(perceptron(nn.Sigmoid()), lambda out, y: F.binary_cross_entropy(out, F.one_hot(y, 3).float()))
+
+
+@control
+def probabilities_of_a_teacher() -> None:
+    teacher = perceptron(nn.Softmax(dim=1)).requires_grad_(False)
+    student = perceptron()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for x, _ in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(student(x), teacher(x)).backward()
+        optimizer.step()
+
+
+@control
+def batches_of_one_sample() -> None:
+    """``[1, 1]`` and ``[1]`` broadcast to one difference."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        (model(x[:1]) - y[:1].float()).square().mean().backward()
+        optimizer.step()
+
+
+def pairs(targets: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(4), torch.randn(targets)) for _ in range(8 * STEPS)]
+
+
+def stacked(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in samples]), torch.cat([y for _, y in samples])
+
+
+@fault(rule="loss_input", severity="error", step=0, kind="sizes")
+def two_targets_per_input(injected: bool) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in DataLoader(pairs(2 if injected else 1), batch_size=8, collate_fn=stacked):
+        optimizer.zero_grad()
+        (model(x) - (y if injected else y[:, None])).square().mean().backward()
+        optimizer.step()
+
+
+@control
+def one_prediction_and_several_levels() -> None:
+    """Each prediction is compared with the same five levels, which are no part of the batch."""
+    model, levels = nn.Linear(4, 1), torch.linspace(-1, 1, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, _ in DataLoader(pairs(1), batch_size=8, collate_fn=stacked):
+        optimizer.zero_grad()
+        (model(x) - levels).square().mean().backward()
+        optimizer.step()

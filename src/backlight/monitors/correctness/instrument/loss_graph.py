@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
+from backlight.capture.batches import tensors
 from backlight.monitors.correctness.instrument.check import Check
 
 if TYPE_CHECKING:
     import torch
+
+    from backlight.monitor import RunContext
+    from backlight.monitors.correctness.instrument.check import Schedule
 
 MAX_NODES = 64
 """Nodes below a loss that are visited."""
@@ -48,16 +53,29 @@ _NOT_PREDICTED = _kinds("AccumulateGrad Unsqueeze View Reshape ReshapeAlias Expa
 class LossGraph(Check):
     """``loss_input``: a loss function was given what it is not made for; see :func:`contradictions_below`."""
 
+    def __init__(self, run: RunContext, schedule: Schedule) -> None:
+        super().__init__(run, schedule)
+        self._sizes: set[int] = set()  # samples of the tensors of the last batch
+
+    def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
+        """Note how many samples each tensor of the batch has."""
+        self._sizes = {len(x) for _, x in tensors(batch) if x.ndim}
+
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Look at the nodes below each root."""
         if self.due:
             for root in roots:
-                for kind, facts in dict(contradictions_below(root.grad_fn)).items():
+                for kind, facts in dict(contradictions_below(root.grad_fn, self._sizes)).items():
                     self.report("loss_input", self.run.clock.index, kind=kind, **facts)
 
 
-def contradictions_below(root: Node | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield kind and facts of each misuse of a loss function below ``root``. Nothing of the graph is kept."""
+def contradictions_below(
+    root: Node | None, sizes: AbstractSet[int] = frozenset()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kind and facts of each misuse of a loss function below ``root``. Nothing of the graph is kept.
+
+    ``sizes`` are the numbers of samples of the tensors of the batch.
+    """
     for kind, node in terms(root):
         if kind in CLASS_LOSSES:
             yield from _below_nll(inputs_of(node)[:1])
@@ -66,9 +84,9 @@ def contradictions_below(root: Node | None) -> Iterator[tuple[str, dict[str, Any
         elif kind == "BinaryCrossEntropyWithLogits" and _source(inputs_of(node)[:1]) == "Sigmoid":
             yield "sigmoid_twice", {}
         elif kind in _DIFFERENCES:
-            yield from _broadcast(node)
+            yield from _broadcast(node, sizes)
         elif kind in {"Pow", "Abs"}:
-            yield from _broadcast(_first(node))
+            yield from _broadcast(_first(node), sizes)
 
 
 def terms(root: Node | None) -> Iterator[tuple[str, Node]]:
@@ -113,19 +131,32 @@ def _first(node: Node) -> Node | None:
 
 def _source(nodes: Sequence[Node | None]) -> str:
     """Return the kind of what made the values of the first of ``nodes``."""
-    node = nodes[0] if nodes else None
+    node = _below_shapes(nodes[0] if nodes else None)
+    return "Softmax" if _is_softmax(node) else _kind(node)
+
+
+def _below_shapes(node: Node | None) -> Node | None:
     for _ in range(MAX_NODES):
         if _kind(node) not in _SHAPE:
             break
         node = _first(node)
-    return _kind(node)
+    return node
+
+
+def _is_softmax(node: Node | None) -> bool:
+    """Return whether a node is a softmax, or one that is written out."""
+    kind = _kind(node)
+    if kind == "Exp":
+        return _kind(_below_shapes(_first(node))) == "LogSoftmax"
+    if kind == "Div" and len(inputs_of(node)) > 1:
+        above, below = (_below_shapes(one) for one in inputs_of(node)[:2])
+        return _kind(above) == "Exp" and _kind(below) == "Sum" and _below_shapes(_first(below)) is above
+    return kind == "Softmax"
 
 
 def _below_nll(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, Any]]]:
-    node = inputs[0] if inputs else None
-    while _kind(node) in _SHAPE:
-        node = _first(node)
-    kind = _kind(node)
+    node = _below_shapes(inputs[0] if inputs else None)
+    kind = _source(inputs)
     if kind == "LogSoftmax":
         yield from _below_log_softmax(inputs_of(node)[:1])
     elif kind in _PROBABILITIES:
@@ -140,11 +171,12 @@ def _below_log_softmax(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dic
         yield "softmax_twice" if kind == "Softmax" else "sigmoid_before_softmax", {}
 
 
-def _broadcast(node: Node | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Find a difference of N predictions and N targets that was broadcast to N x N.
+def _broadcast(node: Node | None, sizes: AbstractSet[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Find a difference of N predictions and N targets that was broadcast to N x N, or to N x M.
 
     The shape of a target leaves no trace in the graph; that of the prediction, ``[N, 1]`` or ``[N]``, and of
-    the difference do. A prediction that was reshaped for the purpose, as for pairwise losses, is left out.
+    the difference do. A prediction that was reshaped for the purpose, as for pairwise losses, is left out,
+    and so is a target of a size that the batch does not have.
     """
     kind = _kind(node)
     if kind != "Sub" and kind not in _DIFFERENCES:
@@ -164,9 +196,14 @@ def _broadcast(node: Node | None) -> Iterator[tuple[str, dict[str, Any]]]:
     shape = shape_of(prediction)
     if shape is None or whole is None or len(whole) != 2 or _kind(prediction) in _NOT_PREDICTED:
         return
-    n = whole[0]
-    if n > 1 and whole == (n, n) and shape in {(n, 1), (n,)}:
-        yield "broadcast", {"prediction": list(shape), "difference": list(whole)}
+    n = shape[0] if shape else 0
+    m = whole[1] if shape == (n, 1) else whole[0]
+    facts = {"prediction": list(shape), "difference": list(whole)}
+    if n > 1 and m > 1 and whole == ((n, m) if shape == (n, 1) else (m, n)) and shape in {(n, 1), (n,)}:
+        if n == m:
+            yield "broadcast", facts
+        elif {n, m} <= sizes:
+            yield "sizes", {**facts, "samples": [n, m]}
 
 
 def shape_of(node: Node | None) -> tuple[int, ...] | None:

@@ -63,6 +63,13 @@ MISUSES = {
         "{difference}. The best constant is then the mean of all targets.",
         "Give both the same shape: `prediction.squeeze(1)`, or `target.unsqueeze(1)`.",
     ),
+    "sizes": Misuse(
+        Severity.ERROR,
+        "The inputs and targets of a batch differ in their number of samples",
+        "The tensors of a batch have {samples[0]} and {samples[1]} samples. A prediction of shape "
+        "{prediction} was broadcast against its target to a difference of shape {difference}.",
+        "Let the data set give one target per input, and both sides of the loss the same shape.",
+    ),
 }
 """Kinds of contradictions, as the instrument names them."""
 
