@@ -14,9 +14,12 @@ import pytest
 from backlight.analysis.compare import ComparabilityError, Comparison, compare, comparison_json
 from backlight.analysis.fingerprint_diff import Role, arguments
 from backlight.analysis.repeats import groups_of_repeats
+from backlight.analysis.report import source_of
 from backlight.records import Finding, Fingerprint, Severity, Subject
+from backlight.report.overlay_curves import curve_panels
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
+from health_runs import parameter as parameter_record
 from health_runs import write_synthetic
 from monitors.steptime.rules.conftest import write as write_times
 
@@ -46,6 +49,8 @@ def write(
     steps: range = range(60),
     rate: float = 0.1,
     loss: float = 2.0,
+    untrained: str = "",
+    groups: int = 1,
 ) -> Run:
     writer = RunWriter.create(path, name=path.name, monitors=("health",))
     if fingerprint is not None:
@@ -58,10 +63,14 @@ def write(
         "loss": [loss - step / 100 for step in steps],
         "total_norm": np.hypot(*rms.T),
         "lr/0/0": [rate] * len(steps),
+        **({"lr/0/1": [rate / 2] * len(steps)} if groups == 2 else {}),
         "clip/factor": [0.5 if step % 2 else 1.0 for step in steps],
     }
     updates = {name: values * 0.01 for name, values in gradients.items()}
-    return write_synthetic(path, gradients, steps=steps, update=updates, scalars=scalars, writer=writer)
+    extra = [parameter_record(untrained)] if untrained else []
+    return write_synthetic(
+        path, gradients, steps=steps, update=updates, scalars=scalars, writer=writer, extra=extra
+    )
 
 
 def changed(**fields: Any) -> Fingerprint:
@@ -95,6 +104,25 @@ def test_series_are_compared_over_the_last_quarter_of_common_steps(tmp_path: Pat
     assert found.parameters[0].ratio == pytest.approx(3.0, rel=0.15)
     assert any(note.startswith("Loss is identical at all 50 common steps") for note in found.notes)
     assert json.loads(json.dumps(comparison_json(found), allow_nan=False))["steps"] == [47, 59]
+
+
+def test_parameters_that_never_train_have_no_health(tmp_path: Path) -> None:
+    runs = write(tmp_path / "a"), write(tmp_path / "b", untrained="head.weight")
+    assert rows_of(compare(runs))["median health"] == (1.0, None)
+    panels = {p["name"]: p for p in curve_panels([("A", source_of(runs[0])), ("B", source_of(runs[1]))])}
+    assert panels["health"]["remarks"] == ["B: 1 parameter never trained and has no health: head.weight."]
+
+
+def test_learning_rates_are_named_by_their_optimizer(tmp_path: Path) -> None:
+    other = changed(optimizers=("AdamW",))
+    runs = write(tmp_path / "a", groups=2), write(tmp_path / "b", other, rate=0.3, groups=2)
+    labels = [name for name in rows_of(compare(runs)) if "learning rate" in name]
+    assert labels == [f"final learning rate of SGD, group {n} or AdamW, group {n}" for n in (0, 1)]
+    panels = {p["name"]: p for p in curve_panels([("A", source_of(runs[0]))])}
+    assert [chart["title"] for chart in panels["learning_rates"]["data"]["charts"]] == [
+        "SGD, group 0",
+        "SGD, group 1",
+    ]
 
 
 def test_three_runs_have_three_columns(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def stalled(tmp_path: Path) -> Path:
             rule="stall",
             severity=Severity.ERROR,
             title="BLOCKED: the main thread waits",
-            detail="BLOCKED: the main thread waits",
+            detail="CPU 0 %; 12 s",
             subject=Subject(step=4, rank=0, verdict="BLOCKED"),
             evidence=(Evidence(cited, step=4),),
             fix="look",

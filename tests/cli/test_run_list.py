@@ -94,6 +94,23 @@ def test_a_run_that_was_not_evaluated_does_not_read_as_healthy(tmp_path: Path) -
     assert (listed.worst, listed.evaluated, listed.loss, listed.steps) == (None, False, None, 0)
 
 
+def test_steps_that_were_not_recorded_count(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "run", every=4, monitors=("health",), summary=False
+    ):
+        for _ in range(11):  # recorded are 0, 4 and 8
+            model(torch.ones(2)).backward()
+            optimizer.step()
+    (listed,) = list_runs(tmp_path)
+    run = backlight.open_run(tmp_path / "run")
+    assert (listed.steps, run.last_step(), [s.last_step for s in run.ranks()]) == (11, 10, [10])
+    assert run.series_steps("gradient").tolist() == [0, 4, 8]
+    backlight.watch(model, optimizer, run=tmp_path / "run", resume=True, summary=False).start().stop()
+    assert [a.step_offset for a in backlight.open_run(tmp_path / "run").attempts] == [0, 11]
+
+
 def test_only_the_first_rank_is_read(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     for step, loss in enumerate((3.0, 2.0, float("nan"))):

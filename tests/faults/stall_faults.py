@@ -12,6 +12,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from backlight.monitors.stalls.model.emit import claim_of
 from backlight.monitors.stalls.model.runtime_dir import runtime_directory
 from backlight.records import Finding
 from backlight.store.read.run import open_run
@@ -215,7 +216,7 @@ def score(fault: Fault, findings: list[Finding], script: Path) -> tuple[str, str
 
 
 def _score(fault: Fault, finding: Finding, script: Path) -> tuple[str, str]:
-    subject, claim = finding.subject, finding.detail
+    subject, claim = finding.subject, claim_of(finding)
     if subject.verdict == "UNKNOWN":
         return "inconclusive", claim
     if subject.verdict != fault.kind:

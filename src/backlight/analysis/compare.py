@@ -23,6 +23,7 @@ from backlight.analysis.side_by_side import (
     common_steps,
     is_equal_at,
     last_part,
+    learning_rates,
     parameter_rows,
     read_scalar,
     series_rows,
@@ -176,16 +177,14 @@ def _differences(runs: Sequence[Run]) -> list[Difference]:
 
 def _rates(runs: Sequence[Run]) -> Iterator[Difference]:
     """Yield differences of recorded learning rates, which a script may change without an argument."""
-    names = dict.fromkeys(name for run in runs for name in run.scalar_names("backlight") if name[:3] == "lr/")
-    for name in names:
+    for name, label in learning_rates(runs).items():
         steps, values = common_steps([read_scalar(run, name) for run in runs])
         differing = np.flatnonzero(~np.isclose(values, values[:1], rtol=1e-6, atol=0.0).all(axis=0))
         if len(differing):
             first = int(differing[0])
             shown = tuple(f"{value:g}" for value in values[:, first])
-            of = "" if len(names) == 1 else f" {name[3:]}"
             at = f"from step {steps[first]}" if steps[first] else ""
-            yield Difference(f"lr.{name}", f"learning rate{of}", shown, remark=at)
+            yield Difference(f"lr.{name}", label, shown, remark=at)
 
 
 def _check(runs: Sequence[Run], found: Sequence[Difference], factor: str | None) -> None:

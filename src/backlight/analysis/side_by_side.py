@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.monitors.health.model.parameters import untrained_parameters
 from backlight.monitors.health.model.score import health_series
 from backlight.monitors.steptime.model.evidence import StoredProfile, peak_memory, read_profile
 from backlight.report.overlay_curves import median_updates
+from backlight.report.source import rate_labels
 from backlight.store.read.run import Run
 from backlight.text import number, percent, size
 
@@ -67,26 +69,43 @@ def series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[
 def _series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
     yield _row("final loss", "1", [_last(read_scalar(run, "loss")) for run in runs])
     if steps is not None:
-        health = [health_series(run) for run in runs]
         series: dict[str, list[Series]] = {
             "median loss": [read_scalar(run, "loss") for run in runs],
             "median gradient norm": [read_scalar(run, "total_norm") for run in runs],
             "median update / weight": [median_updates(run) for run in runs],
             "median clip factor": [read_scalar(run, "clip/factor") for run in runs],
-            "median health": [(each.steps, each.score) for each in health],
         }
         for name, each in series.items():
             yield _row(name, "1", [_median_between(one, steps) for one in each])
-    rates = dict.fromkeys(name for run in runs for name in run.scalar_names("backlight") if name[:3] == "lr/")
-    for name in rates:
-        of = "" if len(rates) == 1 else f" {name[3:]}"
-        yield _row(f"final learning rate{of}", "1", [_last(read_scalar(run, name)) for run in runs])
+        yield _row("median health", "1", [_median_health(run, steps) for run in runs])
+    for name, label in learning_rates(runs).items():
+        yield _row(f"final {label}", "1", [_last(read_scalar(run, name)) for run in runs])
     for name in dict.fromkeys(name for run in runs for name in run.scalar_names("user")):
         yield _row(f"final {name}", "1", [_last(read_scalar(run, name, "user")) for run in runs])
     clipped = [read_scalar(run, "clip/factor")[1] for run in runs]
     yield _row("steps clipped", "%", [float(np.mean(v < 1)) if len(v) else None for v in clipped])
     peaks = [peak_memory(run, read_profile(run) or StoredProfile({}))[0] for run in runs]
     yield _row("peak memory", "B", [peak or None for peak in peaks])
+
+
+def _median_health(run: Run, steps: tuple[int, int]) -> float | None:
+    """Return the median score, None where a parameter never trained: the others' would read as the run's."""
+    if untrained_parameters(run):
+        return None
+    health = health_series(run)
+    return _median_between((health.steps, health.score), steps)
+
+
+def learning_rates(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the label of each learning rate of any run, by the optimizers' names where there are several."""
+    labels: dict[str, dict[str, None]] = {}
+    for run in runs:
+        names = [name for name in run.scalar_names("backlight") if name[:3] == "lr/"]
+        for name, label in rate_labels(run, names).items():
+            labels.setdefault(name, {})[label] = None
+    if len(labels) == 1:
+        return dict.fromkeys(labels, "learning rate")
+    return {name: f"learning rate of {' or '.join(of)}" for name, of in labels.items()}
 
 
 def parameter_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:

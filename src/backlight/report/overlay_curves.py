@@ -10,7 +10,7 @@ import numpy as np
 from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.overlay import SHOWN, part
 from backlight.report.panel import error_text, not_drawn
-from backlight.report.source import Series, Source
+from backlight.report.source import Series, Source, rate_labels
 from backlight.store.read.run import Run
 from backlight.text import visible
 
@@ -39,7 +39,10 @@ def curve_panels(sources: Sequence[tuple[str, Source]]) -> Iterator[dict[str, An
         if charts:
             data = {"charts": charts, "small": name == "logged" and len(charts) > 1}
             place = "half" if len(charts) == 1 else "full"
-            yield part(name, title, "lines", data, [f"Not drawn: {said}."] if said else [], place=place)
+            remarks = [f"Not drawn: {said}."] if said else []
+            if name == "health":
+                remarks += [f"{run}: {source.untrained_text}." for run, source in sources if source.untrained]
+            yield part(name, title, "lines", data, remarks, place=place)
         elif said:
             yield part(name, title, "failed", {"reason": not_drawn(name, said)})
 
@@ -83,8 +86,8 @@ def _times(source: Source) -> dict[str, Series]:
 
 
 def _rates(source: Source) -> dict[str, Series]:
-    names = source.scalar_names("lr")
-    return {name if len(names) > 1 else "": _scalar(source, name) for name in names}
+    labels = rate_labels(source.run, source.scalar_names("lr"))
+    return {label if len(labels) > 1 else "": _scalar(source, name) for name, label in labels.items()}
 
 
 def _scaled(label: str) -> Callable[[str, Sequence[Line]], Axis]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from backlight.records import Finding, ParameterRecord
 from backlight.report.frames import ParameterFrames, read_frames
 from backlight.store.read.run import Run, Scalar
+from backlight.text import count, listed, visible
 
 NO_GRADIENT = "no gradient at any recorded step"
 NOT_IN_MODEL = "held by an optimizer, and by no module of the model"
@@ -61,6 +62,13 @@ class Source:
             self.kept[read] = read(self)
         value: T = self.kept[read]
         return value
+
+    @property
+    def untrained_text(self) -> str:
+        """What the health does not cover: the parameters that never trained."""
+        amount = count(len(self.untrained), "parameter")
+        has = "has" if len(self.untrained) == 1 else "have"
+        return f"{amount} never trained and {has} no health: {listed([visible(n) for n in self.untrained])}"
 
     def watched(self, monitor: str) -> bool:
         """Return whether ``monitor`` watched; a run that names no monitors is taken to have had all."""
@@ -145,3 +153,19 @@ class Source:
                 reason = record.unmeasured or recorded.get(record.name) or otherwise
                 reasons.setdefault(reason, []).append(record.name)
         return reasons
+
+
+def rate_labels(run: Run, rates: Sequence[str]) -> dict[str, str]:
+    """Return ``AdamW, group 1`` for ``lr/0/1``: by the optimizers' names, as short as the rates differ."""
+    stored = run.fingerprint()
+    kinds = [kind.partition("(")[0] for kind in stored.optimizers] if stored else []
+    groups = [name.removeprefix("lr/").partition("/") for name in rates]
+    labels = {}
+    for name, (optimizer, _, group) in zip(rates, groups, strict=True):
+        index = int(optimizer) if optimizer.isdecimal() else len(kinds)
+        label = visible(kinds[index]) if index < len(kinds) else f"optimizer {optimizer}"
+        if index < len(kinds) and kinds.count(kinds[index]) > 1:
+            label += f" {optimizer}"
+        alone = sum(other == optimizer for other, _, _ in groups) == 1
+        labels[name] = label if alone or not group else f"{label}, group {group}"
+    return labels

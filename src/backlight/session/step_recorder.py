@@ -223,6 +223,11 @@ class StepRecorder(StepSink):
         self.logged: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped = 0
 
+    @property
+    def completed(self) -> int:
+        """Number of completed steps, recorded or not."""
+        return self._step
+
     def _spent(self) -> float:
         """Return the seconds that the watch has taken so far."""
         return sum(timed.spent for timed in self._timed) + self._monitors.spent_outside_hooks()

@@ -140,6 +140,7 @@ class WriterThread:
             self._writer.scalars(step, numbers, source="user")
             self._monitors.call("on_scalars_logged", step, numbers)
         self._results.write(self._writer)
+        self._writer.reach(self._recorder.completed - 1)
         dropped = self._recorder.dropped
         if dropped > self._dropped:
             payload = {"steps": dropped - self._dropped, "reason": "the disk is too slow"}

@@ -16,6 +16,7 @@ import pytest
 
 from backlight.findings.evaluate import findings_of
 from backlight.monitors.stalls.model import peers, runtime_dir
+from backlight.monitors.stalls.model.emit import claim_of
 from backlight.monitors.stalls.model.observation import Observation
 from backlight.monitors.stalls.model.peers import HostObservation, join, pack, unpack
 from backlight.monitors.stalls.model.shared_state import PHASES, RankStatus, SharedState, Slot
@@ -79,7 +80,7 @@ def machines(folder: Path, run: Path) -> Iterator[tuple[Machine, Machine]]:
 
 
 def stalls(run: Run) -> list[tuple[str | None, int | None, str]]:
-    return [(f.subject.verdict, f.subject.rank, f.detail) for f in findings_of(run) if f.rule == "stall"]
+    return [(f.subject.verdict, f.subject.rank, claim_of(f)) for f in findings_of(run) if f.rule == "stall"]
 
 
 def test_rank_that_waits_for_a_rank_of_another_machine(

@@ -77,7 +77,7 @@ def test_run_state_from_empty_directory_to_end(tmp_path: Path) -> None:
     view.look()
     assert (view.stand.word, view.stand.detail) == (
         Standing.RUNNING,
-        "The training runs; the last recorded step is 3.",
+        "The training runs; the last step is 3.",
     )
     assert not view.stand.over
     run.close()
@@ -93,7 +93,7 @@ def test_failed_run_reports_the_exception(grow: Grow) -> None:
     view = follow(run.path)
     view.look()
     assert view.stand.word is Standing.FAILED
-    assert view.stand.detail == "Failed with ValueError at step 2; the last recorded step is 1."
+    assert view.stand.detail == "Failed with ValueError at step 2; the last step is 1."
 
 
 def test_killed_writer_is_reported(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_killed_writer_is_reported(tmp_path: Path) -> None:
     view = follow(path)
     view.look()
     assert view.stand.word is Standing.KILLED
-    assert "ended without closing the run; the last recorded step is 4" in view.stand.detail
+    assert "ended without closing the run; the last step is 4" in view.stand.detail
     assert not view.stand.over  # it may be resumed
 
 
@@ -122,8 +122,8 @@ def test_unchanged_run_is_read_once(grow: Grow) -> None:
 
 
 def test_nothing_is_read_without_a_client(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "PATIENCE", 0.2)
-    monkeypatch.setattr(follower, "PAUSE", 0.01)
+    monkeypatch.setattr(follower, "IDLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(follower, "POLL_INTERVAL_S", 0.01)
     run = grow(3)
     calls: list[Run] = []
     view = follow(run.path, calls)
@@ -189,8 +189,8 @@ def test_panel_size_does_not_grow_with_the_run(grow: Grow, monkeypatch: pytest.M
 
 
 def test_expensive_reduction_is_deferred(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "PACE", 1e9)
-    monkeypatch.setattr(follower, "QUICK", -1.0)
+    monkeypatch.setattr(follower, "REDUCTION_REST_FACTOR", 1e9)
+    monkeypatch.setattr(follower, "QUICK_REDUCTION_S", -1.0)
     run = grow(10)
     view = follow(run.path)
     view.look()
@@ -200,7 +200,7 @@ def test_expensive_reduction_is_deferred(grow: Grow, monkeypatch: pytest.MonkeyP
     assert view.source is not None
     assert len(view.source.frames.buckets) == 10
     assert not view.catch_up()  # too soon
-    monkeypatch.setattr(follower, "PACE", 0.0)
+    monkeypatch.setattr(follower, "REDUCTION_REST_FACTOR", 0.0)
     assert view.catch_up()
     assert len(view.source.frames.buckets) == 15
     assert not view.catch_up()
@@ -346,7 +346,7 @@ def failing(source: Source) -> Drawn:
 
 
 def test_failing_panel_is_named_and_following_continues(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower, "PAUSE", 0.01)
+    monkeypatch.setattr(follower, "POLL_INTERVAL_S", 0.01)
     known = in_order()
     wrong = [
         drawing("raises", failing),
@@ -376,7 +376,12 @@ def test_failing_panel_is_named_and_following_continues(grow: Grow, monkeypatch:
 
 
 def test_threads_survive_errors(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("PAUSE", 0.01), ("LONGEST_REST", 0.05), ("PACE", 0.0), ("QUICK", -1.0)):
+    for name, value in (
+        ("POLL_INTERVAL_S", 0.01),
+        ("MAX_REST_S", 0.05),
+        ("REDUCTION_REST_FACTOR", 0.0),
+        ("QUICK_REDUCTION_S", -1.0),
+    ):
         monkeypatch.setattr(follower, name, value)
     run = grow(3)
     broken = threading.Event()

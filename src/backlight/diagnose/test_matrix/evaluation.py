@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from backlight.diagnose.test_matrix.case_run import Observation, open_case_run, read_output
 from backlight.diagnose.test_matrix.plan import UNDECIDED, Case
 from backlight.monitors.stalls.model.attach import Attached
+from backlight.monitors.stalls.model.emit import claim_of
 from backlight.records import DiagnosisKind, to_json
 from backlight.store.read.run import Run
 
@@ -114,7 +115,7 @@ def _stalled(observed: Observation) -> Evaluation | None:
     if stall is None or stall.subject.verdict not in set(DiagnosisKind):
         return None
     line = stall.subject.line or next((p.diagnosis.line for p in _ranked(observed) if p.diagnosis.line), "")
-    claim = f"stall finding of the run: {stall.detail}"
+    claim = f"stall finding of the run: {claim_of(stall)}"
     return Evaluation(DiagnosisKind(stall.subject.verdict), claim, "as the finding", stall.refuted_if, line)
 
 

@@ -30,26 +30,26 @@ from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run
 from backlight.text import visible
 
-PAUSE = 0.3
-"""Seconds between two looks at the files of a run."""
+POLL_INTERVAL_S = 0.3
+"""Time between two checks of the files of a run."""
 
-REST = 0.5
+REST_FACTOR = 0.5
 """Rest after a reading, as a multiple of what the reading took."""
 
-LONGEST_REST = 0.5
-"""Seconds of rest at most: a finding must not wait for long."""
+MAX_REST_S = 0.5
+"""Longest rest: a finding must not wait for long."""
 
-PACE = 4.0
+REDUCTION_REST_FACTOR = 4.0
 """Rest between two reductions of all parameters, as a multiple of what one takes."""
 
-QUICK = 0.25
-"""Seconds up to which findings wait for the reduction of all parameters."""
+QUICK_REDUCTION_S = 0.25
+"""Time up to which findings wait for the reduction of all parameters."""
 
-PATIENCE = 30.0
-"""Seconds without a question after which no one is taken to look."""
+IDLE_TIMEOUT_S = 30.0
+"""Time without a request after which no page is taken to be open."""
 
-LIFE = 2.0
-"""Seconds between two looks whether the writer still lives, where its files say nothing new."""
+LIVENESS_INTERVAL_S = 2.0
+"""Time between two checks of whether the writer still runs, where its files have not changed."""
 
 READ_ONCE = frozenset(name for name, held in vars(Source).items() if isinstance(held, cached_property))
 """What a source remembers of its run; none of it depends on the findings."""
@@ -146,11 +146,14 @@ class Followed:
             self.version += 1
             for panel, result in drawn:
                 self._rendered[panel.name] = Rendered(panel, result, self.version)
-        self._rest_until = time.monotonic() + min(LONGEST_REST, REST * (time.monotonic() - now))
+        self._rest_until = time.monotonic() + min(MAX_REST_S, REST_FACTOR * (time.monotonic() - now))
         return True
 
     def _may_have_died(self, now: float) -> bool:
-        return self.stand.word in {Standing.RUNNING, Standing.WAITING} and now - self._looked > LIFE
+        return (
+            self.stand.word in {Standing.RUNNING, Standing.WAITING}
+            and now - self._looked > LIVENESS_INTERVAL_S
+        )
 
     def _read(self) -> tuple[Stand, Source | None]:
         if not any(True for _ in _files(self.path)):
@@ -184,7 +187,7 @@ class Followed:
     def _keep_frames(self, source: Source) -> None:
         """Reduce the series of all parameters again where that is quick; else it is done later."""
         frames, parameters, _, cost = self._frames
-        self._behind = frames is not None and parameters == source.parameters and cost > QUICK
+        self._behind = frames is not None and parameters == source.parameters and cost > QUICK_REDUCTION_S
         if frames is not None and self._behind:
             source.frames = frames
         else:
@@ -193,7 +196,7 @@ class Followed:
     def catch_up(self) -> bool:
         """Reduce what findings did not wait for; return whether there is a new version."""
         _, _, at, cost = self._frames
-        if not self._behind or self.source is None or time.monotonic() - at < PACE * cost:
+        if not self._behind or self.source is None or time.monotonic() - at < REDUCTION_REST_FACTOR * cost:
             return False
         try:
             # A reading of its own: the one that is shown may be read from meanwhile.
@@ -293,16 +296,16 @@ class Followed:
 
     def _follow(self) -> None:
         while not self._closed.is_set():
-            if time.monotonic() - self._asked > PATIENCE:
+            if time.monotonic() - self._asked > IDLE_TIMEOUT_S:
                 self._wanted.clear()
-                if time.monotonic() - self._asked > PATIENCE:
+                if time.monotonic() - self._asked > IDLE_TIMEOUT_S:
                     self._wanted.wait()
                 continue
             self._unharmed("Following", self.look)
-            self._closed.wait(max(PAUSE, self._rest_until - time.monotonic()))
+            self._closed.wait(max(POLL_INTERVAL_S, self._rest_until - time.monotonic()))
 
     def _reduce_late(self) -> None:
-        while not self._closed.wait(PAUSE):
+        while not self._closed.wait(POLL_INTERVAL_S):
             self._unharmed("Reducing", self.catch_up)
 
     def _unharmed(self, what: str, job: Callable[[], bool]) -> None:
@@ -316,7 +319,7 @@ class Followed:
                 self.stand = stand
             if job == self.look:
                 self._files = None  # to be read again, changed or not
-            self._rest_until = time.monotonic() + LONGEST_REST
+            self._rest_until = time.monotonic() + MAX_REST_S
 
 
 def _one_column(data: dict[str, Any], wanted: str) -> dict[str, Any]:

@@ -54,7 +54,7 @@ EMPTY = Stand(Standing.WAITING, "Waiting for the first step: no run began in thi
 def stand_of(run: Run) -> Stand:
     """Tell how ``run`` stands, by the status of its newest attempt."""
     last = run.last_step()
-    steps = "no step was recorded" if last < 0 else f"the last recorded step is {number(last)}"
+    steps = "no step was taken" if last < 0 else f"the last step is {number(last)}"
     status = run.status
     if status is RunStatus.RUNNING:
         if last < 0:

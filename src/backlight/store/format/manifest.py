@@ -31,9 +31,9 @@ class Progress(Record):
     """Progress of one rank of an attempt, which it states itself at each flush.
 
     ``files`` gives, by path below the run directory, the highest row of each table of a database or the size
-    of another file, so that a later loss is known and not guessed. ``step`` is the last attempt-local step.
-    ``local`` is the folder on ``process.host`` with what is not yet published from there, empty where
-    everything is written into the run directory directly.
+    of another file, so that a later loss is known and not guessed. ``step`` is the last attempt-local step,
+    recorded or not. ``local`` is the folder on ``process.host`` with what is not yet published from there,
+    empty where everything is written into the run directory directly.
     """
 
     status: RunStatus = RunStatus.UNKNOWN

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.records import ParameterRecord, RunStatus
+from backlight.store.format.manifest import Progress
 from backlight.store.read import frames
 from backlight.store.read.attempt_files import AttemptFiles
 from backlight.store.read.frames import COMPARED, Frame
@@ -56,13 +57,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank of an attempt: its last readable global step, and the last that it stated itself."""
+    """One rank of an attempt, with the last global step that it took, recorded or not."""
 
     rank: int
     host: str
     status: RunStatus
     last_step: int
-    step: int
     ended: float | None
 
 
@@ -74,13 +74,23 @@ def states(opened: AttemptFiles) -> tuple[RankState, ...]:
         last = max((file.last_step for file in files.get(rank, ())), default=-1)
         progress = opened.progress.get(rank)
         if progress is None:
-            out.append(RankState(rank, "", RunStatus.UNKNOWN, last, last, None))
+            out.append(RankState(rank, "", RunStatus.UNKNOWN, last, None))
             continue
-        stated = opened.entry.step_offset + progress.step if progress.step >= 0 else -1
-        out.append(
-            RankState(rank, progress.process.host, progress.status_now(), last, stated, progress.ended)
-        )
+        last = max(last, _stated_step(opened, progress))
+        out.append(RankState(rank, progress.process.host, progress.status_now(), last, progress.ended))
     return tuple(out)
+
+
+def last_step(opened: AttemptFiles) -> int:
+    """Return the last global step that any rank of an attempt took, recorded or not; -1 for none."""
+    recorded = [file.last_step for file in opened.files]
+    stated = [_stated_step(opened, progress) for progress in opened.progress.values()]
+    return max([*recorded, *stated], default=-1)
+
+
+def _stated_step(opened: AttemptFiles, progress: Progress) -> int:
+    """Return the last global step that a rank stated itself: with sampling, not the last recorded one."""
+    return opened.entry.step_offset + progress.step if progress.step >= 0 else -1
 
 
 def by_rank(files: Sequence[RankFile]) -> dict[int, list[RankFile]]:

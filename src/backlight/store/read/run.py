@@ -190,8 +190,8 @@ class Run:
         return any(file.last[f"series_{series}"] for file in self._files)
 
     def last_step(self) -> int:
-        """Return the last global step of anything recorded, -1 where there is nothing."""
-        return max((file.last_step for file in self._files), default=-1)
+        """Return the last global step that any rank took, recorded or not; -1 where there is none."""
+        return max((join_ranks.last_step(opened) for opened in self._opened), default=-1)
 
     def frame(
         self, series: str, column: str, *, attempt: int | None = None, rank: int | None = None, part: int = 0

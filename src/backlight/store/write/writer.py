@@ -354,6 +354,12 @@ class RunWriter:
             self._evidence_bytes += path.stat().st_size
         return "" if path is None else path.relative_to(self.path).as_posix()
 
+    def reach(self, step: int) -> None:
+        """Note the last step that was taken, recorded or not; published with the next flush."""
+        if not self._off() and step > self._entry.progress.step:
+            with self._disk:
+                self._entry.update(self._entry.progress.files, step)
+
     def flush(self) -> None:
         """Write the buffers as one transaction, and publish the progress."""
         if self._off():

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from backlight.monitors.stalls.model.emit import ENDED, RESUMED, ReportedStall, find_resolution
-from backlight.monitors.stalls.model.observation import ExitReason
+from backlight.monitors.stalls.model.emit import (
+    ENDED,
+    RESUMED,
+    ReportedStall,
+    as_finding,
+    claim_of,
+    find_resolution,
+)
+from backlight.monitors.stalls.model.observation import Diagnosis, ExitReason
 from backlight.monitors.stalls.model.shared_state import (
     RankStatus,
     SharedState,
@@ -19,6 +26,7 @@ from backlight.monitors.stalls.model.shared_state import (
     StateSnapshot,
     read_state,
 )
+from backlight.records import DiagnosisKind, Phase
 from backlight.store.read.run import open_run
 from ranks.launching import watching
 
@@ -33,6 +41,22 @@ def state(
     for slot, value in ((Slot.PROGRESS, progress), (Slot.RAISED, raised), (Slot.STATUS, status)):
         shared.slots[slot] = value
     return read_state(path)
+
+
+@pytest.mark.parametrize(
+    ("claim", "title", "detail"),
+    [
+        ("BLOCKED: it waits; CPU 0 %; 3 s", "BLOCKED: it waits", "CPU 0 %; 3 s."),
+        ("DEAD: rank 1 has left", "DEAD: rank 1 has left", "in backward, with high confidence."),
+        (f"DEAD: {'x' * 90}; 3 s", f"DEAD: {'x' * 73}…", f"DEAD: {'x' * 90}; 3 s."),
+    ],
+)
+def test_detail_does_not_repeat_the_title(claim: str, title: str, detail: str) -> None:
+    finding = as_finding(
+        Diagnosis(DiagnosisKind.DEAD, Phase.BACKWARD, claim, "", "", confidence="high"), 0, ()
+    )
+    assert (finding.title, finding.detail) == (title, detail)
+    assert claim_of(finding).startswith(claim)
 
 
 def test_rank_moves_again_after_two_further_heartbeats(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,9 @@ from numpy.typing import NDArray
 
 from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
-from backlight.report.source import Source
+from backlight.report.source import Source, rate_labels
 from backlight.store.read.run import Scalar, Spread
-from backlight.text import count, listed, number, percent, score, visible
+from backlight.text import count, number, percent, score
 
 
 def summary(source: Source) -> Summary:
@@ -168,11 +167,11 @@ def updates(source: Source) -> Drawn | NotMeasured:
 )
 def learning_rates(source: Source) -> Drawn | NotMeasured:
     """Draw one line per optimizer and group; groups with the same rate at every step share a line."""
-    rates = {name.removeprefix("lr/"): source.scalar(name) for name in source.scalar_names("lr")}
+    rates = {name: source.scalar(name) for name in source.scalar_names("lr")}
     rates = {name: rate for name, rate in rates.items() if len(rate.steps)}
     if not rates:
         return NotMeasured(source.reason("lr", otherwise="No optimizer with a learning rate was recorded."))
-    labels = _group_labels(list(rates), source)
+    labels = rate_labels(source.run, list(rates))
     alike: dict[bytes, list[str]] = {}
     for name, rate in rates.items():
         alike.setdefault(rate.steps.tobytes() + rate.values.tobytes(), []).append(name)
@@ -187,22 +186,6 @@ def learning_rates(source: Source) -> Drawn | NotMeasured:
     high = max(float(np.nanmax(line.values)) for line in lines)
     axis = Axis("learning rate", log=log, low=None if log or high <= 0 else 0.0)
     return Drawn("lines", {"charts": [chart(lines, axis)]}, (), remarks)
-
-
-def _group_labels(groups: Sequence[str], source: Source) -> dict[str, str]:
-    """Return ``AdamW, group 1`` for the groups ``0/1``: by the optimizers' names, as short as they differ."""
-    stored = source.run.fingerprint()
-    kinds = [kind.partition("(")[0] for kind in stored.optimizers] if stored else []
-    labels = {}
-    for name in groups:
-        optimizer, _, group = name.partition("/")
-        place = int(optimizer) if optimizer.isdecimal() else len(kinds)
-        label = visible(kinds[place]) if place < len(kinds) else f"optimizer {optimizer}"
-        if place < len(kinds) and kinds.count(kinds[place]) > 1:
-            label += f" {optimizer}"
-        alone = sum(other.partition("/")[0] == optimizer for other in groups) == 1
-        labels[name] = label if alone or not group else f"{label}, group {group}"
-    return labels
 
 
 @panel(
@@ -254,10 +237,7 @@ def health(source: Source) -> Drawn | NotMeasured:
     )
     remarks = []
     if source.untrained:
-        names = listed([visible(name) for name in source.untrained])
-        remarks.append(
-            f"{count(len(source.untrained), 'parameter')} never trained and have no health: {names}."
-        )
+        remarks.append(f"{source.untrained_text}.")
     if not scored.all():
         remarks.append(f"Health was not measured at {number(int((~scored).sum()))} of the steps.")
     line = Line("health", steps, values, tone="health", gaps=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from backlight.findings import phrases
-from backlight.monitors.stalls.model.observation import Diagnosis, ExitReason, Observation
+from backlight.monitors.stalls.model.observation import Diagnosis, ExitReason, Observation, in_phase
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot
 from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject, to_json
 
@@ -32,12 +32,13 @@ _SEVERITY = {
 
 def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Evidence]) -> Finding:
     """Return a diagnosis as a finding: an error, unless the rank is slow or the diagnosis uncertain."""
+    title, detail = _title_and_detail(diagnosis)
     return Finding(
         rule=RULE,
         monitor="stalls",
         severity=_SEVERITY.get(diagnosis.kind, Severity.ERROR),
-        title=phrases.shorten(diagnosis.claim.split("; ")[0]),
-        detail=diagnosis.claim,
+        title=title,
+        detail=detail,
         subject=Subject(
             parameter=diagnosis.parameter,
             module=diagnosis.module,
@@ -53,6 +54,21 @@ def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Eviden
         version=VERSION,
         made=Made.LIVE,
     )
+
+
+def _title_and_detail(diagnosis: Diagnosis) -> tuple[str, str]:
+    """Return the first clause and the others; where the title is cut, the detail is the whole claim."""
+    first, _, others = diagnosis.claim.partition("; ")
+    title = phrases.shorten(first)
+    if title != first:
+        return title, f"{diagnosis.claim}."
+    return title, f"{others or f'{in_phase(diagnosis.phase)}, with {diagnosis.confidence} confidence'}."
+
+
+def claim_of(finding: Finding) -> str:
+    """Return the claim of the diagnosis of a finding."""
+    detail = finding.detail.removesuffix(".")
+    return detail if detail.startswith(finding.title.removesuffix("…")) else f"{finding.title}; {detail}"
 
 
 def emit(

@@ -30,7 +30,7 @@ def stall(run: Run, limits: StallLimits) -> Iterator[Finding]:
     reported = set()
     files: dict[str, Evidence] = {}
     for finding in run.stored_findings():
-        key = (finding.detail, finding.subject.step)
+        key = (finding.title, finding.detail, finding.subject.step)
         if finding.rule != RULE or key in reported:
             continue
         reported.add(key)
