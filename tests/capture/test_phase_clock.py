@@ -31,7 +31,7 @@ class Times:
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Times:
     times = Times()
-    monkeypatch.setattr("backlight.capture.phase_clock.time.perf_counter", times)
+    monkeypatch.setattr("backlight.capture.phase_clock.clock.perf_counter", times)
     return times
 
 

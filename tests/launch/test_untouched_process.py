@@ -8,7 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from backlight.records import RunStatus
+from backlight.store.read.run import open_run
 
 Console = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -144,3 +148,41 @@ def test_torch_of_a_forked_child_is_not_watched(tmp_path: Path, console_script: 
     assert watched.returncode == 0, watched.stderr
     assert watched.stderr.count("recording in run") == 1
     assert len(list((tmp_path / "run").glob("attempt-*"))) == 1
+
+
+BREAKING = """
+import json, sys, time
+import torch
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+system_time = time.time
+for step in range(30):
+    if step == 10:
+        how = sys.argv[1]
+        if how == "times":
+            time.time = time.perf_counter = None
+        elif how == "json":
+            json.dumps = json.loads = None
+        elif how == "clock set back":
+            time.time = lambda: system_time() - 86_400
+    model(torch.randn(8, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("how", ["times", "json", "clock set back"])
+def test_script_that_replaces_what_others_use_is_recorded_to_its_end(
+    tmp_path: Path, console_script: Console, how: str
+) -> None:
+    (tmp_path / "breaking.py").write_text(BREAKING)
+    done = console_script(tmp_path, "run", "-o", "run", "breaking.py", how)
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "run")
+    assert run.status is RunStatus.FINISHED
+    assert not run.losses
+    assert run.last_step() == 29
+    (attempt,) = run.attempts
+    assert attempt.ended is not None
+    assert 0 < attempt.ended - attempt.started < 3600
+    assert (np.diff(run.scalar("time").values) > 0).all()

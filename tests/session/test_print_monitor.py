@@ -31,14 +31,14 @@ ONE = Finding(
 @pytest.fixture
 def monitor(monkeypatch: pytest.MonkeyPatch) -> tuple[PrintMonitor, io.StringIO, list[float]]:
     clock, stream = [0.0], io.StringIO()
-    monkeypatch.setattr(print_monitor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(print_monitor, "clock", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr("sys.stderr", stream)
     made = PrintMonitor.from_settings(Settings())
     run: Any = SimpleNamespace(path="runs/first", rank=0)
     made.check_process(is_script=True)
     made.attach(run)
     monkeypatch.undo()
-    monkeypatch.setattr(print_monitor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(print_monitor, "clock", SimpleNamespace(monotonic=lambda: clock[0]))
     return made, stream, clock
 
 

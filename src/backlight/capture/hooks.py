@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,6 +21,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import dataloader
+
+from backlight import clock
 
 if TYPE_CHECKING:
     from backlight.capture.hub import Hub
@@ -284,7 +285,7 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
             caller = sys._getframe(1)
             # Accelerate, and so the Trainer, holds a batch back and gives the one before.
             ahead = caller.f_code.co_name == "__iter__" and caller.f_globals.get("__name__") == _AHEAD
-            begin = time.perf_counter()
+            begin = clock.perf_counter()
             try:
                 item = original(self)
             except BaseException as error:
@@ -292,7 +293,7 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
                 if not isinstance(error, StopIteration):
                     hub.emit("batch_raised", error)
                 elif ahead and last >= 0:
-                    hub.emit("batch", last, time.perf_counter() - begin)  # the one that was held back
+                    hub.emit("batch", last, clock.perf_counter() - begin)  # the one that was held back
                 else:
                     hub.emit("batch_missing")
                 raise
@@ -300,7 +301,7 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
             if index < 0:
                 hub.emit("batch_missing")  # the loop gets none of this call
             else:
-                hub.emit("batch", index, time.perf_counter() - begin)
+                hub.emit("batch", index, clock.perf_counter() - begin)
                 hub.emit("batch_given", self, index, item)
             return item
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from backlight import clock
 from backlight.capture import hooks, modules, state_hooks
 from backlight.records import Phase
 
@@ -31,14 +31,14 @@ def guarded(
 
     ``owner.spent`` grows by the seconds; ``on_error(owner, error)`` is called if it raises.
     """
-    begin = time.perf_counter()
+    begin = clock.perf_counter()
     try:
         return method(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - never break the user's training
         on_error(owner, error)
         return None
     finally:
-        owner.spent += time.perf_counter() - begin
+        owner.spent += clock.perf_counter() - begin
 
 
 class UserError(BaseException):

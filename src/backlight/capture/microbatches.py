@@ -7,13 +7,13 @@ of a chosen step and at no other time, and so are neither copied with a model no
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from backlight import clock
 from backlight.capture.hub import Listener
 from backlight.devices import is_capturing_graph
 
@@ -107,13 +107,13 @@ class Microbatches(Listener):
         """Pass a gradient on; an error is reported, and ends this backward's replicate."""
         if self._failed:
             return
-        begin = time.perf_counter()
+        begin = clock.perf_counter()
         try:
             self._sink.takes(key, gradient)
         except Exception as error:  # noqa: BLE001 - never break the user's training
             self._failed = True
             self._sink.trouble(error)
-        self.spent += time.perf_counter() - begin
+        self.spent += clock.perf_counter() - begin
 
 
 def _passed(microbatches: Microbatches, key: int, gradient: torch.Tensor) -> None:

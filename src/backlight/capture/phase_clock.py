@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
 
+from backlight import clock
 from backlight.records import Phase
 
 
@@ -24,7 +24,7 @@ class PhaseClock:
         self._is_after_forward = False
         self._after_forward = 0.0
         self._times: defaultdict[str, float] = defaultdict(float)
-        self._began = self._since = time.perf_counter()
+        self._began = self._since = clock.perf_counter()
         self.phase = Phase.OTHER
         self.separated = False
 
@@ -74,7 +74,7 @@ class PhaseClock:
         return self._open[-1] if self._open else Phase.OTHER
 
     def _account(self) -> None:
-        now = time.perf_counter()
+        now = clock.perf_counter()
         if self._is_after_forward:
             self._after_forward += now - self._since
         else:

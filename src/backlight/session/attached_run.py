@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from backlight import clock
 from backlight.capture.forward import ScopeForwards
 from backlight.capture.hub import HUB, NextEvent
 from backlight.capture.parameters import Scope
@@ -115,7 +115,7 @@ class AttachedRun:
         if os.getpid() != self._pid:
             return False
         self._error = error
-        self._ended = time.perf_counter()
+        self._ended = clock.perf_counter()
         self._stack.close()
         return True
 
@@ -229,5 +229,5 @@ class AttachedRun:
         self.monitors.call("on_run_end", self.found or [], failed=failed)
         if self.removed:
             writer.discard()  # then closing it does nothing
-        self.record_cost("end", time.perf_counter() - self._ended)
+        self.record_cost("end", clock.perf_counter() - self._ended)
         writer.close(RunStatus.FAILED if failed else RunStatus.FINISHED)

@@ -8,10 +8,10 @@ less often where that takes long.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
+from backlight import clock
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding, Made, Severity
@@ -99,7 +99,7 @@ class FindingsMonitor(Monitor):
         self._ended = False
         # What earlier attempts left is known; it is read at once, before this attempt has added to it.
         self._is_resumed = run.writer.attempt > 0
-        self._all_from = 0.0 if self._is_resumed else time.monotonic() + PERIOD_S
+        self._all_from = 0.0 if self._is_resumed else clock.monotonic() + PERIOD_S
         self._alarms_from = 0.0
         run.account(self._evaluations)
 
@@ -117,7 +117,7 @@ class FindingsMonitor(Monitor):
         is_busy = self._thread is not None and self._thread.is_alive()
         if self._run.rank or self._ended or is_busy:
             return
-        now = time.monotonic()
+        now = clock.monotonic()
         if now >= self._all_from:
             only = None
         elif self._alarms and now >= self._alarms_from:
@@ -144,16 +144,16 @@ class FindingsMonitor(Monitor):
             self._run.deliver(rest)
 
     def _evaluate(self, only: Collection[str] | None) -> None:
-        begin = time.thread_time()
+        begin = clock.thread_time()
         try:
             len(RULES)  # imports them, which is no part of the time from which the rest follows
-            imported = time.thread_time()
+            imported = clock.thread_time()
             found = evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
         except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on
             self._run.notifier.trouble(error, self.records)
-            self._all_from = self._alarms_from = time.monotonic() + PERIOD_S
+            self._all_from = self._alarms_from = clock.monotonic() + PERIOD_S
             return
-        ended, now = time.thread_time(), time.monotonic()
+        ended, now = clock.thread_time(), clock.monotonic()
         self._evaluations.spent += ended - begin
         self._alarms_from = now + REST_FACTOR * (ended - imported)
         if only is None:

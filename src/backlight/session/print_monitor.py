@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from backlight import clock
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding, Severity
 from backlight.registry import RULES
@@ -86,12 +86,12 @@ class PrintMonitor(Monitor):
             self._print(f"and {count(left, 'more finding')}: backlight findings {visible(self._path)}")
 
     def _has_room(self, most: int = MAX_LINES) -> bool:
-        while self._printed and self._printed[0] < time.monotonic() - WINDOW_S:
+        while self._printed and self._printed[0] < clock.monotonic() - WINDOW_S:
             self._printed.popleft()
         return len(self._printed) < most
 
     def _print(self, text: str) -> None:
-        self._printed.append(time.monotonic())
+        self._printed.append(clock.monotonic())
         print_line(text, self._stream)
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from backlight import clock
 from backlight.launch.import_hook import ImportHook
 from backlight.launch.script import Refused
 
@@ -46,7 +46,7 @@ class ScriptWatch:
         """
         if "torch" not in sys.modules and importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
-        self._before_s = time.process_time()  # nothing but backlight has run
+        self._before_s = clock.process_time()  # nothing but backlight has run
         try:
             self._hook.install()
         except Refused as refusal:  # torch is imported already: the script has not begun
@@ -65,7 +65,7 @@ class ScriptWatch:
             self.watch.__exit__(kind, error, traceback)
 
     def _attach(self) -> None:
-        began = time.perf_counter()
+        began = clock.perf_counter()
         from backlight.session.watch import Watch  # noqa: PLC0415 - imports torch
 
         run = self._run
@@ -74,7 +74,7 @@ class ScriptWatch:
         try:
             watch = Watch(
                 (), (), self._settings, run, script=self._script, arguments=self._arguments,
-                spent_s=self._before_s + time.perf_counter() - began,
+                spent_s=self._before_s + clock.perf_counter() - began,
             )  # fmt: skip
             watch.__enter__()
         except Exception as error:

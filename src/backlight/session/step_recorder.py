@@ -6,7 +6,6 @@ may still be on a device. Host numbers and arrays are made by the writer thread.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from backlight import clock
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
 from backlight.capture.steps import StepSink, StepSummary
@@ -212,7 +212,7 @@ class StepRecorder(StepSink):
         self._timed = timed
         self._is_known = False
         self._record: StepRecord | None = None
-        self._started = time.perf_counter()
+        self._started = clock.perf_counter()
         self._step = self._recorded = 0
         self._spent_before = 0.0
         self._has_gradients = False
@@ -248,7 +248,7 @@ class StepRecorder(StepSink):
         if index:
             self._announce_parameters()
         self._monitors.call("on_step_start", index)
-        spacing = self._sampling.review(index, self._spent(), time.perf_counter() - self._started)
+        spacing = self._sampling.review(index, self._spent(), clock.perf_counter() - self._started)
         if spacing is not None:
             reason = "the budget of time for measuring"
             self._notifier.event("sampling", {"every": spacing, "reason": reason}, index)
@@ -313,7 +313,7 @@ class StepRecorder(StepSink):
         record = self._current()
         self._monitors.call("on_step_end", summary, record)
         scalars = record.scalars
-        scalars["time"] = time.time()
+        scalars["time"] = clock.unix_time()
         scalars["backwards"] = summary.backwards
         scalars["backwards_seen"] = summary.backwards_seen
         spent = self._spent()

@@ -7,12 +7,12 @@ lockstep see it in time: it lies at least two steps ahead, and no rank is ahead 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from backlight import clock
 from backlight.records import Finding, to_json
 
 CHECK_STEPS = 8
@@ -56,10 +56,10 @@ class StopAgreement:
 
     def wait_for_others(self, world_size: int) -> None:
         """Wait until all ranks have come here, up to a limit."""
-        left, end = f"{self._key}/left", time.monotonic() + LAST_RANK_TIMEOUT_S
+        left, end = f"{self._key}/left", clock.monotonic() + LAST_RANK_TIMEOUT_S
         count = self._ask("add", left, 1)
-        while count is not None and count < world_size and time.monotonic() < end:
-            time.sleep(POLL_PERIOD_S)
+        while count is not None and count < world_size and clock.monotonic() < end:
+            clock.sleep(POLL_PERIOD_S)
             count = self._ask("add", left, 0)
 
     def _ask(self, method: str, *arguments: Any) -> Any:

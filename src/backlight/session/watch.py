@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from backlight import clock
 from backlight.capture.hub import HUB, underlying
 from backlight.capture.parameters import build_table
 from backlight.capture.steps import StopTraining
@@ -67,7 +67,7 @@ class Watch:
         summary: bool = False,
         spent_s: float = 0.0,
     ) -> None:
-        began = time.perf_counter()
+        began = clock.perf_counter()
         self.settings = settings
         self.path, self._is_numbered = chosen_path(run, script)
         self._resumes = settings.resume
@@ -92,7 +92,7 @@ class Watch:
                 monitor.check_models(self._models, table)
         reminder = f"this watch was never started, so nothing was recorded: {HOW_TO_START}"
         self._reminder = weakref.finalize(self, self._notifier.remind, reminder)
-        self._start_s = spent_s + time.perf_counter() - began
+        self._start_s = spent_s + clock.perf_counter() - began
 
     def __repr__(self) -> str:
         if not self._started:
@@ -140,7 +140,7 @@ class Watch:
         self._depth += 1
         if self._depth > 1:
             return self
-        began = time.perf_counter()
+        began = clock.perf_counter()
         try:  # what is refused here is an error, before anything is attached
             monitors = MonitorSet(requested_monitors(self.settings), self._notifier)
             for monitor in monitors:
@@ -161,7 +161,7 @@ class Watch:
                 models=self._models, optimizers=self._optimizers, is_script=self._is_script,
             )  # fmt: skip
             self._attached.attach(self._samples, self._arguments)
-            self._attached.record_cost("start", self._start_s + time.perf_counter() - began)
+            self._attached.record_cost("start", self._start_s + clock.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - a fault of backlight must not cost a training run
             self._error, self._abandoned = error, True
             self._notifier.trouble(error, "this training, which is not watched")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight import clock
 from backlight.measure.transfer import AsyncCopy, Slot
 from backlight.monitor import StoredStep
 from backlight.session.step_recorder import StepRecord
@@ -113,7 +113,7 @@ class WriterThread:
         while True:
             asked = self._wake.wait(self._interval)
             stopping = self._stop
-            begin = time.thread_time()
+            begin = clock.thread_time()
             try:
                 if asked:
                     self._wake.clear()
@@ -123,7 +123,7 @@ class WriterThread:
             except Exception as error:  # noqa: BLE001 - never break the user's training
                 self._on_error(error)
                 return
-            self.spent += time.thread_time() - begin
+            self.spent += clock.thread_time() - begin
             if asked:
                 self._settled.set()
             if stopping:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from backlight import clock
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
@@ -108,9 +108,9 @@ class GarbagePauses:
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            self._began = time.perf_counter()
+            self._began = clock.perf_counter()
             return
-        seconds = time.perf_counter() - self._began
+        seconds = clock.perf_counter() - self._began
         if seconds < MIN_PAUSE_S or self._left <= 0:
             return
         self._left -= 1

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+from backlight import clock
 from backlight.monitor import Monitor, RunContext, StoredStep
 from backlight.records import Finding, ParameterRecord
 from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
@@ -172,7 +172,7 @@ class TrackerMonitor(Monitor):
         """Take what the user logged at a step."""
         if not self._feeds:
             return
-        held = self._held.get(step, Point(step + self._offset, time.time(), {}))
+        held = self._held.get(step, Point(step + self._offset, clock.unix_time(), {}))
         own = {f"user/{name}": value for name, value in values.items()}
         shown = int(values["step"]) if "step" in values else held.step
         self._held[step] = replace(held, step=shown, values={**held.values, **own})
@@ -193,9 +193,9 @@ class TrackerMonitor(Monitor):
         self._send_findings(findings)
         for feed in self._feeds:
             feed.ask_to_stop(failed=failed)
-        until = time.monotonic() + END_TIMEOUT_S
+        until = clock.monotonic() + END_TIMEOUT_S
         for feed in self._feeds:
-            feed.wait(max(until - time.monotonic(), 0.0))
+            feed.wait(max(until - clock.monotonic(), 0.0))
 
     def _send_findings(self, findings: Sequence[Finding]) -> None:
         step = max(self._run.clock.done - 1, 0) + self._offset

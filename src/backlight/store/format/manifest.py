@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from backlight import clock
 from backlight.records import Record, RunStatus, to_json
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import MANIFEST
@@ -48,7 +48,7 @@ class Progress(Record):
     @classmethod
     def begin(cls) -> Self:
         """Return the progress of an attempt that this process begins now."""
-        return cls(RunStatus.RUNNING, ProcessIdentity.of_this_process(), updated=time.time())
+        return cls(RunStatus.RUNNING, ProcessIdentity.of_this_process(), updated=clock.unix_time())
 
     def status_now(self, now: float | None = None) -> RunStatus:
         """Return the status as far as it can be determined from here, by the life of the writer."""
@@ -56,7 +56,7 @@ class Progress(Record):
             return self.status
         alive = self.process.alive()
         if alive is None:
-            fresh = (time.time() if now is None else now) - self.updated < MAX_SILENCE_S
+            fresh = (clock.system_time() if now is None else now) - self.updated < MAX_SILENCE_S
             return RunStatus.RUNNING if fresh else RunStatus.UNKNOWN
         return RunStatus.RUNNING if alive else RunStatus.KILLED
 

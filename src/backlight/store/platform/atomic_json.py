@@ -21,7 +21,7 @@ MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
 
 def dump(document: Any) -> str:
     """Return JSON in plain ASCII; arrays become lists, and what JSON does not know becomes its text."""
-    return json.dumps(to_json(document), ensure_ascii=True, default=_plain)
+    return _ENCODER.encode(to_json(document))
 
 
 def _plain(value: Any) -> Any:
@@ -34,6 +34,10 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+# Of their own: a watched script may replace functions of json.
+_ENCODER, _DECODER = json.JSONEncoder(default=_plain), json.JSONDecoder()
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
@@ -42,7 +46,7 @@ def read_document(path: Path) -> dict[str, Any]:
             raise RunFormatError(
                 f"{path}: {size} bytes, expected at most {MAX_DOCUMENT_BYTES}; it is damaged or foreign"
             )
-        document = json.loads(path.read_bytes())
+        document = _DECODER.decode(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise RunFormatError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -9,10 +9,10 @@ import contextlib
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from backlight import clock
 from backlight.store.errors import RunExistsError, RunFormatError
 from backlight.store.platform import atomic_json
 from backlight.store.platform.process import ProcessIdentity
@@ -86,7 +86,7 @@ def locked(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
     The lock is the kernel's and on the folder itself: it leaves no file and ends with the process. Between
     machines such locks are unreliable: on network storage the process also creates :data:`CLAIM`.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.monotonic() + timeout_s
     with _kernel_lock(path, deadline):
         if not on_network(path):
             yield
@@ -111,10 +111,10 @@ def _kernel_lock(path: Path, deadline: float) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                if clock.monotonic() > deadline:
                     msg = f"{path}: another process is just opening or compacting this run; try again"
                     raise RunExistsError(msg) from None
-                time.sleep(0.01)
+                clock.sleep(0.01)
             except OSError:
                 break
         yield
@@ -131,13 +131,13 @@ def _create_claim(path: Path, claim: Path, deadline: float) -> None:
         except FileExistsError:
             if _is_abandoned(claim):
                 claim.unlink(missing_ok=True)
-            elif time.monotonic() > deadline:
+            elif clock.monotonic() > deadline:
                 raise RunExistsError(
                     f"{path}: another process is just opening or compacting this run; try again, or remove "
                     f"{claim} if no other process uses the folder"
                 ) from None
             else:
-                time.sleep(0.02)
+                clock.sleep(0.02)
             continue
         with os.fdopen(descriptor, "wb") as file:
             file.write(text)
@@ -147,7 +147,7 @@ def _create_claim(path: Path, claim: Path, deadline: float) -> None:
 def _is_abandoned(claim: Path) -> bool:
     """Return whether the process that created the claim ended without removing it."""
     try:
-        age_s = time.time() - claim.stat().st_mtime
+        age_s = clock.system_time() - claim.stat().st_mtime
         alive = ProcessIdentity.from_json(atomic_json.read_document(claim)).alive()
     except (OSError, ValueError, RunFormatError):
         return False  # it has just been removed, or is just being written

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backlight import clock
 from backlight.distributed import JOB_SEPARATOR
 from backlight.records import Fingerprint, RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunWriteError
@@ -95,20 +96,20 @@ class Entry:
 
     def publish_if_due(self) -> None:
         """Publish an update, or a heartbeat, where it is time; an OSError passes through."""
-        waited = time.monotonic() - self._published
+        waited = clock.monotonic() - self._published
         interval = max(self.interval_s, self._cost_s / MAX_PUBLISH_SHARE)
         if (self._stale and waited >= interval) or waited >= HEARTBEAT_S:
             self.publish()
 
     def publish(self) -> None:
         """Publish the progress now; an OSError passes through."""
-        began = time.monotonic()
-        self.progress.updated = time.time()
+        began = clock.monotonic()
+        self.progress.updated = clock.system_time()
         if self.is_first:
             self.manifest.write(self.path)
         else:
             self.publish_document()
-        self._published = time.monotonic()
+        self._published = clock.monotonic()
         self._cost_s = self._published - began
         self._stale = False
 
@@ -185,18 +186,18 @@ def enter_further(path: Path, *, rank: int, launch: str | None, timeout_s: float
         raise ValueError(
             f"rank {rank} joins the run of rank 0 and needs its run_id; give all ranks the same one"
         )
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.monotonic() + timeout_s
     while True:
         with contextlib.suppress(RunFormatError):
             joined = _joined(path, rank, launch)
             if joined is not None:
                 return joined
-        if time.monotonic() > deadline:
+        if clock.monotonic() > deadline:
             raise RunExistsError(
                 f"{path}: rank {rank} found no running attempt of launch {launch!r} within {timeout_s:g} s;"
                 " rank 0 opens it: start rank 0 with the same run_id and the same folder"
             )
-        time.sleep(0.02)
+        clock.sleep(0.02)
 
 
 class _TakenError(Exception):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sqlite3
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from backlight import clock
 from backlight.store.format import column_codec
 from backlight.store.format.schema import COUNTED, DATABASE_KIND, FORMAT_VERSION, SERIES, TABLES
 from backlight.store.platform import atomic_json
@@ -155,7 +155,7 @@ class RankDatabase:
         self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
         _create(path, meta)
         self._connection = connect(path)
-        self._synced = time.monotonic()
+        self._synced = clock.monotonic()
         try:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = NORMAL")
@@ -182,9 +182,9 @@ class RankDatabase:
             raise
         for name, written in rows.items():
             self.last[name] += len(written)
-        if time.monotonic() - self._synced > SYNC_INTERVAL_S:
+        if clock.monotonic() - self._synced > SYNC_INTERVAL_S:
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-            self._synced = time.monotonic()
+            self._synced = clock.monotonic()
 
     def check_exists(self) -> None:
         """Raise a :class:`VanishedError` unless the file is still the one that was created."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from backlight import clock
 from backlight.store.format.names import database_name, segment_name
 from backlight.store.platform import atomic_json
 from backlight.store.write.database import Batch, RankDatabase, Sizes
@@ -40,7 +40,7 @@ class SegmentedDatabase:
         self._published_bytes = 0
         self._tables: list[tuple[int, str]] = []
         self._names: list[tuple[int, str, str]] = []
-        self._began = self._segment_began = time.monotonic()
+        self._began = self._segment_began = clock.monotonic()
         try:
             self._open = RankDatabase(self.path, self._meta)
         except BaseException:
@@ -57,14 +57,14 @@ class SegmentedDatabase:
         self._tables += batch.tables
         self._names += batch.names
         self._open.write(batch, sizes)
-        now = time.monotonic()
+        now = clock.monotonic()
         due = max(SEGMENT_INTERVAL_S, (now - self._began) * AGE_SHARE) if self.published else FIRST_SEGMENT_S
         if now - self._segment_began >= due:
             self._publish()
             self._open = RankDatabase(self.path, self._meta)
             # Each segment can be read alone, so it repeats the tables that its rows refer to.
             self._open.write(Batch(tables=list(self._tables), names=list(self._names)), sizes)
-            self._segment_began = time.monotonic()
+            self._segment_began = clock.monotonic()
 
     def _publish(self) -> None:
         """Close the open database and copy it, complete, into the run directory."""

@@ -10,11 +10,11 @@ import contextlib
 import os
 import socket
 import sqlite3
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from backlight import clock
 from backlight.records import Finding
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import safe_name, storable
@@ -46,11 +46,11 @@ class WatchdogWriter:
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
         """Store an event at once; on failure ``lost`` holds the reason."""
-        self._write(Batch(events=[(step, time.time(), storable(kind), atomic_json.dump(payload))]))
+        self._write(Batch(events=[(step, clock.unix_time(), storable(kind), atomic_json.dump(payload))]))
 
     def finding(self, finding: Finding) -> None:
         """Store a finding at once; on failure ``lost`` holds the reason."""
-        self._write(Batch(findings=[(time.time(), atomic_json.dump(finding))]))
+        self._write(Batch(findings=[(clock.unix_time(), atomic_json.dump(finding))]))
 
     def evidence(self, name: str, data: bytes | str) -> str:
         """Store a file that findings cite; return its path below the run directory, empty if it is lost."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from backlight import clock
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.format.hdf5_pieces import Filters
@@ -161,7 +161,7 @@ class RunWriter:
         own = Manifest(
             run_id=run_id or uuid.uuid4().hex,
             name=storable(name),
-            created=time.time(),
+            created=clock.unix_time(),
             groups=dict(groups or {}),
             overrides={monitor: dict(fields) for monitor, fields in (overrides or {}).items()},
         )
@@ -309,7 +309,7 @@ class RunWriter:
         text = atomic_json.dump(payload)
         with self._buffers:
             if self._fits("event", len(text)):
-                self._batch.events.append((step, time.time(), storable(kind), text))
+                self._batch.events.append((step, clock.unix_time(), storable(kind), text))
 
     def finding(self, finding: Finding) -> None:
         """Store a finding at once."""
@@ -317,7 +317,7 @@ class RunWriter:
             return
         text = atomic_json.dump(finding)
         with self._buffers:
-            self._batch.findings.append((time.time(), text))
+            self._batch.findings.append((clock.unix_time(), text))
         self.flush()
 
     def array(
@@ -372,7 +372,7 @@ class RunWriter:
                 dropped, self._dropped = self._dropped, {}
             if dropped:
                 text = atomic_json.dump({"rows": dropped, "reason": "disk too slow, or max_disk reached"})
-                batch.events.append((None, time.time(), "not_stored", text))
+                batch.events.append((None, clock.unix_time(), "not_stored", text))
             with self._losing():
                 if batch:
                     self._db.write(batch, self._sizes)
@@ -404,7 +404,7 @@ class RunWriter:
                 if self.lost is None:
                     self._entry.progress.local = ""
                     self._entry.update(self._last_rows())
-            self._entry.progress.status, self._entry.progress.ended = status, time.time()
+            self._entry.progress.status, self._entry.progress.ended = status, clock.unix_time()
             with self._losing():
                 self._entry.publish()
 

@@ -84,7 +84,7 @@ def test_pauses_are_kept_until_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pause_is_recorded_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(0.0, 0.25)  # every collection takes a quarter of a second
     monkeypatch.setattr(
-        "backlight.monitors.steptime.monitor.time", SimpleNamespace(perf_counter=clock.__next__)
+        "backlight.monitors.steptime.monitor.clock", SimpleNamespace(perf_counter=clock.__next__)
     )
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -6,10 +6,10 @@ while earlier ones fill the memory is skipped, so that memory and cost stay boun
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from backlight import clock
 from backlight.capture.batches import samples as samples_of
 from backlight.capture.batches import split
 from backlight.capture.microbatches import Microbatches
@@ -122,12 +122,12 @@ class ReplicateMonitor(Monitor):
         if not self._chosen or not self._options.split or not single or self._captured is not None:
             return
         self._captured = CapturedStep(self._step)
-        begin = time.perf_counter()
+        begin = clock.perf_counter()
         try:
             self._split(self._captured)
         except Exception as error:  # noqa: BLE001 - recorded as the reason why this step has no replicates
             self._captured.reason = f"the microbatch was not split: {error}"
-        self._captured.extra_seconds = time.perf_counter() - begin
+        self._captured.extra_seconds = clock.perf_counter() - begin
 
     def on_before_optimizer_step(self, parameters: Sequence[torch.Tensor], record: StepRecord) -> None:
         """Keep the weights before the step, for what it adds."""

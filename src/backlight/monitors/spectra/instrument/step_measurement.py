@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
+from backlight import clock
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
 from backlight.measure.spectra.spectrum import (
     singular_values,
@@ -65,7 +65,7 @@ class StepMeasurement:
 
     def measure(self, captured: CapturedStep, targets: Sequence[Target]) -> StepReport:
         """Measure a captured step; failures of a layer are in the report, nothing is raised for them."""
-        began, cpu = time.perf_counter(), time.thread_time()
+        began, cpu = clock.perf_counter(), clock.thread_time()
         held, report = captured.size, StepReport()
         for event in captured.copies_done:
             event.synchronize()
@@ -86,8 +86,8 @@ class StepMeasurement:
             captured.step,
             COST,
             {
-                "seconds": time.perf_counter() - began,
-                "processor_seconds": time.thread_time() - cpu,
+                "seconds": clock.perf_counter() - began,
+                "processor_seconds": clock.thread_time() - cpu,
                 "bytes": held,
                 "replicates": len(captured.samples),
                 "not_kept": captured.dropped,

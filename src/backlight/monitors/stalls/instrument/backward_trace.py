@@ -7,7 +7,6 @@ under full backward hooks.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
+from backlight import clock
 from backlight.capture.calls import module_names, tensors_in
 from backlight.capture.expected_parameters import candidates, named_roots
 from backlight.capture.hub import HUB, Listener
@@ -104,11 +104,11 @@ class Tracer(Listener):
         if self._known != HUB.seen.changes:
             self._known = HUB.seen.changes
             self._attach()
-        self._begin = time.perf_counter()
+        self._begin = clock.perf_counter()
         self._line(text, what)
 
     def _line(self, text: str, what: str, **payload: Any) -> None:
-        seconds = time.perf_counter() - self._begin
+        seconds = clock.perf_counter() - self._begin
         self._emit(f"+{seconds * 1e3:.1f} ms {text}", {"what": what, "seconds": seconds, **payload})
 
     # Gradients

@@ -20,13 +20,13 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import function
 
+from backlight import clock
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import Listener
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
@@ -56,7 +56,7 @@ MAX_YOUNG_OBJECTS = 50_000
 """Young objects beyond which they are not searched: the garbage collector is switched off."""
 
 _NEVER = 2**63
-_now = time.monotonic_ns
+_now = clock.monotonic_ns
 
 
 def next_number() -> int:
@@ -126,9 +126,9 @@ class BackwardPosition:
     def _walk(self, node: Any) -> None:
         """Follow the highest numbers down for a bounded time. No Python wrapper of a node is kept."""
         spacing = max(self._slots[Slot.NODES_TOTAL] // WALK_HOOKS, 1)
-        deadline = time.perf_counter() + WALK_TIMEOUT_S
+        deadline = clock.perf_counter() + WALK_TIMEOUT_S
         wanted = self._root
-        while node is not None and len(self._hooked) < WALK_HOOKS and time.perf_counter() < deadline:
+        while node is not None and len(self._hooked) < WALK_HOOKS and clock.perf_counter() < deadline:
             number = _number(node)
             if number <= wanted:
                 self._hook(node, number)

@@ -10,7 +10,6 @@ import dis
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from backlight import clock
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.model.runtime_dir import write_document
 from backlight.monitors.stalls.model.shared_state import PHASES, Slot, StateSnapshot, read_state
@@ -101,17 +101,17 @@ class StackSampler:
         slots = self._heartbeat.shared_state.slots
         pause_s = 0.0  # the first round starts the watchdog: a process may die young
         while not self._stop.wait(pause_s):
-            begin = time.thread_time()
+            begin = clock.thread_time()
             try:
                 pause_s = self._poll(slots)
                 self._every_period()
             except Exception as error:  # noqa: BLE001 - never break the user's training
                 self._heartbeat.dropped(error)
                 return
-            self.spent += time.thread_time() - begin
+            self.spent += clock.thread_time() - begin
 
     def _poll(self, slots: memoryview) -> float:
-        now = time.monotonic_ns()
+        now = clock.monotonic_ns()
         slots[Slot.SAMPLER] = now
         silence_s = (now - slots[Slot.HEARTBEAT]) / 1e9
         is_slow = silence_s > SLOW_BUILD_S or slots[Slot.HEARTBEAT] == self._own_heartbeat
@@ -121,7 +121,7 @@ class StackSampler:
             if made and slots[Slot.PHASE] == _BACKWARD:
                 # Recomputation progresses as long as it makes nodes, though no node of the graph finishes.
                 slots[Slot.PROGRESS] += 1
-                slots[Slot.HEARTBEAT] = self._own_heartbeat = time.monotonic_ns()
+                slots[Slot.HEARTBEAT] = self._own_heartbeat = clock.monotonic_ns()
         state = read_state(self._path, now)
         # The watchdog or `backlight attach` requests samples by a file; pathlib would be slow here.
         requested = any(name.startswith("sample") for name in os.listdir(self._directory))  # noqa: PTH208
@@ -212,11 +212,11 @@ def probe_bytecode(tid: int | None) -> bool | None:
     """
     before, queued_before = voluntary_switches(tid), queued_s(tid)
     delays = []
-    start = time.perf_counter()
+    start = clock.perf_counter()
     for _ in range(NUM_PROBES):
-        begin = time.perf_counter()
-        time.sleep(PROBE_S)
-        delays.append(time.perf_counter() - begin - PROBE_S)
+        begin = clock.perf_counter()
+        clock.sleep(PROBE_S)
+        delays.append(clock.perf_counter() - begin - PROBE_S)
     switches = None if before is None else (voluntary_switches(tid) or 0) - before
     interval = sys.getswitchinterval()
     typical = sorted(delays)[NUM_PROBES // 2]
@@ -224,7 +224,7 @@ def probe_bytecode(tid: int | None) -> bool | None:
         return True
     queued = queued_s(tid)
     waited = 0.0 if queued is None or queued_before is None else queued - queued_before
-    starved = waited > STARVED * (time.perf_counter() - start)
+    starved = waited > STARVED * (clock.perf_counter() - start)
     if typical < 0.3 * interval and (switches is None or switches <= 1) and not starved:
         return False
     return None

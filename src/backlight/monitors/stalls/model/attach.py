@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from backlight import processes
+from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
 from backlight.monitors.stalls.model.diagnosis import STARVED, diagnose, is_idle, is_starved, wait_words
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
@@ -75,16 +74,16 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
         threads = processes.format_threads(pid)
         return Attached(pid, _diagnose_ended(process), threads, (), tuple(unseen))
     samples: list[StackSample] = []
-    before, begin = _threads(pid), time.monotonic()
+    before, begin = _threads(pid), clock.monotonic()
     for _ in range(NUM_SAMPLES):
         sample, reason = stacks.dump_by_py_spy(pid)
         if sample is None:
             unseen.append(f"Python stacks: {reason}")
-            time.sleep(duration_s)
+            clock.sleep(duration_s)
             break
         samples.append(sample)
-        time.sleep(duration_s / NUM_SAMPLES)
-    after, passed = _threads(pid), time.monotonic() - begin
+        clock.sleep(duration_s / NUM_SAMPLES)
+    after, passed = _threads(pid), clock.monotonic() - begin
     natives: list[StackSample] = []
     if native and samples:
         sample, reason = stacks.dump_by_py_spy(pid, native=True)
@@ -188,10 +187,10 @@ def _attach_watched(pid: int, directory: Path, rank: int, duration_s: float, *, 
     request = directory / f"sample-{os.getpid()}"
     try:
         request.touch()
-        deadline = time.monotonic() + duration_s
-        while time.monotonic() < deadline:
+        deadline = clock.monotonic() + duration_s
+        while clock.monotonic() < deadline:
             observer.poll(closely=True)
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
         obs = observer.observe()
         diagnosis = diagnose(obs, limits, duration_s)
         if diagnosis is not None and diagnosis.kind is DiagnosisKind.UNKNOWN and native:

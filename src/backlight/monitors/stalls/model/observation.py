@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backlight import clock
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
 from backlight.monitors.stalls.model.stacks import (
@@ -144,7 +144,7 @@ def exit_reason_of(error: BaseException) -> ExitReason:
     kind = type(error).__name__
     return ExitReason(
         error=f"{kind}: {text}" if text else kind,
-        at=time.monotonic(),
+        at=clock.monotonic(),
         line=str(user) if user is not None else None,
         function=user.qualified_name if user is not None else "",
         inside=_where_peers_failed(error, stack, text),

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from backlight import clock
 from backlight.monitors.stalls.model.observation import Diagnosis, Observation
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
 
@@ -59,7 +60,7 @@ def _adapter() -> TypeAdapter[HostObservation]:
 
 def pack(observed: HostObservation) -> dict[str, Any]:
     """Return observations as JSON types, without stacks, and with times since the epoch."""
-    shift = time.time_ns() - time.monotonic_ns()
+    shift = time.time_ns() - clock.monotonic_ns()
     packed = dataclasses.replace(
         observed, observations=tuple(_packed(o, shift) for o in observed.observations)
     )
@@ -134,12 +135,12 @@ class Peers:
 
     def ask(self, timeout_s: float) -> None:
         """Ask the other machines for their observations after a timeout has passed here."""
-        self._answered_at = time.time()
+        self._answered_at = clock.system_time()
         self._writer.ask({"at": self._answered_at, "allowed": timeout_s})
 
     def question_timeout_s(self) -> float | None:
         """Return the timeout of a new question of another machine, None where there is none."""
-        now = time.monotonic()
+        now = clock.monotonic()
         if now < self._next_poll:
             return None
         self._next_poll = now + POLL_S
@@ -147,7 +148,11 @@ class Peers:
         if asked is None or asked.get("host") == self._writer.host:
             return None
         at = asked.get("at")
-        if not isinstance(at, (int, float)) or at <= self._answered_at or time.time() - at > JOIN_WINDOW_S:
+        if (
+            not isinstance(at, (int, float))
+            or at <= self._answered_at
+            or clock.system_time() - at > JOIN_WINDOW_S
+        ):
             return None
         self._answered_at = float(at)
         return float(asked.get("allowed") or 0.0)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backlight import processes
+from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
 from backlight.monitors.stalls.model.diagnosis import is_moving
 from backlight.monitors.stalls.model.graph_samples import parse_graph_build
@@ -162,7 +161,7 @@ class RankObserver:
             return bool(self.ended)
         if not select.select([self.pidfd], [], [], 0)[0]:
             return False
-        self.ended_at = time.monotonic()
+        self.ended_at = clock.monotonic()
         status = processes.exit_status(self.pidfd)
         last = processes.read_process(self.state.pid) if self.state is not None else None
         is_same = last is not None and (self._process is None or last.start == self._process.start)
@@ -177,7 +176,7 @@ class RankObserver:
     def _examine(self, state: StateSnapshot) -> None:
         self._process = processes.read_process(state.pid) or self._process
         threads = {t.tid: t for t in processes.read_threads(state.pid)}
-        self._usages.append((time.monotonic_ns(), self._process.cpu_s if self._process else 0.0, threads))
+        self._usages.append((clock.monotonic_ns(), self._process.cpu_s if self._process else 0.0, threads))
         newest = self._dumps[-1].at if self._dumps else 0
         is_silent = (state.taken - state.sampler) / 1e9 > SAMPLER_SILENCE_S
         is_stopped = self._process is not None and self._process.is_stopped
@@ -240,7 +239,7 @@ class RankObserver:
     def _stays_stopped(self, pid: int) -> bool:
         """Return whether a stopped process stays so: py-spy stops it for a moment."""
         for _ in range(RESUME_CHECKS if self._ran_py_spy else 0):
-            time.sleep(0.1)
+            clock.sleep(0.1)
             found = processes.read_process(pid)
             if found is None or not found.is_stopped:
                 return False

@@ -15,12 +15,11 @@ import re
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backlight import processes, untrusted_files
+from backlight import clock, processes, untrusted_files
 from backlight.monitors.stalls.model.shared_state import read_state
 
 MIN_AGE_S = 60.0
@@ -122,7 +121,7 @@ def remove_abandoned() -> None:
             states = [read_state(state_path(directory, rank)) for rank in ranks_in(directory)]
             pids = [state.pid for state in states if state is not None]
             pids.append(watchdog_pid(directory))
-            is_old = time.time() - directory.stat().st_mtime > MIN_AGE_S
+            is_old = clock.system_time() - directory.stat().st_mtime > MIN_AGE_S
             if is_old and not any(map(processes.is_alive, filter(None, pids))):
                 remove(directory)
 

@@ -12,12 +12,11 @@ import enum
 import mmap
 import os
 import struct
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight import untrusted_files
+from backlight import clock, untrusted_files
 from backlight.records import Phase
 
 PAGE_BYTES = 16384
@@ -180,7 +179,7 @@ class SharedState:
         slots[Slot.MAIN_IDENT], slots[Slot.MAIN_TID] = main_ident, main_tid
         slots[Slot.TIMEOUT] = 0 if timeout_s is None else int(timeout_s * 1e9)
         slots[Slot.PHASE] = PHASES.index(Phase.OTHER)
-        slots[Slot.HEARTBEAT] = slots[Slot.PHASE_SINCE] = time.monotonic_ns()
+        slots[Slot.HEARTBEAT] = slots[Slot.PHASE_SINCE] = clock.monotonic_ns()
         slots[Slot.STATUS] = RankStatus.RUNNING
         slots[Slot.LAYOUT], slots[Slot.MAGIC] = _LAYOUT, _MAGIC
 
@@ -192,7 +191,7 @@ class SharedState:
         self, group: int, number: int, kind: int, shape: int, text: bytes, *, blocking: bool
     ) -> int:
         """Record the begin of a collective; return its index, for :meth:`leave_collective`."""
-        count, now = self.slots[Slot.COLLECTIVES], time.monotonic_ns()
+        count, now = self.slots[Slot.COLLECTIVES], clock.monotonic_ns()
         index = count % MAX_COLLECTIVES
         at = _CALLS_AT + index * _CALL.size
         _CALL.pack_into(self._map, at, -1, group, number, kind, shape, now, 0, not blocking, False, text)
@@ -203,7 +202,7 @@ class SharedState:
 
     def leave_collective(self, index: int, *, blocking: bool, failed: bool = False) -> None:
         """Record that a collective has returned, or raised."""
-        at, now = (_CALLS_AT + index * _CALL.size) // 8, time.monotonic_ns()
+        at, now = (_CALLS_AT + index * _CALL.size) // 8, clock.monotonic_ns()
         self.slots[at + _CALL_FAILED] = failed
         self.slots[at + _CALL_LEFT] = now
         self._move(now, inside=-blocking)
@@ -243,7 +242,7 @@ def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
         return None
     values: dict[str, Any] = {name: slots[slot] for name, slot in _PLAIN.items()}
     values |= {
-        "taken": time.monotonic_ns() if now is None else now,
+        "taken": clock.monotonic_ns() if now is None else now,
         "status": RankStatus(slots[Slot.STATUS]),
         "phase": PHASES[slots[Slot.PHASE] % len(PHASES)],
         "row": slots[Slot.ROW] - 1,

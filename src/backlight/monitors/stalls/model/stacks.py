@@ -13,13 +13,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from backlight import processes
+from backlight import clock, processes
 from backlight.records import Phase
 from backlight.user_code import is_third_party, is_user_code
 
@@ -161,11 +160,11 @@ def dump_by_signal(pidfd: int, pid: int, dump: Path) -> tuple[StackSample | None
         signal.pidfd_send_signal(pidfd, DUMP_SIGNAL)
     except OSError as error:
         return None, f"the signal that dumps stacks could not be sent: {error.strerror}"
-    at = time.monotonic_ns()
-    deadline = time.monotonic() + DUMP_TIMEOUT_S
+    at = clock.monotonic_ns()
+    deadline = clock.monotonic() + DUMP_TIMEOUT_S
     last, size = before, before
-    while time.monotonic() < deadline:
-        time.sleep(_DUMP_POLL_S)
+    while clock.monotonic() < deadline:
+        clock.sleep(_DUMP_POLL_S)
         size = dump.stat().st_size
         if size > before and size == last:
             break
@@ -204,7 +203,7 @@ def dump_by_py_spy(
     pid: int, *, native: bool = False, timeout_s: float = 5.0
 ) -> tuple[StackSample | None, str]:
     """Dump stacks with py-spy, which pauses the process only if ``native``; return None and the reason."""
-    at = time.monotonic_ns()
+    at = clock.monotonic_ns()
     text, reason = run_py_spy(pid, "--native" if native else "--nonblocking", timeout_s=timeout_s)
     if not text:
         return None, reason

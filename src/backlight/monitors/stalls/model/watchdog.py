@@ -13,14 +13,13 @@ import select
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backlight import processes
+from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.diagnosis import diagnose, summarize_stacks
 from backlight.monitors.stalls.model.emit import ReportedStall, emit, find_resolution, log
@@ -98,7 +97,7 @@ class Watchdog:
         self._host = host
         self._ranks: dict[int, RankObserver] = {}
         self._reports: dict[int, _Reports] = {}
-        self._started = time.monotonic()
+        self._started = clock.monotonic()
         self._mismatch = ""
         self._is_mismatch_reported = False
 
@@ -146,7 +145,7 @@ class Watchdog:
                 self._examine_closely()
                 self._peers.publish(ANSWERED, self._observe_host(PEER_TIMEOUT_SHARE * timeout_s))
         if not self._ranks:
-            return time.monotonic() - self._started < FIRST_RANK_TIMEOUT_S and self._directory.exists()
+            return clock.monotonic() - self._started < FIRST_RANK_TIMEOUT_S and self._directory.exists()
         return self._directory.exists() and not self._all_done()
 
     # Conditions
@@ -171,7 +170,7 @@ class Watchdog:
         if state is None or one.overdue_s is None:
             return False
         if reports.progress == state.progress:
-            return reports.retry_at is not None and time.monotonic() >= reports.retry_at
+            return reports.retry_at is not None and clock.monotonic() >= reports.retry_at
         reports.retry_at = None
         if reports.phase_since == state.phase_since:
             return one.timeout_s is not None and state.silence_s >= one.timeout_s
@@ -181,7 +180,7 @@ class Watchdog:
         """Return whether the ranks that a failing rank takes with it have had the time to end."""
         ends = [r.exit_reason.at for r in self._ranks.values() if r.exit_reason is not None]
         ends += [r.ended_at for r in self._ranks.values() if r.died and r.was_terminated]
-        return not ends or time.monotonic() - min(ends) > SETTLE_S or self._all_done()
+        return not ends or clock.monotonic() - min(ends) > SETTLE_S or self._all_done()
 
     def _waits_for_exempt_rank(
         self, observations: Sequence[Observation], diagnoses: dict[int, Diagnosis | None]
@@ -218,9 +217,9 @@ class Watchdog:
         request = self._directory / "sample"
         with contextlib.suppress(OSError):
             request.touch()
-        deadline = time.monotonic() + CLOSE_LOOK_S
-        while time.monotonic() < deadline:
-            time.sleep(CLOSE_POLL_S)
+        deadline = clock.monotonic() + CLOSE_LOOK_S
+        while clock.monotonic() < deadline:
+            clock.sleep(CLOSE_POLL_S)
             for one in self._ranks.values():
                 one.poll(closely=True)
             if all(r.has_samples for r in self._ranks.values()):
@@ -275,7 +274,7 @@ class Watchdog:
             if found is None:
                 continue
             event, words = found
-            seconds = time.monotonic() - reports.stall.began
+            seconds = clock.monotonic() - reports.stall.began
             reports.stall = reports.progress = reports.retry_at = None
             self._writer.event(one.state.step, event, {"rank": rank, "after": seconds, "how": words})
             if not one.died or one.was_terminated:  # other deaths get a diagnosis of their own
@@ -329,7 +328,7 @@ class Watchdog:
     def _remember(
         self, diagnosis: Diagnosis, due: list[RankObserver], *, is_slow: bool, is_inconclusive: bool
     ) -> None:
-        now = time.monotonic()
+        now = clock.monotonic()
         for one in self._ranks.values():
             state, reports = one.state, self._reports[one.rank]
             if state is None or one.is_done or (one not in due and one.overdue_s is None):
@@ -364,10 +363,10 @@ class EndGuard(threading.Thread):
     def run(self) -> None:
         """Wait for the end of the watched processes, then for the main thread."""
         while not self._has_ended():
-            time.sleep(_END_POLL_S)
-        began, busy_s = time.monotonic(), self._busy_s()
-        while time.monotonic() - began - (self._busy_s() - busy_s) < END_TIMEOUT_S:
-            time.sleep(_END_POLL_S / 5)
+            clock.sleep(_END_POLL_S)
+        began, busy_s = clock.monotonic(), self._busy_s()
+        while clock.monotonic() - began - (self._busy_s() - busy_s) < END_TIMEOUT_S:
+            clock.sleep(_END_POLL_S / 5)
         os._exit(1)
 
     def _has_ended(self) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 import backlight
-from backlight import devices
+from backlight import clock, devices
 from backlight.distributed import world
 from backlight.processes import available_cores, queued_s
 
@@ -32,12 +31,12 @@ class CoreWait:
     """Run-queue delay of the training thread since construction, which only Linux counts."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
+        self._began = clock.perf_counter()
         self._waited = queued_s()
 
     def share(self) -> float | None:
         """Return the share of the time since then; None where it is not counted."""
-        now, elapsed = queued_s(), time.perf_counter() - self._began
+        now, elapsed = queued_s(), clock.perf_counter() - self._began
         if now is None or self._waited is None or elapsed <= 0:
             return None
         return min(1.0, max(0.0, (now - self._waited) / elapsed))
