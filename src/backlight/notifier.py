@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from backlight.standard_error import write_text
+from backlight.terminal import write
 
 if TYPE_CHECKING:
     from backlight.store.write.writer import RunWriter
@@ -53,7 +53,7 @@ def _show(text: str, line: Line | None) -> None:
     try:
         warnings.warn_explicit(f"backlight: {text}", RuntimeWarning, file, number, module, _SHOWN)
     except RuntimeWarning as warning:
-        write_text(f"{warning}\n", sys.stderr)
+        write(warning, file=sys.stderr)
     except Exception:  # noqa: BLE001 - a standard error that is none
         return
 

@@ -252,7 +252,8 @@ class Fingerprint(Record):
     ``script_hash`` is that of the script's content, without the modules that it imports. ``arguments`` are
     the script's arguments as consumed; ``flags`` are the switches of torch that change numbers or speed
     (TF32, deterministic algorithms, threads, matmul precision). ``hyperparameters`` are the options of the
-    optimizers at the first step, without the learning rate, which is recorded at each.
+    optimizers at the first step, without the learning rate, which is recorded at each. ``redacted`` names the
+    arguments whose values were left out as secrets.
     """
 
     script: str = ""
@@ -269,3 +270,4 @@ class Fingerprint(Record):
     hyperparameters: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     world_size: int = 1
+    redacted: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from backlight.records import Finding
-from backlight.standard_error import write_text
+from backlight.terminal import write
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -59,7 +59,7 @@ def warn(text: str, category: type[Warning] = PlugInWarning) -> None:
     try:
         warnings.warn(text, category, stacklevel=3)
     except category as warning:
-        write_text(f"{warning}\n", sys.stderr)
+        write(warning, file=sys.stderr)
 
 
 _loading: list[str] = []

@@ -30,6 +30,13 @@ def visible(text: object) -> str:
     return "".join(_shown(character) for character in str(text))
 
 
+def printable(text: str) -> str:
+    """Return ``text`` as :func:`visible` does, with its line breaks."""
+    if text.isprintable():  # most is
+        return text
+    return "\n".join(map(visible, text.split("\n")))
+
+
 def _shown(character: str) -> str:
     if unicodedata.category(character) not in _HIDDEN:
         return character

@@ -12,6 +12,17 @@ import stat
 from collections.abc import Collection
 from pathlib import Path
 
+MAX_TEXT_BYTES = 16 * 1024 * 1024
+"""Size of a document, plan or configuration: parsed, it takes many times the memory."""
+
+
+class RefusedFileError(OSError):
+    """A file that is not opened; ``strerror`` gives the reason."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
 _TYPES = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -30,8 +41,8 @@ def check(path: Path, max_bytes: int, *, owners: Collection[int] = (), links: bo
     Raises
     ------
     OSError
-        If there is no such file, or it is not regular, of another owner or larger than ``max_bytes``; a
-        symbolic link is followed only with ``links``. ``strerror`` gives the reason.
+        If there is no such file; RefusedFileError if it is not regular, of another owner or larger than
+        ``max_bytes``. A symbolic link is followed only with ``links``.
     """
     return _checked(path, path.stat(follow_symlinks=links), max_bytes, owners)
 
@@ -48,7 +59,9 @@ def open_descriptor(path: Path, max_bytes: int, *, owners: Collection[int] = (),
     return descriptor
 
 
-def read(path: Path, max_bytes: int, *, owners: Collection[int] = (), links: bool = False) -> bytes:
+def read(
+    path: Path, max_bytes: int = MAX_TEXT_BYTES, *, owners: Collection[int] = (), links: bool = False
+) -> bytes:
     """Return the content of a file. Raises as :func:`check`."""
     with os.fdopen(open_descriptor(path, max_bytes, owners=owners, links=links), "rb") as file:
         content = file.read(max_bytes + 1)
@@ -57,17 +70,30 @@ def read(path: Path, max_bytes: int, *, owners: Collection[int] = (), links: boo
     return content
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file that the user has named, which may be a link; UnicodeDecodeError if none.
+
+    Raises as :func:`check`.
+    """
+    return read(path, links=True).decode("utf-8")
+
+
+def owners_beside(path: Path) -> set[int]:
+    """Return the users whose files are taken in a directory: its owner, this one and root."""
+    return {path.parent.stat().st_uid, os.geteuid(), 0} if hasattr(os, "geteuid") else set()
+
+
 def _checked(path: Path, found: os.stat_result, max_bytes: int, owners: Collection[int]) -> int:
     if not stat.S_ISREG(found.st_mode):
         kind = next((words for is_kind, words in _TYPES if is_kind(found.st_mode)), "no file")
-        raise OSError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
+        raise RefusedFileError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
     if owners and found.st_uid not in owners:
-        raise OSError(errno.EPERM, f"it belongs to another user ({found.st_uid})", str(path))
+        raise RefusedFileError(errno.EPERM, f"it belongs to another user ({found.st_uid})", str(path))
     if found.st_size > max_bytes:
         raise _too_large(path, found.st_size, max_bytes)
     return found.st_size
 
 
-def _too_large(path: Path, size: int, max_bytes: int) -> OSError:
-    words = f"it has {size} bytes or more, expected at most {max_bytes}; it is damaged or foreign"
-    return OSError(errno.EFBIG, words, str(path))
+def _too_large(path: Path, size: int, max_bytes: int) -> RefusedFileError:
+    words = f"{size} bytes, expected at most {max_bytes}; it is damaged or foreign"
+    return RefusedFileError(errno.EFBIG, words, str(path))

@@ -6,7 +6,6 @@ A view is read when a statement scans it, and only the columns that it needs.
 from __future__ import annotations
 
 import contextlib
-import csv
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from typing import Any, TextIO
 
 from backlight.findings.evaluate import findings_of
 from backlight.store.export.arrow import record_batches, schema_of
+from backlight.store.export.csv_cells import write_rows
 from backlight.store.export.files import TABLE_ENDINGS, check_target, publish_files
 from backlight.store.export.tables import Table, tables_of
 from backlight.store.read.run import Run
+from backlight.text import visible
 
 _CONFIGURATION: dict[str, str | bool | int | float | list[str]] = {
     # SQL may neither read nor write files, load code, nor access variables of this process.
@@ -159,17 +160,21 @@ def _view(table: Table) -> Any:
     return View()
 
 
-def write(result: QueryResult, target: Path, *, overwrite: bool = False) -> Path:
-    """Write a result to a ``.parquet`` or ``.csv`` file and return its path, or raise an ``ExportError``."""
+def write(result: QueryResult, target: Path, *, overwrite: bool = False, raw: bool = False) -> Path:
+    """Write a result to a ``.parquet`` or ``.csv`` file and return its path, or raise an ``ExportError``.
+
+    ``raw`` is as for :func:`print_csv`.
+    """
     check_target(target, TABLE_ENDINGS, "use .parquet or .csv")
-    writer = _write_csv if target.suffix.lower() == ".csv" else _write_parquet
-    publish_files({target: partial(writer, result)}, overwrite=overwrite)
+    is_csv = target.suffix.lower() == ".csv"
+    writer = partial(_write_csv, result, raw=raw) if is_csv else partial(_write_parquet, result)
+    publish_files({target: writer}, overwrite=overwrite)
     return target
 
 
-def _write_csv(result: QueryResult, path: Path) -> None:
+def _write_csv(result: QueryResult, path: Path, *, raw: bool) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
-        print_csv(result, file)
+        print_csv(result, file, raw=raw)
 
 
 def _write_parquet(result: QueryResult, path: Path) -> None:
@@ -180,8 +185,12 @@ def _write_parquet(result: QueryResult, path: Path) -> None:
             file.write_batch(batch)
 
 
-def print_csv(result: QueryResult, file: TextIO = sys.stdout) -> None:
-    """Write a result as CSV; a missing value is an empty field, a measured NaN is ``nan``."""
-    rows = csv.writer(file)
-    rows.writerow(result.names)
-    rows.writerows(result.rows())
+def print_csv(result: QueryResult, file: TextIO = sys.stdout, *, raw: bool = False) -> None:
+    """Write a result as CSV; a missing value is an empty field, a measured NaN is ``nan``.
+
+    A text that a spreadsheet would take for a formula gets a quote in front, and on a terminal control
+    characters become escapes; with ``raw`` every text stays as it is.
+    """
+    rows = ([visible(cell) if isinstance(cell, str) else cell for cell in row] for row in result.rows())
+    write_rows(file, [result.names], raw=raw)
+    write_rows(file, rows if file.isatty() and not raw else result.rows(), raw=raw)

@@ -19,6 +19,7 @@ from backlight.cli.help_page import HelpCommand, HelpGroup
 from backlight.cli.script_command import ScriptCommand
 from backlight.registry import UnknownNameError
 from backlight.store.errors import StoreError
+from backlight.terminal import write
 
 PANELS = {
     "Start": ("run", "report", "open", "top", "doctor", "demo"),
@@ -35,6 +36,8 @@ _ORDER = list(_PANEL_OF)
 
 REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundError)
 """Errors whose message names what, where, expected, got and the fix."""
+
+_EXHAUSTED = (RecursionError, MemoryError)
 
 _EXTRAS = {
     "torch": "torch", "pyarrow": "parquet", "msgspec": "trace", "matplotlib": "plots", "submitit": "slurm",
@@ -98,7 +101,7 @@ def command(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"backlight {backlight.__version__}")
+        write(f"backlight {backlight.__version__}")
         raise typer.Exit
 
 
@@ -141,6 +144,9 @@ def error_line(error: Exception) -> str:
     """Return the line for ``error``; for a missing package, how to install it."""
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
         return f"{error.name} is not installed here: pip install 'backlight[{_EXTRAS[error.name]}]'"
+    if isinstance(error, _EXHAUSTED):
+        what = "nested too deeply" if isinstance(error, RecursionError) else "larger than the memory"
+        return f"the input is {what}; --traceback shows where"
     return str(error) or type(error).__name__
 
 
@@ -157,13 +163,13 @@ def main(arguments: list[str] | None = None) -> None:
     except typer.Abort:
         sys.exit(130)
     except _USAGE as error:
-        print(f"backlight: {error.format_message()}", file=sys.stderr)
+        write(f"backlight: {error.format_message()}", file=sys.stderr)
         sys.exit(2)
-    except REFUSALS as error:
+    except (*REFUSALS, *_EXHAUSTED) as error:
         if "--traceback" in arguments[:1]:
             traceback.print_exc()
         else:
-            print(f"backlight: {error_line(error)}", file=sys.stderr)
+            write(f"backlight: {error_line(error)}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()

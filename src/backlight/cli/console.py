@@ -1,8 +1,4 @@
-"""The console of all commands: literal text, the rank prefix, source lines, tables, JSON.
-
-rich is imported when the first console is made: its import draws from Python's random generator, which a
-watched script has to find as it would be without backlight.
-"""
+"""Parts of what commands print: lines with the rank prefix, source lines, tables, JSON."""
 
 from __future__ import annotations
 
@@ -13,19 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.distributed import world
 from backlight.records import to_json
+from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from backlight.user_code import SourceLine
-
-
-def make_console(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
-    """Return a console that prints text literally: brackets of names and messages are no markup."""
-    from rich.console import Console
-
-    return Console(stderr=stderr, soft_wrap=soft_wrap, markup=False, highlight=False, emoji=False)
 
 
 def make_table(first: str, *columns: str, left: Collection[str] = (), folded: Collection[str] = ()) -> Table:
@@ -89,4 +78,4 @@ class Page:
 
 def print_json(answer: Any) -> None:
     """Print a result as JSON; what JSON does not know becomes its text."""
-    print(json.dumps(to_json(answer), indent=2, default=str))
+    write(json.dumps(to_json(answer), indent=2, default=str))

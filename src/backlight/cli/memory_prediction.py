@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backlight.cli.console import make_console
 from backlight.cli.options import parse_size
+from backlight.terminal import make_console
 
 
 @dataclass(frozen=True)

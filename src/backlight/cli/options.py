@@ -10,6 +10,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from backlight.terminal import write
 from backlight.text import assignments, did_you_mean
 
 Run = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
@@ -107,5 +108,5 @@ def given_or_latest(run: Path | None) -> Path:
     from backlight.store.read.run_list import latest_run
 
     found = latest_run(RUNS)
-    print(f"backlight: {found}, the latest run", file=sys.stderr)
+    write(f"backlight: {found}, the latest run", file=sys.stderr)
     return found

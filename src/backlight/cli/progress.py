@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from backlight.cli.console import make_console
+from backlight.terminal import make_console
 
 if TYPE_CHECKING:
     from backlight.experiments.runner import Progress as RunProgress

@@ -7,6 +7,7 @@ from typing import Any
 
 from backlight.cli.help_page import HelpCommand
 from backlight.launch.script import NoTrainingError
+from backlight.terminal import write
 
 USAGE_ERROR = 2
 """Exit code of argparse and click where they refuse the arguments."""
@@ -48,7 +49,7 @@ class ScriptCommand(HelpCommand):
         passed = [word for word in ctx.args if word.partition("=")[0] in own]
         if code == USAGE_ERROR and passed:
             script = next(iter(ctx.params.get(name) for name in ("script", "target") if name in ctx.params))
-            print(
+            write(
                 f"backlight: {', '.join(passed)} came after {script}, so the script received it. Options of "
                 f"backlight come before the script: {ctx.command_path} {passed[0]} ... {script}",
                 file=sys.stderr,

@@ -21,6 +21,7 @@ from backlight.monitors.grokking.model.measures import Measures
 from backlight.records import to_json
 from backlight.registry import UnknownNameError
 from backlight.text import assignment, did_you_mean
+from backlight.untrusted_files import read_text
 
 PRESETS = ("ci", "paper")
 CONTROLS = ("", "random-labels")
@@ -107,7 +108,7 @@ def preset(name: str, chosen: str = "ci") -> Configuration:
 def read(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file; a ConfigurationError if it is unreadable or holds no mapping."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml.safe_load(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:

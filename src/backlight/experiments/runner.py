@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from backlight import untrusted_files
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.parameters import Scope
 from backlight.experiments import checkpoints
@@ -307,7 +308,7 @@ def _flushed(writer: RunWriter, interval: float) -> Iterator[None]:
 def configuration_of(path: Path) -> dict[str, Any]:
     """Return the configuration that a run was started with; a ConfigurationError if there is none."""
     try:
-        found: dict[str, Any] = json.loads((path / CONFIGURATION).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(untrusted_files.read(path / CONFIGURATION))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path}: holds no configuration of an experiment ({error}); was it written by "

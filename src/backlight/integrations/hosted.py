@@ -30,6 +30,7 @@ from backlight.store.errors import StoreError
 from backlight.store.read.attempt_files import wait_for_ranks
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.attempt import default_path
+from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
     import torch
@@ -183,7 +184,7 @@ class Hosted:
             run = open_run(path)
             found = findings_of(run)
         except StoreError as error:
-            print(f"backlight: {error}", file=sys.stderr)
+            write(f"backlight: {error}", file=sys.stderr)
             return
         if self._summary:
             _print_summary(run, found)
@@ -195,13 +196,11 @@ class Hosted:
 
 def _print_summary(run: Run, findings: Findings) -> None:
     with kept_random():
-        from rich.console import Console  # noqa: PLC0415 - the training script may need none of it
-
         from backlight.report.terminal import print_findings  # noqa: PLC0415 - imports rich
 
-        console = Console(stderr=True)
+        console = make_console(stderr=True)
         print_findings(run, findings, console)
-        console.print(f"next: backlight report {run.path}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"next: backlight report {run.path}", soft_wrap=True)
 
 
 def _is_number(value: Any) -> bool:

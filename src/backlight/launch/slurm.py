@@ -178,6 +178,7 @@ def write_script(path: Path, text: str, logs: Path) -> None:
             raise ClusterError(
                 f"--slurm-script {path}: exists with other content; remove it, or give another name"
             )
+        path.touch(0o700)  # the command in it may hold secrets
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ClusterError(f"--slurm-script {path}: cannot be written: {error.strerror or error}") from error

@@ -98,6 +98,7 @@ def _environment(run: Run) -> list[str]:
         return []
     pairs = {
         "script": code(" ".join((fingerprint.script, *fingerprint.arguments))),
+        "redacted": ", ".join(map(code, fingerprint.redacted)),
         "parameters": f"{fingerprint.parameter_count:,}",
         "device": escape(fingerprint.device),
         "host": escape(fingerprint.host),

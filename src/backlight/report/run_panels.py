@@ -136,6 +136,7 @@ def fingerprint(source: Source) -> Drawn | NotMeasured:
         ("script", stored.script),
         ("script content", stored.script_hash),
         ("arguments", " ".join(stored.arguments) or "none"),
+        ("redacted", ", ".join(stored.redacted)),
         ("parameters", f"{stored.parameter_count:,} in {len(source.parameters):,} tensors"),
         ("types", _pairs({name: f"{amount:,}" for name, amount in stored.dtypes.items()})),
         ("optimizers", ", ".join(stored.optimizers)),

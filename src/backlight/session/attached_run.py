@@ -16,6 +16,7 @@ from backlight.distributed import rank_and_size
 from backlight.monitor import RunContext, Samples, Timed
 from backlight.notifier import Notifier
 from backlight.records import Finding, RunStatus
+from backlight.redaction import Redaction
 from backlight.session.monitor_set import MonitorSet
 from backlight.session.run_directory import final_findings, holds_nothing, why_no_step
 from backlight.session.settings import Settings
@@ -221,7 +222,8 @@ class AttachedRun:
                 self._notifier.unmeasured("gradient", nothing)
                 self.removed = nothing if self._is_script and holds_nothing(writer) else ""
             if self._error is not None:
-                payload = {"type": type(self._error).__name__, "message": str(self._error)[:2000]}
+                message = Redaction(self.settings.redact).text(str(self._error)[:2000])
+                payload = {"type": type(self._error).__name__, "message": message}
                 writer.event(self.tracker.index, EXCEPTION, payload)
             writer.flush()
             if writer.lost is None and not self.removed:

@@ -14,7 +14,7 @@ from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding, Severity
 from backlight.registry import RULES
 from backlight.standard_error import write_text
-from backlight.text import count, visible
+from backlight.text import count, printable, visible
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -102,7 +102,7 @@ def print_line(text: str, stream: TextIO | None) -> None:
     """
     if stream is None:  # a process without one, for which print would take standard output
         return
-    line = f"backlight: {text}"
+    line = printable(f"backlight: {text}")
     bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with contextlib.suppress(Exception):  # the script may have put anything there
         if getattr(bars, "_instances", None):

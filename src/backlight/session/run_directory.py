@@ -78,6 +78,8 @@ def open_writer(
         "filters": Filters(settings.measures.compression, settings.measures.level),
         "options": _options(settings, size),
         "join_timeout": join_timeout(),
+        "share": settings.share,
+        "redact": settings.redact,
     }
     try:
         writer = RunWriter.create(path, **given)
@@ -151,8 +153,9 @@ def holds_nothing(writer: RunWriter) -> bool:
     writer.flush()
     if writer.lost is not None or writer.rank or not wait_for_ranks(writer.path, OTHER_RANKS_TIMEOUT_S):
         return False
-    entries = [entry for entry in read_manifest(writer.path).attempts if entry.index == writer.attempt]
-    found = [open_attempt(writer.path, entry) for entry in entries]
+    manifest = read_manifest(writer.path)
+    entries = [entry for entry in manifest.attempts if entry.index == writer.attempt]
+    found = [open_attempt(writer.path, entry, manifest.run_id) for entry in entries]
     files = [file for one in found for file in (*one.files, *one.watchdogs)]
     return not any(file.last_step >= 0 or file.findings() for file in files)
 

@@ -27,8 +27,10 @@ from backlight.monitors.grokking.model.measures import Measures
 from backlight.monitors.spectra.model.options import SpectraOptions
 from backlight.monitors.stalls.trace_monitor import traced_kinds
 from backlight.records import Finding
+from backlight.redaction import check_patterns
 from backlight.session.trackers.base import chosen
 from backlight.text import did_you_mean
+from backlight.untrusted_files import read_text
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,6 +84,11 @@ class Settings:
         Continue the run that the directory holds, as a new attempt; without it such a directory is refused.
     step_offset:
         Number of the first step, for a resumed run; None continues the run.
+    share:
+        Open a new run directory to other users, as far as the umask permits; else only its owner enters it.
+    redact:
+        Regular expressions of secrets: values of arguments whose name matches, and matching parts of others,
+        are not stored, besides those that :mod:`backlight.redaction` recognises.
     thresholds:
         Overridden thresholds by monitor and name.
     trackers:
@@ -121,6 +128,8 @@ class Settings:
     flush_interval: float = 1.0
     resume: bool = False
     step_offset: int | None = None
+    share: bool = False
+    redact: tuple[str, ...] = ()
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     trackers: tuple[str, ...] = ()
     on_finding: OnFinding | None = None
@@ -148,6 +157,7 @@ class Settings:
                 f"reduce=True, every={self.every}, monitors={self.monitors}: expected every=N, without "
                 "which each rank chooses its own steps, and the monitor health, which measures norms"
             )
+        check_patterns(self.redact)
         if not self.monitors:
             raise ValueError("monitors is empty: name at least one monitor")
         for given in self.trackers:
@@ -166,7 +176,7 @@ class Settings:
     def read(cls, path: Path, values: Mapping[str, Any]) -> Settings:
         """Read a TOML file (ValueError if that fails); ``values`` from the command line win over the file."""
         try:
-            found = tomllib.loads(path.read_text(encoding="utf-8"))
+            found = tomllib.loads(read_text(path))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: cannot be read: {error}") from None
         except tomllib.TOMLDecodeError as error:
@@ -181,8 +191,9 @@ class Settings:
         for key in ("monitors", "stop_on"):
             if isinstance(prepared.get(key), str):
                 prepared[key] = tuple(name.strip() for name in prepared[key].split(",") if name.strip())
-        if isinstance(prepared.get("trackers"), str):
-            prepared["trackers"] = (prepared["trackers"],)
+        for key in ("trackers", "redact"):
+            if isinstance(prepared.get(key), str):
+                prepared[key] = (prepared[key],)
         _known_fields(prepared.get("measures"), Measures, f"{where}: measures")
         _known_fields(prepared.get("spectra"), SpectraOptions, f"{where}: spectra")
         prepared["trace"] = traced_kinds(prepared.get("trace"))
@@ -219,6 +230,8 @@ class SettingsKeywords(TypedDict, total=False):
     flush_interval: float
     resume: bool
     step_offset: int | None
+    share: bool
+    redact: str | Sequence[str]
     thresholds: Mapping[str, Mapping[str, float]] | None
     trackers: str | Sequence[str]
     on_finding: OnFinding | None

@@ -305,6 +305,8 @@ def watch(
     flush_interval: float = 1.0,
     resume: bool = False,
     step_offset: int | None = None,
+    share: bool = False,
+    redact: str | Sequence[str] = (),
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     trackers: str | Sequence[str] = (),
     on_finding: OnFinding | None = None,

@@ -10,6 +10,7 @@ import pytest
 from backlight.records import Severity
 from backlight.store.errors import RunFormatError
 from backlight.store.platform import atomic_json
+from backlight.untrusted_files import MAX_TEXT_BYTES
 
 
 def test_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_damaged_document_is_rejected(tmp_path: Path, content: bytes, match: str
 def test_oversized_document_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     with path.open("wb") as file:
-        file.truncate(atomic_json.MAX_DOCUMENT_BYTES + 1)
+        file.truncate(MAX_TEXT_BYTES + 1)
     with pytest.raises(RunFormatError, match="expected at most"):
         atomic_json.read_document(path)
 

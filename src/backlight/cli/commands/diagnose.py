@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Context, Option
 
 from backlight.cli.app import command
-from backlight.cli.console import Page, make_console, print_json
+from backlight.cli.console import Page, print_json
 from backlight.cli.options import Json, Module, Script, StoreIn, parse_fail_on
 from backlight.cli.progress import count_bar
 from backlight.records import DiagnosisKind, to_json
+from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.reasons import Row
@@ -298,7 +299,7 @@ def trace(
         print_analysis(analysis, make_console(), rows)
     if out is not None:
         save_page(analysis, out, rows)
-        print(f"written: {out}", file=sys.stderr)
+        write(f"written: {out}", file=sys.stderr)
     return 0
 
 
@@ -394,7 +395,7 @@ def run_test_matrix(
 
     if init:
         write_plan(plan)
-        print(plan)
+        write(plan)
         return 0
     failing = parse_fail_on(fail_on, [kind for kind in DiagnosisKind if kind is not DiagnosisKind.PASS])
     if bundle is not None:
@@ -413,10 +414,10 @@ def run_test_matrix(
     write_report(folder, folder / "report.md", as_html=False)
     page = write_report(folder, folder / "report.html", as_html=True)
     if as_json:
-        print(REPORTS.dump_json(report, indent=2).decode())
+        print_json(REPORTS.dump_python(report, mode="json"))
     else:
         print_report(report, console)
         console.print(f"report: {page}", soft_wrap=True)
     if bundle is not None:
-        print(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
+        write(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
     return int(any(case.evaluation.verdict in failing for case in report.cases))

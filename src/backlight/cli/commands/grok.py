@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from backlight.cli.app import command
-from backlight.cli.console import make_console, make_table, print_json
+from backlight.cli.console import make_table, print_json
 from backlight.cli.options import Changes, Device, Json, Preset, Seed, Steps
+from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
@@ -76,7 +77,7 @@ def config(
     from backlight.experiments.config import configure
 
     configuration = configure(name, preset, overlay(changes, steps=steps, seed=seed))
-    print(configuration.as_yaml(), end="")
+    write(configuration.as_yaml().rstrip("\n"))
 
 
 @command("estimate", "backlight grok estimate nanda", group="grok")
@@ -143,7 +144,7 @@ def detect(
         except DetectionError as error:
             failed = True
             out.append({"run": str(run.path), "error": str(error)})
-            print(f"backlight: {error}", file=sys.stderr)
+            write(f"backlight: {error}", file=sys.stderr)
             continue
         out.append(found.as_json())
         if not as_json:
@@ -178,4 +179,4 @@ def compare(
         print_overlaid(overlaid, make_console())
     if out is not None:
         written = write_overlay(as_page(overlaid), out)
-        print(written, file=sys.stderr if as_json else sys.stdout)
+        write(written, file=sys.stderr if as_json else sys.stdout)

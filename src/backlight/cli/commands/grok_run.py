@@ -15,6 +15,7 @@ from typer import Argument, Option, confirm
 from backlight.cli.app import command
 from backlight.cli.commands.grok import configured, overlay
 from backlight.cli.options import Changes, Device, Preset, Seed, Slurm, SlurmScript, Steps
+from backlight.terminal import write
 
 if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
@@ -140,9 +141,9 @@ def _one(
                 control_of=control_of, on_progress=show, on_warning=bar.warn,
             )  # fmt: skip
     except KeyboardInterrupt:
-        print(f"stopped; continue with: backlight grok run --out {path} --resume", file=sys.stderr)
+        write(f"stopped; continue with: backlight grok run --out {path} --resume", file=sys.stderr)
         return 130
-    print(path)
+    write(path)
     return 0
 
 
@@ -174,11 +175,11 @@ def _sweep(
         commands,
         concurrent=concurrent_runs(jobs, len(commands), threads),
         threads=threads,
-        on_end=lambda folder, code: print(folder if not code else f"{folder}: failed, see {folder}.log"),
+        on_end=lambda folder, code: write(folder if not code else f"{folder}: failed, see {folder}.log"),
     )
     for member in found:
         if member not in left:
-            print(f"{member.directory} (was finished)")
+            write(f"{member.directory} (was finished)")
     return 2 if failed else 0
 
 
@@ -207,11 +208,11 @@ def _as_jobs(
     logs = root / "slurm"
     if script is not None:
         write_script(script, batch_script(given, commands, logs), logs)
-        print(script)
+        write(script)
         return 0
     submitted = submit(given, commands, logs)
     for job in submitted:
-        print(f"job {job.job_id}")
+        write(f"job {job.job_id}")
     if given.get("cluster") != "local":
         return 0
     failed = 0
@@ -219,7 +220,7 @@ def _as_jobs(
         problem = job.exception()
         if problem is not None:
             failed += 1
-            print(f"job {job.job_id} failed: {str(problem).strip().splitlines()[-1]}", file=sys.stderr)
+            write(f"job {job.job_id} failed: {str(problem).strip().splitlines()[-1]}", file=sys.stderr)
     return 2 if failed else 0
 
 

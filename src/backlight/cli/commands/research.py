@@ -12,6 +12,7 @@ from backlight.cli.app import command
 from backlight.cli.console import print_json
 from backlight.cli.options import Json, Overwrite, parse_size
 from backlight.cli.progress import count_bar
+from backlight.terminal import write
 
 
 @command(
@@ -168,4 +169,4 @@ def gram(
     else:
         show(found, rows)
     if out is not None:
-        print(write_arrays(out, found.arrays(), overwrite=overwrite), file=sys.stderr if as_json else None)
+        write(write_arrays(out, found.arrays(), overwrite=overwrite), file=sys.stderr if as_json else None)

@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 from typer import Argument, BadParameter, Option
 
 from backlight.cli.app import command
-from backlight.cli.console import make_console, print_json
+from backlight.cli.console import print_json
 from backlight.cli.options import RUNS, Full, Json, Overwrite, Run, RunOrLatest, given_or_latest
 from backlight.cli.progress import count_bar
 from backlight.records import to_json
+from backlight.terminal import make_console, write
 
 
 @command("ls", "backlight ls", "backlight ls /scratch/runs --json")
@@ -59,6 +60,8 @@ def findings(
     return int(failing is not None and any(map(failing, found)))
 
 
+Raw = Annotated[bool, Option("--raw", help="Leave CSV texts that look like formulas as they are.")]
+
 Table = Literal[
     "parameters", "spectra", "gradient", "update", "histogram", "steps", "scalars", "events", "findings",
     "parameter-table", "attempts", "all",
@@ -83,11 +86,12 @@ def export(
         Table | None, Option(metavar="NAME", help="Table to export, or all; default: what the run holds.")
     ] = None,
     max_directions: Annotated[int | None, Option(help="Maximum directions of a layer at a step.")] = None,
+    raw: Raw = False,
 ) -> None:
     """Export a run to CSV, Parquet or HDF5, or to a tracker."""
     from backlight.findings.evaluate import findings_of
     from backlight.session.trackers.replay import send_all
-    from backlight.store.export.files import export as write
+    from backlight.store.export.files import export as export_run
     from backlight.store.export.files import export_tables
     from backlight.store.read.run import open_run
     from backlight.text import count
@@ -100,16 +104,20 @@ def export(
         raise BadParameter("--table all is every table: leave --max-directions out")
     run = open_run(given_or_latest(path))
     for sent in send_all(run, tracker or ()):
-        print(f"{sent.tracker}: {count(sent.steps, 'step')}, {count(sent.findings, 'finding')}")
+        write(f"{sent.tracker}: {count(sent.steps, 'step')}, {count(sent.findings, 'finding')}")
     if target is None:
         return
     if table not in {None, "parameters", "spectra"}:
         name = {"all": None, "parameter-table": "parameters"}.get(table, table)
-        made = export_tables(run, target, name, findings=lambda: findings_of(run), overwrite=overwrite)
-        print(*made, sep="\n")
+        made = export_tables(
+            run, target, name, findings=lambda: findings_of(run), overwrite=overwrite, raw=raw
+        )
+        write(*made, sep="\n")
         return
-    for written in write(run, target, overwrite=overwrite, rows=table, max_directions=max_directions):
-        print(written)
+    for written in export_run(
+        run, target, overwrite=overwrite, rows=table, max_directions=max_directions, raw=raw
+    ):
+        write(written)
 
 
 @command(
@@ -160,7 +168,7 @@ def compare(
     if out is not None:
         from backlight.analysis.comparison_page import write_comparison
 
-        print(write_comparison(comparison, opened, out), file=sys.stderr if as_json else sys.stdout)
+        write(write_comparison(comparison, opened, out), file=sys.stderr if as_json else sys.stdout)
     return 0
 
 
@@ -198,6 +206,7 @@ def query(
     ] = None,
     overwrite: Overwrite = False,
     rows: Annotated[int, Option(min=1, help="Maximum rows of a printed table.")] = 50,
+    raw: Raw = False,
 ) -> None:
     """Query a run with SQL.
 
@@ -220,9 +229,9 @@ def query(
         return
     with sql.query(run, statement) as answer:
         if out is not None:
-            print(sql.write(answer, out, overwrite=overwrite))
+            write(sql.write(answer, out, overwrite=overwrite, raw=raw))
         elif as_csv:
-            sql.print_csv(answer, sys.stdout)
+            sql.print_csv(answer, sys.stdout, raw=raw)
         elif as_json:
             listed = [dict(zip(answer.names, row, strict=True)) for row in answer.rows()]
             print_json(listed)
@@ -242,9 +251,9 @@ def compact(
     from backlight.store.maintenance.compact import compact as tidy
 
     done = tidy(path, every=keep_every, force=force)
-    print(f"{done.before / 1e6:.1f} MB before, {done.after / 1e6:.1f} MB after")
+    write(f"{done.before / 1e6:.1f} MB before, {done.after / 1e6:.1f} MB after")
     for line in done.notes:
-        print(line)
+        write(line)
 
 
 @command("join", "backlight join runs/job runs/job-host2 runs/job-host3")
@@ -260,5 +269,5 @@ def join(
 
     joined = merge_hosts(run, parts)
     for attempt, ranks in sorted(joined.ranks.items()):
-        print(f"attempt {attempt}: ranks {', '.join(map(str, sorted(ranks)))}")
-    print(f"{joined.files} files copied into {run}" if joined.files else f"{run} holds all of it already")
+        write(f"attempt {attempt}: ranks {', '.join(map(str, sorted(ranks)))}")
+    write(f"{joined.files} files copied into {run}" if joined.files else f"{run} holds all of it already")

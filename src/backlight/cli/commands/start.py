@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Context, Exit, Option
 
 from backlight.cli.app import command
-from backlight.cli.console import make_console, make_table, print_json
+from backlight.cli.console import make_table, print_json
 from backlight.cli.options import (
     Json,
     Module,
@@ -24,7 +24,7 @@ from backlight.cli.options import (
     parse_groups,
     parse_size,
 )
-from backlight.standard_error import write_text
+from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
     from backlight.session.watch import Watch
@@ -82,6 +82,12 @@ def run(
     stop_on: Annotated[
         str | None, Option(metavar="RULE,...", help="Rules, or a severity, that end the run: exit code 79.")
     ] = None,
+    share: Annotated[
+        bool, Option("--share", help="Let other users of the machine read the run directory.")
+    ] = False,
+    redact: Annotated[
+        list[str] | None, Option(metavar="REGEX", help="Secrets to leave out of the run (repeatable).")
+    ] = None,
     config: Annotated[
         Path | None, Option(metavar="FILE", help="TOML file of settings and thresholds.")
     ] = None,
@@ -103,7 +109,7 @@ def run(
         "stall": stall,
         "exact_updates": exact_updates, "per_backward": per_backward, "reduce": reduce, "trace": trace,
         "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
-        "quiet": quiet, "stop_on": stop_on,
+        "quiet": quiet, "stop_on": stop_on, "share": share, "redact": tuple(redact or ()),
         "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value not in (None, False, {}, ())}
@@ -124,7 +130,7 @@ def run(
         try:
             _print_result(watched.watch, script)
         except Exception as error:  # noqa: BLE001 - the exit code is the script's
-            write_text(f"backlight: {type(error).__name__}: {error}\n", sys.stderr)
+            write(f"backlight: {type(error).__name__}: {error}", file=sys.stderr)
     if watched.watch is not None and watched.watch.stopped_by is not None:
         from backlight.session.stop_monitor import exit_code
 
@@ -136,12 +142,12 @@ def _print_result(watch: Watch | None, script: str) -> None:
     from backlight.cli.render.report import after_run
 
     if watch is None:
-        write_text(f"backlight: {script} ended without importing torch: no run recorded\n", sys.stderr)
+        write(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
     elif watch.is_recorded:
         after_run(watch.path)
     elif watch.removed:
         kept = f"{watch.path} is as before" if watch.path.exists() else f"removed {watch.path}"
-        write_text(f"backlight: nothing was measured: {watch.removed}; {kept}\n", sys.stderr)
+        write(f"backlight: nothing was measured: {watch.removed}; {kept}", file=sys.stderr)
 
 
 _HERE_ONLY = frozenset({"slurm", "slurm_script", "out", "script"})
@@ -168,7 +174,7 @@ def _submit(
         require("local" if job.local else given.get("cluster"))
     kind = file_system_type(path)
     if job.nodes > 1 and not is_network_type(kind):
-        print(
+        write(
             f"backlight: {path} is on {kind or 'an unknown file system'}, which other nodes may not see; "
             "ranks that find no run there write a folder of their own, to be joined by `backlight join` "
             "(docs/clusters.md)",
@@ -176,17 +182,17 @@ def _submit(
         )
     if script is not None:
         write_script(script, batch_script(job), job.logs)
-        print(script)
+        write(script)
         return 0
     handle = submit(job)
-    print(f"job {handle.job_id}: run {path}, output in {job.logs}")
+    write(f"job {handle.job_id}: run {path}, output in {job.logs}")
     if not job.local:
         return 0
     problem = handle.exception()
     if problem is not None:
         lines = [line for line in str(problem).splitlines() if ENDED in line]
         reason = f": {ENDED}{lines[-1].partition(ENDED)[2]}" if lines else ""
-        print(f"backlight: job {handle.job_id} failed{reason}; its output is in {job.logs}", file=sys.stderr)
+        write(f"backlight: job {handle.job_id} failed{reason}; its output is in {job.logs}", file=sys.stderr)
         return 2
     from backlight.cli.render.report import after_run
 
@@ -231,13 +237,13 @@ def demo(
     if script is None:
         raise FileNotFoundError(f"{places[0]}: the example is missing; install backlight again")
     arguments = ["run", "--out", str(target), str(script), "--steps", str(steps)]
-    print("$ backlight", *arguments, flush=True)
+    write("$ backlight", *arguments, flush=True)
     # Idle OpenMP threads spin by default, which makes a busy machine many times slower.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     command = [sys.executable, "-m", "backlight", *arguments]
     code = subprocess.run(command, check=False, env=environment).returncode
     if code == 0:
-        print(f"report: {write_html(target, target / 'report.html').resolve()}")
+        write(f"report: {write_html(target, target / 'report.html').resolve()}")
     return code
 
 
@@ -311,21 +317,21 @@ def report(
         if plots is not None:
             raise ValueError(f"report: {path} is a test matrix, which has no charts; leave out --plots")
         if bundle is not None:
-            print(matrix_report.write_bundle(path, bundle))
+            write(matrix_report.write_bundle(path, bundle))
         else:
-            print(matrix_report.write_report(path, target, as_html=form == "html"))
+            write(matrix_report.write_report(path, target, as_html=form == "html"))
         return
     with report_panel_warnings() as failed:
         if bundle is not None:
-            print(run_report.write_bundle(path, bundle))
+            write(run_report.write_bundle(path, bundle))
         else:
-            write = run_report.write_html if form == "html" else run_report.write_markdown
-            print(write(path, target))
+            writer = run_report.write_html if form == "html" else run_report.write_markdown
+            write(writer(path, target))
             if plots is not None:
                 pictures = run_report.write_pictures(path, plots, animate=animate)
-                print(*pictures.files, sep="\n")
+                write(*pictures.files, sep="\n")
                 if pictures.words_only:
-                    print(f"no pictures, but words: {', '.join(pictures.words_only)}", file=sys.stderr)
+                    write(f"no pictures, but words: {', '.join(pictures.words_only)}", file=sys.stderr)
     if failed:
         raise Exit(2)
 
@@ -345,7 +351,7 @@ def open_page(
     from backlight.analysis.live import Live, followed
 
     live = Live(followed(paths or [given_or_latest(None)]), port)
-    print(f"backlight: live page at {live.address}\nbacklight: Ctrl-C closes it", file=sys.stderr, flush=True)
+    write(f"backlight: live page at {live.address}\nbacklight: Ctrl-C closes it", file=sys.stderr, flush=True)
     if browser:
         webbrowser.open(live.address)
     try:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from backlight.cli.console import Page, make_console, make_table
+from backlight.cli.console import Page, make_table
+from backlight.terminal import make_console
 from backlight.text import count, number, percent
 
 if TYPE_CHECKING:

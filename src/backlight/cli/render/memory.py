@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from backlight.cli.console import Page, make_console, make_table, print_json
+from backlight.cli.console import Page, make_table, print_json
+from backlight.terminal import make_console
 from backlight.text import scaled, size
 
 if TYPE_CHECKING:

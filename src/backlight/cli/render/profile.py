@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from backlight.cli.console import Page, make_console, make_table
+from backlight.cli.console import Page, make_table
+from backlight.terminal import make_console
 from backlight.text import duration
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from backlight.cli.console import make_console, print_json
+from backlight.cli.console import print_json
+from backlight.terminal import make_console
 
 _FOLDED = 40
 """Characters that the widest column of a table may be folded to; where it would be less, rows are listed."""

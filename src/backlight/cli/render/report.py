@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from backlight.cli.console import make_console
 from backlight.report.panel import PanelWarning
 from backlight.standard_error import write_text
+from backlight.terminal import make_console, write
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def report_panel_warnings() -> Iterator[list[str]]:
                 others(message, category, *where, **more)
             elif str(message) not in printed:
                 printed.append(str(message))
-                print(message, file=sys.stderr)
+                write(message, file=sys.stderr)
 
         warnings.showwarning = show
         yield printed

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from backlight.cli.console import Page, make_console, make_table
+from backlight.cli.console import Page, make_table
+from backlight.terminal import make_console
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from backlight.cli.console import make_console, make_table
+from backlight.cli.console import make_table
 from backlight.diagnose.scaling.sweep import DONE, Point, Scaling
+from backlight.terminal import make_console
 from backlight.text import scaled, size
 
 UNITS = {"step_ms": "step", "memory": "memory", "flops": "operations", "parameters": "parameters"}

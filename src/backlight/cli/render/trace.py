@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from backlight.cli.console import make_table
+from backlight.terminal import make_console
 from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
 from backlight.trace.classification import short
 from backlight.trace.operators import Row
@@ -42,10 +43,9 @@ def save_page(analysis: Analysis, path: Path, top: int) -> None:
         raise ValueError(
             f"{path}: expected a file that ends in .html or .md, got {path.suffix or 'no suffix'!r}"
         )
-    console = Console(
-        record=True, width=_PAGE_WIDTH, file=io.StringIO(), force_terminal=path.suffix == ".html",
-        markup=False, highlight=False, emoji=False,
-    )  # fmt: skip
+    console = make_console(
+        record=True, width=_PAGE_WIDTH, file=io.StringIO(), force_terminal=path.suffix == ".html"
+    )
     print_analysis(analysis, console, top)
     if path.suffix == ".html":
         text = console.export_html(inline_styles=True)

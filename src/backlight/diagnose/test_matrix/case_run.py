@@ -19,6 +19,7 @@ from backlight.launch.subprocess import ProcessTree, is_watchdog, start
 from backlight.monitors.stalls.model import stacks
 from backlight.monitors.stalls.model.attach import Attached, ProcessNotFoundError, attach
 from backlight.records import Finding
+from backlight.redaction import Redaction
 from backlight.store.errors import StoreError
 from backlight.store.platform.atomic_json import write_document
 from backlight.store.read.run import Run, open_run
@@ -73,7 +74,8 @@ def run_case(case: Case, attempt: Path) -> Observation:
     """Run ``case`` in a directory of its own and return what was observed; none of its processes is left."""
     mark = uuid.uuid4().hex
     argv = [fill(part, {"run": str(attempt / "run")}) for part in case.argv]
-    write_document(attempt / "start.json", {"argv": argv, "directory": case.directory, "mark": mark})
+    shown = Redaction().arguments(argv)
+    write_document(attempt / "start.json", {"argv": shown, "directory": case.directory, "mark": mark})
     environment = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ, **case.environment}
     with (attempt / "stdout.txt").open("ab") as out, (attempt / "stderr.txt").open("ab") as errors:
         process = start(argv, Path(case.directory), environment, mark, out, errors)

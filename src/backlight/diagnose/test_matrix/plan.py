@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from backlight.records import DiagnosisKind
 from backlight.text import did_you_mean
+from backlight.untrusted_files import read_text
 
 FORMAT = 4
 """Version of what is stored; a result of another version does not count."""
@@ -147,7 +148,7 @@ class Plan(_Table):
 def read_plan(path: Path) -> Plan:
     """Return the plan in a file; a PlanError names the first thing in it that a plan cannot hold."""
     try:
-        return Plan.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+        return Plan.model_validate(tomllib.loads(read_text(path)))
     except OSError as error:
         problem = f"cannot be read: {error.strerror}; `backlight test-matrix --init {path}` writes a plan"
     except ValidationError as error:

@@ -22,6 +22,7 @@ from backlight.records import DiagnosisKind
 from backlight.report.markdown import code, escape
 from backlight.store.export.archive import write_archive
 from backlight.store.platform.atomic_json import write_atomically
+from backlight.untrusted_files import read
 
 REPORT = "test-matrix.json"
 
@@ -159,7 +160,7 @@ def read_report(root: Path) -> MatrixReport:
     """Return the report in the directory of a test matrix; a MatrixDirectoryError if it is damaged."""
     path = root / REPORT
     try:
-        return REPORTS.validate_json(path.read_bytes())
+        return REPORTS.validate_json(read(path))
     except ValidationError:
         problem = "is damaged, or of another release; run the test matrix again"
         raise MatrixDirectoryError(f"{path}: {problem}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shlex
 import signal
 import threading
@@ -21,10 +20,11 @@ from backlight.diagnose.test_matrix.evaluation import CaseResult, compare, evalu
 from backlight.diagnose.test_matrix.plan import Case, Plan, PlanError, cases_of, read_plan
 from backlight.diagnose.test_matrix.report import REPORT, REPORTS, MatrixDirectoryError, MatrixReport
 from backlight.launch.subprocess import end_marked
+from backlight.redaction import Redaction
 from backlight.store.platform.atomic_json import write_atomically
 from backlight.text import did_you_mean
+from backlight.untrusted_files import read
 
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|KEY", re.IGNORECASE)
 _RESULTS = TypeAdapter(CaseResult)
 
 
@@ -89,8 +89,11 @@ def _run(root: Path, case: Case) -> CaseResult:
     attempt = root / "cases" / case.name / f"{len(_attempts(root, case)):03d}"
     attempt.mkdir(parents=True)
     observed = run_case(case, attempt)
-    hidden = {k: "(hidden)" if _SECRET.search(k) else v for k, v in case.environment.items()}
-    shown, relative = replace(case, environment=hidden), attempt.relative_to(root).as_posix()
+    redaction = Redaction()
+    shown = replace(
+        case, environment=redaction.variables(case.environment), argv=redaction.arguments(case.argv)
+    )
+    relative = attempt.relative_to(root).as_posix()
     result = CaseResult(shown, case.digest, relative, observed, evaluate(observed))
     # From here on the case counts as done.
     write_atomically(attempt / "result.json", _RESULTS.dump_json(result, indent=2))
@@ -105,7 +108,7 @@ def _stored(root: Path, case: Case) -> CaseResult | None:
     """Return the last result of exactly this case, None without one."""
     for attempt in reversed(_attempts(root, case)):
         with contextlib.suppress(OSError, ValidationError):
-            found = _RESULTS.validate_json((attempt / "result.json").read_bytes())
+            found = _RESULTS.validate_json(read(attempt / "result.json"))
             if found.digest == case.digest:
                 return found
     return None
@@ -133,10 +136,10 @@ def _locked(root: Path, plan: Path) -> Iterator[None]:
     (root / "cases").mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(root / ".lock", timeout=0):
-            write_atomically(root / "plan.toml", plan.read_bytes())
+            write_atomically(root / "plan.toml", read(plan, links=True))
             starts = root.glob("cases/*/*/start.json")
             unfinished = [start for start in starts if not (start.parent / "result.json").exists()]
-            end_marked(json.loads(start.read_bytes())["mark"] for start in unfinished)
+            end_marked(json.loads(read(start))["mark"] for start in unfinished)
             yield
     except filelock.Timeout:
         problem = "another test matrix is running in it; wait, or choose another --out"

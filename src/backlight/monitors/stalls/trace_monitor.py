@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.monitor import Monitor, RunContext
-from backlight.standard_error import write_text
+from backlight.terminal import write
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -64,7 +64,7 @@ class TraceMonitor(Monitor):
         def emit(text: str, payload: dict[str, Any]) -> None:
             number = run.clock.index
             # One write with its end of line: ranks share a terminal.
-            write_text(f"[rank {run.rank}] step {number} {text}\n", sys.stderr)
+            write(f"[rank {run.rank}] step {number} {text}", file=sys.stderr)
             run.writer.event(number, "trace", payload)
             run.writer.flush()
 

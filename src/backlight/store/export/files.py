@@ -9,7 +9,6 @@ measured is null, an empty field or NaN with ``measured`` 0; it is never a numbe
 
 from __future__ import annotations
 
-import csv
 import enum
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy.typing as npt
 from backlight.records import Finding
 from backlight.store.errors import ExportError
 from backlight.store.export.arrow import record_batches, schema_of
+from backlight.store.export.csv_cells import write_rows
 from backlight.store.export.tables import Table, long_table, scalars_table, spectra_table, tables_of
 from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.format.names import storable
@@ -48,8 +48,12 @@ def export(
     overwrite: bool = False,
     rows: Rows | str | None = None,
     max_directions: int | None = None,
+    raw: bool = False,
 ) -> tuple[Path, ...]:
-    """Write ``run`` to ``target``, which ends in ``.csv``, ``.parquet`` or ``.h5``, and return the files."""
+    """Write ``run`` to ``target``, which ends in ``.csv``, ``.parquet`` or ``.h5``, and return the files.
+
+    In CSV a text that a spreadsheet would take for a formula gets a quote in front, unless ``raw``.
+    """
     target = Path(target)
     check_target(target, ENDINGS, f"use one of {', '.join(ENDINGS)}")
     kind = _chosen_rows(run, target, rows, max_directions)
@@ -60,7 +64,7 @@ def export(
     else:
         scalars = target.with_name(f"{target.stem}.scalars{target.suffix}")
         tables = {target: long_table(run), scalars: scalars_table(run)}
-    return publish_files(_writers(tables), overwrite=overwrite)
+    return publish_files(_writers(tables, raw=raw), overwrite=overwrite)
 
 
 def export_tables(
@@ -70,6 +74,7 @@ def export_tables(
     *,
     findings: Callable[[], Sequence[Finding]] | None = None,
     overwrite: bool = False,
+    raw: bool = False,
 ) -> tuple[Path, ...]:
     """Write one table of a run, or without a name all, each to ``NAME.<table>.<ending>``."""
     check_target(target, TABLE_ENDINGS, "tables are .csv or .parquet")
@@ -77,9 +82,9 @@ def export_tables(
     if name is not None and name not in tables:
         raise ExportError(f"{run.path}: holds no table {name!r}; it has {', '.join(tables)}")
     if name is not None:
-        return publish_files(_writers({target: tables[name]}), overwrite=overwrite)
+        return publish_files(_writers({target: tables[name]}, raw=raw), overwrite=overwrite)
     paths = {target.with_name(f"{target.stem}.{t.name}{target.suffix}"): t for t in tables.values()}
-    return publish_files(_writers(paths), overwrite=overwrite)
+    return publish_files(_writers(paths, raw=raw), overwrite=overwrite)
 
 
 def write_arrays(
@@ -130,10 +135,11 @@ def _chosen_rows(run: Run, target: Path, rows: Rows | str | None, max_directions
     return kind
 
 
-def _writers(tables: Mapping[Path, Table]) -> dict[Path, Callable[[Path], None]]:
+def _writers(tables: Mapping[Path, Table], *, raw: bool) -> dict[Path, Callable[[Path], None]]:
     def writer(path: Path, table: Table) -> Callable[[Path], None]:
-        write = _write_csv if path.suffix.lower() == ".csv" else _write_parquet
-        return lambda temporary: write(temporary, table)
+        if path.suffix.lower() == ".csv":
+            return lambda temporary: _write_csv(temporary, table, raw=raw)
+        return lambda temporary: _write_parquet(temporary, table)
 
     return {path: writer(path, table) for path, table in tables.items()}
 
@@ -159,12 +165,12 @@ def publish_files(files: Mapping[Path, Callable[[Path], None]], *, overwrite: bo
     return tuple(files)
 
 
-def _write_csv(path: Path, table: Table) -> None:
+def _write_csv(path: Path, table: Table, *, raw: bool) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(table.names)
+        write_rows(file, [table.names], raw=raw)
         for chunk in table.chunks(table.names):
-            writer.writerows(zip(*(_fields(chunk[name]) for name in table.names), strict=True))
+            rows = zip(*(_fields(chunk[name]) for name in table.names), strict=True)
+            write_rows(file, rows, raw=raw)
 
 
 def _fields(column: npt.NDArray[Any]) -> list[Any]:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from backlight import untrusted_files
 from backlight.store.errors import RunFormatError
 from backlight.store.format.schema import ARRAY_ENCODINGS, COMPRESSIONS, FORMAT_VERSION
 from backlight.store.platform import atomic_json
@@ -38,9 +39,15 @@ MAX_CHUNK_STEPS = 16
 MIN_COMPRESSED_BYTES = 4096
 """Smaller arrays stay plain: the index of their chunks would take more than it saves."""
 
+MAX_PIECE_BYTES = 1024**4
+"""Larger files are refused."""
+
 _SHUFFLE, _DEFLATE, _LZF = 2, 1, 32000
-_MAX_RATIO = 1100
-"""Deflate shrinks by 1032 at most; a larger ratio is damage, or meant to exhaust memory."""
+_MAX_RATIO = 100
+"""Values take at most so many times their bytes in the file; more is damage, or meant to exhaust memory.
+
+Values that a filter shrinks further, such as zeros, are written plain.
+"""
 
 
 _KINDS = "biufc"
@@ -117,7 +124,12 @@ def write_piece(path: Path, stacks: Iterable[Stack], filters: Filters = PLAIN) -
                 values = np.ascontiguousarray(stack.values)
                 group.create_dataset("steps", data=steps)
                 options = filters.options(values.shape, values.dtype.itemsize)
-                group.create_dataset("values", data=values, **options)
+                dataset = group.create_dataset("values", data=values, **options)
+                if options:
+                    file.flush()  # until then chunks have no size
+                    if values.nbytes > _MAX_RATIO * dataset.id.get_storage_size():
+                        del group["values"]
+                        group.create_dataset("values", data=values)
                 group.attrs["name"] = json.dumps(stack.info.name)
                 group.attrs["dims"] = json.dumps(list(stack.info.dims))
                 group.attrs["dtype"] = stack.info.dtype
@@ -137,6 +149,7 @@ def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) ->
     import h5py  # noqa: PLC0415 - 0.1 s that a run without arrays need not pay
 
     try:
+        untrusted_files.check(path, MAX_PIECE_BYTES, owners=untrusted_files.owners_beside(path))
         with h5py.File(path, "r", locking=False) as file:
             if file.attrs.get("kind") != "backlight arrays":
                 raise RunFormatError(f"{path}: is HDF5, but not a piece of arrays that backlight wrote")

@@ -102,7 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "there is no such folder"
             raise RunFormatError(f"{folder}: {what}; expected a run directory")
-        if not path.is_file():
+        if not path.exists():
             what = f"it has no {MANIFEST}" if any(folder.iterdir()) else "it is empty: no run began in it"
             raise RunFormatError(
                 f"{folder}: is not a backlight run ({what}); give the folder that --out named"
@@ -116,6 +116,8 @@ def read_manifest(folder: Path) -> Manifest:
     check_format(path, data.get("format"))
     try:
         manifest = Manifest.from_json(data)
+        if not manifest.attempts:
+            raise ValueError("it lists no attempt")
         if len({entry.index for entry in manifest.attempts}) != len(manifest.attempts):
             raise ValueError("two attempts have one number")
         for entry in manifest.attempts:

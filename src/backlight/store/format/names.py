@@ -21,6 +21,7 @@ MAX_NAME_BYTES = 80
 RANK_DOCUMENT = re.compile(r"rank-(\d{5,9})\.json")
 WATCHDOG_DATABASE = re.compile(r"watchdog-.+\.db")
 
+_ATTEMPT = re.compile(r"attempt-\d{3,}")
 _PIECE = re.compile(r"rank-(\d{5,9})-(\d{6})(?:-(\d{6}))?\.h5")
 _DATABASE = re.compile(r"rank-(\d{5,9})(?:\.(\d{6})(?:-(\d{6}))?)?\.db")
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for i in range(1, 10))}
@@ -50,6 +51,14 @@ def storable(text: object) -> str:
 def attempt_folder(index: int) -> str:
     """Return the name of the folder of an attempt."""
     return f"attempt-{index:03d}"
+
+
+def written_attempts(run: Path) -> list[str]:
+    """Return, sorted, the folders of attempts in which any rank has a database."""
+    if not run.is_dir():
+        return []
+    folders = [p for p in run.iterdir() if _ATTEMPT.fullmatch(p.name) and p.is_dir()]
+    return sorted(p.name for p in folders if any(parse_database(child.name) for child in p.iterdir()))
 
 
 def database_name(rank: int) -> str:

@@ -61,7 +61,7 @@ def compact(path: str | Path, *, every: int | None = None, force: bool = False) 
     try:
         with locked(path):
             manifest = read_manifest(path)
-            opened = [open_attempt(path, entry) for entry in manifest.attempts]
+            opened = [open_attempt(path, entry, manifest.run_id) for entry in manifest.attempts]
             for attempt in opened:
                 _refuse_running(path, attempt, force=force)
             result.before = folder_size(path)

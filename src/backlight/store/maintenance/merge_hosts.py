@@ -44,7 +44,7 @@ def merge_hosts(run: str | Path, parts: list[Path]) -> Merge:
         with locked(run):
             manifest = read_manifest(run)
             for entry in manifest.attempts:
-                for progress in open_attempt(run, entry).progress.values():
+                for progress in open_attempt(run, entry, manifest.run_id).progress.values():
                     _refuse_running(run, progress)
             for part in parts:
                 plan = _plan(run, manifest, Path(part))
@@ -85,7 +85,7 @@ def _plan(run: Path, manifest: Manifest, part: Path) -> _Plan:
                 f"attempt (it has {', '.join(map(repr, launches)) or 'none'}); join it to the run of its "
                 "rank 0"
             )
-        opened = open_attempt(part, entry)
+        opened = open_attempt(part, entry, other.run_id)
         for progress in opened.progress.values():
             _refuse_running(part, progress)
         _plan_attempt(run, own, opened, out)

@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from backlight import untrusted_files
 from backlight.records import to_json
 from backlight.store.errors import RunFormatError
-
-MAX_DOCUMENT_BYTES = 256 * 1024 * 1024
-"""A larger document is refused as damaged instead of being loaded into memory."""
 
 
 def dump(document: Any) -> str:
@@ -41,12 +39,8 @@ _ENCODER, _DECODER = json.JSONEncoder(default=_plain), json.JSONDecoder()
 def read_document(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
-        size = path.stat().st_size
-        if size > MAX_DOCUMENT_BYTES:
-            raise RunFormatError(
-                f"{path}: {size} bytes, expected at most {MAX_DOCUMENT_BYTES}; it is damaged or foreign"
-            )
-        document = _DECODER.decode(path.read_bytes().decode("utf-8"))
+        content = untrusted_files.read(path, owners=untrusted_files.owners_beside(path))
+        document = _DECODER.decode(content.decode("utf-8"))
     except OSError as error:
         raise RunFormatError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -31,7 +31,7 @@ from backlight.store.format.names import (
 )
 from backlight.store.format.schema import WATCHDOG_RANK
 from backlight.store.platform import atomic_json
-from backlight.store.read.rank_file import RankFile
+from backlight.store.read.rank_file import RankFile, check_identity
 from backlight.store.read.snapshot import Snapshot
 
 _MAX_NAMED_RANKS = 16
@@ -48,6 +48,7 @@ class AttemptFiles:
 
     entry: AttemptEntry
     folder: Path
+    run_id: str
     files: list[RankFile] = field(default_factory=list)
     watchdogs: list[RankFile] = field(default_factory=list)
     progress: dict[int, Progress] = field(default_factory=dict)
@@ -62,9 +63,9 @@ class AttemptFiles:
         return tuple(sorted({file.rank for file in self.files}))
 
 
-def open_attempt(run: Path, entry: AttemptEntry) -> AttemptFiles:
-    """Open the files of one attempt of ``run``."""
-    out = AttemptFiles(entry, run / attempt_folder(entry.index))
+def open_attempt(run: Path, entry: AttemptEntry, run_id: str) -> AttemptFiles:
+    """Open the files of one attempt of ``run``; those of another run are left out and stated as losses."""
+    out = AttemptFiles(entry, run / attempt_folder(entry.index), run_id)
     out.progress[entry.first] = entry.progress
     if not out.folder.is_dir():
         out.losses.append(f"attempt {entry.index}: its folder {out.folder.name} is missing")
@@ -97,6 +98,7 @@ def _open_file(out: AttemptFiles, path: Path, rank: int, **how: bool) -> list[Ra
     """Return a file, or nothing and a loss where it cannot be read; ``how`` is as for a snapshot."""
     try:
         snapshot = Snapshot(path, **how)
+        check_identity(path, snapshot.meta, rank, out.run_id, out.entry.launch)
         return [
             RankFile(path, snapshot, attempt=out.entry.index, rank=rank, step_offset=out.entry.step_offset)
         ]
@@ -111,6 +113,7 @@ def _open_document(out: AttemptFiles, rank: int) -> None:
         return
     try:
         data = atomic_json.read_document(path)
+        check_identity(path, data, rank, out.run_id, out.entry.launch)
         if data.get("fingerprint") is not None:
             out.fingerprints[rank] = Fingerprint.from_json(data["fingerprint"])
         if rank != out.entry.first and data.get("progress") is not None:

@@ -23,6 +23,7 @@ from backlight.store.errors import RunFormatError
 from backlight.store.format import column_codec
 from backlight.store.format.schema import COUNTED, SERIES
 from backlight.store.read.snapshot import Rows, Snapshot
+from backlight.text import visible
 
 POSITION = "backwards_seen"
 """Scalar by which the steps of ranks are aligned."""
@@ -54,6 +55,29 @@ class Block:
     def by_any_rank(self) -> Mask:
         """Whether any rank measured a value, ``[S, P]``."""
         return self.measured if self.any_rank is None else self.any_rank
+
+
+def check_identity(path: Path, stated: Mapping[str, Any], rank: int, run_id: str, launch: str) -> None:
+    """Refuse a file that states to be of another rank, or of another run and another start.
+
+    A part of a run that was joined to it has its launch, but may have an id of its own.
+
+    Raises
+    ------
+    RunFormatError
+        If it is of another rank or run.
+    """
+    if str(stated.get("rank", rank)) != str(rank):
+        raise RunFormatError(
+            f"{path}: is of rank {visible(stated['rank'])}, its name says {rank}; it was left out: "
+            "restore the file of this rank"
+        )
+    ids = {str(stated[key]) for key in ("run_id", "launch") if stated.get(key)}
+    if ids and not ids & {run_id, launch}:
+        raise RunFormatError(
+            f"{path}: belongs to another run ({visible(min(ids))}, this one is {visible(run_id)}); it was "
+            "left out: restore the file of this run"
+        )
 
 
 class RankFile:

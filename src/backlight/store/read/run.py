@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from backlight import untrusted_files
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.registry import DISPLAYS
 from backlight.store.errors import RunFormatError
 from backlight.store.format.hdf5_pieces import ArrayInfo
 from backlight.store.format.manifest import read_manifest
-from backlight.store.format.names import storable
+from backlight.store.format.names import MANIFEST, attempt_folder, storable, written_attempts
 from backlight.store.format.schema import SERIES, SeriesSchema, unit_of_scalar
 from backlight.store.read import frames, join_ranks
 from backlight.store.read.attempt_files import (
@@ -47,6 +48,9 @@ __all__ = [
 
 MAX_KEPT_ROWS_BYTES = MAX_CACHE_BYTES // 2
 """Databases of at most this size keep their encoded rows: rules ask for one column after the other."""
+
+MAX_EVIDENCE_BYTES = 64 * 1024 * 1024
+"""Larger evidence is not read."""
 
 MAX_FILES_WITH_SCALARS = 16
 """A run of more files reads one scalar at a time, of all its ranks."""
@@ -97,11 +101,19 @@ class Run:
     def __init__(self, path: Path, cache: DecodeCache | None = None) -> None:
         self.path = path
         self._cache = cache or DecodeCache()
+        written = written_attempts(path)  # first: the manifest lists an attempt before its files appear
         self._manifest = read_manifest(path)
-        self._opened: list[AttemptFiles] = [open_attempt(path, entry) for entry in self._manifest.attempts]
+        self._opened: list[AttemptFiles] = [
+            open_attempt(path, entry, self._manifest.run_id) for entry in self._manifest.attempts
+        ]
         self._files: list[RankFile] = [file for opened in self._opened for file in opened.files]
         self._watchdogs: list[RankFile] = [file for opened in self._opened for file in opened.watchdogs]
-        self._lost: dict[str, None] = {}
+        listed = {attempt_folder(entry.index) for entry in self._manifest.attempts}
+        self._lost: dict[str, None] = {
+            f"{path / name}: {MANIFEST} lists no such attempt; its data was left out": None
+            for name in written
+            if name not in listed
+        }
         if not self._files and any(opened.unreadable for opened in self._opened):
             reasons = "; ".join(loss for opened in self._opened for loss in opened.losses)
             raise RunFormatError(f"{path}: nothing in this run can be read: {reasons}")
@@ -332,12 +344,15 @@ class Run:
         ------
         KeyError
             If the run has no such file; no other path is ever opened.
+        OSError
+            If it is no regular file of the run's owner, or larger than :data:`MAX_EVIDENCE_BYTES`.
         """
         if path not in self.evidence():
             raise KeyError(
                 f"{self.path} has no evidence {path!r}; it has {', '.join(self.evidence()) or 'none'}"
             )
-        return (self.path / path).read_bytes()
+        file = self.path / path
+        return untrusted_files.read(file, MAX_EVIDENCE_BYTES, owners=untrusted_files.owners_beside(file))
 
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:

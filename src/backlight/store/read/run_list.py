@@ -12,7 +12,7 @@ from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import AttemptEntry, Manifest, read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, parse_database, unmerged, watchdog_files
 from backlight.store.format.schema import EVALUATED, WATCHDOG_RANK
-from backlight.store.read.rank_file import RankFile
+from backlight.store.read.rank_file import RankFile, check_identity
 from backlight.store.read.snapshot import Snapshot
 
 
@@ -108,7 +108,7 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
     findings: list[Finding] = []
     evaluated = False
     try:
-        files = _newest_files(path, newest, live=state is RunStatus.RUNNING)
+        files = _newest_files(path, newest, manifest.run_id, live=state is RunStatus.RUNNING)
     except (RunFormatError, OSError) as error:
         files, problem = [], str(error)
     for file in files:
@@ -125,7 +125,7 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
     )  # fmt: skip
 
 
-def _newest_files(path: Path, entry: AttemptEntry, *, live: bool) -> Sequence[RankFile]:
+def _newest_files(path: Path, entry: AttemptEntry, run_id: str, *, live: bool) -> Sequence[RankFile]:
     """Return the newest database of the first rank of an attempt, and those of its watchdogs."""
     folder = path / attempt_folder(entry.index)
     spans = {p.name: span for p in folder.iterdir() if (span := parse_database(p.name)) is not None}
@@ -133,13 +133,12 @@ def _newest_files(path: Path, entry: AttemptEntry, *, live: bool) -> Sequence[Ra
     names = unmerged((name, span) for name, span in spans.items() if span[0] == first)
     wanted = [(folder / name, first) for name in names[-1:]]
     wanted += [(file, WATCHDOG_RANK) for file in watchdog_files(folder)]
-    return [
-        RankFile(
-            file, Snapshot(file, live=live and rank == first), attempt=entry.index, rank=rank,
-            step_offset=entry.step_offset,
-        )
-        for file, rank in wanted
-    ]  # fmt: skip
+    files = []
+    for file, rank in wanted:
+        snapshot = Snapshot(file, live=live and rank == first)
+        check_identity(file, snapshot.meta, rank, run_id, entry.launch)
+        files.append(RankFile(file, snapshot, attempt=entry.index, rank=rank, step_offset=entry.step_offset))
+    return files
 
 
 def _seconds(entry: AttemptEntry) -> float:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from backlight import untrusted_files
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import check_format
 from backlight.store.format.schema import DATABASE_KIND, TABLES
@@ -36,6 +37,14 @@ Rows = list[tuple[Any, ...]]
 _WAL_HEADER_BYTES = 32
 _TRIES = 12
 _MAX_SALVAGE_QUERIES = 2000
+MAX_SALVAGE_S = 2.0
+"""Time after which the rest of a damaged table is given up; the loss is stated."""
+
+MAX_DATABASE_BYTES = 1024**4
+"""Larger files are refused."""
+
+_MAX_META_ROWS = 100
+_MAX_VALUE_BYTES = 256 * 1024 * 1024
 
 
 class Snapshot:
@@ -54,10 +63,10 @@ class Snapshot:
         self._held: tuple[object, sqlite3.Connection] | None = None
         self._lock = threading.RLock()
         self._copy: Path | None = None
-        if not self.path.is_file():
-            raise RunFormatError(f"{self.path}: is missing")
+        self._check_files()
         # A foreign database could make our queries run what it likes: it is refused before any of them.
         tables, meta = self.read(_described)
+        self.meta: dict[str, Any] = meta
         if "CREATE TABLE meta" not in tables.get("meta", ""):
             raise RunFormatError(f"{self.path}: is not a database that backlight wrote")
         if meta.get("kind") != DATABASE_KIND:
@@ -66,6 +75,19 @@ class Snapshot:
         wrong = [name for name, statement in TABLES.items() if tables.get(name) != statement]
         if wrong:
             raise RunFormatError(f"{self.path}: its tables {', '.join(wrong)} are not those of the format")
+
+    def _check_files(self) -> None:
+        """Refuse a file that is not regular or of another owner, the log and its shared memory included."""
+        try:
+            owners = untrusted_files.owners_beside(self.path)
+            untrusted_files.check(self.path, MAX_DATABASE_BYTES, owners=owners)
+            for suffix in ("-wal", "-shm", "-journal"):
+                with contextlib.suppress(FileNotFoundError):
+                    untrusted_files.check(sibling(self.path, suffix), MAX_DATABASE_BYTES, owners=owners)
+        except FileNotFoundError:
+            raise RunFormatError(f"{self.path}: is missing") from None
+        except OSError as error:
+            raise RunFormatError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     def rows(self, sql: str, parameters: tuple[Any, ...] = ()) -> Rows:
         """Return all rows of one query; raises as :meth:`read`."""
@@ -102,11 +124,12 @@ class Snapshot:
         found: Rows = []
         lost = 0
         ranges = [(1, last)]
+        deadline = time.monotonic() + MAX_SALVAGE_S
         for asked in itertools.count():
             if not ranges:
                 break
             low, high = ranges.pop()
-            if asked >= _MAX_SALVAGE_QUERIES:
+            if asked >= _MAX_SALVAGE_QUERIES or time.monotonic() > deadline:
                 lost += high - low + 1
                 continue
             try:
@@ -177,6 +200,7 @@ def _connect(uri: str) -> sqlite3.Connection:
     try:
         connection.execute("PRAGMA query_only = 1")
         connection.execute("PRAGMA trusted_schema = 0")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
     except BaseException:
         connection.close()
         raise
@@ -188,7 +212,7 @@ def _described(query: Callable[[str, tuple[Any, ...]], Rows]) -> tuple[dict[str,
     tables: dict[str, str] = dict(query("SELECT name, sql FROM sqlite_master WHERE type = 'table'", ()))
     if "CREATE TABLE meta" not in tables.get("meta", ""):
         return tables, {}
-    return tables, dict(query("SELECT key, value FROM meta WHERE key IN ('kind', 'format')", ()))
+    return tables, dict(query("SELECT key, value FROM meta LIMIT ?", (_MAX_META_ROWS,)))
 
 
 def _header(path: Path) -> bytes:

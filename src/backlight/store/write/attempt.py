@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight import clock
+from backlight import clock, untrusted_files
 from backlight.distributed import JOB_SEPARATOR
 from backlight.records import Fingerprint, RunStatus
+from backlight.redaction import Redaction
 from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunWriteError
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress, read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, document_name, safe_name
@@ -55,6 +56,7 @@ class Entry:
     previous: bytes | None = None
     earlier: Fingerprint | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    redaction: Redaction = field(default_factory=Redaction)
     interval_s: float = 0.0
     _fingerprint: str = "null"
     _published: float = 0.0
@@ -85,7 +87,7 @@ class Entry:
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """Store the fingerprint of the rank; an OSError passes through."""
-        self._fingerprint = atomic_json.dump(fingerprint)
+        self._fingerprint = atomic_json.dump(self.redaction.fingerprint(fingerprint))
         self.publish_document()
 
     def update(self, files: dict[str, dict[str, int]], step: int = -1) -> None:
@@ -120,6 +122,7 @@ class Entry:
             "format": FORMAT_VERSION,
             "run_id": self.manifest.run_id,
             "attempt": self.attempt.index,
+            "launch": self.attempt.launch,
             "rank": self.rank,
             "progress": None if self.is_first else self.progress,
             "options": self.options,
@@ -161,18 +164,24 @@ def part_path(path: Path) -> Path:
 
 
 def enter_first(
-    path: Path, own: Manifest, step_offset: int | None, *, resume: bool = False, numbered: bool = False
+    path: Path,
+    own: Manifest,
+    step_offset: int | None,
+    *,
+    resume: bool = False,
+    numbered: bool = False,
+    share: bool = False,
 ) -> Entry:
     """Open the attempt of ``own`` as its first rank; on failure nothing is left behind.
 
     A rank above 0 opens the part of the run that this host keeps for itself, or joins it. A run that is there
     already is continued by a restart of its job, or with ``resume``. With ``numbered`` the directory is a new
-    one: the next number where another process has just created it.
+    one: the next number where another process has just created it. Others enter it only with ``share``.
     """
     names = _numbered(path) if numbered else iter([path])
     while True:
         free = next(names)
-        with contextlib.suppress(_TakenError), _entering(free, new=numbered) as created:
+        with contextlib.suppress(_TakenError), _entering(free, new=numbered, share=share) as created:
             if own.attempts[0].first and (free / MANIFEST).exists():
                 joined = _joined(free, own.attempts[0].first, own.attempts[0].launch)
                 if joined is not None:
@@ -205,14 +214,14 @@ class _TakenError(Exception):
 
 
 @contextlib.contextmanager
-def _entering(path: Path, *, new: bool = False) -> Iterator[list[Path]]:
+def _entering(path: Path, *, new: bool = False, share: bool = False) -> Iterator[list[Path]]:
     """Create a folder, hold its lock and yield the folders that were created; on failure remove those."""
     created: list[Path] = []
     try:
         for missing in reversed([p for p in (path, *path.parents) if not p.exists()]):
             # Where another process creates the same folder at this moment, that one removes it.
             with contextlib.suppress(FileExistsError):
-                missing.mkdir()
+                missing.mkdir(0o777 if share or missing != path else 0o700)
                 created.append(missing)
         # Of several processes that create the same folder, one gets it.
         if new and path not in created:
@@ -239,7 +248,7 @@ def _open_attempt(
     previous = earlier = None
     if manifest is not own:
         earlier = _expected_fingerprint(path, manifest.attempts, attempt, attempt.first)
-        previous = (path / MANIFEST).read_bytes()
+        previous = untrusted_files.read(path / MANIFEST)
         if step_offset is None:
             from backlight.store.read.run import open_run  # noqa: PLC0415 - needed only where a run goes on
 

@@ -17,7 +17,8 @@ from typing import Any
 from backlight import clock
 from backlight.records import Finding
 from backlight.store.errors import RunFormatError
-from backlight.store.format.names import safe_name, storable
+from backlight.store.format.manifest import read_manifest
+from backlight.store.format.names import attempt_folder, safe_name, storable
 from backlight.store.format.schema import WATCHDOG_RANK
 from backlight.store.platform import atomic_json
 from backlight.store.write.arrays import write_evidence
@@ -87,11 +88,19 @@ class WatchdogWriter:
         except (sqlite3.Error, OSError) as error:
             self.lost = f"{type(error).__name__}: {error}"
 
+    def _identity(self) -> dict[str, str]:
+        with contextlib.suppress(RunFormatError):
+            manifest = read_manifest(self._run)
+            for entry in manifest.attempts:
+                if attempt_folder(entry.index) == self._folder.name:
+                    return {"run_id": manifest.run_id, "launch": entry.launch}
+        return {}
+
     def _create(self) -> RankDatabase:
         host = safe_name(self.host, "host")
         number = 0
         while True:
             path = self._folder / f"watchdog-{host}{f'-{number}' if number else ''}.db"
             if not path.exists():
-                return RankDatabase(path, {"rank": str(WATCHDOG_RANK), "host": host})
+                return RankDatabase(path, {"rank": str(WATCHDOG_RANK), "host": host, **self._identity()})
             number += 1

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from backlight import clock
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
+from backlight.redaction import Redaction
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress
@@ -132,6 +133,8 @@ class RunWriter:
         filters: Filters = Filters(),  # noqa: B008 - frozen
         options: Mapping[str, Any] | None = None,
         join_timeout: float | None = None,
+        share: bool = False,
+        redact: Sequence[str] = (),
     ) -> RunWriter:
         """Open a new run; a restart of its job (by ``launch``), or ``resume``, opens an attempt of one.
 
@@ -145,6 +148,10 @@ class RunWriter:
             Whether to continue a run that is at ``path``.
         numbered:
             Whether ``path`` is to be a new directory, with a number where another process has created it.
+        share:
+            Whether a directory that is created is open to other users, as far as the umask permits.
+        redact:
+            Patterns of secrets in arguments, besides those of :mod:`backlight.redaction`.
 
         Raises
         ------
@@ -158,6 +165,7 @@ class RunWriter:
         if not 0 <= rank < world_size or flush_interval < 0 or (max_disk is not None and max_disk <= 0):
             msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
             raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
+        redaction = Redaction(tuple(redact))
         own = Manifest(
             run_id=run_id or uuid.uuid4().hex,
             name=storable(name),
@@ -171,7 +179,7 @@ class RunWriter:
             world_size=world_size,
             launch=launch or own.run_id,
             script=storable(script),
-            argv=tuple(storable(a) for a in arguments),
+            argv=tuple(storable(a) for a in redaction.arguments(arguments)),
             monitors=tuple(monitors),
             flush_interval=flush_interval,
             progress=Progress.begin(),
@@ -181,7 +189,7 @@ class RunWriter:
         own.attempts.append(attempt)
         part_reason = ""
         if rank == 0:
-            entry = enter_first(Path(path), own, step_offset, resume=resume, numbered=numbered)
+            entry = enter_first(Path(path), own, step_offset, resume=resume, numbered=numbered, share=share)
         else:
             timeout_s = JOIN_TIMEOUT_S if join_timeout is None else join_timeout
             try:
@@ -190,7 +198,8 @@ class RunWriter:
                 if join_timeout is None:
                     raise
                 part_reason = str(error)
-                entry = enter_first(part_path(Path(path)), own, step_offset, resume=resume)
+                entry = enter_first(part_path(Path(path)), own, step_offset, resume=resume, share=share)
+        entry.redaction = redaction
         writer = None
         try:
             writer = cls(

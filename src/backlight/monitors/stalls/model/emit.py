@@ -12,6 +12,7 @@ from backlight.findings import phrases
 from backlight.monitors.stalls.model.observation import Diagnosis, ExitReason, Observation, in_phase
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot
 from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject, to_json
+from backlight.terminal import write
 
 if TYPE_CHECKING:
     from backlight.store.write.watchdog import WatchdogWriter
@@ -116,7 +117,7 @@ def emit(
 def log(text: str) -> None:
     """Print a line on the terminal of the watched process, if it is still open."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"backlight: {text}", file=sys.stderr, flush=True)
+        write(f"backlight: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass

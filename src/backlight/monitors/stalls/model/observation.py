@@ -21,6 +21,7 @@ from backlight.monitors.stalls.model.stacks import (
     user_frame,
 )
 from backlight.records import DiagnosisKind, Phase
+from backlight.redaction import Redaction
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"
 
@@ -140,7 +141,7 @@ def exit_reason_of(error: BaseException) -> ExitReason:
     ]
     stack = ThreadStack(0, tuple(reversed(frames)))
     user = user_frame(stack)
-    text = " ".join(str(error).split())[:MAX_MESSAGE_CHARS]
+    text = Redaction().text(" ".join(str(error).split())[:MAX_MESSAGE_CHARS])
     kind = type(error).__name__
     return ExitReason(
         error=f"{kind}: {text}" if text else kind,

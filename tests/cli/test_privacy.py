@@ -1,0 +1,81 @@
+"""Privacy of a run: its directory belongs to its owner, and no file of it holds a secret of the script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import sys, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if "--fail" in sys.argv:
+    raise ValueError("bad token=sesame-four")
+"""
+
+
+def backlight(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "backlight", *map(str, arguments)],
+        cwd=cwd, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("privacy")
+    (folder / "train.py").write_text(TRAIN)
+    arguments = ["--api-key=sesame-one", "--hub-token", "sesame-two", "--door", "sesame-three", "--lr", "0.5"]
+    done = backlight("run", "--out", "r", "--redact", "door", "train.py", *arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "sesame" not in done.stderr
+    return folder
+
+
+def test_no_file_of_a_run_holds_a_secret(folder: Path) -> None:
+    for kind, file in (("html", "page.html"), ("md", "page.md")):
+        assert backlight("report", "r", "--format", kind, "--out", file, cwd=folder).returncode == 0
+        text = (folder / file).read_text()
+        assert "sesame" not in text
+        assert "--hub-token" in text
+        assert "redacted" in text
+    assert backlight("report", "r", "--bundle", "all.zip", cwd=folder).returncode == 0
+    unpacked = subprocess.run(["unzip", "-p", "all.zip"], cwd=folder, capture_output=True, check=False)
+    content = b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "train.py")
+    for data in (content, unpacked.stdout):
+        assert b"sesame" not in data
+        assert b"0.5" in data
+
+
+def test_run_directory_is_for_its_owner_unless_shared(folder: Path) -> None:
+    assert (folder / "r").stat().st_mode & 0o777 == 0o700
+    done = backlight("run", "--share", "--out", "below/shared", "train.py", "--fail", cwd=folder)
+    assert done.returncode == 1
+    before = os.umask(0)
+    os.umask(before)
+    for path in (folder / "below", folder / "below" / "shared"):
+        assert path.stat().st_mode & 0o777 == 0o777 & ~before
+    assert b"sesame" not in (folder / "below/shared/attempt-000/rank-00000.db").read_bytes()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as another user")
+def test_another_user_cannot_read_a_run(folder: Path) -> None:
+    code = "import os, sys; os.setgid(65534); os.setuid(65534); os.listdir(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder / "r")], capture_output=True, text=True, check=False
+    )
+    assert "PermissionError" in done.stderr
+
+
+def test_refused_pattern(folder: Path) -> None:
+    done = backlight("run", "--redact", "(", "train.py", cwd=folder)
+    assert done.returncode == 2
+    assert "redact='(': expected a regular expression" in done.stderr
