@@ -159,6 +159,16 @@ FAULTS: dict[str, Fault] = {
     ),
     "loss_input": contradiction("loss_input", kind="softmax_twice"),
     "loss_not_falling": guessing,
+    "schedule": contradiction(
+        "schedule",
+        (11,),
+        kind="per_batch",
+        schedule="CosineAnnealingLR",
+        taken=11,
+        batches=500,
+        is_past=True,
+        rate=0.0024,
+    ),
     "trained_tensors": contradiction(
         "trained_tensors",
         (0,),

@@ -23,6 +23,7 @@ def findings(path: Path, train: Callable[[], None]) -> Findings:
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 @pytest.mark.parametrize("name", silent.FAULTS)
 def test_injected_error_is_found_and_its_control_is_not(name: str, tmp_path: Path) -> None:
     fault = silent.FAULTS[name]
@@ -38,6 +39,7 @@ def test_injected_error_is_found_and_its_control_is_not(name: str, tmp_path: Pat
     assert findings(tmp_path / "control", lambda: fault.train(False)) == []
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 @pytest.mark.parametrize("name", silent.CONTROLS)
 def test_loop_that_comes_close_has_no_finding(name: str, tmp_path: Path) -> None:
     assert findings(tmp_path / "run", silent.CONTROLS[name]) == []

@@ -16,6 +16,7 @@ from backlight.monitors.correctness.instrument.model_inputs import ModelInputs
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
 from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
 from backlight.monitors.correctness.instrument.restored_state import RestoredState
+from backlight.monitors.correctness.instrument.schedule_steps import ScheduleSteps
 from backlight.monitors.correctness.instrument.trained_tensors import TrainedTensors
 from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
 from backlight.monitors.correctness.model.contradictions import OBSERVED
@@ -32,6 +33,7 @@ CHECKS: tuple[type[Check], ...] = (
     ModuleModes,
     ReplicaDigests,
     RestoredState,
+    ScheduleSteps,
     TrainedTensors,
     WeightChanges,
 )
