@@ -95,7 +95,7 @@ class ScheduleSteps(Check):
         if has_ended or is_past:
             self._reported.add(schedule)
             self._report(
-                "per_batch", schedule, steps=steps, batches=batches, is_past=is_past, rate=float(rate)
+                "per_batch", schedule, taken=steps, batches=batches, is_past=is_past, rate=float(rate)
             )
 
     def _report(self, kind: str, schedule: Any, **facts: Any) -> None:
