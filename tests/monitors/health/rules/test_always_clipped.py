@@ -1,10 +1,13 @@
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from backlight.records import Severity
+from backlight.records import Fingerprint, Severity
+from backlight.store.write.writer import RunWriter
+from health_runs import write_synthetic
 
 
 def clipped(factor: np.ndarray) -> dict[str, Any]:
@@ -22,6 +25,18 @@ def test_severity_depends_on_the_clip_factor(synthetic: Any, evaluated: Any) -> 
     ]
     (mild,) = evaluated(synthetic(rms, scalars=clipped(np.full(100, 0.6))), "always_clipped")
     assert mild.severity is Severity.INFO
+
+
+def test_hard_clipping_is_info_where_the_optimizer_divides_by_the_gradient(
+    evaluated: Any, tmp_path: Path
+) -> None:
+    for optimizers, severity in ((("RAdam",), Severity.INFO), (("Adam", "SGD"), Severity.WARNING)):
+        writer = RunWriter.create(tmp_path / optimizers[-1], monitors=("health",))
+        writer.fingerprint(Fingerprint(optimizers=optimizers))
+        factors = clipped(np.full(100, 0.02))
+        run = write_synthetic(tmp_path / optimizers[-1], {"a": [1e-2] * 100}, scalars=factors, writer=writer)
+        (finding,) = evaluated(run, "always_clipped")
+        assert finding.severity is severity
 
 
 def test_healthy_clipping_has_no_finding(synthetic: Any, evaluated: Any) -> None:

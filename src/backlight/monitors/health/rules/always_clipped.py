@@ -13,6 +13,24 @@ from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
+SCALE_FREE = frozenset(
+    {
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Lion",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+    }
+)
+"""Optimizers whose step hardly changes if all gradients shrink by one factor."""
+
 
 @dataclass(frozen=True)
 class ClippedLimits(Limits, monitor="health"):
@@ -25,7 +43,8 @@ class ClippedLimits(Limits, monitor="health"):
     )
     clipped_hard: float = limit(
         0.1,
-        "median factor below which it is a warning: a step is then shortened more than tenfold",
+        "median factor below which it is a warning, unless every optimizer divides by the size of the "
+        "gradient: a step is then shortened more than tenfold",
         source="docs/formulas.md, section 1",
         high=1.0,
     )
@@ -49,7 +68,9 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     if active.mean() < limits.clipped_share:
         return
     median = float(np.median(values))
-    hard = median < limits.clipped_hard
+    stored = run.fingerprint()
+    scale_free = stored is not None and bool(stored.optimizers) and SCALE_FREE.issuperset(stored.optimizers)
+    hard = median < limits.clipped_hard and not scale_free
     middle = int(np.argmin(np.abs(values - median)))
     evidence = [phrases.scalar("clip/factor", int(steps[middle]), values[middle])]
     for name, unit in (("clip/norm", "gradient"), ("clip/limit", "gradient")):

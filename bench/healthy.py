@@ -1,0 +1,169 @@
+"""Findings on public training programs that are sound: each finding is a claim to check by hand.
+
+The code is cloned from GitHub, or taken from a folder of clones, and runs unchanged under `backlight run`
+with synthetic data until it ends, or until its time is over and it gets SIGINT. Packages that a program
+imports must be installed; a program that cannot start is listed with its last line. Findings are stored with
+`--out`, and `bench/rules.py` reads them.
+
+    python bench/healthy.py --clones ~/clones --out build/healthy.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from healthy.data import GENERATORS
+from healthy.programs import PROGRAMS, Program
+from rich.console import Console
+from rich.table import Table
+
+import backlight
+from backlight.findings.evaluate import findings_of
+from backlight.store.errors import StoreError
+
+ENDING_S = 120.0
+"""Time that a program has to end after SIGINT."""
+
+
+def clone_of(program: Program, clones: Path) -> Path:
+    """Return the clone of a program's repository, made where it is missing."""
+    folder = clones / program.repository.partition("/")[2]
+    if not folder.is_dir():
+        url = f"https://github.com/{program.repository}"
+        subprocess.run(["git", "clone", "--quiet", "--depth", "1", url, str(folder)], check=True)
+    return folder
+
+
+def prepared(program: Program, clones: Path, work: Path) -> tuple[Path, Path]:
+    """Copy the repository, write the data; return working directory and script."""
+    root = work / program.name.replace(" ", "-").replace(",", "") / "code"
+    shutil.rmtree(root.parent, ignore_errors=True)
+    shutil.copytree(clone_of(program, clones), root, ignore=shutil.ignore_patterns(".git"))
+    script = root / program.script
+    for place, generator in program.data.items():
+        GENERATORS[generator]((script.parent / place).resolve())
+    folder = root / program.folder if program.folder else script.parent
+    return folder, script
+
+
+def execute(
+    command: Sequence[str], folder: Path, environment: dict[str, str], seconds: float
+) -> tuple[int, str]:
+    """Run a command, interrupted after some seconds; return its exit code and its last line."""
+    child = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGINT)
+        try:
+            output, _ = child.communicate(timeout=ENDING_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            output, _ = child.communicate()
+    lines = [line for line in output.splitlines() if line.strip()]
+    return child.returncode, lines[-1] if lines else ""
+
+
+def watched(program: Program, clones: Path, work: Path, seconds: float) -> dict[str, Any]:
+    """Run one program under `backlight run`; return its steps and findings, or why there are none."""
+    try:
+        folder, script = prepared(program, clones, work)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return {"name": program.name, "problem": str(error)}
+    out = folder / "backlight-run"
+    arguments = shlex.split(program.arguments)
+    starter = [sys.executable, "-m", "backlight", "run", "--out", str(out), str(script), *arguments]
+    environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(folder)}
+    code, last = execute(starter, folder, environment, seconds)
+    try:
+        run = backlight.open_run(out)
+    except (OSError, StoreError) as error:
+        return {"name": program.name, "problem": f"exit code {code}: {last or error}"}
+    found = findings_of(run)
+    steps = len(run.scalar("loss").steps)
+    return {
+        "name": program.name,
+        "repository": program.repository,
+        "arguments": program.arguments,
+        "exit": code,
+        "steps": steps,
+        **({} if steps else {"problem": f"exit code {code}: {last}"}),
+        "findings": [
+            {
+                "rule": finding.rule, "severity": finding.severity.value, "title": finding.title,
+                "detail": finding.detail, "fix": finding.fix, "parameter": finding.subject.parameter,
+            }
+            for finding in found
+        ],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run the programs, print every finding, and store them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--clones", type=Path, default=Path("build/clones"), help="folder of clones by name")
+    parser.add_argument("--work", type=Path, default=Path("build/healthy"), help="folder of copies and runs")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/healthy.json"),
+        help="file of the findings; programs that it holds are not run again",
+    )
+    parser.add_argument("--only", default="", help="part of the names of programs to run")
+    parser.add_argument("--seconds", type=float, default=90.0, help="time per program")
+    parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
+    options = parser.parse_args()
+    # A shell starts what runs in the background with SIGINT ignored, and programs inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stored = json.loads(options.out.read_text()) if options.out.is_file() else []
+    results = {one["name"]: one for one in stored if one["name"] in {program.name for program in PROGRAMS}}
+    done = {name for name, one in results.items() if not one.get("problem") and not options.only}
+    chosen = [
+        program
+        for program in PROGRAMS
+        if options.only.lower() in program.name.lower() and program.name not in done
+    ]
+    console = Console(width=170, highlight=False)
+    clones, work = options.clones.resolve(), options.work.resolve()
+
+    def run(program: Program) -> None:
+        result = watched(program, clones, work, options.seconds)
+        results[program.name] = result
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps([*results.values()], indent=1) + "\n")
+        console.print(
+            f"{program.name}: {result.get('problem') or str(result['steps']) + ' steps'}", markup=False
+        )
+        for finding in result.get("findings", ()):
+            console.print(f"  {finding['severity']} {finding['rule']}: {finding['title']}", markup=False)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(run, chosen))
+    counted = [one for one in results.values() if not one.get("problem")]
+    table = Table(title=f"{len(counted)} of {len(results)} programs ran")
+    for column in ("severity", "findings", "programs"):
+        table.add_column(column)
+    for severity in ("error", "warning", "info"):
+        per = [sum(f["severity"] == severity for f in one["findings"]) for one in counted]
+        table.add_row(severity, str(sum(per)), str(sum(map(bool, per))))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

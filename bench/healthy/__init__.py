@@ -1,0 +1,1 @@
+"""Public training programs, and synthetic data for them."""
