@@ -24,7 +24,7 @@ from backlight.terminal import write
 PANELS = {
     "Start": ("run", "report", "open", "top", "doctor", "demo"),
     "Diagnose": (
-        "why-no-grad", "nan", "attach", "profile", "memory", "checkpointing", "trace", "test-matrix",
+        "why-no-grad", "check", "nan", "attach", "profile", "memory", "checkpointing", "trace", "test-matrix",
     ),
     "Runs": ("ls", "findings", "compare", "query", "export", "compact", "join"),
     "Research": ("spectra", "sweep", "gram", "grok"),

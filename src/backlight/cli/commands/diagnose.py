@@ -114,6 +114,64 @@ def checkpointing(
     return int(any(remark.kind in failing for region in observer.regions for remark in region.remarks))
 
 
+@command(
+    "check", "backlight check train.py", "backlight check --causal --fail-on any train.py",
+    script=True,
+)  # fmt: skip
+def check_script(
+    context: Context,
+    script: Script,
+    module: Module = False,
+    causal: Annotated[
+        bool, Option("--causal", help="Probe for inputs from the future, and targets among the inputs.")
+    ] = False,
+    through_time: Annotated[
+        bool, Option("--through-time", help="Probe the gradient from the last position to the first.")
+    ] = False,
+    one_batch: Annotated[
+        bool, Option("--overfit-one-batch", help="Train on one batch, also with shuffled labels.")
+    ] = False,
+    recompute: Annotated[
+        bool, Option("--recompute", help="Compare checkpointed regions with their recomputation.")
+    ] = False,
+    steps: Annotated[
+        int | None,
+        Option(min=1, help="Optimizer steps after which the script is ended; default: the probes."),
+    ] = None,
+    as_json: Json = False,
+    fail_on: Annotated[
+        str | None, Option(metavar="PROBE,...", help="Exit 1 if one of these probes fails, or any.")
+    ] = None,
+) -> int:
+    """Probe whether the model of a script can learn, at its first step.
+
+    The step is replayed in a forked process before its backward, so that the script keeps its state. Without
+    an option, all probes run but those of --causal, which ask whether an output sees no later input.
+    """
+    from backlight.cli.render.explanations import print_probes, probes_as_json
+    from backlight.diagnose.probes.observer import ProbeObserver
+    from backlight.diagnose.probes.result import Outcome, Probe
+    from backlight.launch.observe import end_script
+
+    failing = parse_fail_on(fail_on, list(Probe))
+    chosen = {
+        Probe.FUTURE: causal, Probe.TARGETS: causal, Probe.THROUGH_TIME: through_time,
+        Probe.OVERFIT: one_batch, Probe.LABELS: one_batch, Probe.RECOMPUTATION: recompute,
+    }  # fmt: skip
+    probes = {probe for probe, is_chosen in chosen.items() if is_chosen}
+    if not probes:
+        probes = set(Probe) - {Probe.FUTURE, Probe.TARGETS}
+    observer = ProbeObserver(frozenset(probes), steps, end_script)
+    code = _explain(observer, script, context, module=module, quiet=as_json)
+    if not observer.backwards:
+        raise _without_backward(script, code)
+    if as_json:
+        print_json(probes_as_json(observer, script, code))
+    else:
+        print_probes(Page(), observer, code)
+    return int(any(r.outcome is Outcome.FAILED and r.probe in failing for r in observer.results))
+
+
 @command("nan", "backlight nan train.py", "backlight nan --steps 500 --fail-on any train.py", script=True)
 def nan(
     context: Context,

@@ -1,4 +1,4 @@
-"""Prints what ``checkpointing``, ``nan`` and ``why-no-grad`` found in a script, as text or JSON."""
+"""Prints what ``check``, ``checkpointing``, ``nan`` and ``why-no-grad`` found, as text or JSON."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from backlight.diagnose.checkpointing.observer import CheckpointObserver
     from backlight.diagnose.missing_gradients.reasons import MissingGradients, Row
     from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
+    from backlight.diagnose.probes.observer import ProbeObserver
     from backlight.user_code import SourceLine
 
 SHOWN = 8
@@ -117,6 +118,33 @@ def _origin(found: NanOrigin) -> str:
         return f"{what} was not finite before; {record.operation} used it first"
     node = f" in {record.node}" if record.node else ""
     return f"produced by {record.operation}{node}, output {tensor}"
+
+
+_COLOURS = {"passed": "green", "failed": "bold red", "undecided": "yellow", "not probed": "dim"}
+
+
+def print_probes(page: Page, observer: ProbeObserver, code: int) -> None:
+    """Print the outcome of each probe."""
+    loss = "" if observer.loss is None else f", loss {observer.loss:.4g}"
+    page.say(("first step", "bold"), loss, _at(observer.line))
+    for result in observer.results:
+        outcome = result.outcome.value
+        page.say(f"  {result.probe.value:<14} ", (f"{outcome:<12}", _COLOURS[outcome]), result.text)
+    _print_notes(page, observer.notes, code)
+
+
+def probes_as_json(observer: ProbeObserver, script: str, code: int) -> dict[str, Any]:
+    """Return the outcome of each probe as JSON types."""
+    return {
+        "script": script,
+        "exit_code": code,
+        "place": line_json(observer.line),
+        "loss": observer.loss,
+        "probes": [
+            {"probe": r.probe.value, "outcome": r.outcome.value, "text": r.text} for r in observer.results
+        ],
+        "notes": observer.notes,
+    }
 
 
 _ORIGIN = ("step", "value", "is_input", "module", "parameter", "symptom", "modules", "parameters", "notes")

@@ -10,17 +10,11 @@ anything; the training process never makes a wrapper.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import json
-import os
-import selectors
-import signal
-import time
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from backlight.diagnose.forked_child import ChildError, in_child
 
 if TYPE_CHECKING:
     import torch
@@ -63,60 +57,12 @@ class Graph:
 def walk(roots: Iterable[torch.Tensor]) -> Graph:
     """Walk the graph behind ``roots`` in a forked child; raise WalkError where that fails."""
     tensors = [root for root in roots if root.requires_grad]
-    if not hasattr(os, "fork"):
-        raise WalkError(
-            "the autograd graph is walked in a forked process, which this system does not support"
-        )
-    inlet, outlet = os.pipe()
-    with warnings.catch_warnings():
-        # The child runs nothing but the walk: threads of the parent cannot be missed by it.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if not child:
-        _report(tensors, outlet)
-    os.close(outlet)
     try:
-        answer = json.loads(_read(inlet, child))
-    except ValueError as error:
-        raise WalkError(f"the walk of the autograd graph ended early: {error}") from None
-    finally:
-        os.close(inlet)
-        with contextlib.suppress(ChildProcessError):  # the script may have reaped every child
-            os.waitpid(child, 0)
-    if "error" in answer:
-        raise WalkError(f"the walk of the autograd graph failed: {answer['error']}")
+        answer = in_child(lambda: _walk(tensors), WALK_TIMEOUT_S)
+    except ChildError as error:
+        raise WalkError(f"the walk of the autograd graph {error}") from None
     leaves = {int(leaf): node for leaf, node in answer["leaves"].items()}
     return Graph(tuple(answer["sequence"]), tuple(map(tuple, answer["edges"])), leaves)
-
-
-def _read(inlet: int, child: int) -> bytes:
-    parts: list[bytes] = []
-    deadline = time.monotonic() + WALK_TIMEOUT_S
-    with selectors.DefaultSelector() as selector:
-        selector.register(inlet, selectors.EVENT_READ)
-        while True:
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                os.kill(child, signal.SIGKILL)
-                raise WalkError(f"the walk of the autograd graph took longer than {WALK_TIMEOUT_S:.0f} s")
-            part = os.read(inlet, 1 << 20)
-            if not part:
-                return b"".join(parts)
-            parts.append(part)
-
-
-def _report(tensors: Sequence[torch.Tensor], outlet: int) -> None:
-    """Walk, write the answer to ``outlet`` and leave the child without running anything else."""
-    try:
-        gc.disable()  # a collection would run finalizers of the parent's objects here
-        try:
-            answer = json.dumps(_walk(tensors))
-        except Exception as error:  # noqa: BLE001 - raised by the parent
-            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
-        data = memoryview(answer.encode())
-        while data:
-            data = data[os.write(outlet, data) :]
-    finally:
-        os._exit(0)
 
 
 def _walk(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:

@@ -1,0 +1,35 @@
+"""What a probe of a step found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Probe(StrEnum):
+    """What is asked of a step."""
+
+    FUTURE = "future"
+    TARGETS = "targets"
+    THROUGH_TIME = "through-time"
+    OVERFIT = "overfit"
+    LABELS = "labels"
+    RECOMPUTATION = "recomputation"
+
+
+class Outcome(StrEnum):
+    """``FAILED`` is a fact that contradicts what the probe asks for."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNDECIDED = "undecided"
+    NOT_PROBED = "not probed"
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The outcome of a probe, and the measurement or the reason behind it."""
+
+    probe: Probe
+    outcome: Outcome
+    text: str

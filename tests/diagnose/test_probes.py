@@ -1,0 +1,165 @@
+"""Each probe of ``backlight check`` fails on its injected error, and passes on the control."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backlight.diagnose.probes import one_batch
+from backlight.diagnose.probes.observer import ProbeObserver
+from backlight.diagnose.probes.result import Probe, ProbeResult
+from faults.injection import end, run_under
+from faults.probes import FAULTS, Series, Transformer, fit, images, language
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def probed(train: Callable[[bool], Any], *probes: Probe, injected: bool = False) -> dict[str, ProbeResult]:
+    """Return the results of a script's first step, by probe."""
+    observer = ProbeObserver(frozenset(probes), None, end)
+    run_under(observer, train, injected)
+    assert observer.backwards == 1
+    return {result.probe.value: result for result in observer.results}
+
+
+def asked(name: str) -> list[Probe]:
+    probe = Probe(FAULTS[name].expected["probe"])
+    return [Probe.OVERFIT, probe] if probe is Probe.LABELS else [probe]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_injected_error_fails_its_probe_and_the_control_passes(name: str) -> None:
+    fault = FAULTS[name]
+    probe = str(fault.expected["probe"])
+    found = probed(fault.train, *asked(name), injected=True)[probe]
+    assert found.outcome == fault.expected.get("outcome", "failed")
+    assert re.search(str(fault.expected["text"]), found.text)
+    torch.manual_seed(0)
+    assert probed(fault.train, *asked(name))[probe].outcome == "passed"
+
+
+def test_scores_that_lack_the_last_position_are_compared_with_their_targets() -> None:
+    class Shifting(nn.Module):
+        """Computes its own loss, as models with a language-model head do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = Transformer(causal=True)
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            scores = self.inside(tokens)[:, :-1]
+            return F.cross_entropy(scores.reshape(-1, scores.shape[-1]), labels[:, 1:].reshape(-1))
+
+    def train(injected: bool) -> None:
+        tokens, shifted = language()
+        Shifting()(tokens, shifted if injected else tokens).backward()
+
+    assert probed(train, Probe.TARGETS)["targets"].text == "each target is the next input"
+    found = probed(train, Probe.TARGETS, injected=True)["targets"]
+    assert found.outcome == "failed"
+    assert "the input 2 positions on" in found.text
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (
+            lambda model: model(images()[0]).square().mean(),
+            "neither embeddings nor an input of three dimensions",
+        ),
+        (
+            lambda model: Custom.apply(model(images()[0])),
+            "does not come from a module by operations of torch",
+        ),
+        (lambda model: nn.Bilinear(2, 3, 1)(torch.ones(1, 2), torch.ones(1, 3)).sum(), "neither embeddings"),
+    ],
+)
+def test_reason_is_given_where_nothing_is_probed(loss: Callable[[nn.Module], Tensor], reason: str) -> None:
+    found = probed(lambda _: loss(nn.Linear(16, 4)).backward(), Probe.FUTURE)
+    assert found["future"].outcome == "not probed"
+    assert reason in found["future"].text
+
+
+class Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.expand(32, 4)
+
+
+def test_output_per_sample_has_no_positions() -> None:
+    class Last(Series):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[:, -1]
+
+    model = Last(bidirectional=False)
+    found = probed(lambda _: model(torch.randn(8, 12, 3)).square().mean().backward(), Probe.THROUGH_TIME)
+    assert found["through-time"].text == "no output has one row for each of 8x12 positions"
+
+
+def test_probes_change_nothing_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_batch, "STEPS", 3)
+
+    def weights() -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4))
+        return [*fit(model, images).state_dict().values(), torch.get_rng_state()]
+
+    unprobed, result = weights(), []
+    observer = ProbeObserver(frozenset(Probe), 10, end)
+    run_under(observer, lambda _: result.extend(weights()), False)
+    assert observer.steps == 2
+    assert [one.outcome.value for one in observer.results if one.probe is Probe.OVERFIT] != []
+    assert all(torch.equal(one, other) for one, other in zip(unprobed, result, strict=True))
+
+
+SCRIPT = """
+import sys
+import torch
+from faults.probes import FAULTS
+torch.manual_seed(0)
+FAULTS["attention_without_mask"].train("bad" in sys.argv)
+print("the script goes on")
+"""
+
+
+def test_command_prints_each_probe_and_fails_on_request(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "backlight", "check", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+
+    done = run("--causal", "--fail-on", "future", "train.py", "bad")
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"future +failed +the output up to position 0", done.stdout)
+    assert re.search(r"targets +passed +each target is the next input", done.stdout)
+    assert "the script goes on" not in done.stdout
+    done = run("--causal", "--fail-on", "any", "--json", "--steps", "9", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert [p["outcome"] for p in json.loads(done.stdout)["probes"]] == ["passed", "passed"]
+    assert "the script goes on" in done.stderr
+    done = run("--fail-on", "futur", "train.py")
+    assert done.returncode == 2
+    assert "--fail-on 'futur': no such name; did you mean 'future'" in done.stderr

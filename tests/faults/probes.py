@@ -1,0 +1,172 @@
+"""Errors that a probe of the first step shows, each with its control; run under ``backlight check``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from faults.injection import Fault, registrar
+
+FAULTS: dict[str, Fault] = {}
+fault = registrar(FAULTS)
+
+TOKENS, LENGTH, WIDTH, BATCH = 16, 12, 16, 8
+
+
+class Block(nn.Module):
+    """Attention and a perceptron."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm(x))[:, None].chunk(3, dim=-1)
+        x = x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)[:, 0])
+        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.1, self.training)
+
+
+class Transformer(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(TOKENS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.block, self.head = Block(causal), nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.block(self.tokens(tokens) + self.positions.weight))
+
+
+class Recurrent(nn.Module):
+    """Reads ``[T, B]`` tokens; ``detached`` cuts the state at each step."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.detached = detached
+        self.tokens, self.cell, self.head = (
+            nn.Embedding(TOKENS, WIDTH),
+            nn.GRUCell(WIDTH, WIDTH),
+            nn.Linear(WIDTH, TOKENS),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state, out = torch.zeros(tokens.shape[1], WIDTH), []
+        for x in self.tokens(tokens):
+            state = self.cell(x, state.detach() if self.detached else state)
+            out.append(self.head(state))
+        return torch.stack(out)
+
+
+class Series(nn.Module):
+    """An LSTM over a series of vectors."""
+
+    def __init__(self, *, bidirectional: bool) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, WIDTH, batch_first=True, bidirectional=bidirectional)
+        self.head = nn.Linear(WIDTH * (1 + bidirectional), 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+def language(distance: int = 1) -> tuple[Tensor, Tensor]:
+    """Return tokens ``[B, T]``, and those ``distance`` positions on."""
+    start = torch.randint(0, TOKENS, (BATCH, 1))
+    steps = torch.randint(1, 4, (BATCH, LENGTH + 2)).cumsum(1)
+    text = (start + steps) % TOKENS
+    return text[:, :LENGTH], text[:, distance : LENGTH + distance]
+
+
+def fit(model: nn.Module, batch: Callable[[], tuple[Tensor, Tensor]]) -> nn.Module:
+    """Train a classifier of all positions for three steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        x, y = batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        optimizer.step()
+    return model
+
+
+@fault(probe="future", text=r"up to position 0 depends on the input at 1 to 11")
+def attention_without_mask(injected: bool) -> None:
+    fit(Transformer(causal=not injected), language)
+
+
+@fault(probe="targets", text=r"100% of the targets are the input at their own position")
+def targets_are_not_shifted(injected: bool) -> None:
+    fit(Transformer(causal=True), lambda: language(0 if injected else 1))
+
+
+@fault(probe="targets", text=r"the input 2 positions on, not the next one")
+def targets_are_shifted_twice(injected: bool) -> None:
+    fit(Transformer(causal=True), lambda: language(2 if injected else 1))
+
+
+@fault(probe="through-time", text=r"its gradient reaches no earlier position")
+def state_is_detached(injected: bool) -> None:
+    def sequence_first() -> tuple[Tensor, Tensor]:
+        tokens, targets = language()
+        return tokens.T, targets.T
+
+    fit(Recurrent(detached=injected), sequence_first)
+
+
+@fault(probe="future", text=r"depends on the input at 1 to 11")
+def forecast_reads_both_ways(injected: bool) -> None:
+    def series() -> tuple[Tensor, Tensor]:
+        x = torch.randn(BATCH, LENGTH, 3)
+        return x, x.cumsum(1).argmax(-1)
+
+    fit(Series(bidirectional=injected), series)
+
+
+def images() -> tuple[Tensor, Tensor]:
+    labels = torch.arange(32) % 4
+    return torch.eye(4)[labels].repeat(1, 4) + 0.3 * torch.randn(32, 16), labels
+
+
+@fault(probe="overfit", text=r"begins at 1\.39 and does not fall below 1\.39")
+def head_is_dead(injected: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    if injected:
+        nn.init.zeros_(model[2].weight)
+        nn.init.constant_(model[2].bias, -1.0)
+        model.append(nn.ReLU())
+    fit(model, images)
+
+
+@fault(probe="labels", outcome="undecided", text=r"unrelated to the inputs")
+def labels_are_shuffled(injected: bool) -> None:
+    def batch() -> tuple[Tensor, Tensor]:
+        x, labels = images()
+        return x, labels[torch.randperm(32)] if injected else labels
+
+    fit(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)), batch)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, preserves: bool) -> None:
+        super().__init__()
+        self.preserves = preserves
+        self.inside = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = torch.utils.checkpoint.checkpoint
+        hidden = run(self.inside, x, use_reentrant=False, preserve_rng_state=self.preserves)
+        return self.head(hidden)
+
+
+@fault(probe="recomputation", text=r"the recomputation draws different ones")
+def recomputed_with_another_dropout(injected: bool) -> None:
+    fit(Checkpointed(preserves=not injected), images)
