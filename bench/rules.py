@@ -1,8 +1,9 @@
 """For each rule: false alarms on sound public programs, and injected faults that it finds.
 
 Reads what `bench/healthy.py` stored; an error or a warning there is a false alarm unless
-`bench/healthy/true_findings.py` states what it is right about. The faults are those of `bench/silent_errors.py` in one process, trained anew, and
-one stored run per rule of `tests/injected_faults.py`. `--write` puts the figures into `docs/findings`.
+`bench/healthy/true_findings.py` states what it is right about. The faults are those of
+`bench/silent_errors.py` in one process, trained anew, and one stored run per rule of
+`tests/injected_faults.py`. `--write` puts the figures into `docs/findings`.
 
     python bench/rules.py --healthy build/healthy.json --write
 """

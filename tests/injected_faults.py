@@ -142,14 +142,13 @@ FAULTS: dict[str, Fault] = {
     "no_update": health(ALIVE, update=STILL),
     "non_finite": health({"a.weight": [1e-3] * 20, "b.weight": [1e-3] * 20}, nan={("a.weight", 12): 3}),
     "replicas_differ": lambda path: replicas(path, [4.0] * 5, [4.0, 4.0, 5.0, 5.0, 5.0]),
-    "scaler_skips": health(
-        {"a.weight": [1e-2] * 150},
+    "loss_scale": health(
+        {"a.weight": [1e-11] * 150},
+        records={"a.weight": fp16("a.weight")},
+        zeros={"a.weight": [0.6] * 150},
         scalars={"scaler/skipped": (np.arange(150) % 8 == 3) * 1.0, "scaler/scale": [1024.0] * 150},
     ),
     "spike": health({"a.weight": LEAP / 8}, scalars={"total_norm": LEAP, "batch": {120: 17.0}}),
-    "underflow": health(
-        {"a.weight": [1e-7] * 30}, records={"a.weight": fp16("a.weight")}, zeros={"a.weight": [0.6] * 30}
-    ),
     "vanishing": health({f"layer{i}.weight": [1e-12 if i < 2 else 1e-3] * 40 for i in range(12)}),
     "gradients_discarded": contradiction(
         "gradients_discarded", moment="step", parameters=["a.weight", "b.weight"], count=2

@@ -123,7 +123,7 @@ def many_sigmoid_layers(injected: bool) -> None:
     fit(nn.Sequential(nn.Linear(4, 16), *layers, nn.Linear(16, 3)), steps=100)
 
 
-@fault(rule="underflow", severity="warning", names="encoder")
+@fault(rule="loss_scale", severity="warning", names="encoder")
 def half_precision_without_a_scale(injected: bool) -> None:
     """Gradients of fp16 below 6e-8 are zero."""
     model = Classifier().half()
@@ -155,7 +155,7 @@ def clipped_to_almost_nothing(injected: bool) -> None:
         optimizer.step()
 
 
-@fault(rule="scaler_skips", severity="error", names="skipped")
+@fault(rule="loss_scale", severity="error", names="skipped")
 def scaler_skips_every_step(injected: bool) -> None:
     model = Classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from backlight.monitors.health.rules.scaler_skips import ScalerLimits, calibrated
+from backlight.monitors.health.rules.loss_scale import LossScaleLimits, calibrated
 from backlight.records import Severity
 
 
@@ -20,7 +20,7 @@ def rms_of(steps: int = 150) -> dict[str, list[float]]:
 
 def test_frequent_skips_are_found(synthetic: Any, evaluated: Any) -> None:
     run = synthetic(rms_of(), scalars=skips(0, 1, 2, *range(20, 150, 8)))
-    (finding,) = evaluated(run, "scaler_skips")
+    (finding,) = evaluated(run, "loss_scale")
     assert finding.severity is Severity.WARNING
     assert finding.subject.step == 20
     assert finding.evidence[0].path == "scalars/scaler/skipped"
@@ -28,12 +28,12 @@ def test_frequent_skips_are_found(synthetic: Any, evaluated: Any) -> None:
 
 def test_calibration_and_rare_skips_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     for rows, steps in ((range(17), 150), ((0, 1, 70, 140), 150), ((0, *range(20, 40, 4)), 40)):
-        assert not evaluated(synthetic(rms_of(steps), scalars=skips(*rows, steps=steps)), "scaler_skips")
-    assert not evaluated(synthetic(rms_of()), "scaler_skips")
+        assert not evaluated(synthetic(rms_of(steps), scalars=skips(*rows, steps=steps)), "loss_scale")
+    assert not evaluated(synthetic(rms_of()), "loss_scale")
 
 
 def test_calibration_ends_with_settled_steps() -> None:
-    limits = ScalerLimits()
+    limits = LossScaleLimits()
     assert calibrated(np.array([True] * 17 + [False] * 30), limits) == 17
     assert calibrated(np.array([True, False] * 60), limits) == limits.skips_calibration
     assert calibrated(np.zeros(100, dtype=bool), limits) == 0
@@ -53,8 +53,8 @@ def train(recorder: Any, broken_from: int | None) -> Any:
 
 def test_scaler_that_skips_every_step_is_an_error(recorder: Any, evaluated: Any) -> None:
     run = train(recorder, 40)
-    (finding,) = evaluated(run, "scaler_skips")
+    (finding,) = evaluated(run, "loss_scale")
     assert finding.severity is Severity.ERROR
     assert finding.subject.step == 40
     assert not evaluated(run, "non_finite")  # one cause, one finding
-    assert not evaluated(train(recorder, None), "scaler_skips")
+    assert not evaluated(train(recorder, None), "loss_scale")

@@ -19,11 +19,11 @@ def train(recorder: Any, *, dtype: torch.dtype = torch.float16, loss_factor: flo
 
 
 def test_small_fp16_gradients_are_found_and_controls_are_not(recorder: Any, evaluated: Any) -> None:
-    (finding,) = evaluated(train(recorder), "underflow")
+    (finding,) = evaluated(train(recorder), "loss_scale")
     assert finding.subject.parameter in {"0.weight", "2.weight"}
     assert finding.evidence[0].path.startswith("series/gradient/zero_share/")
     for options in ({"loss_factor": 1.0}, {"dtype": torch.float32}, {"dtype": torch.bfloat16}):
-        assert not evaluated(train(recorder, **options), "underflow")
+        assert not evaluated(train(recorder, **options), "loss_scale")
 
 
 def autocast(recorder: Any, scale: float) -> Any:
@@ -42,9 +42,9 @@ def autocast(recorder: Any, scale: float) -> Any:
 
 
 def test_small_loss_scale_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
-    (finding,) = evaluated(autocast(recorder, 1.0), "underflow")
+    (finding,) = evaluated(autocast(recorder, 1.0), "loss_scale")
     assert finding.evidence[-1].path == "scalars/scaler/scale"
-    assert not evaluated(autocast(recorder, 2.0**16), "underflow")
+    assert not evaluated(autocast(recorder, 2.0**16), "loss_scale")
 
 
 def test_other_zeros_have_no_finding(synthetic: Any, evaluated: Any) -> None:
@@ -54,11 +54,11 @@ def test_other_zeros_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     }
     rms = {"dead": [1e-2] * 30, "rare": [1e-7] * 30}
     zeros = {"dead": [0.6] * 30, "rare": [0.9] * 30}
-    assert not evaluated(synthetic(rms, records=half, zeros=zeros), "underflow")
+    assert not evaluated(synthetic(rms, records=half, zeros=zeros), "loss_scale")
     few = {"dead": [1e-7] * 30}
-    assert not evaluated(synthetic(few, records=half, zeros={"dead": [0.05] * 30}), "underflow")
-    assert evaluated(synthetic(few, records=half, zeros={"dead": [0.6] * 30}), "underflow")
+    assert not evaluated(synthetic(few, records=half, zeros={"dead": [0.05] * 30}), "loss_scale")
+    assert evaluated(synthetic(few, records=half, zeros={"dead": [0.6] * 30}), "loss_scale")
     scaled = {"scaler/scale": [65536.0] * 30}
     assert not evaluated(
-        synthetic(few, records=half, zeros={"dead": [0.6] * 30}, scalars=scaled), "underflow"
+        synthetic(few, records=half, zeros={"dead": [0.6] * 30}, scalars=scaled), "loss_scale"
     )

@@ -25,7 +25,7 @@ def non_finite(run: Run, limits: Limits) -> Iterator[Finding]:
     """Find the first non-finite gradient, else the first non-finite loss.
 
     Steps that a gradient scaler skipped are left out: its search for a scale makes Inf on purpose, and
-    ``scaler_skips`` evaluates how often.
+    ``loss_scale`` evaluates how often.
     """
     skipped = skipped_steps(run)
     loss = run.scalar("loss")
