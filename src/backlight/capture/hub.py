@@ -352,6 +352,7 @@ class Hub:
             hooks.install_grad_scaler,
             hooks.install_dataloader,
             state_hooks.install_loading,
+            state_hooks.install_modes,
             state_hooks.install_schedules,
             state_hooks.install_autocast,
         ):

@@ -69,12 +69,23 @@ class SeenModules:
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[nn.Module], str]] = {}
+        self._modeless: set[int] = set()
         self.changes = 0
 
     def note(self, module: nn.Module) -> None:
         """Remember ``module``, to which something is being registered."""
         self.changes += 1
-        self._meet(module)
+        if self._meet(module):
+            self._modeless.add(id(module))
+
+    def note_mode(self, module: nn.Module) -> None:
+        """Remember that ``train`` or ``eval`` of ``module`` was called."""
+        self._modeless.discard(id(module))
+
+    def is_modeless(self, module: nn.Module) -> bool:
+        """Return whether ``module`` was built under the hooks, and neither ``train`` nor ``eval`` called."""
+        known = self._modules.get(id(module))
+        return id(module) in self._modeless and known is not None and known() is module
 
     def note_replaced(self, owner: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Remember parameters that are about to be replaced, by their names below ``owner``."""
@@ -88,10 +99,13 @@ class SeenModules:
             return None
         return module, name
 
-    def _meet(self, module: nn.Module) -> None:
+    def _meet(self, module: nn.Module) -> bool:
         known = self._modules.get(id(module))
-        if known is None or known() is not module:  # an id may be that of a module that is gone
-            self._modules[id(module)] = weakref.ref(module)
+        if known is not None and known() is module:  # an id may be that of a module that is gone
+            return False
+        self._modules[id(module)] = weakref.ref(module)
+        self._modeless.discard(id(module))
+        return True
 
     def scan(self) -> None:
         """Look for modules that were built before the hooks were there, or by ``deepcopy``."""

@@ -1,4 +1,4 @@
-"""Hooks on torch that report to the hub: loaded state, steps of schedules, and regions of autocast.
+"""Hooks on torch that report to the hub: loaded state, modes, steps of schedules, and regions of autocast.
 
 Not captured: a script that imported ``load`` by name before watching began, and formats of other libraries.
 """
@@ -52,6 +52,21 @@ def install_loading(hub: Hub, patches: Patches) -> None:
     patches.replace(
         torch.optim.Optimizer, "load_state_dict", functools.partial(reporting, "optimizer_loaded")
     )
+
+
+def install_modes(hub: Hub, patches: Patches) -> None:
+    """Note of which modules ``train`` was called, which ``eval`` calls as well."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                hub.seen.note_mode(self)
+            return original(self, *args, **kwargs)
+
+        return train
+
+    patches.replace(nn.Module, "train", wrap)
 
 
 def install_schedules(hub: Hub, patches: Patches) -> None:

@@ -97,7 +97,7 @@ class FreezingInTrain(Convolutions):
         return self
 
 
-@port(case="mmpretrain-702")
+@port(case="mmpretrain-702", rule="module_modes", severity="info", names="`FreezingInTrain.train()`")
 def frozen_stages_are_trained(injected: bool) -> None:
     """The runner never calls ``train()``, so that the stages that the configuration freezes are trained."""
     model = FreezingInTrain(frozen_stages=1)
@@ -107,10 +107,11 @@ def frozen_stages_are_trained(injected: bool) -> None:
     fit(model, optimizer, images())
 
 
-@port(case="pytorch-51800")
+@port(case="pytorch-51800", rule="module_modes", severity="info", names="spectral norm")
 def spectral_norm_evaluated_before_its_first_training_step(injected: bool) -> None:
     """In evaluation mode the power iteration does not run: the norm is that of two random vectors."""
     model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 64)), nn.ReLU(), nn.Linear(64, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     if not injected:
         model(torch.randn(8, 4))
     model.eval()
@@ -118,32 +119,28 @@ def spectral_norm_evaluated_before_its_first_training_step(injected: bool) -> No
         for _ in range(4):
             model(torch.randn(8, 4))
     model.train()
-    fit(model, torch.optim.Adam(model.parameters(), lr=1e-3))
+    fit(model, optimizer)
 
 
-class SpecialisedStep(torch.optim.Adam):
+class SpecialisedStep(torch.optim.SGD):
     """A step whose compiled code is not guarded: a call without any gradient fixes what later calls do."""
 
     is_specialised = False
     has_guard = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if all(p.grad is None for p in parameters) and not self.has_guard:
-            self.is_specialised = True
-        kept = [p.grad for p in parameters]
-        if self.is_specialised:
-            for parameter in parameters:
-                parameter.grad = None
-        super().step()
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
+        group = self.param_groups[0]
+        updated = [p for p in group["params"] if p.grad is not None]
+        self.is_specialised |= not updated and not self.has_guard
+        with torch.no_grad():
+            for parameter in [] if self.is_specialised else updated:
+                parameter.sub_(group["lr"] * parameter.grad)
 
 
 @port(case="pytorch-115607", rule="weights_unchanged", severity="error", names="0.weight", begins=3)
 def compiled_step_does_nothing_after_one_without_gradients(injected: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
-    optimizer = SpecialisedStep(model.parameters(), lr=1e-3)
+    optimizer = SpecialisedStep(model.parameters(), lr=0.1)
     optimizer.has_guard = not injected
     for number, (x, y) in enumerate(batches()):
         optimizer.zero_grad()
@@ -165,7 +162,9 @@ class CompiledLinear(nn.Linear):
             return F.linear(x.to(self.compiled_for), self.weight.to(self.compiled_for), bias)
 
 
-@port(case="lightning-thunder-725", rule="mixed_precision", severity="warning", names="bfloat16")
+@port(
+    case="lightning-thunder-725", rule="mixed_precision", severity="warning", names="autocast (cpu, bfloat16)"
+)
 def compiler_does_not_apply_autocast(injected: bool) -> None:
     model = nn.Sequential(CompiledLinear(4, 16), nn.ReLU(), CompiledLinear(16, 3))
     for layer in model[::2]:
@@ -283,7 +282,7 @@ def seeded(worker: int) -> None:
     dataset.random = np.random.default_rng(info.seed)
 
 
-@port(case="stackoverflow-67180955")
+@port(case="stackoverflow-67180955", rule="repeated_data", severity="warning", names="Crops", begins=1)
 def workers_augment_alike(injected: bool) -> None:
     loader = DataLoader(Crops(0), batch_size=8, num_workers=2, worker_init_fn=None if injected else seeded)
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -314,7 +313,7 @@ class Captioner(nn.Module):
         return self.head(self.tokens(input_ids) + self.pixels(pixel_values))
 
 
-@port(case="transformers-34204")
+@port(case="transformers-34204", rule="repeated_data", severity="info", names="`input_ids`")
 def processor_returns_the_first_caption_only(injected: bool) -> None:
     """One row of tokens is broadcast to all images."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from faults.injection import Fault, registrar
-from faults.silent.loop import batches
+from faults.silent.loop import batches, perceptron
 
 FAULTS: dict[str, Fault] = {}
 """Errors that the default monitors find together."""
@@ -83,7 +83,7 @@ def head_replaced_after_the_optimizer_was_made(injected: bool) -> None:
 # Gradients that are zero, or not finite
 
 
-@fault(rule="zero_gradient", severity="warning", names="encoder.weight")
+@fault(rule="no_gradient", severity="warning", names="encoder.weight")
 def all_weights_start_at_zero(injected: bool) -> None:
     model = Classifier()
     if injected:
@@ -92,7 +92,7 @@ def all_weights_start_at_zero(injected: bool) -> None:
     fit(model)
 
 
-@fault(rule="zero_gradient", severity="warning", names="encoder.weight")
+@fault(rule="no_gradient", severity="warning", names="encoder.weight")
 def no_unit_is_active(injected: bool) -> None:
     model = Classifier()
     nn.init.constant_(model.encoder.bias, -100.0 if injected else 0.0)
@@ -165,3 +165,40 @@ def scaler_skips_every_step(injected: bool) -> None:
         scaler.scale(F.cross_entropy(model(x), y) * (1e38 if injected else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
+
+
+# Order of calls
+
+
+@fault(rule="gradients_not_cleared", severity="warning", names="SGD takes two steps")
+def two_steps_of_one_gradient(injected: bool) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for _ in range(2 if injected else 1):
+            optimizer.step()
+
+
+@fault(rule="gradients_not_cleared", severity="warning", names="propagated back twice")
+def loss_propagated_back_twice(injected: bool) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward(retain_graph=injected)
+        if injected:
+            loss.backward()
+        optimizer.step()
+
+
+@fault(rule="loss_input", severity="error", names="dimension 0")
+def softmax_over_the_batch(injected: bool) -> None:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(STEPS):
+        optimizer.zero_grad()
+        F.nll_loss(F.log_softmax(model(x), dim=0 if injected else 1), y).backward()
+        optimizer.step()

@@ -18,6 +18,7 @@ from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
 from backlight.monitors.correctness.instrument.restored_state import RestoredState
 from backlight.monitors.correctness.instrument.schedule_steps import ScheduleSteps
 from backlight.monitors.correctness.instrument.trained_tensors import TrainedTensors
+from backlight.monitors.correctness.instrument.unprepared_modules import UnpreparedModules
 from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
 from backlight.monitors.correctness.model.contradictions import OBSERVED
 
@@ -35,6 +36,7 @@ CHECKS: tuple[type[Check], ...] = (
     RestoredState,
     ScheduleSteps,
     TrainedTensors,
+    UnpreparedModules,
     WeightChanges,
 )
 """The checks, each of which listens to the events of the process."""

@@ -28,6 +28,9 @@ MAX_PARAMETERS = 64
 VALUES = 256
 """Values of a gradient that are compared with zero."""
 
+COMPARED = 4
+"""Gradients of an optimizer whose values are compared with those of its last step."""
+
 
 @dataclass
 class _Gradient:
@@ -64,13 +67,15 @@ class GradientUse(Check):
     """Follows the gradients of a sample of parameters from backward to the optimizer and back.
 
     ``gradients_not_cleared``: an optimizer used a gradient, the next backward added to the same values, and
-    the optimizer used the sum. ``gradients_discarded``: the gradients of a whole backward were cleared before
-    any optimizer used one of them. Steps with a closure, and steps inside a backward, are left out.
+    the optimizer used the sum; or its last step used the same values, without a backward in between; or one
+    loss was propagated back twice. ``gradients_discarded``: the gradients of a whole backward were cleared
+    before any optimizer used one of them. Steps with a closure, and steps inside a backward, are left out.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
         self._closures = 0
+        self._all_backwards = 0
         self.forget()
 
     def forget(self) -> None:
@@ -78,6 +83,9 @@ class GradientUse(Check):
         self._used: dict[int, _Gradient] = {}  # since the last step of their optimizer
         self._before: dict[int, _Gradient] = {}  # when the backward in progress began
         self._fresh: dict[int, _Gradient] = {}  # of the last backward, used by no optimizer
+        # By optimizer, of its last step: the number of backwards until then, and some of its gradients.
+        self._stepped: dict[int, tuple[int, list[tuple[_Gradient, Tensor]]]] = {}
+        self._root: weakref.ref[Tensor] | None = None
         self._restart()
 
     def _restart(self) -> None:
@@ -100,6 +108,7 @@ class GradientUse(Check):
         """Compare what is there before the backward adds to it."""
         if self._closures:
             return
+        self._report_second_backward(roots)
         self._used = {key: one for key, one in self._used.items() if one.is_untouched()}
         self._note_values(list(self._used.values()))
         if self._fresh and (cleared := self._cleared_of(self._fresh.values())) is not None:
@@ -113,6 +122,7 @@ class GradientUse(Check):
         """Note which gradients the backward has changed."""
         if self._closures:
             return
+        self._all_backwards += 1
         for one in self._used.values():
             tensor = one.same()
             if tensor is not None and local(tensor)._version > one.version:
@@ -134,6 +144,7 @@ class GradientUse(Check):
             self.forget()
         elif self.run.scope.holds(optimizer):
             held = {id(p) for p in parameters_of(optimizer)}
+            self._report_second_step(optimizer)
             self._report_sums(held)
             self._report_cleared(held)
 
@@ -143,7 +154,11 @@ class GradientUse(Check):
             self._closures -= 1
             self.forget()
         elif self.due and not HUB.backward_depth and self.run.scope.holds(optimizer):
-            self._used.update(self._sampled([optimizer]))
+            used = self._sampled([optimizer])
+            self._used.update(used)
+            followed = [(one, tensor) for one in used.values() if (tensor := one.same()) is not None]
+            values = [(one, self._values(tensor).clone()) for one, tensor in followed[:COMPARED]]
+            self._stepped[id(optimizer)] = self._all_backwards, values
 
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
         """Gradients that a scaler refuses are not discarded by the script."""
@@ -163,10 +178,14 @@ class GradientUse(Check):
         return found
 
     @staticmethod
+    def _values(gradient: Tensor) -> Tensor:
+        return local(gradient).detach().reshape(-1)[:VALUES]
+
+    @staticmethod
     def _has_values(gradients: Sequence[Tensor]) -> Tensor:
         """Return, per gradient, whether one of its first values is not zero; all on one device."""
         with torch.no_grad():
-            flags = [local(g).detach().reshape(-1)[:VALUES].ne(0).any() for g in gradients]
+            flags = [GradientUse._values(g).ne(0).any() for g in gradients]
             return torch.stack([flag.to(flags[0].device) for flag in flags])
 
     def _note_values(self, gradients: Sequence[_Gradient]) -> None:
@@ -188,6 +207,35 @@ class GradientUse(Check):
                     return None
                 written.append(parameter.grad)
         return ~self._has_values(written).any() if written else torch.tensor(True)
+
+    def _report_second_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Report a step with the gradients of the step before, which no backward followed."""
+        backwards, before = self._stepped.pop(id(optimizer), (-1, []))
+        if backwards != self._all_backwards or not before or not all(one.is_untouched() for one, _ in before):
+            return
+        step, kind = self.run.clock.index, type(optimizer).__name__
+        pairs = [
+            (self._values(tensor), values) for one, values in before if (tensor := one.same()) is not None
+        ]
+        # `.data` can be written without a trace: the values have to be the same ones.
+        with torch.no_grad():
+            same = [(now == values).all() & (now != 0).any() for now, values in pairs]
+            known = torch.stack([flag.to(same[0].device) for flag in same])
+
+        def report(flags: NDArray[np.generic]) -> None:
+            if flags.all():
+                self.report("gradients_not_cleared", step, kind="second_step", optimizer=kind)
+
+        self.when_known(known, report)
+
+    def _report_second_backward(self, roots: Sequence[Tensor]) -> None:
+        """Report a loss that is propagated back again, onto gradients that are still there."""
+        before = None if self._root is None else self._root()
+        self._root = weakref.ref(roots[0]) if len(roots) == 1 else None
+        # Of several values, each backward may be for one of them.
+        is_second = before is not None and before is roots[0] and before.numel() == 1
+        if self.due and is_second and self._fresh and all(g.is_untouched() for g in self._fresh.values()):
+            self.report("gradients_not_cleared", self.run.clock.index, kind="second_backward")
 
     def _report_sums(self, held: set[int]) -> None:
         """Report gradients that hold the sum of two steps."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.instrument.check import NAMED, Check
 from backlight.monitors.correctness.instrument.copied_generators import copied_generator
 from backlight.monitors.correctness.instrument.tensor_samples import digest
 
@@ -73,6 +73,8 @@ class LoaderBatches(Check):
         count = max(BATCHES, 2 * workers)
         if loader.epochs > EPOCHS or index >= count or index != len(loader.this):
             return
+        if index == 1:  # the first one may be a warm-up of the script
+            self._look_at_rows(iterator, batch)
         found = digest(batch)
         if found is None:
             loader.epochs = EPOCHS + 1
@@ -115,6 +117,20 @@ class LoaderBatches(Check):
         is_split = workers > 1 and getattr(iterator, "_worker_init_fn", None) is None
         if len(this) == 2 and is_split and (name := copied_generator(getattr(iterator, "_dataset", None))):
             self._report("generator", data=data, attribute=name, workers=workers)
+
+    def _look_at_rows(self, iterator: Any, batch: Any) -> None:
+        """Report fields of one row among fields with as many rows as the loader puts into a batch."""
+        size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
+        if not isinstance(batch, dict) or not isinstance(size, int) or size < 2:
+            return
+        shapes = {
+            key: value.shape for key, value in batch.items() if isinstance(value, Tensor) and value.ndim
+        }
+        whole = [key for key, shape in shapes.items() if shape[0] == size]
+        single = [key for key, shape in shapes.items() if shape[0] == 1 and len(shape) == 2 and shape[1] > 1]
+        if len(whole) > 1 and len(whole) + len(single) == len(shapes):
+            for key in single:
+                self._report("row", field=str(key), samples=size, others=[str(one) for one in whole[:NAMED]])
 
     def _report(self, kind: str, **facts: Any) -> None:
         self.report("repeated_data", self.run.clock.index, kind=kind, **facts)

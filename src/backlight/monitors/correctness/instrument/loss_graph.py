@@ -155,6 +155,9 @@ def _is_softmax(node: Node | None) -> bool:
 
 
 def _below_nll(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    direct = inputs[0] if inputs else None
+    if _kind(direct) == "LogSoftmax":
+        yield from _dimension(direct)
     node = _below_shapes(inputs[0] if inputs else None)
     kind = _source(inputs)
     if kind == "LogSoftmax":
@@ -163,6 +166,16 @@ def _below_nll(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, A
         yield "nll_of_probabilities", {"made_by": kind.lower()}
     elif kind in _SCORES:
         yield "nll_of_scores", {"made_by": kind.lower()}
+
+
+def _dimension(node: Node) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Find log-probabilities that add up over another dimension than that of the classes, the second one."""
+    shape, dimension = shape_of(node), getattr(node, "_saved_dim", None)
+    if shape is not None and dimension is not None and len(shape) > 1:
+        # torch hands out the dimension without its sign.
+        dimension = (dimension - 2**64 if dimension >= 2**63 else dimension) % len(shape)
+        if dimension != 1:
+            yield "softmax_dimension", {"dimension": dimension, "shape": list(shape)}
 
 
 def _below_log_softmax(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -30,7 +30,12 @@ class GradientsNotClearedLimits(Limits, monitor="correctness"):
 @rule("gradients_not_cleared", monitor="correctness", limits=GradientsNotClearedLimits)
 def gradients_not_cleared(run: Run, limits: GradientsNotClearedLimits) -> Iterator[Finding]:
     """Find gradients that an optimizer used, and used again together with those of the next backward."""
-    found = contradictions(run, "gradients_not_cleared")
+    events = contradictions(run, "gradients_not_cleared")
+    for kind, of in _TWICE.items():
+        same = [event for event in events if event.payload.get("kind") == kind]
+        if len(steps_of(same)) >= limits.not_cleared_steps:
+            yield of(same)
+    found = [event for event in events if event.payload.get("kind") not in _TWICE]
     steps = steps_of(found)
     if len(steps) < limits.not_cleared_steps:
         return
@@ -54,6 +59,42 @@ def gradients_not_cleared(run: Run, limits: GradientsNotClearedLimits) -> Iterat
         fix="Call `optimizer.zero_grad()` once per optimizer step, before backward, for every optimizer.",
         refuted_if="the gradients before backward are None or zero at these steps.",
     )
+
+
+def _second_step(found: Sequence[Event]) -> Finding:
+    steps, optimizer = steps_of(found), found[0].payload["optimizer"]
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"{optimizer} takes two steps with the same gradients",
+        detail=(
+            f"At {observed(steps)} {optimizer} began another step without a backward since its last one. The "
+            "gradients had the same values: the second step belongs to weights that no longer exist."
+        ),
+        subject=Subject(step=steps[0]),
+        evidence=(evidence_of(found, optimizer, "optimizer"),),
+        fix="Call `optimizer.step()` once per backward, or `optimizer.zero_grad()` after it.",
+        refuted_if="the second step is meant, as a line search may.",
+    )
+
+
+def _second_backward(found: Sequence[Event]) -> Finding:
+    steps = steps_of(found)
+    return Finding(
+        severity=Severity.WARNING,
+        title="The same loss is propagated back twice per step",
+        detail=(
+            f"At {observed(steps)} backward began a second time at the same tensor, while the gradients of "
+            "the first time were still there: they count twice."
+        ),
+        subject=Subject(step=steps[0]),
+        evidence=(evidence_of(found, 2, "backward passes"),),
+        fix="Call `loss.backward()` once. `retain_graph=True` is often a sign of a second call.",
+        refuted_if="the gradients of the first backward are read and cleared before the second one.",
+    )
+
+
+_TWICE = {"second_step": _second_step, "second_backward": _second_backward}
+"""Gradients that are used twice in one step, by kind."""
 
 
 @dataclass(frozen=True)

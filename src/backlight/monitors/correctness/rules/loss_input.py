@@ -56,6 +56,13 @@ MISUSES = {
         "and no class is compared with another.",
         "Use `log_softmax`, or `cross_entropy` in place of `nll_loss`.",
     ),
+    "softmax_dimension": Misuse(
+        Severity.ERROR,
+        "The softmax before `nll_loss` runs over dimension {dimension} instead of the classes",
+        "The log-softmax of shape {shape} runs over dimension {dimension}, and `nll_loss` takes its classes "
+        "from dimension 1: the probabilities that add up to 1 are those of one class over different samples.",
+        "Use `log_softmax(x, dim=1)`, or give the logits to `cross_entropy`.",
+    ),
     "broadcast": Misuse(
         Severity.ERROR,
         "The loss compares every prediction with every target",
@@ -85,7 +92,7 @@ def loss_input(run: Run, _limits: Limits) -> Iterator[Finding]:
         steps = steps_of(of_kind)
         yield Finding(
             severity=misuse.severity,
-            title=misuse.title,
+            title=misuse.title.format_map(of_kind[0].payload),
             detail=misuse.detail.format_map(of_kind[0].payload),
             subject=Subject(step=steps[0]),
             evidence=(evidence_of(of_kind, kind),),

@@ -106,11 +106,49 @@ def _initial_statistics(model: str, found: Sequence[Event]) -> Finding:
     )
 
 
+def _train_not_called(model: str, found: Sequence[Event]) -> Finding:
+    step, facts = steps_of(found)[0], found[0].payload
+    where = f" at `{facts['line']}`" if facts["line"] else ""
+    does = " and ".join(facts["does"])
+    return Finding(
+        severity=Severity.INFO,
+        title=f"`{model}.train()` was not called before training",
+        detail=(
+            f"{model} defines a `train()` of its own{where}, which {does}. At step {step} neither it nor "
+            "`eval()` had been called since the module was built, and nothing in it was in that state."
+        ),
+        subject=Subject(module=facts["modules"][0] or model, step=step, line=facts["line"] or None),
+        evidence=(evidence_of(found, does),),
+        fix="Call `model.train()` once before the optimizer is created.",
+        refuted_if=f"`train()` changes nothing with the options of this {model}.",
+    )
+
+
+def _random_spectral_norm(model: str, found: Sequence[Event]) -> Finding:
+    step, facts = steps_of(found)[0], found[0].payload
+    names, count = facts["modules"], int(facts["count"])
+    return Finding(
+        severity=Severity.INFO,
+        title=f"{model} is evaluated before its spectral norm is estimated",
+        detail=(
+            f"At step {step} {model} ran in evaluation mode, and the power iteration of "
+            f"{phrases.parameters(names, count)} had never run: the weights were divided by an estimate from "
+            "two random vectors, which makes them too large."
+        ),
+        subject=Subject(module=names[0] or None, step=step),
+        evidence=(evidence_of(found, count, "modules"),),
+        fix="Use `torch.nn.utils.parametrizations.spectral_norm`, or run one batch in training mode first.",
+        refuted_if="the results of this evaluation are not used.",
+    )
+
+
 _CASES = {
     "trained_in_evaluation": _trained_in_evaluation,
     "evaluated_in_training": _evaluated_in_training,
     "dropout_in_evaluation": _dropout_in_evaluation,
     "initial_statistics": _initial_statistics,
+    "train_not_called": _train_not_called,
+    "random_spectral_norm": _random_spectral_norm,
 }
 
 

@@ -67,6 +67,14 @@ REPETITIONS = {
         "which the loader seeds.",
         "the numbers that two workers draw differ.",
     ),
+    "row": Repetition(
+        Severity.INFO,
+        "`{field}` has one row for the {samples} samples of a batch",
+        "In the batches of the loader {others} have {samples} rows, and `{field}` has one: an operation with "
+        "both uses it for every sample.",
+        "Look at what makes a batch of the samples, a `collate_fn` or a processor, for `{field}`.",
+        "`{field}` is the same for all samples.",
+    ),
     "held": Repetition(
         Severity.INFO,
         "The run trains on one batch",
@@ -100,7 +108,9 @@ def repeated_data(run: Run, limits: RepeatedDataLimits) -> Iterator[Finding]:
         if of_kind:
             first = of_kind[0]
             facts = {**first.payload, "step": first.step, "steps": 1 + (first.step or 0)}
-            value = next(str(facts[name]) for name in ("sampler", "data", "batches") if name in facts)
+            if "others" in facts:
+                facts["others"] = listed([f"`{name}`" for name in facts["others"]])
+            value = next(str(facts[n]) for n in ("sampler", "data", "batches", "field") if n in facts)
             yield Finding(
                 severity=words.severity,
                 title=words.title.format_map(facts),
