@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -132,6 +134,24 @@ def test_built_in_name_cannot_be_replaced() -> None:
     with pytest.raises(DuplicateNameError, match=f"rule 'vanishing' is {both}"):
         RULES.add("vanishing", Rule("vanishing", "health", 1, lambda *_: ()))
     assert RULES["vanishing"] is rule
+
+
+OF_SOME = """
+import sys
+from {module} import {name} as found
+watched = ["health", "steptime"]
+some = [name for name, one in found.of(watched) if one.monitor in watched]
+assert not {{"backlight.monitors.grokking.model", "backlight.monitors.spectra.panels"}} & sys.modules.keys()
+assert some == [name for name, one in found.items() if one.monitor in watched]
+assert found.of(()) == found.items()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("backlight.registry", "RULES"), ("backlight.report.panel", "PANELS")]
+)
+def test_entries_of_some_monitors_need_no_module_of_others(module: str, name: str) -> None:
+    subprocess.run([sys.executable, "-c", OF_SOME.format(module=module, name=name)], check=True)
 
 
 def test_warnings_as_errors_do_not_end_loading(plug: Plug, capfd: pytest.CaptureFixture[str]) -> None:

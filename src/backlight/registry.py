@@ -11,7 +11,7 @@ import importlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -76,7 +76,7 @@ class Registry(Generic[T]):
         What an entry is called in messages, such as ``"rule"``.
     modules:
         Files below the package, as glob patterns such as ``"monitors/*/rules/*.py"``; all are imported when
-        the entries are first needed, and register themselves.
+        the entries are first needed, and register themselves; those of some monitors alone, by :meth:`of`.
     group:
         Entry-point group for other distributions; empty for none. An entry point names a module that
         registers entries when it is imported, or an entry itself.
@@ -133,16 +133,18 @@ class Registry(Generic[T]):
         if self._discovered:
             return
         for name in _module_names(self.modules):
-            module = importlib.import_module(name)
-            found: list[Any] = list(vars(module).values())
-            for entry in found:
-                # Imported base classes have no name of their own, or another module.
-                if self._holds_class(entry) and entry.__module__ == name:
-                    self.add(entry.name, entry)
+            self._import(name)
         # Set before plug-ins load, so that one that looks into the registry sees backlight's entries.
         self._discovered = True
         for point in sorted(_entry_points(self.group) if self.group else (), key=lambda p: (p.name, p.value)):
             self._plug_ins.append(self._load(point))
+
+    def _import(self, name: str) -> None:
+        found: list[Any] = list(vars(importlib.import_module(name)).values())
+        for entry in found:
+            # Imported base classes have no name of their own, or another module.
+            if self._holds_class(entry) and entry.__module__ == name:
+                self.add(entry.name, entry)
 
     def _holds_class(self, entry: Any) -> bool:
         if self.holds is object or not isinstance(entry, type):
@@ -187,7 +189,8 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         """Return the entry called ``name``."""
-        self._discover()
+        if name not in self._entries:
+            self._discover()
         try:
             return self._entries[name]
         except KeyError:
@@ -208,6 +211,21 @@ class Registry(Generic[T]):
         """Return the number of entries."""
         self._discover()
         return len(self._entries)
+
+    def of(self, monitors: Collection[str]) -> list[tuple[str, T]]:
+        """Return names with entries, sorted by name: at least those of ``monitors``, all where that is empty.
+
+        A watched run ends sooner without the modules of other monitors. Where there are plug-ins, all are
+        imported: one may take a name that exists.
+        """
+        if not monitors or (self.group and any(_entry_points(self.group))):
+            return self.items()
+        with self._lock:
+            for name in _module_names(self.modules):
+                package = name.split(".")
+                if package[1] != "monitors" or package[2] in monitors:
+                    self._import(name)
+            return sorted(self._entries.items())
 
     def items(self) -> list[tuple[str, T]]:
         """Return names with entries, sorted by name."""

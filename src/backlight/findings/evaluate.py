@@ -112,7 +112,7 @@ def evaluate_rules(
     given = thresholds_by_monitor or {}
     overrides_of: dict[str, dict[str, float]] = {}
     findings: list[Finding] = []
-    for name, rule in RULES.items():
+    for name, rule in RULES.of(run.monitors):
         if (
             (only is not None and name not in only)
             or (run.monitors and rule.monitor not in run.monitors)
@@ -160,7 +160,7 @@ def findings_of(run: Run, thresholds_by_monitor: Mapping[str, Mapping[str, Any]]
     ]
     subjects = {_subject(f) for f in fresh}
     kept: dict[Any, Finding] = {}
-    restated = {name for name, rule in RULES.items() if rule.restates and any(f.rule == name for f in fresh)}
+    restated = {finding.rule for finding in fresh if RULES[finding.rule].restates}
     for finding in stored:  # of several stored ones about one subject the last knows most
         if _subject(finding) not in subjects and finding.rule not in restated:
             kept[_subject(finding)] = finding

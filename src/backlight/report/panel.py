@@ -6,7 +6,7 @@ returns either what to draw, or why there is nothing: a panel never draws an emp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +125,9 @@ def panel(
     return decorate
 
 
-def in_order() -> list[Panel]:
-    """Return every panel in the order of the page."""
-    return sorted((entry for _, entry in PANELS.items()), key=lambda entry: (entry.order, entry.name))
+def in_order(monitors: Collection[str] = ()) -> list[Panel]:
+    """Return the panels in the order of the page: at least those of some monitors, by default all."""
+    return sorted((entry for _, entry in PANELS.of(monitors)), key=lambda entry: (entry.order, entry.name))
 
 
 def shown(panel: Panel, source: Source) -> Drawn | NotMeasured:

@@ -88,7 +88,9 @@ def tally(findings: Sequence[Finding]) -> str:
 
 def summary_of(source: Source) -> Summary:
     """Return the first summary, in the order of the page, of a monitor that measured something."""
-    found = [one for panel in in_order() if panel.summary is not None and (one := panel.summary(source))]
+    # Health gives the reason where nothing was measured.
+    watched = {*source.run.monitors, "health"} if source.run.monitors else ()
+    found = [one for p in in_order(watched) if p.summary is not None and (one := p.summary(source))]
     return next((one for one in found if one.measured), found[0])
 
 

@@ -146,7 +146,8 @@ class FindingsMonitor(Monitor):
     def _evaluate(self, only: Collection[str] | None) -> None:
         begin = clock.thread_time()
         try:
-            len(RULES)  # imports them, which is no part of the time from which the rest follows
+            # Imports them, which is no part of the time from which the rest follows.
+            RULES.of(self._run.settings.monitors)
             imported = clock.thread_time()
             found = evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
         except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on

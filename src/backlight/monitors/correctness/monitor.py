@@ -58,8 +58,7 @@ class CorrectnessMonitor(Monitor):
 
     def detach(self, error: BaseException | None) -> None:
         """Wait for what is still on a device, and record how many steps were observed."""
-        for check in self._checks:
-            check.settle(wait=True)
+        self._schedule.copies.settle(wait=True)
         if self._schedule.observed:
             self._run.notifier.event(OBSERVED, {"steps": self._schedule.observed})
 
@@ -67,11 +66,12 @@ class CorrectnessMonitor(Monitor):
         """Decide whether the step is observed; between observations only some checks listen."""
         was_near = self._schedule.near
         self._schedule.begin(step)
+        self._schedule.copies.settle(wait=False)
+        if self._schedule.near == was_near:
+            return
         for check in self._checks:
-            check.settle(wait=False)
-            if check.is_windowed and self._schedule.near != was_near:
-                if self._schedule.near:
-                    self._run.listen(check)
-                else:
-                    HUB.remove(check)
-                    check.forget()
+            if check.is_windowed and self._schedule.near:
+                self._run.listen(check)
+            elif check.is_windowed:
+                HUB.remove(check)
+                check.forget()

@@ -33,17 +33,40 @@ MAX_REPORTS = 16
 """Contradictions of one kind that a process records."""
 
 
+class PendingCopies:
+    """Copies on their way from a device, with what is done with each, in order; the checks share one."""
+
+    def __init__(self) -> None:
+        self._copies: deque[tuple[AsyncCopy, Callable[[NDArray[np.generic]], None]]] = deque()
+
+    def add(self, values: torch.Tensor, then: Callable[[NDArray[np.generic]], None]) -> None:
+        """Call ``then`` with the host copy of ``values`` as soon as it is there."""
+        # NumPy has no bfloat16.
+        copy = start_copy(values.float() if values.dtype is torch.bfloat16 else values)
+        if copy.event is None:
+            then(copy.read())
+        else:
+            self._copies.append((copy, then))
+
+    def settle(self, *, wait: bool) -> None:
+        """Use the copies that have arrived; ``wait`` for the others as well."""
+        while self._copies and (wait or self._copies[0][0].done()):
+            copy, then = self._copies.popleft()
+            then(copy.read())
+
+
 class Schedule:
     """Which steps are observed: the first ones, then windows of a few steps at growing intervals.
 
     ``due`` is whether this step is, ``near`` whether it or the step before or after it is, ``observed`` how
-    many steps were.
+    many steps were. ``copies`` are those of all checks.
     """
 
     def __init__(self) -> None:
         self._begin = round(FIRST_STEPS * GROWTH)
         self.due = self.near = True
         self.observed = 0
+        self.copies = PendingCopies()
 
     def begin(self, step: int) -> None:
         """Decide about ``step``; steps only grow."""
@@ -67,7 +90,6 @@ class Check(Listener):
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         self.run, self.schedule = run, schedule
         self._reports: Counter[str] = Counter()
-        self._copies: deque[tuple[AsyncCopy, Callable[[NDArray[np.generic]], None]]] = deque()
 
     @property
     def due(self) -> bool:
@@ -86,18 +108,7 @@ class Check(Listener):
 
     def when_known(self, values: torch.Tensor, then: Callable[[NDArray[np.generic]], None]) -> None:
         """Call ``then`` with the host copy of ``values`` as soon as it is there."""
-        # NumPy has no bfloat16.
-        copy = start_copy(values.float() if values.dtype is torch.bfloat16 else values)
-        if copy.event is None:
-            then(copy.read())
-        else:
-            self._copies.append((copy, then))
-
-    def settle(self, *, wait: bool) -> None:
-        """Use the copies that have arrived; ``wait`` for the others as well."""
-        while self._copies and (wait or self._copies[0][0].done()):
-            copy, then = self._copies.popleft()
-            then(copy.read())
+        self.schedule.copies.add(values, then)
 
     def name(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter, empty where the table does not hold it."""
