@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=120)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", default="", help="text that the names of rows hold, next to the first")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     training = Training(options.device)
@@ -122,9 +123,12 @@ def main() -> None:
         "default monitors, sampling by the budget": {},
         "default monitors, every step": {"every": 1},
         "without stalls, every step": {"every": 1, "monitors": "health,steptime"},
+        "correctness alone": {"monitors": "correctness"},
         "every step, with histograms": {"every": 1, "histogram": True},
     }
     for name, settings in rows.items():
+        if settings is not None and options.only not in name:
+            continue
         ratios = compare(training, options.pairs, settings)
         cells = []
         for values in zip(*ratios, strict=True):
