@@ -177,7 +177,7 @@ def main() -> None:
         try:
             opened = [browser.ready(report.as_uri())]
             static = browser.scrolled(options.seconds)
-            opened.append(browser.ready(live.address))
+            opened.append(browser.ready(live.new_address()))
             time.sleep(3)  # the panels below the screen
             writer.start()
             before = int(browser.driver.execute_script(SHOWN))

@@ -95,7 +95,11 @@ def test_page_is_served_until_interrupted(run: Path) -> None:
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPCookieProcessor()
         )
-        with opener.open(address[0], timeout=20) as page:
+        with opener.open(address[0], timeout=20) as entry:
+            place = re.search(rb"url=([^\"]+)", entry.read())
+        assert place
+        start = address[0].partition("/?")[0] + place[1].decode()
+        with opener.open(start, timeout=20) as page:
             assert b"<title>run" in page.read()
             assert "token" not in page.geturl()
             updates = page.geturl() + "news?after=0"

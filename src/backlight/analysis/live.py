@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import html
+import tempfile
+import webbrowser
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from backlight.analysis.report import source_of
@@ -32,6 +36,23 @@ def _source(run: Run, findings: Sequence[Finding]) -> Source:
     return dataclasses.replace(source_of(run, findings), cells=CELLS)
 
 
+@contextlib.contextmanager
+def open_browser(address: str) -> Iterator[None]:
+    """Open ``address`` in the browser, which reads it from a file that is removed at the end.
+
+    Every user of the machine can read the command line of the browser, and no other one the file.
+    """
+    with tempfile.TemporaryDirectory(prefix="backlight-open-") as folder:  # for this user alone
+        page = Path(folder) / "page.html"
+        page.touch(0o600)
+        page.write_text(
+            '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer">'
+            f'<meta http-equiv="refresh" content="0; url={html.escape(address)}"><title>backlight</title>'
+        )
+        webbrowser.open(page.as_uri())
+        yield
+
+
 class Live:
     """Pages of ``runs``, followed and served until :meth:`close`."""
 
@@ -45,10 +66,9 @@ class Live:
         self._runs = tuple(runs)
         self.server = LiveServer(subjects, port)
 
-    @property
-    def address(self) -> str:
-        """Return the address, with its access token."""
-        return self.server.address
+    def new_address(self) -> str:
+        """Return an address with a token that lets a browser in, once."""
+        return self.server.new_address()
 
     def run(self) -> None:
         """Follow and serve until interrupted."""

@@ -6,13 +6,18 @@ import json
 import re
 import socket
 import threading
+import webbrowser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+from urllib.request import url2pathname
 
 import httpx
 import pytest
 
+from backlight.analysis.live import open_browser
+from backlight.report.live import server as server_module
 from backlight.report.live.server import COOKIE, LiveServer
 
 
@@ -58,24 +63,28 @@ def client(server: LiveServer) -> Iterator[httpx.Client]:
 
 
 def log_in(client: httpx.Client, server: LiveServer) -> str:
-    answer = client.get(f"/?token={server.guard.token}")
-    assert answer.status_code == 303
-    return answer.headers["location"]
+    answer = client.get(server.new_address())
+    assert answer.status_code == 200
+    return re.search(r"url=(/[0-9a-f]{12}/)\"", answer.text)[1]  # type: ignore[index]
 
 
-def test_token_is_exchanged_for_a_cookie(client: httpx.Client, server: LiveServer) -> None:
-    answer = client.get(f"/?token={server.guard.token}")
-    root = answer.headers["location"]
-    assert re.fullmatch(r"/[0-9a-f]{12}/", root)
-    assert server.guard.token not in root
+def test_token_is_exchanged_for_a_cookie_once(client: httpx.Client, server: LiveServer) -> None:
+    address = server.new_address()
+    root = log_in(client, server)
+    client.cookies.clear()
+    answer = client.get(address)
+    token = address.partition("=")[2]
+    assert token not in answer.text + str(answer.headers)
     cookie = answer.headers["set-cookie"]
-    assert {"HttpOnly", "SameSite=Lax", f"Path={root}"} <= set(cookie.split("; "))
+    assert {"HttpOnly", "SameSite=Strict", f"Path={root}"} <= set(cookie.split("; "))
+    assert token not in cookie
+    assert httpx.get(address, trust_env=False).status_code == 403
     assert client.get(root).headers["location"] == f"{root}run-0/"
     page = client.get(f"{root}run-0/")
     assert page.status_code == 200
     assert page.headers["referrer-policy"] == "no-referrer"
     assert page.headers["cache-control"] == "no-store"
-    assert server.guard.token not in page.text
+    assert token not in page.text
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def test_missing_token_is_forbidden(client: httpx.Client, server: LiveServer, pa
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
 def test_only_get_and_head_are_allowed(client: httpx.Client, server: LiveServer, method: str) -> None:
     root = log_in(client, server)
-    for path in (f"/?token={server.guard.token}", f"{root}run-0/", f"{root}run-0/panel/loss"):
+    for path in (f"/?token={server.guard.new_token()}", f"{root}run-0/", f"{root}run-0/panel/loss"):
         answer = client.request(method, path)
         assert (answer.status_code, answer.content) == (405, b"")
         assert answer.headers["allow"] == "GET, HEAD"
@@ -107,7 +116,7 @@ def test_only_get_and_head_are_allowed(client: httpx.Client, server: LiveServer,
 )
 def test_foreign_host_header_is_rejected(client: httpx.Client, server: LiveServer, host: str) -> None:
     root = log_in(client, server)
-    for path in (f"/?token={server.guard.token}", f"{root}run-0/"):
+    for path in (f"/?token={server.guard.new_token()}", f"{root}run-0/"):
         answer = client.get(path, headers={"host": host})
         assert (answer.status_code, answer.content) == (421, b"")
 
@@ -171,5 +180,43 @@ def test_early_connection_waits() -> None:
 
 
 def test_server_listens_on_loopback_only(server: LiveServer) -> None:
-    assert server.address.startswith(f"http://127.0.0.1:{server.port}/?token=")
+    assert server.new_address().startswith(f"http://127.0.0.1:{server.port}/?token=")
     assert server._socket.getsockname() == ("127.0.0.1", server.port)
+
+
+def test_half_open_connections_do_not_stop_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More connections than descriptors, none of which sends a whole request."""
+    monkeypatch.setattr(server_module, "HEADER_TIMEOUT_S", 1.0)
+    before = {id(task) for task in threading.enumerate()}
+    with serving(LiveServer({"run-0": Subject()})) as live:
+        opened = []
+        try:
+            for number in range(4 * server_module.MAX_CONNECTIONS):
+                connection = socket.create_connection(("127.0.0.1", live.port), timeout=20)
+                opened.append(connection)
+                with suppress(OSError):
+                    connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n"[: number % 30])
+            with httpx.Client(
+                base_url=f"http://127.0.0.1:{live.port}", trust_env=False, timeout=20
+            ) as client:
+                assert client.get(f"{log_in(client, live)}run-0/").status_code == 200
+            assert len(live._server.server_state.connections) <= server_module.MAX_CONNECTIONS
+            for connection in opened:  # each is closed by the server, the last ones by the timeout
+                with suppress(ConnectionError):
+                    assert connection.recv(1) == b""
+        finally:
+            for connection in opened:
+                connection.close()
+    assert {id(task) for task in threading.enumerate()} <= before
+
+
+def test_browser_gets_its_address_from_a_private_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", given.append)
+    with open_browser("http://127.0.0.1:1/?token=secret"):
+        (address,) = given
+        page = Path(url2pathname(address.removeprefix("file://")))
+        assert "secret" not in address
+        assert "url=http://127.0.0.1:1/?token=secret" in page.read_text()
+        assert [p.stat().st_mode & 0o077 for p in (page, page.parent)] == [0, 0]
+    assert not page.parent.exists()

@@ -346,20 +346,20 @@ def open_page(
     browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
 ) -> None:
     """Serve a live page of one or more runs on this machine."""
-    import webbrowser
-
-    from backlight.analysis.live import Live, followed
+    from backlight.analysis.live import Live, followed, open_browser
 
     live = Live(followed(paths or [given_or_latest(None)]), port)
-    write(f"backlight: live page at {live.address}\nbacklight: Ctrl-C closes it", file=sys.stderr, flush=True)
-    if browser:
-        webbrowser.open(live.address)
-    try:
-        live.run()
-    except KeyboardInterrupt:
-        pass  # how it is closed
-    finally:
-        live.close()
+    write(
+        f"backlight: live page at {live.new_address()} (works once)\nbacklight: Ctrl-C closes it",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+    with open_browser(live.new_address()) if browser else contextlib.nullcontext():
+        try:
+            live.run()
+        except KeyboardInterrupt:
+            pass  # how it is closed
+        finally:
+            live.close()
 
 
 @command("top", "backlight top", "backlight top runs/first --once")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import secrets
 import socket
 import time
 from collections.abc import Mapping
 from http.cookies import CookieError, SimpleCookie
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import parse_qs
 
 import uvicorn
@@ -22,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from backlight.report.encoding import script_json
 from backlight.report.page import document
@@ -48,26 +50,30 @@ HEADERS = (
 class Guard:
     """Lets requests through to ``app`` below ``/<place>/`` and refuses all others.
 
-    ``token`` is the secret; ``place`` is the beginning of every path, which may be seen.
+    A browser enters with a token, once, and gets a cookie with another secret. ``place`` is the beginning of
+    every path, which may be seen.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self.token = secrets.token_urlsafe(32)
         self.place = secrets.token_hex(6)
+        self._secret = secrets.token_urlsafe(32)
+        self._tokens: set[str] = set()
         self._app = app
 
-    def entry(self, port: int) -> str:
-        """Return the address that lets a browser in."""
-        return f"http://127.0.0.1:{port}/?token={self.token}"
+    def new_token(self) -> str:
+        """Return a token that lets one browser in, once."""
+        token = secrets.token_urlsafe(32)
+        self._tokens.add(token)
+        return token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or pass it on."""
         if scope["type"] != "http":
             return
         headers = {name: value for name, value in scope["headers"]}
-        status, extra = self._judged(scope, headers)
+        status, extra, body = self._judged(scope, headers)
         if status:
-            await _answer(send, status, extra)
+            await _answer(send, status, extra, body)
             return
 
         async def guarded(message: Message) -> None:
@@ -79,27 +85,32 @@ class Guard:
 
     def _judged(
         self, scope: Scope, headers: dict[bytes, bytes]
-    ) -> tuple[int, tuple[tuple[bytes, bytes], ...]]:
-        """Return the status with which a request is refused or sent on, 0 where it may pass."""
+    ) -> tuple[int, tuple[tuple[bytes, bytes], ...], bytes]:
+        """Return status, headers and body with which a request is refused or sent on; 0 where it may pass."""
         if scope["method"] not in {"GET", "HEAD"}:
-            return 405, ((b"allow", b"GET, HEAD"),)
+            return 405, ((b"allow", b"GET, HEAD"),), b""
         if _name(headers.get(b"host", b"")) not in HOSTS:
-            return 421, ()
+            return 421, (), b""
         if scope["path"] == "/":
             given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-            if not self._known(given):
-                return 403, ()
+            token = next((token for token in self._tokens if _are_equal(given, token)), None)
+            if token is None:
+                return 403, (), b""
+            self._tokens.discard(token)
             place = f"/{self.place}/"
-            cookie = f"{COOKIE}={self.token}; Path={place}; HttpOnly; SameSite=Lax"
-            return 303, ((b"location", place.encode()), (b"set-cookie", cookie.encode()))
-        if not scope["path"].startswith(f"/{self.place}/") or not self._known(_cookie(headers)):
-            return 403, ()
+            cookie = f"{COOKIE}={self._secret}; Path={place}; HttpOnly; SameSite=Strict"
+            # Not a redirection: a browser that comes from a file would not send a strict cookie with it.
+            page = f'<!doctype html><meta http-equiv="refresh" content="0; url={place}"><title>Open</title>'
+            return 200, ((b"content-type", b"text/html"), (b"set-cookie", cookie.encode())), page.encode()
+        if not scope["path"].startswith(f"/{self.place}/") or not _are_equal(_cookie(headers), self._secret):
+            return 403, (), b""
         if headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate":
-            return 403, ()
-        return 0, ()
+            return 403, (), b""
+        return 0, (), b""
 
-    def _known(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode("ascii"))
+
+def _are_equal(given: str, secret: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode("ascii"))
 
 
 def _name(host: bytes) -> str:
@@ -115,10 +126,53 @@ def _cookie(headers: dict[bytes, bytes]) -> str:
     return cookies[COOKIE].value if COOKIE in cookies else ""
 
 
-async def _answer(send: Send, status: int, extra: tuple[tuple[bytes, bytes], ...]) -> None:
-    headers = [(b"content-length", b"0"), *HEADERS, *extra]
+async def _answer(send: Send, status: int, extra: tuple[tuple[bytes, bytes], ...], body: bytes) -> None:
+    headers = [(b"content-length", str(len(body)).encode()), *HEADERS, *extra]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
+    await send({"type": "http.response.body", "body": body})
+
+
+MAX_CONNECTIONS = 48
+"""Open connections; beyond them, the one that has waited longest for its request is closed."""
+
+HEADER_TIMEOUT_S = 5.0
+"""Time in which a connection has to send a whole request."""
+
+
+class _BoundedProtocol(H11Protocol):
+    """Closes connections that are too many or too slow to send a request."""
+
+    _waiting: ClassVar[dict[_BoundedProtocol, asyncio.TimerHandle]] = {}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > MAX_CONNECTIONS:
+            next(iter(self._waiting))._refuse()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_longer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._wait_no_longer()
+        elif self not in self._waiting:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._waiting[self] = self.loop.call_later(HEADER_TIMEOUT_S, self._refuse)
+
+    def _wait_no_longer(self) -> None:
+        timer = self._waiting.pop(self, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _refuse(self) -> None:
+        self._wait_no_longer()
+        self.connections.discard(self)
+        self.transport.abort()
 
 
 LOOPBACK = "127.0.0.1"
@@ -163,21 +217,25 @@ class LiveServer:
             lifespan="off",
             ws="none",
             loop="asyncio",
-            http="h11",
+            http=_BoundedProtocol,
+            backlog=16,  # connections that are accepted at once, before any can be closed
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
 
-    @property
-    def address(self) -> str:
-        """Return the address that lets a browser in."""
-        return self.guard.entry(self.port)
+    def new_address(self) -> str:
+        """Return an address that lets a browser in, once."""
+        return f"http://{LOOPBACK}:{self.port}/?token={self.guard.new_token()}"
 
     def run(self) -> None:
         """Serve until the terminal says stop, or :meth:`stop`."""
+        asyncio_log = logging.getLogger("asyncio")
+        level = asyncio_log.level
+        asyncio_log.setLevel(logging.CRITICAL)  # no traceback for each connection that is refused
         try:
             self._server.run(sockets=[self._socket])
         finally:
+            asyncio_log.setLevel(level)
             self.close()
 
     def stop(self) -> None:
