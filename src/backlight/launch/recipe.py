@@ -210,7 +210,7 @@ def refuse_script(path: Path) -> None:
     """Refuse a file that is no recipe without executing it: a training script would train."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return  # reading or executing it reports that
     names: set[str] = set()
     for node in ast.walk(tree):

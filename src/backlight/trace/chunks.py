@@ -8,6 +8,7 @@ leaves them open. So no event can be lost or invented at a border.
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -17,10 +18,26 @@ from typing import IO, Any, cast
 
 import msgspec
 
+from backlight import untrusted_files
 from backlight.trace.events import Events, TraceError
 
 CHUNK_BYTES = 4 * 2**20
 """Text that is decoded at once."""
+
+MAX_FILE_BYTES = 1024**4
+"""Larger files are refused."""
+
+MAX_GZIP_RATIO = 100
+"""Traces shrink by 10 to 40."""
+
+MIN_PACKED_BYTES = 512 * 1024
+"""Size that a smaller gzip file counts as."""
+
+MIN_EVENT_BYTES = 4
+"""Bytes that an event takes in a gzip file at least: its time alone takes about as many."""
+
+MAX_UNCUT_BYTES = 256 * 2**20
+"""Text without a border between two events that is read at most."""
 
 _MAX_HEAD_BYTES = 64 * 2**20
 _KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -48,9 +65,39 @@ class Head:
 
 def open_text(path: Path) -> IO[bytes]:
     """Open a trace for reading its text; its first bytes, not its name, decide whether it is gzipped."""
-    with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    return cast("IO[bytes]", gzip.open(path, "rb")) if packed else path.open("rb")
+    file = os.fdopen(untrusted_files.open_descriptor(path, MAX_FILE_BYTES, links=True), "rb")
+    packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    return cast("IO[bytes]", _GzipText(file, path)) if packed else file
+
+
+class _GzipText(gzip.GzipFile):
+    """The text of a gzip file, as long as it is not meant to exhaust memory."""
+
+    def __init__(self, packed: IO[bytes], path: Path) -> None:
+        super().__init__(fileobj=packed, mode="rb")
+        self._packed, self._path = packed, path
+        self._most = MAX_GZIP_RATIO * max(path.stat().st_size, MIN_PACKED_BYTES)
+
+    def read(self, size: int | None = -1) -> bytes:
+        text = super().read(size)
+        if self.tell() > self._most:
+            raise TraceError(
+                f"{self._path}: unpacks to more than {self._most} bytes, {MAX_GZIP_RATIO} times its size, "
+                f"which no trace does; {_EXPECTED}"
+            )
+        return text
+
+    def close(self) -> None:
+        super().close()
+        self._packed.close()
+
+
+def max_events(path: Path, file: object) -> int | None:
+    """Return how many events a gzip file can hold, None for plain text, which is as long as its events."""
+    if not isinstance(file, _GzipText):
+        return None
+    return max(path.stat().st_size // MIN_EVENT_BYTES, MIN_PACKED_BYTES)
 
 
 def read(file: IO[bytes], path: Path, size: int) -> bytes:

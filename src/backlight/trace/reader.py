@@ -43,17 +43,21 @@ def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
         if head is None:
             error = chunks.refusal(path, text, whole=not chunks.read(file, path, 1))
             raise error
-        read = _Read(path, head)
+        most = chunks.max_events(path, file)
+        read = _Read(path, head, most)
         if workers > 1 and len(text) >= chunks.CHUNK_BYTES:
             try:
                 return read.in_processes(file, text, workers)
             except (msgspec.DecodeError, ValueError, OSError, BrokenProcessPool) as failure:
                 # A cut was wrong or a chunk is unusual: one process finds out which, chunk by chunk.
-                read = _Read(path, head)
+                read = _Read(path, head, most)
                 read.notes.append(f"read on one core: {failure}")
                 file.seek(0)
                 _, text = chunks.read_head(file, path)
-        return read.in_this_process(file, text)
+        try:
+            return read.in_this_process(file, text)
+        except RecursionError:
+            raise TraceError(f"{path}: nested too deeply for a trace of torch.profiler") from None
 
 
 def default_workers(path: str | Path) -> int:
@@ -70,7 +74,8 @@ def default_workers(path: str | Path) -> int:
 class _Read:
     """One reading of one file, with the notes on its repairs."""
 
-    def __init__(self, path: Path, head: chunks.Head) -> None:
+    def __init__(self, path: Path, head: chunks.Head, max_events: int | None) -> None:
+        self._left = max_events
         self.path = path
         self.head = head
         self.columns = Columns()
@@ -91,6 +96,8 @@ class _Read:
             elif len(buffer) > 16 * chunks.CHUNK_BYTES:
                 while rest := chunks.read(file, self.path, chunks.CHUNK_BYTES):
                     more += rest
+                    if len(buffer) + len(more) > chunks.MAX_UNCUT_BYTES:
+                        raise TraceError(f"{self.path}: has no border between two events in 256 MiB of text")
             buffer = buffer[taken:] + more
         return self._trace(events, buffer)
 
@@ -108,7 +115,7 @@ class _Read:
 
     def _decode(self, text: bytes) -> dict[str, Column]:
         try:
-            return self.columns.of_text(text)
+            return self._counted(self.columns.of_text(text))
         except msgspec.ValidationError:
             return self._leniently(text)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -121,9 +128,20 @@ class _Read:
             self._note("inf, nan or broken UTF-8 in the text were read as missing")
             return part
 
+    def _counted(self, part: dict[str, Column]) -> dict[str, Column]:
+        """Return a part, as long as the file may hold so many events."""
+        if self._left is not None:
+            self._left -= len(part["kind"])
+            if self._left < 0:
+                raise TraceError(
+                    f"{self.path}: holds more events than a gzip file of its size can; it is no trace of "
+                    "torch.profiler"
+                )
+        return part
+
     def _leniently(self, text: bytes) -> dict[str, Column]:
         try:
-            part = self.columns.of_events(leniently(text))
+            part = self._counted(self.columns.of_events(leniently(text)))
         except TraceError as error:
             raise TraceError(f"{self.path}: {error}") from None
         self._note("some events have fields of other types than torch.profiler writes; read one by one")
@@ -162,12 +180,12 @@ class _Read:
                 if start:
                     pending.append(pool.submit(decode_in_worker, b"[" + buffer[:end] + b"]"))
                 if len(pending) > 2 * count:  # reading does not run far ahead
-                    events.add(self._recoded(*pending.popleft().result()))
+                    events.add(self._counted(self._recoded(*pending.popleft().result())))
                 buffer = buffer[start:] + more
                 if len(buffer) > 16 * chunks.CHUNK_BYTES:
                     raise TraceError("the text has no place to cut")
             for future in pending:
-                events.add(self._recoded(*future.result()))
+                events.add(self._counted(self._recoded(*future.result())))
         return self._trace(events, buffer)
 
     def _recoded(

@@ -100,7 +100,10 @@ class Guard:
             place = f"/{self.place}/"
             cookie = f"{COOKIE}={self._secret}; Path={place}; HttpOnly; SameSite=Strict"
             # Not a redirection: a browser that comes from a file would not send a strict cookie with it.
-            page = f'<!doctype html><meta http-equiv="refresh" content="0; url={place}"><title>Open</title>'
+            page = (
+                '<!doctype html><link rel="icon" href="data:,"><title>backlight</title>'
+                f'<meta http-equiv="refresh" content="0; url={place}">'
+            )
             return 200, ((b"content-type", b"text/html"), (b"set-cookie", cookie.encode())), page.encode()
         if not scope["path"].startswith(f"/{self.place}/") or not _are_equal(_cookie(headers), self._secret):
             return 403, (), b""
