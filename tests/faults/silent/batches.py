@@ -206,3 +206,15 @@ def generator_seeded_by_worker() -> None:
 
     data = Numbers(np.random.default_rng(0))
     epochs(DataLoader(data, batch_size=8, shuffle=True, num_workers=2, worker_init_fn=seed))
+
+
+@control
+def whole_data_for_every_index() -> None:
+    """As for fitting one image: an index is a step, and the loader adds a dimension."""
+    data = (torch.randn(64, 4), torch.randint(0, 3, (64,)))
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in DataLoader([data] * STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[0]), y[0]).backward()
+        optimizer.step()

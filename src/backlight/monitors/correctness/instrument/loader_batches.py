@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
+from backlight.capture.batches import tensors
 from backlight.monitors.correctness.instrument.check import NAMED, Check
 from backlight.monitors.correctness.instrument.copied_generators import copied_generator
 from backlight.monitors.correctness.instrument.tensor_samples import digest
@@ -82,7 +84,7 @@ class LoaderBatches(Check):
         loader.this.append(found)
         if loader.is_trained_on:
             self._compare_epochs(loader)
-            self._compare_batches(loader, iterator, workers)
+            self._compare_batches(loader, iterator, workers, batch)
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """The last batch is one to learn from."""
@@ -102,21 +104,22 @@ class LoaderBatches(Check):
             if loader.single == REPEATS - 1:
                 self._report("first", epochs=REPEATS, **facts)
 
-    def _compare_batches(self, loader: _Loader, iterator: Any, workers: int) -> None:
+    def _compare_batches(self, loader: _Loader, iterator: Any, workers: int, batch: Any) -> None:
         """Compare the batches of the first epoch with one another."""
-        this = loader.this
+        this, data = loader.this, getattr(iterator, "_dataset", None)
         if loader.epochs > 1:
             return
-        data = type(getattr(iterator, "_dataset", None)).__name__
+        facts = {"data": type(data).__name__, "batches": len(this), "workers": workers}
         groups = [set(this[i : i + workers]) for i in range(0, len(this), max(workers, 1))]
-        if len(this) == REPEATS and len(set(this)) == 1 and workers < REPEATS:
-            self._report("constant", data=data, batches=len(this))
-        elif workers > 1 and len(this) == 2 * workers and all(len(group) == 1 for group in groups):
-            kind = "constant" if groups[0] == groups[1] else "workers"
-            self._report(kind, data=data, batches=len(this), workers=workers)
+        if len(this) == REPEATS and len(set(this)) == 1 and has_equal_samples(batch):
+            self._report("constant", **facts)
+        is_stream = workers > 1 and issubclass(type(data), IterableDataset)
+        is_repeated = [len(group) for group in groups] == [1, 1] and groups[0] != groups[1]
+        if is_stream and len(this) == 2 * workers and is_repeated:
+            self._report("workers", **facts)
         is_split = workers > 1 and getattr(iterator, "_worker_init_fn", None) is None
-        if len(this) == 2 and is_split and (name := copied_generator(getattr(iterator, "_dataset", None))):
-            self._report("generator", data=data, attribute=name, workers=workers)
+        if len(this) == 2 and is_split and (name := copied_generator(data)):
+            self._report("generator", attribute=name, **facts)
 
     def _look_at_rows(self, iterator: Any, batch: Any) -> None:
         """Report fields of one row among fields with as many rows as the loader puts into a batch."""
@@ -141,6 +144,12 @@ def kind_of_sampler(sampler: Any) -> str:
     inner = getattr(sampler, "sampler", sampler)
     is_off = getattr(inner, "shuffle", None) is False
     return "SequentialSampler" if is_off else type(inner).__name__
+
+
+def has_equal_samples(batch: Any) -> bool:
+    """Return whether all samples of a batch are equal: then a data set gives one for every index."""
+    several = [x for _, x in tensors(batch) if x.ndim and len(x) > 1]
+    return bool(several) and all(bool((x == x[:1]).all()) for x in several)
 
 
 def length(sampler: Any) -> int:

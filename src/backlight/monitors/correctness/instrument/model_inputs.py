@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from backlight.monitor import RunContext
     from backlight.monitors.correctness.instrument.check import Schedule
 
-TENSORS = 4
+TENSORS = 8
 """Tensors among the arguments of a forward that are compared."""
 
 STALE_STEPS = 3

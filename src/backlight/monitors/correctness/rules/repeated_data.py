@@ -44,8 +44,8 @@ REPETITIONS = {
     ),
     "constant": Repetition(
         Severity.WARNING,
-        "All batches of the loader are the same",
-        "The first {batches} batches of {data} hold the same values.",
+        "All samples of the loader are the same",
+        "The first {batches} batches of {data} hold one sample, again and again.",
         "Let `__getitem__` of {data} use its index.",
         "the data is a placeholder, as in a benchmark.",
     ),
