@@ -194,6 +194,7 @@ FAULTS: dict[str, Fault] = {
         modules=["drop", "norm"],
         kinds={"Dropout": 1, "BatchNorm1d": 1},
     ),
+    "recomputation_differs": contradiction("recomputation_differs", line="train.py:12 (forward)"),
     "uneven_microbatches": uneven,
     "weights_unchanged": contradiction(
         "weights_unchanged",

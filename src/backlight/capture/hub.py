@@ -139,6 +139,12 @@ class Listener:
     def schedule_end(self, schedule: Any) -> None:
         """``schedule.step()`` is over."""
 
+    def region_begin(self) -> None:
+        """The forward of a checkpointed region begins that does not preserve the random state."""
+
+    def region_end(self) -> None:
+        """The forward of that region is over."""
+
     def autocast_begin(self, region: Any) -> None:
         """An outermost ``torch.autocast`` that is enabled has been entered."""
 
@@ -355,6 +361,7 @@ class Hub:
             state_hooks.install_modes,
             state_hooks.install_schedules,
             state_hooks.install_autocast,
+            state_hooks.install_recomputation,
         ):
             install(self, self._patches)
         self._handles = [*hooks.install_optimizers(self, self._patches), *modules.install(self.seen)]

@@ -1,4 +1,4 @@
-"""Hooks on torch that report to the hub: loaded state, modes, steps of schedules, and regions of autocast.
+"""Hooks on torch that report to the hub: loaded state, modes, schedules, autocast and recomputed regions.
 
 Not captured: a script that imported ``load`` by name before watching began, and formats of other libraries.
 """
@@ -6,10 +6,11 @@ Not captured: a script that imported ``load`` by name before watching began, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -114,3 +115,31 @@ def install_autocast(hub: Hub, patches: Patches) -> None:
 
     patches.replace(torch.autocast, "__enter__", wrap_enter)
     patches.replace(torch.autocast, "__exit__", wrap_exit)
+
+
+def install_recomputation(hub: Hub, patches: Patches) -> None:
+    """Report the forward of checkpointed regions whose recomputation draws other random numbers.
+
+    Regions that are not re-entrant only, whatever name a script imported ``checkpoint`` by.
+    """
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def generator(function: Any, preserves: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+            region = original(function, preserves, *args, **kwargs)
+            if preserves or not hub.active or torch.compiler.is_compiling():
+                yield from region
+                return
+            next(region)
+            hub.emit("region_begin")
+            try:
+                yield
+            except BaseException as error:  # of the region
+                region.throw(error)
+                raise
+            hub.emit("region_end")
+            yield from region
+
+        return generator
+
+    patches.replace(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", wrap)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from faults.silent.loop import STEPS, batches, control, fault, perceptron
@@ -171,3 +172,25 @@ def second_order_optimizer() -> None:
             return loss
 
         optimizer.step(closure)
+
+
+@fault(rule="recomputation_differs", severity="error", step=0)
+def recomputed_with_another_dropout(injected: bool) -> None:
+    train_checkpointed(nn.Dropout(0.1), preserves=not injected)
+
+
+@control
+def recomputed_without_random_numbers() -> None:
+    train_checkpointed(nn.Tanh(), preserves=False)
+
+
+def train_checkpointed(last: nn.Module, *, preserves: bool) -> None:
+    """Train with activation checkpointing."""
+    body, head = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), last), nn.Linear(16, 3)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    for x, y in batches():
+        run = torch.utils.checkpoint.checkpoint
+        hidden = run(body, x, use_reentrant=False, preserve_rng_state=preserves)
+        optimizer.zero_grad()
+        F.cross_entropy(head(hidden), y).backward()
+        optimizer.step()

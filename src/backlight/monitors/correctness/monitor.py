@@ -14,6 +14,7 @@ from backlight.monitors.correctness.instrument.microbatch_weights import Microba
 from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
 from backlight.monitors.correctness.instrument.model_inputs import ModelInputs
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
+from backlight.monitors.correctness.instrument.recomputation import Recomputation
 from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
 from backlight.monitors.correctness.instrument.restored_state import RestoredState
 from backlight.monitors.correctness.instrument.schedule_steps import ScheduleSteps
@@ -32,6 +33,7 @@ CHECKS: tuple[type[Check], ...] = (
     MixedPrecision,
     ModelInputs,
     ModuleModes,
+    Recomputation,
     ReplicaDigests,
     RestoredState,
     ScheduleSteps,

@@ -1,0 +1,48 @@
+"""Rule ``recomputation_differs``: a gradient that belongs to another dropout mask than the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from backlight.findings.limits import Limits, limit
+from backlight.monitors.correctness.model.contradictions import (
+    contradictions,
+    evidence_of,
+    observed,
+    steps_of,
+)
+from backlight.records import Finding, Severity, Subject
+from backlight.registry import rule
+from backlight.store.read.run import Run
+
+
+@dataclass(frozen=True)
+class RecomputationLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``recomputation_differs``."""
+
+    recomputed_steps: int = limit(2, "observed steps at which a region draws random numbers", low=1)
+
+
+@rule("recomputation_differs", monitor="correctness", limits=RecomputationLimits)
+def recomputation_differs(run: Run, limits: RecomputationLimits) -> Iterator[Finding]:
+    """Find checkpointed regions that draw random numbers without preserving the random state."""
+    found = contradictions(run, "recomputation_differs")
+    steps = steps_of(found)
+    if len(steps) < limits.recomputed_steps:
+        return
+    line = str(found[0].payload["line"])
+    where = f", called at {line}," if line else ""
+    yield Finding(
+        severity=Severity.ERROR,
+        title="Checkpointed regions are recomputed with other random numbers",
+        detail=(
+            f"At {observed(steps)} a region with `preserve_rng_state=False`{where} drew "
+            "random numbers in its forward. Its recomputation draws others: the gradient belongs to "
+            "another dropout mask than the loss."
+        ),
+        subject=Subject(step=steps[0]),
+        evidence=(evidence_of(found, line, "line"),),
+        fix="Leave `preserve_rng_state` of `torch.utils.checkpoint.checkpoint` at True.",
+        refuted_if="the region seeds its random numbers itself, and so draws the same ones again.",
+    )
