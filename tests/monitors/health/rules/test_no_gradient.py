@@ -33,6 +33,16 @@ def test_each_reason_is_a_finding(recorder: Any, evaluated: Any) -> None:
     assert found["cut.weight"].severity is Severity.WARNING
 
 
+def test_layer_whose_optimizer_has_not_stepped_waits_for_its_turn(synthetic: Any, evaluated: Any) -> None:
+    later = ParameterRecord("later.weight", (4, 4), "float32", "cpu", 16, group="1/0")
+    rms, first = {"first.weight": [1e-2] * 10}, {"lr/0/0": [0.1] * 10}
+    assert not evaluated(synthetic(rms, extra=[later], scalars=first), "no_gradient")
+    (finding,) = evaluated(
+        synthetic(rms, extra=[later], scalars=first | {"lr/1/0": [0.1] * 10}), "no_gradient"
+    )
+    assert finding.subject.parameter == "later.weight"
+
+
 def test_unused_parameters_need_enough_steps(recorder: Any, evaluated: Any) -> None:
     model = Net()
     rules = evaluated(train(recorder, model, list(model.parameters()), steps=4), "no_gradient")

@@ -85,7 +85,7 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     measured_SP = frame.measured if frame.any_rank is None else frame.any_rank
     seen = {frame.names[i] for i in np.flatnonzero(measured_SP.any(axis=0))}
     records = run.parameters()
-    missing = [p for p in records if p.name not in seen and p.numel > 0]
+    missing = [p for p in records if p.name not in seen and p.numel > 0 and not _waits(p, run)]
     reported = _reported(run)
     held = any(p.group for p in records)
     by_reason: dict[_Reason, list[ParameterRecord]] = {}
@@ -122,6 +122,12 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             fix=reason.fix,
             refuted_if=f"a step, possibly an unrecorded one, gives `{worst.name}` a gradient.",
         )
+
+
+def _waits(record: ParameterRecord, run: Run) -> bool:
+    """Return whether the optimizer of a parameter has not stepped while others have: its turn may come."""
+    stepped = {name.split("/")[1] for name in run.scalar_names("backlight") if name.startswith("lr/")}
+    return bool(record.group and stepped) and record.group.partition("/")[0] not in stepped
 
 
 def _reported(run: Run) -> dict[str, str]:

@@ -291,7 +291,7 @@ def _late_rank(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
 
     Ranks that step together take equally long for a step; the phases show which of them is late.
     """
-    ranks = run.attempts[-1].ranks if run.attempts else ()
+    ranks = run.attempts[-1].ranks if run.attempts and not is_busy(run, limits) else ()
     tables = {rank: table for rank in ranks if (table := steady_phases(run, limits, rank)) is not None}
     if len(tables) < 2:
         return
