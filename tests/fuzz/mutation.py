@@ -1,0 +1,129 @@
+"""Seeded mutations of bytes, JSON, databases and HDF5 files, from flipped bits to hostile values."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+HOSTILE: tuple[Any, ...] = (
+    None, True, -1, 0, 2**31, 2**63 - 1, -(2**63), 10**30, 1e308, float("nan"), float("inf"), "", "x" * 9_999,
+    "\x1b[2J\u202e", "../../etc/passwd", "\ud800", "1e999", [], {}, [[]], {"a": {"b": [None]}},
+)  # fmt: skip
+"""Values that no field expects."""
+
+
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
+    """Return ``data`` with up to four changes: bits, bytes, numbers, blocks, or its length."""
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(out) + 1)
+        match rng.randrange(7):
+            case 0 if at < len(out):
+                out[at] ^= 1 << rng.randrange(8)
+            case 1 if at < len(out):
+                out[at] = rng.choice((0, 1, 127, 128, 255))
+            case 2:
+                width = rng.choice((2, 4, 8))
+                number = rng.choice((0, 1, 2 ** (8 * width) - 1, 2 ** (8 * width - 1)))
+                out[at : at + width] = number.to_bytes(width, rng.choice(("little", "big")))
+            case 3:
+                del out[at : at + rng.choice((1, 8, 512, len(out)))]
+            case 4:
+                start = rng.randrange(len(out) + 1)
+                out[at:at] = out[start : start + rng.choice((1, 16, 4096))]
+            case 5:
+                out[at:at] = rng.randbytes(rng.choice((1, 8, 64)))
+            case _:
+                size = rng.choice((8, 64, 1024))
+                out[at : at + size] = bytes(min(size, max(len(out) - at, 0)))
+    return bytes(out)
+
+
+def mutate_json(text: bytes, rng: random.Random) -> bytes:
+    """Return a JSON document with one node replaced, removed or nested deeply, or with mutated bytes."""
+    if rng.random() < 0.25:
+        return mutate_bytes(text, rng)
+    document = json.loads(text)
+    nodes: list[tuple[Any, Any]] = []
+    pending = [document]
+    while pending:
+        node = pending.pop()
+        keys = list(node) if isinstance(node, dict) else range(len(node))
+        nodes += [(node, key) for key in keys]
+        pending += [node[key] for key in keys if isinstance(node[key], (dict, list))]
+    node, key = rng.choice(nodes)
+    match rng.randrange(5):
+        case 0:
+            del node[key]
+        case 1:
+            node[key] = "DEEP"
+            depth = rng.choice((10, 900, 100_000))
+            nested = "[" * depth + "]" * depth
+            return json.dumps(document).replace('"DEEP"', nested, 1).encode()
+        case 2 if isinstance(node, list):
+            node += [node[key]] * 1000
+        case _:
+            node[key] = rng.choice(HOSTILE)
+    return json.dumps(document).encode()
+
+
+def mutate_database(path: Path, rng: random.Random) -> None:
+    """Change bytes of a SQLite file, or one value of it, or its schema."""
+    if rng.random() < 0.5:
+        path.write_bytes(mutate_bytes(path.read_bytes(), rng))
+        return
+    values = [
+        value for value in HOSTILE if not isinstance(value, (list, dict)) and value not in (10**30, "\ud800")
+    ]
+    values += [b"", b"\xff" * 64, mutate_json(b'{"a": [1, 2, {"b": null}]}', rng).decode("utf-8", "replace")]
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        tables = [
+            name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        ]
+        table = rng.choice(tables)
+        columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+        with contextlib.suppress(sqlite3.Error):  # a constraint of the table
+            match rng.randrange(6):
+                case 0:
+                    connection.execute(f"DROP TABLE {table}")
+                case 1:
+                    connection.execute(f"DELETE FROM {table} WHERE rowid % 2 = 0")
+                case 2:
+                    connection.execute(f"ALTER TABLE {table} ADD COLUMN more TEXT")
+                case _:
+                    where = (
+                        "" if rng.random() < 0.3 else " WHERE rowid = (SELECT max(rowid) FROM " + table + ")"
+                    )
+                    change = f"UPDATE {table} SET {rng.choice(columns)} = ?{where}"
+                    connection.execute(change, (rng.choice(values),))
+
+
+def mutate_hdf5(path: Path, rng: random.Random) -> None:
+    """Change bytes of an HDF5 file, or one attribute, dataset or link of it."""
+    if rng.random() < 0.6:
+        path.write_bytes(mutate_bytes(path.read_bytes(), rng))
+        return
+    with h5py.File(path, "a") as file:
+        group = file[rng.choice(list(file))]
+        match rng.randrange(5):
+            case 0:
+                group.attrs[rng.choice(list(group.attrs))] = rng.choice((7, -1.5, "x", b"\xff", "[" * 5000))
+            case 1:
+                del group.attrs[rng.choice(list(group.attrs))]
+            case 2:
+                del group["values"]
+                zeros = np.zeros((len(group["steps"]), rng.choice((10, 10**6))), np.float32)
+                group.create_dataset("values", data=zeros, compression="gzip", chunks=True)
+            case 3:
+                del group["values"]
+                group["values"] = h5py.SoftLink(rng.choice(("/", "/a0", "/nothing")))
+            case _:
+                del group["steps"]
+                group.create_dataset("steps", data=rng.choice(([], [1.5], ["a"], [2**62], [[0]])))

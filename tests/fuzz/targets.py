@@ -1,0 +1,241 @@
+"""What is fuzzed: how each kind of input is made, mutated and answered, and which values must not change."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backlight.analysis import sql
+from backlight.analysis.report import write_bundle, write_markdown
+from backlight.cli.app import REFUSALS
+from backlight.diagnose.test_matrix.plan import read_plan
+from backlight.findings.evaluate import findings_of
+from backlight.launch.recipe import refuse_script
+from backlight.session.settings import Settings
+from backlight.store.maintenance.merge_hosts import merge_hosts
+from backlight.store.read.run import Run, open_run
+from backlight.store.read.run_list import list_runs
+from backlight.store.write.writer import RunWriter
+from backlight.trace.reader import read_trace
+from fuzz import mutation
+from report.synthetic import Plan, write_run
+
+DATABASE = "attempt-000/rank-00000.db"
+STATEMENTS = (
+    "select parameter, max(norm) from gradient group by all order by 2 desc limit 3",
+    "select * from scalars where value > 0 limit 5",
+    "select step, count(*) over (partition by attempt) from steps limit 5",
+    "select rule, severity from findings",
+)
+PLAN = b"""
+[base]
+command = ["python", "train.py", "--lr", "{lr}"]
+time_limit = 60
+[factors.lr.low]
+arguments = ["--lr=0.1"]
+[cases.one]
+lr = "low"
+"""
+SETTINGS = b"""
+monitors = ["health"]
+every = 10
+[groups]
+host = "encoder.*"
+[thresholds.health]
+vanishing_rms = 1e-9
+"""
+RECIPE = b"""
+import torch
+def build_model():
+    return torch.nn.Linear(2, 2)
+def batches(rank, world_size):
+    yield 1
+"""
+
+
+def write_seeds(folder: Path) -> Path:
+    """Write one healthy input of each kind."""
+    write_run(folder / "run", Plan())
+    with RunWriter.create(folder / "arrays", run_id="fuzz") as writer:
+        for step in range(6):
+            writer.array("w", step, np.random.default_rng(step).normal(size=(8, 700)), dims=("a", "b"))
+            writer.scalar(step, "loss", float(step))
+    (folder / "plan.toml").write_bytes(PLAN)
+    (folder / "settings.toml").write_bytes(SETTINGS)
+    (folder / "recipe.py").write_bytes(RECIPE)
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": f"aten::op{n % 5}", "pid": 1, "tid": 1, "ts": 10.5 * n, "dur": 9,
+         "args": {"External id": n, "Input Dims": [[2, 3], []]}}
+        for n in range(200)
+    ]  # fmt: skip
+    (folder / "trace.json").write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    (folder / "trace.json.gz").write_bytes(gzip.compress((folder / "trace.json").read_bytes()))
+    return folder
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of input: ``mutate`` changes a copy of ``seed``, ``answer`` reads it."""
+
+    seed: str
+    mutate: Callable[[Path, random.Random], None]
+    answer: Callable[[Path], Any]
+
+    def copy(self, seeds: Path, folder: Path) -> Path:
+        """Copy the seed into ``folder`` and return where it is."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        copy = shutil.copytree if (seeds / self.seed).is_dir() else shutil.copyfile
+        return Path(copy(seeds / self.seed, folder / self.seed))
+
+    def warm_up(self, seeds: Path, folder: Path) -> None:
+        """Answer the seed as it is: what is imported for it is no memory of an input."""
+        path = self.copy(seeds, folder)
+        if self.answer is _query:
+            path.write_text(STATEMENTS[3])
+        with contextlib.suppress(*REFUSALS):
+            self.answer(path)
+
+
+def _bytes(path: Path, rng: random.Random) -> None:
+    path.write_bytes(mutation.mutate_bytes(path.read_bytes(), rng))
+
+
+def _json(name: str) -> Callable[[Path, random.Random], None]:
+    def mutate(path: Path, rng: random.Random) -> None:
+        file = path / name if name else path
+        file.write_bytes(mutation.mutate_json(file.read_bytes(), rng))
+
+    return mutate
+
+
+def _database(path: Path, rng: random.Random) -> None:
+    mutation.mutate_database(path / DATABASE, rng)
+
+
+def _hdf5(path: Path, rng: random.Random) -> None:
+    mutation.mutate_hdf5(next((path / "attempt-000/arrays").glob("*.h5")), rng)
+
+
+def _gzip(path: Path, rng: random.Random) -> None:
+    if rng.random() < 0.5:
+        _bytes(path, rng)
+    else:
+        text = mutation.mutate_bytes(gzip.decompress(path.read_bytes()), rng)
+        path.write_bytes(gzip.compress(text + b" " * rng.choice((0, 10**7))))
+
+
+def read_run(path: Path) -> Run:
+    """Read all of a run, as the commands do."""
+    list_runs(path.parent)
+    run = open_run(path)
+    for name in run.scalar_names():
+        run.scalar(name)
+    for array in run.array_names():
+        run.array(array)
+    findings_of(run)
+    return run
+
+
+def _values(run: Run) -> dict[str, tuple[list[int], np.ndarray[Any, Any]]]:
+    found = {name: run.array(name) for name in run.array_names()}
+    if run.has("gradient"):
+        frame = run.frame("gradient", "norm")
+        found["gradient/norm"] = frame.steps, frame.values
+    return {name: (list(steps), np.asarray(values)) for name, (steps, values) in found.items()}
+
+
+def _same_values(path: Path) -> None:
+    """Every value that is returned without a statement of loss is that of the healthy run."""
+    run = read_run(path)
+    found = _values(run)
+    if run.losses:
+        return
+    expected = _values(open_run(path.parent.parent / "seeds" / path.name))
+    assert found.keys() == expected.keys(), "an array is missing without a statement"
+    for name, (steps, values) in found.items():
+        assert steps == expected[name][0], f"{name}: other steps without a statement"
+        assert np.array_equal(values, expected[name][1], equal_nan=True), (
+            f"{name}: changed without a statement"
+        )
+
+
+def _query(path: Path) -> None:
+    statement = path.read_bytes().decode("utf-8", "replace")
+    with sql.query(open_run(path.parent.parent / "seeds" / "arrays"), statement) as answer:
+        for _row in zip(answer.rows(), range(50), strict=False):
+            pass
+
+
+def _mutate_sql(path: Path, rng: random.Random) -> None:
+    words = b" ".join(rng.choice(STATEMENTS).encode().split()[: rng.randint(1, 20)])
+    path.write_bytes(mutation.mutate_bytes(words, rng))
+
+
+def _report(path: Path) -> None:
+    write_markdown(path, path.parent / "out.md")
+    write_bundle(path, path.parent / "out.zip")
+
+
+def _join(path: Path) -> None:
+    whole = path.parent / "whole"
+    shutil.copytree(path.parent.parent / "seeds" / "arrays", whole)
+    merge_hosts(whole, [path])
+
+
+def _any_file(path: Path, rng: random.Random) -> None:
+    """Change any file of a run, or exchange two."""
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    one, other = rng.choice(files), rng.choice(files)
+    match rng.randrange(5):
+        case 0:
+            shutil.copyfile(one, other) if one != other else one.unlink()
+        case 1:
+            one.unlink()
+            one.symlink_to(rng.choice(("/dev/zero", "/etc/hostname", str(path))))
+        case _ if one.suffix == ".json":
+            one.write_bytes(mutation.mutate_json(one.read_bytes(), rng))
+        case _ if one.suffix == ".db":
+            mutation.mutate_database(one, rng)
+        case _:
+            _bytes(one, rng)
+
+
+TARGETS = {
+    "database": Target("run", _database, _same_values),
+    "hdf5": Target("arrays", _hdf5, _same_values),
+    "manifest": Target("run", _json("manifest.json"), read_run),
+    "document": Target("run", _json("attempt-000/rank-00000.json"), read_run),
+    "sql": Target("plan.toml", _mutate_sql, _query),
+    "trace": Target("trace.json", _json(""), read_trace),
+    "gzip": Target("trace.json.gz", _gzip, read_trace),
+    "plan": Target("plan.toml", _bytes, read_plan),
+    "settings": Target("settings.toml", _bytes, lambda path: Settings.read(path, {})),
+    "recipe": Target("recipe.py", _bytes, refuse_script),
+    "join": Target("arrays", _any_file, _join),
+    "bundle": Target("arrays", _any_file, _report),
+}
+"""Kinds of input by name."""
+
+
+def answer(name: str, seeds: Path, folder: Path, seed: int) -> str:
+    """Mutate a copy of a seed in ``folder`` and answer it; return ``answered``, or the line of a refusal."""
+    target, line = TARGETS[name], "answered"
+    path = target.copy(seeds, folder)
+    target.mutate(path, random.Random(f"{name} {seed}"))
+    try:
+        target.answer(path)
+    except REFUSALS as error:
+        line = str(error)
+    assert line, "a refusal without a word"
+    assert "\n" not in line or name == "recipe", f"several lines: {line!r}"  # there it shows a recipe
+    return line
