@@ -33,6 +33,10 @@ Samples = tuple[Callable[[Any, Any], Any], Any]
 probe batch or a callable that returns one."""
 
 
+NEVER = 2**62
+"""The number of no step."""
+
+
 class StepClock(Protocol):
     """The position of a run, in optimizer steps."""
 
@@ -256,6 +260,14 @@ class Monitor:
     def wants_step(self, step: int) -> bool:
         """Return whether this step must be recorded; called after :meth:`on_step_start`."""
         return False
+
+    def next_step(self, step: int) -> int:
+        """Return the first step after ``step`` at which ``on_step_start`` or ``wants_step`` has to be called.
+
+        Asked where ``step`` is not recorded; for a monitor that implements neither, it is not. Recorded steps
+        are always called.
+        """
+        return step + 1
 
     def on_backward_end(self, gradients: Gradients, part: int, record: StepRecord) -> None:
         """Backward number ``part``, from 1, of a recorded step is over; only with ``per_backward=True``."""

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from backlight.session.step_recorder import Sampling
+from backlight.session.step_recorder import BUDGET, GRACE_S, Sampling
 
 
 def simulate(sampling: Sampling, steps: int, step_seconds: float, cost: float) -> list[int]:
@@ -21,7 +21,21 @@ def simulate(sampling: Sampling, steps: int, step_seconds: float, cost: float) -
 
 
 def test_short_run_records_every_step() -> None:
-    assert len(simulate(Sampling(), 1000, 0.001, 0.001)) == 1000
+    assert len(simulate(Sampling(), 500, 0.001, 0.001)) == 500
+
+
+def cost_share(steps: int, step_seconds: float, cost: float) -> float:
+    return cost * len(simulate(Sampling(), steps, step_seconds, cost)) / (steps * step_seconds)
+
+
+@pytest.mark.parametrize("step_seconds", [0.0003, 0.001, 0.01, 0.1])
+def test_run_of_two_minutes_costs_the_budget_its_first_steps_included(step_seconds: float) -> None:
+    assert cost_share(round(120 / step_seconds), step_seconds, 0.0015) <= 1.1 * BUDGET
+
+
+def test_first_steps_find_the_spacing() -> None:
+    recorded = simulate(Sampling(), 20_000, 0.0003, 0.0015)
+    assert len(recorded) * 0.0015 < 1.2 * GRACE_S
 
 
 def test_cheap_measurement_records_every_step() -> None:

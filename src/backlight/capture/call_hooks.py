@@ -11,10 +11,16 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from backlight.capture.unrecorded import FORWARDS, NUMBERS, PHASE, PROGRESS, Board
+from backlight.records import Phase
+
+if TYPE_CHECKING:
+    from backlight.capture.hub import Hub
 
 
 class CallHooks:
@@ -56,6 +62,29 @@ class CallHooks:
                 _restore(kind)
 
 
+HUB_COUNTING: list[Hub | None] = [None]
+"""The hub, in steps whose calls are counted on its board and not reported; see
+:mod:`backlight.capture.unrecorded`."""
+
+_FORWARD, _LOSS, _BACKWARD, _EVALUATION = (
+    NUMBERS[phase] for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.EVALUATION)
+)
+
+
+def _counted(board: Board, go_on: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a module in a step that is only counted."""
+    is_training = torch.is_grad_enabled()
+    board[PROGRESS] += 1
+    if board[PHASE] == _BACKWARD:  # a checkpointed model is computed again
+        return go_on(module, *args, **kwargs)
+    board[PHASE] = _FORWARD if is_training else _EVALUATION
+    board[FORWARDS] += 1
+    result = go_on(module, *args, **kwargs)
+    board[PHASE] = _LOSS if is_training else _EVALUATION
+    board[PROGRESS] += 1
+    return result
+
+
 _Pair = tuple[Callable[[Any, Any, Any], None], Callable[[], None] | None]
 
 _followed: dict[int, tuple[type[nn.Module], Counter[_Pair]]] = {}
@@ -89,6 +118,11 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return go_on(self, *args, **kwargs)
         ours = sys.modules.get("backlight.capture.call_hooks")
+        if ours is not None and (hub := ours.HUB_COUNTING[0]) is not None:
+            if id(self) not in ours._followed:
+                return go_on(self, *args, **kwargs)
+            if torch.is_grad_enabled() or not hub.ends_for_evaluation():
+                return ours._counted(hub.board, go_on, self, args, kwargs)
         pairs = ours._current(self, kind) if ours is not None else ()
         for before, _ in pairs:
             before(self, args, kwargs)

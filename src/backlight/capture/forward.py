@@ -45,6 +45,8 @@ class ScopeForwards(Listener):
         The models that are known so far.
     """
 
+    every_step = False
+
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
         self._forwards = Forwards()

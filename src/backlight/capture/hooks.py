@@ -23,9 +23,14 @@ from torch.optim.optimizer import (
 from torch.utils.data import dataloader
 
 from backlight import clock
+from backlight.capture.unrecorded import BACKWARDS, NUMBERS, PHASE, PROGRESS, STEPS
+from backlight.records import Phase
 
 if TYPE_CHECKING:
     from backlight.capture.hub import Hub
+
+_DATA, _BACKWARD, _OPTIMIZER = NUMBERS[Phase.DATA], NUMBERS[Phase.BACKWARD], NUMBERS[Phase.OPTIMIZER]
+_EVALUATION, _OTHER = NUMBERS[Phase.EVALUATION], NUMBERS[Phase.OTHER]
 
 _transforms: Callable[[], Any] | None = getattr(torch._C._functorch, "peek_interpreter_stack", None)
 
@@ -76,6 +81,21 @@ def install_backward(hub: Hub, patches: Patches) -> None:
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            unrecorded = hub.unrecorded
+            if unrecorded is not None and not hub.backward_depth and not torch.compiler.is_compiling():
+                board = unrecorded.board
+                board[PROGRESS] += 1
+                board[PHASE] = _BACKWARD
+                hub.backward_depth += 1
+                try:
+                    original(tensors, *args, **kwargs)
+                finally:
+                    hub.backward_depth -= 1
+                    unrecorded.open_backwards += 1
+                    board[PHASE] = _OTHER
+                    board[BACKWARDS] += 1
+                    board[PROGRESS] += 1
+                return
             if not hub.active or torch.compiler.is_compiling():
                 original(tensors, *args, **kwargs)
                 return
@@ -224,6 +244,8 @@ def install_grad_scaler(hub: Hub, patches: Patches) -> None:
         @functools.wraps(original)
         def scale(self: Any, outputs: Any) -> Any:
             result = original(self, outputs)
+            if hub.unrecorded is not None and self.is_enabled():
+                hub.resume()
             if hub.active and self.is_enabled() and isinstance(outputs, torch.Tensor):
                 hub.emit("scaled", self, outputs, result)
             return result
@@ -234,6 +256,8 @@ def install_grad_scaler(hub: Hub, patches: Patches) -> None:
         @functools.wraps(original)
         def unscale_(self: Any, optimizer: Any) -> None:
             original(self, optimizer)
+            if hub.unrecorded is not None and self.is_enabled():
+                hub.resume()
             if hub.active and self.is_enabled():
                 hub.optimizers.use(optimizer)
                 hub.emit("unscaled", self, optimizer)
@@ -243,6 +267,8 @@ def install_grad_scaler(hub: Hub, patches: Patches) -> None:
     def wrap_step(original: Any) -> Any:
         @functools.wraps(original)
         def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if hub.unrecorded is not None and self.is_enabled():
+                hub.resume()
             if not hub.active or not self.is_enabled():
                 return original(self, optimizer, *args, **kwargs)
             hub.optimizers.use(optimizer)
@@ -278,6 +304,18 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def __next__(self: Any) -> Any:  # noqa: N807
+            unrecorded = hub.unrecorded
+            is_first = unrecorded is not None and getattr(self, "_num_yielded", 1) == 0
+            if unrecorded is not None and not (is_first and hub.ends_for_epoch()):
+                board = unrecorded.board
+                board[PROGRESS] += 1
+                if board[PHASE] != _EVALUATION:
+                    board[PHASE] = _DATA
+                item = original(self)
+                if board[PHASE] == _DATA:
+                    board[PHASE] = _OTHER
+                board[PROGRESS] += 1
+                return item
             if not hub.active:
                 return original(self)
             hub.loader_workers = max(hub.loader_workers or 0, getattr(self, "_num_workers", 0) or 0)
@@ -326,6 +364,8 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
         @functools.wraps(original)
         def __init__(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             original(self, *args, **kwargs)
+            if hub.unrecorded is not None:
+                hub.resume()
             if hub.active:
                 hub.optimizers.use(self)
                 hub.emit("optimizer_made", self)
@@ -336,6 +376,13 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unrecorded = hub.unrecorded
+        if unrecorded is not None:
+            if len(args) == 1 and not kwargs and unrecorded.optimizer == id(optimizer):
+                unrecorded.board[PROGRESS] += 1
+                unrecorded.board[PHASE] = _OPTIMIZER
+                return None
+            hub.resume()
         if not hub.active:
             return None
         hub.optimizers.use(optimizer)
@@ -359,6 +406,14 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def end(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        unrecorded = hub.unrecorded
+        if unrecorded is not None:
+            unrecorded.board[PROGRESS] += 1
+            unrecorded.board[PHASE] = _OTHER
+            unrecorded.board[STEPS] += 1
+            if unrecorded.end_step():
+                hub.resume()
+            return
         if hub.active:
             hub.emit("optimizer_end", optimizer)
 

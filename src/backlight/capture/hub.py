@@ -11,12 +11,13 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from backlight import clock
-from backlight.capture import hooks, modules, state_hooks
+from backlight.capture import call_hooks, hooks, modules, state_hooks
+from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.records import Phase
 
 
@@ -54,10 +55,18 @@ class Listener:
 
     An exception removes the listener and never reaches the training script; only a :class:`BaseException`
     that is no :class:`Exception`, such as a requested end of the script, passes through. ``spent`` are the
-    host seconds that its methods have taken so far.
+    host seconds that its methods have taken so far. One that needs the events of recorded steps only sets
+    ``every_step`` to False.
     """
 
     spent = 0.0
+    every_step: ClassVar[bool] = True
+
+    def unrecorded_begin(self) -> None:
+        """No event comes until :meth:`unrecorded_end`, but for new optimizers: no listener needs them."""
+
+    def unrecorded_end(self) -> None:
+        """Events are delivered again, from here on."""
 
     def phase_changed(self, phase: Phase) -> None:
         """The process enters ``phase``; reported by a :class:`backlight.capture.steps.StepTracker`."""
@@ -170,6 +179,13 @@ class Listener:
         """The listener raised ``error`` and has been taken off."""
 
 
+MAX_EPOCHS = 16
+"""Begins of epochs that end a stretch of unrecorded steps."""
+
+EVALUATION_STEPS = 64
+"""Unrecorded steps after which an evaluation ends them: some loops have one in every step."""
+
+
 class NextEvent(Listener):
     """Calls a function at the next event at which torch iterates over no hooks: it may remove them."""
 
@@ -260,7 +276,8 @@ class Hub:
     """Keeps the listeners of this process and what is attached to torch for them.
 
     ``loader_workers`` is the largest number of workers of a DataLoader that was asked for a batch since the
-    hooks were installed; None before the first.
+    hooks were installed; None before the first. ``unrecorded`` counts steps while no event is delivered, on
+    ``board``.
     """
 
     def __init__(self) -> None:
@@ -271,6 +288,10 @@ class Hub:
         self.grad_depth = 0
         self.own_passes = 0
         self.loader_workers: int | None = None
+        self.unrecorded: UnrecordedSteps | None = None
+        self.board: Board = [0] * BOARD_LENGTH
+        self._epochs = 0
+        self._since_evaluation = 0
         self.seen = modules.SeenModules()
         self.optimizers = SeenOptimizers()
         self._patches = hooks.Patches()
@@ -280,7 +301,52 @@ class Hub:
     @property
     def active(self) -> bool:
         """Whether events are wanted, and this is not a forked child."""
-        return bool(self.listeners) and not self.own_passes
+        return bool(self.listeners) and not self.own_passes and self.unrecorded is None
+
+    def count_steps(
+        self, optimizer: torch.optim.Optimizer, steps: int, ended: Callable[[UnrecordedSteps], None]
+    ) -> bool:
+        """Deliver no events for ``steps`` steps, then call ``ended``; return whether no listener needs them.
+
+        Whatever is no plain step of that optimizer ends it sooner: a closure, a gradient scaler, another
+        optimizer, a new listener.
+        """
+        if self.own_passes or any(listener.every_step for listener in self.listeners):
+            return False
+        self.emit("unrecorded_begin")
+        call_hooks.HUB_COUNTING[0] = self
+        self.unrecorded = UnrecordedSteps(id(optimizer), steps, self.board, ended)
+        return True
+
+    def resume(self) -> None:
+        """Deliver events again, from the training thread."""
+        unrecorded, self.unrecorded = self.unrecorded, None
+        call_hooks.HUB_COUNTING[0] = None
+        if unrecorded is not None:
+            self._since_evaluation += unrecorded.done
+            self.emit("unrecorded_end")
+            unrecorded.ended(unrecorded)
+
+    def ends_for_epoch(self) -> bool:
+        """Resume where an epoch begins, the first times: its batches are compared with those of the last."""
+        self._epochs += 1
+        if self._epochs <= MAX_EPOCHS:
+            self.resume()
+        return self.unrecorded is None
+
+    def ends_for_evaluation(self) -> bool:
+        """Resume where a forward without gradients begins, after enough steps since the last time."""
+        unrecorded = self.unrecorded
+        if unrecorded is not None and self._since_evaluation + unrecorded.done >= EVALUATION_STEPS:
+            self.resume()
+            self._since_evaluation = 0
+        return self.unrecorded is None
+
+    def resume_soon(self) -> None:
+        """Deliver events again after the step in progress; from any thread."""
+        unrecorded = self.unrecorded
+        if unrecorded is not None:
+            unrecorded.steps = 0
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -300,6 +366,7 @@ class Hub:
             return
         if not self.listeners:
             self._install()
+        self.resume_soon()
         self.listeners = (*self.listeners, listener)
         self._receivers = {}
         if on_error is not None:
@@ -318,7 +385,7 @@ class Hub:
     def emit(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``event`` of every listener; one that raises is removed, and its error reported."""
         receivers = self._receivers.get(event)
-        if self.own_passes or receivers == ():
+        if self.own_passes or receivers == () or self.unrecorded is not None:
             return
         if receivers is None:
             # Only those that do something at this event.
@@ -367,6 +434,7 @@ class Hub:
         self._handles = [*hooks.install_optimizers(self, self._patches), *modules.install(self.seen)]
 
     def _uninstall(self) -> None:
+        self.unrecorded = call_hooks.HUB_COUNTING[0] = None
         self._patches.undo()
         for handle in self._handles:
             handle.remove()
@@ -376,6 +444,7 @@ class Hub:
     def switch_off(self) -> None:
         """Forget every listener without calling any, in a forked child."""
         self.listeners = ()
+        self.unrecorded = call_hooks.HUB_COUNTING[0] = None
         self._on_error.clear()
         self._receivers = {}
         self.backward_depth = self.grad_depth = 0

@@ -50,6 +50,14 @@ class PhaseClock:
         self.separated = self.separated or self._is_after_forward
         self._change()
 
+    def restart(self) -> None:
+        """Forget what was open: phases were not followed since."""
+        self._open.clear()
+        self._times.clear()
+        self._is_after_forward, self._after_forward = False, 0.0
+        self._began = self._since = clock.perf_counter()
+        self.phase, self.separated = Phase.OTHER, False
+
     def inside(self, phase: Phase) -> bool:
         """Return whether ``phase`` is open."""
         return phase in self._open

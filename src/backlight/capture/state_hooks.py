@@ -26,6 +26,8 @@ def install_loading(hub: Hub, patches: Patches) -> None:
     def reporting(event: str, original: Any) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            if hub.unrecorded is not None:
+                hub.resume()
             if not hub.active or depth[0] or torch.compiler.is_compiling():
                 return original(self, state_dict, *args, **kwargs)
             depth[0] += 1
@@ -42,6 +44,8 @@ def install_loading(hub: Hub, patches: Patches) -> None:
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
             value = original(*args, **kwargs)
+            if hub.unrecorded is not None:
+                hub.resume()
             if hub.active:
                 hub.emit("loaded", value)
             return value

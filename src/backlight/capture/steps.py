@@ -18,6 +18,7 @@ from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseClock
+from backlight.capture.unrecorded import UnrecordedSteps
 from backlight.devices import is_capturing_graph
 from backlight.records import Phase
 
@@ -50,6 +51,14 @@ class StepSummary:
     separated: bool = False
 
 
+PLAIN_STEPS = 3
+"""Steps of one optimizer, with a backward and nothing else, after which unrecorded ones are only counted."""
+
+COUNTED_STEP_S = 0.05
+"""Seconds of a step up to which unrecorded ones are only counted: to observe a longer one costs little, and
+locates what hangs in it."""
+
+
 class StopTraining(SystemExit):
     """Ends a training run cleanly: after the requested number of steps, or on ``finding``.
 
@@ -71,6 +80,10 @@ class StepSink:
     def step_opens(self, index: int) -> bool:
         """Return whether this step is to be recorded."""
         return False
+
+    def next_step(self, index: int) -> int:
+        """Return the first step after ``index``, which is not recorded, that has to be observed."""
+        return index + 1
 
     def collect(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None) -> None:
         """Measure the gradients of ``parameters`` now; they are unchanged since backward."""
@@ -98,6 +111,8 @@ class StepTracker(Listener):
     :class:`StopTraining` when a step after ``max_steps`` begins. ``backwards`` counts backward passes.
     """
 
+    every_step = False
+
     def __init__(
         self, scope: Scope, sink: StepSink, *, per_backward: bool = False, max_steps: int | None = None
     ) -> None:
@@ -117,17 +132,21 @@ class StepTracker(Listener):
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
         self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
         self._before_steps: Callable[[], None] | None = None
+        self._made: set[int] = set()
+        self._is_plain = False
+        self._plain_steps = 0
+        self._counted: UnrecordedSteps | None = None
         self.backwards = 0
 
     @property
     def index(self) -> int:
         """Number of the step in progress, from 0."""
-        return self._index
+        return self._index + (self._counted.done if self._counted is not None else 0)
 
     @property
     def done(self) -> int:
         """Number of steps that have had an optimizer step."""
-        return self._index + bool(self._stepped)
+        return self.index + bool(self._stepped)
 
     @property
     def in_step(self) -> bool:
@@ -142,6 +161,8 @@ class StepTracker(Listener):
 
     def finish(self) -> None:
         """Close a step whose optimizer has run, and listen no more."""
+        if self._counted is not None:
+            HUB.resume()
         if self._stepped:
             self._close()
         HUB.remove(self)
@@ -154,6 +175,7 @@ class StepTracker(Listener):
     def call_before_steps(self, action: Callable[[], None]) -> None:
         """Call ``action`` before the first backward of each step from here on."""
         self._before_steps = action
+        HUB.resume_soon()
 
     def _call_before_step(self) -> None:
         is_inside = bool(self._inside) or (self._summary.backwards > 0 and not self._stepped)
@@ -171,20 +193,50 @@ class StepTracker(Listener):
         self._stepped.clear()
         self._collected.clear()
         self._versions.clear()
-        self._refreshed = False
+        self._made.clear()
+        self._refreshed, self._is_plain = False, True
         self._summary = StepSummary(self._index)
         self._recording = self._sink.step_opens(self._index) and not is_capturing_graph()
 
-    def _close(self) -> None:
+    def _close(self) -> float:
         summary = self._summary
         summary.separated = self._clock.separated
         summary.backwards_seen = self.backwards
         summary.phases, summary.seconds = self._clock.take()
         if self._recording:
             self._sink.step_closes(summary)
+        is_plain = self._is_plain and self._summary.backwards > 0 and len(self._stepped) == 1
+        self._plain_steps = self._plain_steps + 1 if is_plain else 0
         self._open()
+        return summary.seconds
+
+    def _count(self, optimizer: torch.optim.Optimizer, seconds: float) -> None:
+        """Observe nothing of the open step and those after it, up to the next that is needed."""
+        if self._recording or seconds > COUNTED_STEP_S or self._plain_steps < PLAIN_STEPS:
+            return
+        until = self._sink.next_step(self._index)
+        if self._max_steps is not None:
+            until = min(until, self._max_steps)
+        if until > self._index + 1 and HUB.count_steps(optimizer, until - self._index, self._resumed):
+            self._counted = HUB.unrecorded
+
+    def _resumed(self, counted: UnrecordedSteps) -> None:
+        self._counted = None
+        self._clock.restart()
+        self.backwards += counted.backwards + counted.open_backwards
+        if counted.done < counted.steps:  # something else came than plain steps
+            self._plain_steps = 0
+        if counted.done:
+            self._index += counted.done - 1
+            self._open()
+        self._summary.backwards += counted.open_backwards
 
     # Events
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note one that is made after the backward of this step: others may follow in the same step."""
+        if self._summary.backwards:
+            self._made.add(id(optimizer))
 
     def batch_begin(self, source: int) -> None:
         """Close a step that is complete: the next one begins with data."""
@@ -221,6 +273,7 @@ class StepTracker(Listener):
 
     def scaled(self, scaler: Any, loss: torch.Tensor, result: torch.Tensor) -> None:
         """Remember the loss before scaling, to record that instead of the root of backward."""
+        self._is_plain = False
         self._unscaled_loss = (id(result), loss.detach())
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
@@ -302,6 +355,7 @@ class StepTracker(Listener):
             self._call_before_step()
             self.check_limit()
         is_watched = self._scope.holds(optimizer)
+        self._is_plain = self._is_plain and is_watched and not has_closure
         if is_watched:
             if id(optimizer) in self._stepped and not HUB.backward_depth:
                 self._close()  # no captured backward in between: gradients by autograd.grad, for instance
@@ -338,11 +392,13 @@ class StepTracker(Listener):
         self._stepped.add(id(optimizer))
         if self._recording:
             self._sink.update_ends()
-        if not self._scaling and not HUB.backward_depth and self._scope.alone():
-            self._close()
+        is_last = self._scope.alone() and id(optimizer) not in self._made
+        if is_last and not self._scaling and not HUB.backward_depth:
+            self._count(optimizer, self._close())
 
     def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Remember whose scale is in use."""
+        self._is_plain = False
         if self._scope.holds(optimizer):
             self._scaling = True
             if self._recording:

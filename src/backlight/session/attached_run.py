@@ -201,6 +201,7 @@ class AttachedRun:
         if step > self._alarmed:
             self._alarmed = step + self.settings.detail
             self.sampling.detail(self.tracker.index, self.settings.detail)
+            HUB.resume_soon()
             self._notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
         self.monitors.call("on_alarm", step, cause)
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backlight.capture.hub import HUB, guarded
-from backlight.monitor import MONITORS, Monitor, RunContext, Timed
+from backlight.monitor import MONITORS, NEVER, Monitor, RunContext, Timed
 from backlight.registry import warn
 
 if TYPE_CHECKING:
@@ -97,6 +97,13 @@ class MonitorSet:
             guarded(monitor, self._disable, bound, *args, **kwargs)
             for monitor, bound in self._calls.get(hook, ())
         ]
+
+    def next_step(self, step: int) -> int:
+        """Return the first step after ``step`` whose start a monitor needs."""
+        starting = {
+            m.name: m for hook in ("on_step_start", "wants_step") for m, _ in self._calls.get(hook, ())
+        }
+        return min((m.next_step(step) for m in starting.values()), default=NEVER)
 
     def spent_outside_hooks(self) -> float:
         """Return the seconds that listeners and own threads of the monitors have taken."""

@@ -18,6 +18,7 @@ from backlight import clock
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
 from backlight.capture.steps import StepSink, StepSummary
+from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
 from backlight.monitor import Gradients, Timed
 from backlight.records import Layout, ParameterRecord
@@ -43,11 +44,18 @@ NO_BACKWARD = (
 BUDGET = 0.01
 """Share of the time of a run that the default monitors may take together."""
 
-GRACE_S = 1.0
+GRACE_S = 0.5
 """Seconds that steps may cost before the budget binds: a short run is recorded whole.
 
-A run may cost 2 s in all; the rest is for its start and its end, which ``bench/startup.py`` measures.
+They are no extra: a run that goes on records less until the budget holds for all of it. Start and end come
+on top, which ``bench/startup.py`` measures.
 """
+
+CATCH_UP = 0.5
+"""Share of the budget that is spent while a run has cost more than the budget."""
+
+MAX_WIDENING = 16
+"""Factor by which the spacing grows at most at once: a single slow step is no measure."""
 
 MAX_SPACING = 1024
 """Widest spacing that the budget may lead to."""
@@ -59,8 +67,8 @@ _REVIEW_STEPS = 32
 class Sampling:
     """Decides which steps are recorded: every Nth, or as many as the budget allows, on a regular grid.
 
-    Without ``every`` the spacing doubles and halves: a share ``budget`` of the elapsed time may be spent, and
-    ``grace`` seconds in any case.
+    Without ``every`` a share ``budget`` of the elapsed time may be spent, and ``grace`` seconds in any case.
+    What exceeds both widens the spacing by a power of two; it halves again once there is room.
     """
 
     every: int | None = None
@@ -86,6 +94,10 @@ class Sampling:
         """Record every one of the next ``steps`` steps, because of an alarm."""
         self._detail_until = max(self._detail_until, step + steps)
 
+    def next(self, step: int) -> int:
+        """Return the first step after ``step`` that is recorded."""
+        return step + 1 if step < self._detail_until else step - step % self.spacing + self.spacing
+
     def in_detail(self, step: int) -> bool:
         """Return whether ``step`` belongs to steps that an alarm asked for."""
         return step <= self._detail_until
@@ -96,11 +108,14 @@ class Sampling:
             return None
         recent = spent - self._spent, elapsed - self._elapsed
         self._reviewed, self._spent, self._elapsed = step, spent, elapsed
-        over = spent > self.grace + self.budget * elapsed
-        if over and recent[0] > self.budget * recent[1] and self.spacing < MAX_SPACING:
-            self.spacing *= 2
+        over = spent > max(self.grace, self.budget * elapsed)
+        allowed = CATCH_UP * self.budget * recent[1]
+        if over and recent[0] > allowed and self.spacing < MAX_SPACING:
+            most = min(MAX_SPACING, self.spacing * MAX_WIDENING)
+            while self.spacing < most and recent[0] > allowed:
+                self.spacing, allowed = 2 * self.spacing, 2 * allowed
             return self.spacing
-        if self.spacing > 1 and recent[0] < 0.4 * self.budget * recent[1]:
+        if not over and self.spacing > 1 and recent[0] < 0.4 * self.budget * recent[1]:
             self.spacing //= 2
             return self.spacing
         return None
@@ -254,6 +269,12 @@ class StepRecorder(StepSink):
             self._notifier.event("sampling", {"every": spacing, "reason": reason}, index)
         wanted = any(self._monitors.call("wants_step", index))
         return self._sampling.wants(index) or wanted
+
+    def next_step(self, index: int) -> int:
+        """Return the next step that is recorded, or whose start a monitor needs."""
+        if world().size > 1:  # what a rank does between two steps explains the stall of another
+            return index + 1
+        return min(self._sampling.next(index), self._monitors.next_step(index))
 
     def _current(self) -> StepRecord:
         rows = self._scope.table.records

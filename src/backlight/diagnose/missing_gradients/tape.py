@@ -8,7 +8,6 @@ held.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -233,10 +232,10 @@ def record_custom_functions(patches: Patches, tape: Tape, on_none: Callable[[Non
     """Record every ``Function.apply`` on ``tape``; report each None of a backward to ``on_none``."""
 
     def wrap(original: Any) -> Any:
-        @functools.wraps(original.__func__)
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            bound = original.__get__(None, cls)  # of a class method in Python or, from torch 2.15 on, in C
             if tape.paused or tape.full:
-                return original.__func__(cls, *args, **kwargs)
+                return bound(*args, **kwargs)
             inputs = tensors_in(args)
             carrying = [t.requires_grad for t in inputs]
             line = user_line()
@@ -244,7 +243,7 @@ def record_custom_functions(patches: Patches, tape: Tape, on_none: Callable[[Non
             at = tape.enter_function(cls.__name__, line)
             outputs: list[torch.Tensor] = []
             try:
-                result = original.__func__(cls, *args, **kwargs)
+                result = bound(*args, **kwargs)
                 outputs = tensors_in(result)
             finally:
                 tape.leave_function(at, inputs, carrying, outputs)

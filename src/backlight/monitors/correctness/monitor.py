@@ -64,6 +64,10 @@ class CorrectnessMonitor(Monitor):
         if self._schedule.observed:
             self._run.notifier.event(OBSERVED, {"steps": self._schedule.observed})
 
+    def next_step(self, step: int) -> int:
+        """Return the next step that is near an observation."""
+        return self._schedule.next_step(step)
+
     def on_step_start(self, step: int) -> None:
         """Decide whether the step is observed; between observations only some checks listen."""
         was_near = self._schedule.near

@@ -55,10 +55,6 @@ class StepTimeMonitor(Monitor):
         info = runtime_info(self._optimizers, self._run.hub.loader_workers, self._core_wait)
         self._run.notifier.event(RUNTIME_INFO, info, max(self._run.clock.done - 1, 0))
 
-    def on_step_start(self, step: int) -> None:
-        """Record pauses since the last step."""
-        self._pauses.flush()
-
     def on_parameters_known(self) -> None:
         """Read the optimizers, which may be gone when the run ends."""
         self._core_wait = CoreWait()
@@ -68,7 +64,8 @@ class StepTimeMonitor(Monitor):
             self._run.notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", DEVICE_TIME)
 
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
-        """Add one scalar per phase."""
+        """Add one scalar per phase, and record the pauses since the last recorded step."""
+        self._pauses.flush()
         record.scalars.update({f"phase/{phase}": seconds for phase, seconds in summary.phases.items()})
         rest = summary.seconds - sum(summary.phases.values())
         record.scalars[f"phase/{Phase.OTHER if summary.separated else REMAINDER}"] = max(rest, 0.0)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight import clock
-from backlight.monitor import Monitor, RunContext, StoredStep
+from backlight.monitor import NEVER, Monitor, RunContext, StoredStep
 from backlight.records import Finding, ParameterRecord
 from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
 from backlight.session.trackers.metrics import Naming, is_split, point_of_blobs
@@ -160,6 +160,10 @@ class TrackerMonitor(Monitor):
         if not step:
             for feed in self._feeds:
                 feed.connect()
+
+    def next_step(self, step: int) -> int:
+        """Need no start but the first."""
+        return NEVER
 
     def on_step_stored(self, step: StoredStep) -> None:
         """Take what is being stored of a step."""

@@ -77,6 +77,10 @@ class Schedule:
         self.due = step < FIRST_STEPS or self._begin <= step < end
         self.near = step <= FIRST_STEPS or self._begin - 1 <= step <= end
 
+    def next_step(self, step: int) -> int:
+        """Return the first step after ``step`` about which something is to be decided."""
+        return step + 1 if self.near else max(step + 1, self._begin - 1)
+
 
 class Check(Listener):
     """Compares facts of one kind as a run goes on, and reports those that contradict each other.
@@ -86,6 +90,7 @@ class Check(Listener):
     """
 
     is_windowed = True
+    every_step = False
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         self.run, self.schedule = run, schedule

@@ -43,6 +43,7 @@ class _Loader:
     last: list[str] = field(default_factory=list)
     is_trained_on: bool = False
     single: int = 0
+    count: int = BATCHES
 
 
 class LoaderBatches(Check):
@@ -58,6 +59,18 @@ class LoaderBatches(Check):
         self._loaders: dict[int, _Loader] = {}
         self._latest: _Loader | None = None
 
+    @property
+    def every_step(self) -> bool:  # type: ignore[override]
+        """Whether the first batches of an epoch are not yet complete."""
+        loader = self._latest
+        return loader is not None and loader.epochs <= EPOCHS and 0 < len(loader.this) < loader.count
+
+    def unrecorded_begin(self) -> None:
+        """Batches between may be missed: the next epoch is compared with one whose begin is complete."""
+        for loader in self._loaders.values():
+            if len(loader.this) < loader.count:
+                loader.this = []
+
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
         """Compare a batch with that of the same number in the last epoch, and with those before it."""
         sampler = getattr(iterator, "_index_sampler", None)
@@ -72,7 +85,7 @@ class LoaderBatches(Check):
             loader.epochs += 1
             loader.last, loader.this = loader.this, []
         workers = int(getattr(iterator, "_num_workers", 0) or 0)
-        count = max(BATCHES, 2 * workers)
+        count = loader.count = max(BATCHES, 2 * workers)
         if loader.epochs > EPOCHS or index >= count or index != len(loader.this):
             return
         if index == 1:  # the first one may be a warm-up of the script

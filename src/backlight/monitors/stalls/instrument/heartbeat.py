@@ -28,7 +28,8 @@ from torch.autograd import function
 
 from backlight import clock
 from backlight.capture.hooks import Patches
-from backlight.capture.hub import Listener
+from backlight.capture.hub import HUB, Listener
+from backlight.capture.unrecorded import BOARD_LENGTH
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
 from backlight.monitors.stalls.model.shared_state import MAX_ROWS, PHASES, SharedState, Slot
 from backlight.records import Phase
@@ -97,6 +98,17 @@ class BackwardPosition:
         with self._lock:
             # Threads count separately, and no node may be hooked on which the engine of another thread works.
             self._sealed = max(self._sealed, next_number())
+
+    def pause(self) -> None:
+        """Hook no node until :meth:`resume`: begins of backward passes are not reported."""
+        with self._lock:
+            self._sealed = _NEVER
+
+    def resume(self) -> None:
+        """Count from here on."""
+        self.end(0.0)
+        with self._lock:
+            self._sealed = self._base
 
     def end(self, seconds: float, *, keeps: bool = False) -> None:
         """Forget the graph, unless it ``keeps`` growing, as after ``torch.autograd.grad``."""
@@ -205,6 +217,9 @@ class Heartbeat(Listener):
         self._on_parameters = on_parameters
         self._on_buckets = on_buckets
         self._hooked: object = None
+        self._named: object = None
+        self._counted = 0
+        self.is_counting = False
         self._handles: list[Any] = []
         self._patches = Patches()
         self._names: dict[type, bytes] = {}
@@ -215,16 +230,45 @@ class Heartbeat(Listener):
         self._began = 0
         self._zeros = b""
 
+    every_step = False
+
+    def unrecorded_begin(self) -> None:
+        """From here on the hooks write what they do on the board, without times and gradients."""
+        self._unhook()
+        self.position.pause()
+        slots = self._slots
+        slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.EXPECTED] = slots[Slot.NODE_SINCE] = 0
+        slots[Slot.NODES_TOTAL] = slots[Slot.NODES_DONE] = slots[Slot.BACKWARD_IDENT] = 0
+        self.is_counting = True
+
+    def unrecorded_end(self) -> None:
+        """Follow phases and gradients again."""
+        self.is_counting = False
+        self.position.resume()
+        self.observe_progress(_now())
+
+    def observe_progress(self, now: int) -> None:
+        """Note progress on the board that has no time of its own."""
+        slots = self._slots
+        if slots[Slot.PROGRESS] != self._counted:
+            self._counted = slots[Slot.PROGRESS]
+            slots[Slot.HEARTBEAT] = slots[Slot.PHASE_SINCE] = now
+
     def attach(self) -> None:
         """Patch the entry of custom functions, and ``torch.save``."""
         base = getattr(function, "BackwardCFunction", None)
         if base is not None:
             self._patches.replace(base, "apply", self._wrap_node)
         self._patches.replace(torch, "save", self._wrap_save)
+        HUB.board = self._slots[Slot.PROGRESS : Slot.PROGRESS + BOARD_LENGTH]
 
     def detach(self) -> None:
         """Remove patches and hooks."""
         self._patches.undo()
+        self._unhook()
+        HUB.board = [0] * BOARD_LENGTH
+
+    def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles, self._hooked = [], None
@@ -324,9 +368,8 @@ class Heartbeat(Listener):
             return
         names = tuple(record.name for record in table.records)
         tensors = [table.tensor(row) for row in range(len(table))]
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._hooked = [], table
+        self._unhook()
+        self._hooked = table
         arrived = functools.partial(_arrived, self._slots, self.shared_state.rows)
         for row, tensor in enumerate(tensors):
             if tensor is not None and tensor.requires_grad and tensor.is_leaf:
@@ -339,7 +382,9 @@ class Heartbeat(Listener):
         self._slots[Slot.ROWS] = len(self._zeros)
         self._expected = len(self._handles)
         self._slots[Slot.DEVICE] = any(t is not None and t.device.type != "cpu" for t in tensors)
-        self._on_parameters(names)
+        if table is not self._named:
+            self._named = table
+            self._on_parameters(names)
 
     def _wrap_node(self, original: Any) -> Any:
         slots, shared_state, names, position = self._slots, self.shared_state, self._names, self.position

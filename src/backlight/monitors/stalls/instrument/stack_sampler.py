@@ -113,9 +113,11 @@ class StackSampler:
     def _poll(self, slots: memoryview) -> float:
         now = clock.monotonic_ns()
         slots[Slot.SAMPLER] = now
+        if self._heartbeat.is_counting:
+            self._heartbeat.observe_progress(now)
         silence_s = (now - slots[Slot.HEARTBEAT]) / 1e9
         is_slow = silence_s > SLOW_BUILD_S or slots[Slot.HEARTBEAT] == self._own_heartbeat
-        building = is_slow and self._runs_python(slots)
+        building = is_slow and not self._heartbeat.is_counting and self._runs_python(slots)
         if building and not _is_compiling():
             made = self._heartbeat.position.sample(self._user_frames)
             if made and slots[Slot.PHASE] == _BACKWARD:
