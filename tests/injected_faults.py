@@ -216,7 +216,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "bottleneck": steptime(
         PHASES | {"data": 0.02, "optimizer": 0.012},
-        runtime_info=LOOP,
+        runtime_info=LOOP | {"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2},
         profile=STEP
         | {
             "controls": [],
@@ -242,9 +242,6 @@ FAULTS: dict[str, Fault] = {
         runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}},
     ),
     "outlier_steps": steptime(PHASES, changes={(step, "data"): 0.4 for step in (30, 40, 50)}),
-    "thread_oversubscription": steptime(
-        runtime_info={"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
-    ),
     "grokking": write_grokking_run,
     "stall": stall,
 }

@@ -10,19 +10,19 @@ from injected_faults import GIB, RECOMPILED
 
 def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
     facts = {"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2}
-    (found,) = evaluated(stored(runtime_info=facts), "thread_oversubscription")
+    (found,) = evaluated(stored(runtime_info=facts), "bottleneck")
     assert [evidence.value for evidence in found.evidence] == [
         "threads 16, workers 2",
         "cores 16, local ranks 8",
     ]
-    assert not evaluated(stored(runtime_info=facts | {"threads": 1, "workers": 1}), "thread_oversubscription")
+    assert not evaluated(stored(runtime_info=facts | {"threads": 1, "workers": 1}), "bottleneck")
     for waited in (0.01, 0.2):
         busy = stored(runtime_info=facts | {"core_wait": waited})
-        assert bool(evaluated(busy, "thread_oversubscription")) == (waited == 0.2)
+        assert bool(evaluated(busy, "bottleneck")) == (waited == 0.2)
     one = {"cores": 2, "threads": 1, "local_ranks": 1, "workers": 4}
-    assert not evaluated(stored(runtime_info=one), "thread_oversubscription")
+    assert not evaluated(stored(runtime_info=one), "bottleneck")
     alone = {"cores": 4, "threads": 4, "local_ranks": 1, "workers": 0}
-    assert not evaluated(stored(runtime_info=alone), "thread_oversubscription")
+    assert not evaluated(stored(runtime_info=alone), "bottleneck")
 
 
 def test_fragmentation_by_reserve_and_by_retries(stored: Any, evaluated: Any) -> None:

@@ -68,6 +68,10 @@ class BottleneckLimits(BusyLimits):
         "seconds in the optimizer below which nothing is gained: a tiny step is bound by Python's calls",
         high=10.0,
     )
+    threads_per_core: float = limit(1.25, "threads that compute on one machine, over its cores", low=1.0)
+    waited_share: float = limit(
+        0.05, "share of the run that the training thread waited for a core, where that is counted", high=1.0
+    )
     straggler_share: float = limit(
         0.1, "share of a step that a rank works longer than the median of the ranks", high=1.0
     )
@@ -75,8 +79,8 @@ class BottleneckLimits(BusyLimits):
 
 @rule("bottleneck", monitor="steptime", limits=BottleneckLimits)
 def bottleneck(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
-    """Find what takes the time of a steady step; all but optimizer and late rank from a stored profile."""
-    for find in (_data, _launches, _communication, _copies, _optimizer, _late_rank):
+    """Find what takes the time of a steady step; data, device and copies from a stored profile."""
+    for find in (_data, _launches, _communication, _copies, _optimizer, _threads, _late_rank):
         yield from find(run, limits)
 
 
@@ -283,6 +287,40 @@ def _optimizer(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         ),
         fix=f"Use `{kind}(..., {option})` and compare: `backlight compare --ab` on both commands.",
         refuted_if=f"the same run with `{option}` spends as long in the optimizer.",
+    )
+
+
+def _threads(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find ranks whose threads, with the workers of their loaders, outnumber the cores."""
+    info = read_runtime_info(run)
+    if info is None:
+        return
+    facts = info.payload
+    cores, threads = int(facts.get("cores") or 0), int(facts.get("threads") or 0)
+    ranks, workers = int(facts.get("local_ranks") or 1), int(facts.get("workers") or 0)
+    wanted = ranks * (threads + workers)
+    waited = facts.get("core_wait")
+    if not cores or threads < 2 or wanted <= limits.threads_per_core * cores:
+        return
+    if waited is not None and float(waited) < limits.waited_share:
+        return
+    better = max(1, cores // ranks - workers)
+    yield Finding(
+        severity=Severity.INFO,
+        title=f"{count(wanted, 'thread')} share {count(cores, 'core')}",
+        detail=(
+            f"{count(wanted, 'thread')} share {count(cores, 'core')}: {count(ranks, 'rank')} on this "
+            f"machine, each with {count(threads, 'thread')} of torch and {count(workers, 'loader worker')}. "
+            "Waiting threads spin and take cores from working ones. Expected gain: unknown until tried, "
+            "often several-fold on a CPU."
+        ),
+        subject=Subject(rank=info.rank),
+        evidence=(
+            info_evidence(info, f"threads {threads}, workers {workers}"),
+            info_evidence(info, f"cores {cores}, local ranks {ranks}"),
+        ),
+        fix=f"Set `OMP_NUM_THREADS={better}` (or `torch.set_num_threads({better})`) and compare both runs.",
+        refuted_if=f"the same run with {count(better, 'thread')} is not faster.",
     )
 
 
