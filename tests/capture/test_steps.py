@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from recording import tracking
@@ -153,6 +155,31 @@ def test_only_the_given_optimizer_counts() -> None:
         loop(model, optimizer)
     assert len(sink.summaries) == 4
     assert set(sink.grads[0]) == {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_step_that_calls_the_step_of_its_base_class_is_one(fails: bool) -> None:
+    class Decaying(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.broken:
+                raise RuntimeError("no step")
+            for group in self.param_groups:
+                group["lr"] *= 0.9
+            return super().step(closure)
+
+    model, _ = build_with_sgd()  # torch hooks the step of a class when there is an instance of it
+    optimizer = Decaying(model.parameters(), lr=0.1)
+    with tracking(models=[model], optimizers=[optimizer]) as sink:
+        if fails:
+            loop(model, optimizer)
+            optimizer.broken = True
+            with pytest.raises(RuntimeError, match="no step"):
+                loop(model, optimizer)
+            optimizer.broken = False
+        loop(model, optimizer)
+    assert len(sink.summaries) == (8 if fails else 4)
 
 
 def test_two_listeners_receive_the_same_data() -> None:

@@ -376,6 +376,8 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _is_nested(optimizer):
+            return None
         unrecorded = hub.unrecorded
         if unrecorded is not None:
             if len(args) == 1 and not kwargs and unrecorded.optimizer == id(optimizer):
@@ -406,6 +408,8 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def end(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_nested(optimizer):
+            return
         unrecorded = hub.unrecorded
         if unrecorded is not None:
             unrecorded.board[PROGRESS] += 1
@@ -418,6 +422,26 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
             hub.emit("optimizer_end", optimizer)
 
     return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+
+
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step of ``optimizer`` runs within another: one that calls ``super().step()``.
+
+    torch puts its hooks around the step of every class of which there is an instance.
+    """
+    hooked, code = 0, None
+    for kind in type(optimizer).__mro__:
+        step: Any = kind.__dict__.get("step")
+        if getattr(step, "hooked", False):
+            hooked, code = hooked + 1, step.__code__
+    if hooked < 2:
+        return False
+    count = 0
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and count < 2:
+        count += frame.f_code is code and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return count > 1
 
 
 def _goes_on(closure: Any) -> bool:

@@ -259,9 +259,7 @@ class RunWriter:
             names = [p.name for p in parameters]
             if len(set(names)) != len(names):
                 twice = next(n for n in names if names.count(n) > 1)
-                raise ValueError(
-                    f"the parameter table names {twice!r} twice; every row needs a name of its own"
-                )
+                raise ValueError(f"the parameter table names {twice!r} twice; every row needs one of its own")
             table = len(self._tables) + 1
             self._tables[parameters] = table
             self._latest = (parameters, table)
@@ -324,9 +322,8 @@ class RunWriter:
         """Store a finding at once."""
         if self._off():
             return
-        text = atomic_json.dump(finding)
         with self._buffers:
-            self._batch.findings.append((clock.unix_time(), text))
+            self._batch.findings.append((clock.unix_time(), atomic_json.dump(finding)))
         self.flush()
 
     def array(
@@ -500,5 +497,4 @@ def _abandon_in_child() -> None:
         writer._db.abandon()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_abandon_in_child)
+os.register_at_fork(after_in_child=_abandon_in_child)
