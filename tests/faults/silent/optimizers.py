@@ -63,8 +63,33 @@ def list_of_modules_that_another_optimizer_trains() -> None:
 @control
 def loss_network_that_is_not_trained() -> None:
     """A fixed network in the loss gets gradients, which no one uses."""
-    network = nn.Linear(3, 5)
+    network = nn.Linear(3, 5).eval()
     classify(perceptron(), lambda out, y: F.cross_entropy(out, y) + network(out).square().mean())
+
+
+@fault(rule="trained_tensors", severity="warning", step=1, kind="outside")
+def head_in_no_optimizer(injected: bool) -> None:
+    body, head = nn.Linear(4, 8), nn.Linear(8, 3)
+    trained = [body] if injected else [body, head]
+    optimizer = torch.optim.AdamW([p for part in trained for p in part.parameters()], lr=1e-2)
+    for x, y in batches():
+        optimizer.zero_grad()
+        head.zero_grad()
+        F.cross_entropy(head(body(x).relu()), y).backward()
+        optimizer.step()
+
+
+@control
+def head_that_the_script_updates_itself() -> None:
+    body, head = nn.Linear(4, 8), nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        head.zero_grad()
+        F.cross_entropy(head(body(x).relu()), y).backward()
+        optimizer.step()
+        for parameter in head.parameters():
+            parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]  # after a backward
 
 
 @fault(rule="trained_tensors", severity="warning", step=0, kind="replaced")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -15,32 +16,35 @@ from torch import nn
 from backlight.capture.hub import HUB, parameters_of
 from backlight.capture.modules import holding, kind_of, named_parameters, table_of, walk
 from backlight.capture.parameters import local
-from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.monitors.correctness.instrument.check import NAMED, Check, Schedule
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     from backlight.monitor import RunContext
-from backlight.monitors.correctness.instrument.check import Schedule
 
 LOOKS = 4
 """Times that all modules are looked at: what an optimizer holds rarely changes."""
+
+SAMPLE = 64
+"""Weights of a tensor that show whether anything updates it."""
 
 
 class TrainedTensors(Check):
     """``trained_tensors``: gradients that no optimizer uses, tensors of optimizers that no module uses.
 
     ``unregistered``: modules in plain containers. ``copy``: the optimizer has no gradient at all, and a model
-    of the same shapes has them. ``replaced``: the optimizer holds tensors without a gradient that no module
-    uses, and parameters of the model have one and are in no optimizer. ``frozen``: a tensor that was trained
-    does not require a gradient any more, and the optimizer goes on with the gradient that it had. ``shared``:
-    one module is several children of one container.
+    of the same shapes has them. ``outside``: a whole model in training mode has
+    gradients, and nothing updates it. ``replaced``: the optimizer holds tensors without a gradient that no
+    module uses, and parameters of the model have one and are in no optimizer. ``frozen``: a tensor that was
+    trained does not require a gradient any more, and the optimizer goes on with the gradient that it had.
+    ``shared``: one module is several children of one container.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
         self._left = LOOKS
         self._has_backward = False
-        self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # at the last look
+        self._others: dict[int, Seen] = {}  # at the last look
         self._lines: weakref.WeakKeyDictionary[torch.optim.Optimizer, SourceLine] = (
             weakref.WeakKeyDictionary()
         )
@@ -77,8 +81,7 @@ class TrainedTensors(Check):
             self._report_replaced(optimizer, model, held, step)
             if not step:
                 self._report_shared(model)
-        if all(p.grad is None for p in own):
-            self._look_for_the_trained_model(optimizer, held, step)
+        self._report_others(optimizer, own, held, step)
 
     def _report_replaced(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, held: set[int], step: int
@@ -143,28 +146,67 @@ class TrainedTensors(Check):
                 facts = {"container": name or kind_of(container), "module": kind_of(child)}
                 self.report("trained_tensors", 0, kind="shared", count=counts[key], **facts)
 
-    def _look_for_the_trained_model(
-        self, optimizer: torch.optim.Optimizer, held: set[int], step: int
+    def _report_others(
+        self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor], held: set[int], step: int
     ) -> None:
-        HUB.seen.scan()  # a copy registers nothing
-        shapes = {tuple(p.shape) for p in parameters_of(optimizer)}
-        before, self._gradients = self._gradients, {}
+        is_idle = all(p.grad is None for p in own)
+        if is_idle:
+            HUB.seen.scan()  # a copy registers nothing
+        shapes = {tuple(p.shape) for p in own}
+        before, self._others = self._others, {}
         for model in HUB.seen.roots():
             others = trained(model, held)
-            for parameter in others:
-                if (gradient := parameter.grad) is not None:
-                    self._gradients[id(parameter)] = (weakref.ref(gradient), gradient._version)
+            now = [Seen.of(p) for p in others]
+            self._others |= {id(p): seen for p, seen in zip(others, now, strict=True)}
             # Models of an earlier run may be around, with the gradients that they had.
-            is_new = any(
-                (old := before.get(id(p))) is not None
-                and (old[0]() is not p.grad or old[1] != p.grad._version)
-                for p in others
-                if p.grad is not None
-            )
-            if is_new and {tuple(p.shape) for p in others} <= shapes:
-                facts = {"optimizer": type(optimizer).__name__, "model": kind_of(model), "count": len(others)}
-                self.report("trained_tensors", step, kind="copy", **facts)
+            new = [
+                (old, seen)
+                for p, seen in zip(others, now, strict=True)
+                if (old := before.get(id(p))) is not None and old.gradient_differs(seen)
+            ]
+            if not new:
+                continue
+            facts = {"model": kind_of(model), "count": len(others)}
+            if is_idle and {tuple(p.shape) for p in others} <= shapes:
+                self.report("trained_tensors", step, kind="copy", optimizer=type(optimizer).__name__, **facts)
                 return
+            # In evaluation mode a network in the loss is meant to stay as it is.
+            if model.training and not any(id(n.parameter) in held for n in named_parameters(model)):
+                self._report_outside(model, new, step, facts)
+
+    def _report_outside(
+        self, model: nn.Module, new: Sequence[tuple[Seen, Seen]], step: int, facts: dict[str, Any]
+    ) -> None:
+        with torch.no_grad():
+            flags = [old.weights.ne(seen.weights).any() for old, seen in new]
+            changed = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+
+        def report(values: NDArray[np.generic]) -> None:
+            if not values.any():  # else the script updates them by hand
+                self.report("trained_tensors", step, kind="outside", **facts)
+
+        self.when_known(changed, report)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a parameter was at a look: its gradient, the version of that, and some of its weights."""
+
+    gradient: weakref.ref[torch.Tensor]
+    version: int
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Self:
+        """Return it for a parameter with a gradient."""
+        gradient, weights = parameter.grad, local(parameter.detach())
+        if gradient is None:
+            raise ValueError("the parameter has no gradient, expected one")
+        return cls(weakref.ref(gradient), gradient._version, weights.reshape(-1)[:SAMPLE].clone())
+
+    def gradient_differs(self, later: Seen) -> bool:
+        """Return whether a backward has written another gradient since."""
+        return self.gradient() is not later.gradient() or self.version != later.version
 
 
 def trained(module: nn.Module, held: set[int]) -> list[torch.Tensor]:

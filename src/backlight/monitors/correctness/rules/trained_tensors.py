@@ -78,6 +78,27 @@ def _copy(found: Sequence[Event]) -> Finding:
     )
 
 
+def _outside(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    model, amount = facts["model"], int(facts["count"])
+    tensors = count(amount, "parameter")
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"The {model} that the loss depends on is in no optimizer",
+        detail=(
+            f"At {observed(steps)} backward gave gradients to {tensors} of a {model}. No optimizer holds "
+            "them, and nothing has changed their weights."
+        ),
+        subject=Subject(module=model, step=steps[0]),
+        evidence=(evidence_of(found, amount, "parameters"),),
+        fix=(
+            "Give its parameters to the optimizer too. If it is to stay as it is, call `eval()` and "
+            "`requires_grad_(False)` on it, which saves its gradients."
+        ),
+        refuted_if="an optimizer that is not of torch updates it later.",
+    )
+
+
 def _replaced(found: Sequence[Event]) -> Finding:
     facts = found[0].payload
     names, amount, stale = facts["parameters"], int(facts["count"]), int(facts["stale"])
@@ -137,6 +158,7 @@ def _shared(found: Sequence[Event]) -> Finding:
 _CASES = {
     "unregistered": _unregistered,
     "copy": _copy,
+    "outside": _outside,
     "replaced": _replaced,
     "frozen": _frozen,
     "shared": _shared,
