@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from faults.silent.loop import batches, control, fault, perceptron
 
@@ -113,3 +113,52 @@ def best_weights_loaded_in_between() -> None:
     optimizer.param_groups[0]["lr"] = 1e-3
     model.load_state_dict(state["model"])
     train(model, optimizer)
+
+
+class Tied(nn.Module):
+    """Classifies sequences by embeddings that are also the weights of its head."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 8), nn.Linear(8, 7, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x).mean(1))
+
+
+def loaded(model: nn.Module, state: Any) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    model.load_state_dict(torch.load(file))
+    return model
+
+
+def train_sequences(model: nn.Module) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(10):
+        x = torch.randint(0, 7, (8, 5))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), x[:, 0]).backward()
+        optimizer.step()
+
+
+@fault(rule="not_restored", kind="untied", severity="warning", step=0)
+def tie_lost_when_loading(injected: bool) -> None:
+    train_sequences(loaded(Tied(not injected), Tied(True).state_dict()))
+
+
+@control
+def tied_after_loading() -> None:
+    model = loaded(Tied(False), Tied(True).state_dict())
+    model.head.weight = model.embedding.weight
+    train_sequences(model)
+
+
+@control
+def copies_of_one_matrix_that_begin_alike() -> None:
+    state = Tied(False).state_dict()
+    state["head.weight"] = state["embedding.weight"].clone()
+    train_sequences(loaded(Tied(False), state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,7 @@ class RestoredState(Check):
     ``nothing_loaded``: no key of a state belongs to the module that loads it. ``overwritten``: weights are
     unrelated to those that were loaded, at the first step. ``optimizer_state``: an optimizer without a state
     begins to train loaded weights, and the state in the same checkpoint has its settings and shapes.
+    ``untied``: two parameters are one tensor in the checkpoint, and two in the module that loads it.
     """
 
     is_windowed = False
@@ -75,11 +76,14 @@ class RestoredState(Check):
         self._loaded: dict[int, weakref.ref[Tensor]] = {}  # parameters that a state was loaded into
         self._values: dict[int, tuple[weakref.ref[Tensor], str, Tensor, Tensor]] = {}
         self._refused: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
+        self._tied: set[tuple[tuple[str, ...], int]] = set()  # names of one tensor in a checkpoint
+        self._untied: list[tuple[tuple[weakref.ref[Tensor], ...], dict[str, Any]]] = []
 
     # Events
 
     def loaded(self, value: Any) -> None:
-        """Remember the states of optimizers in a checkpoint."""
+        """Remember the states of optimizers and the tied parameters in a checkpoint."""
+        self._tied |= {tie for part in _mappings(value) for tie in _ties(part)}
         for state in _optimizer_states(value):
             shapes = _shapes(state)
             if any(shapes):
@@ -109,6 +113,12 @@ class RestoredState(Check):
             return
         own = [(name, p) for name, p in module.named_parameters() if name in state and name not in missing]
         self._loaded.update({id(p): weakref.ref(p) for _, p in own})
+        named = dict(module.named_parameters(remove_duplicate=False))
+        for names, _ in self._tied & set(_ties(state)):
+            tensors = {id(named[name]): named[name] for name in names if name in named}
+            if len(tensors) == len(names):
+                facts = {"model": kind_of(module), "parameters": list(names), "line": str(user_line() or "")}
+                self._untied.append((tuple(map(weakref.ref, tensors.values())), facts))
         matrices = [(name, p) for name, p in own if p.ndim > 1 and local(p).numel() and not p.is_meta]
         with torch.no_grad():
             for name, parameter in matrices[:: -(-len(matrices) // MAX_PARAMETERS) or 1]:
@@ -127,6 +137,7 @@ class RestoredState(Check):
         if not self.run.clock.done:
             self._report_refused({id(p) for p in own})
             self._report_values({id(p) for p in own})
+            self._report_untied({id(p) for p in own})
 
     # Comparisons
 
@@ -152,6 +163,13 @@ class RestoredState(Check):
             if own and held <= own and not own & self._loaded.keys():
                 self.report("not_restored", self.run.clock.index, kind="nothing_loaded", **facts)
         self._refused = []
+
+    def _report_untied(self, held: set[int]) -> None:
+        for references, facts in self._untied:
+            # Where the module ties its parameters after loading, one of them is gone.
+            if all((p := reference()) is not None and id(p) in held for reference in references):
+                self.report("not_restored", self.run.clock.index, kind="untied", **facts)
+        self._untied = []
 
     def _report_values(self, held: set[int]) -> None:
         pairs = []
@@ -194,17 +212,42 @@ def _shapes(state: Mapping[str, Any]) -> tuple[frozenset[tuple[int, ...]], ...]:
     )
 
 
-def _optimizer_states(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the states of optimizers in what was loaded."""
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the mappings in what was loaded, the outer ones first."""
     pending = [value]
     for _ in range(MAX_ENTRIES):
         if not pending:
             return
         one = pending.pop(0)
-        if isinstance(one, Mapping) and isinstance(one.get("param_groups"), list) and "state" in one:
-            if all(isinstance(g, Mapping) and "params" in g for g in one["param_groups"]):
-                yield one
-        elif isinstance(one, Mapping):
-            pending += [held for held in one.values() if isinstance(held, (Mapping, list, tuple))]
+        held: Iterable[Any] = ()
+        if isinstance(one, Mapping):
+            yield one
+            held = () if _is_optimizer_state(one) else one.values()
         elif isinstance(one, (list, tuple)):
-            pending += [held for held in one if isinstance(held, (Mapping, list, tuple))]
+            held = one
+        pending += [part for part in held if isinstance(part, (Mapping, list, tuple))]
+
+
+def _optimizer_states(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the states of optimizers in what was loaded."""
+    return filter(_is_optimizer_state, _mappings(value))
+
+
+def _is_optimizer_state(value: Mapping[str, Any]) -> bool:
+    groups = value.get("param_groups")
+    return (
+        "state" in value
+        and isinstance(groups, list)
+        and all(isinstance(group, Mapping) and "params" in group for group in groups)
+    )
+
+
+def _ties(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], int]]:
+    """Return the names that share a matrix, with its address."""
+    names: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.ndim > 1 and value.layout is torch.strided and value.numel():
+            names.setdefault((value.data_ptr(), tuple(value.shape)), []).append(str(name))
+    return [
+        (tuple(sorted(tied)), address) for (address, _), tied in names.items() if len(tied) > 1 and address
+    ]

@@ -15,7 +15,7 @@ from backlight.text import count
 
 @rule("not_restored", monitor="correctness")
 def not_restored(run: Run, _limits: Limits) -> Iterator[Finding]:
-    """Find states that match nothing, loaded weights that are overwritten, and optimizers that start anew."""
+    """Find states that match nothing, overwritten weights, optimizers that start anew, and lost ties."""
     found = contradictions(run, "not_restored")
     for kind in dict.fromkeys(event.payload["kind"] for event in found):
         yield _CASES[kind]([event for event in found if event.payload["kind"] == kind])
@@ -75,7 +75,30 @@ def _optimizer_state(found: Sequence[Event]) -> Finding:
     )
 
 
-_CASES = {"nothing_loaded": _nothing_loaded, "overwritten": _overwritten, "optimizer_state": _optimizer_state}
+def _untied(found: Sequence[Event]) -> Finding:
+    facts = found[0].payload
+    names = [str(name) for name in facts["parameters"]]
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"{phrases.parameters(names, len(names))} are tied in the checkpoint only",
+        detail=(
+            f"The checkpoint holds one tensor under these names. {facts['model']} loaded it"
+            f"{_at(facts['line'])} into {len(names)} parameters, which the optimizer changes apart from one "
+            "another."
+        ),
+        subject=Subject(parameter=names[0], step=found[0].step),
+        evidence=(evidence_of(found, len(names), "parameters"),),
+        fix="Tie them again before the optimizer is created: `model.head.weight = model.embedding.weight`.",
+        refuted_if="they are meant to part, as copies of one matrix that begin alike.",
+    )
+
+
+_CASES = {
+    "nothing_loaded": _nothing_loaded,
+    "overwritten": _overwritten,
+    "optimizer_state": _optimizer_state,
+    "untied": _untied,
+}
 
 
 def _at(line: str) -> str:
