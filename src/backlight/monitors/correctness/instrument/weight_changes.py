@@ -128,7 +128,8 @@ class WeightChanges(Check):
                 if gradient.layout is not torch.strided or not gradient.is_contiguous():
                     continue
                 values = gradient.detach().reshape(-1)[index].float()
-                used = (values != 0) & values.isfinite()
+                # What is 0 before and after may be a weight that is not finite.
+                used = (values != 0) & values.isfinite() & ((before[number] != 0) | (after[number] != 0))
                 same = used & (before[number] == after[number])
                 size = before[number].abs().mean()
                 squares = values.masked_fill(~used, 0.0).square().sum()
