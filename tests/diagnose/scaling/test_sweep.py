@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from backlight import clock
 from backlight.cli.render.sweep import show
 from backlight.diagnose.scaling.sweep import Point, _ask, _laws, parse_axes, sweep
 from backlight.diagnose.scaling.worker import answer, measure
@@ -70,7 +71,7 @@ def manual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         slept += seconds
 
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(time, "perf_counter", lambda: next(now) * 1e-5 + slept)
+    monkeypatch.setattr(clock, "perf_counter", lambda: next(now) * 1e-5 + slept)
 
 
 @pytest.mark.usefixtures("manual_clock")

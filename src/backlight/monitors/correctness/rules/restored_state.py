@@ -89,7 +89,7 @@ def _untied(found: Sequence[Event]) -> Finding:
         subject=Subject(parameter=names[0], step=found[0].step),
         evidence=(evidence_of(found, len(names), "parameters"),),
         fix="Tie them again before the optimizer is created: `model.head.weight = model.embedding.weight`.",
-        refuted_if="they are meant to part, as copies of one matrix that begin alike.",
+        refuted_if="they are meant to part, as copies that begin with one matrix.",
     )
 
 
