@@ -72,16 +72,18 @@ class TrainedTensors(Check):
         self._left -= 1
         held = {id(p) for one in HUB.optimizers.known() for p in parameters_of(one)}
         step = self.run.clock.index
+        parts: set[int] = set()
         for model in holding(HUB.seen.roots(), {id(p) for p in own}):
             lost = [(name, module) for name, module in unregistered(model) if trained(module, held)]
             if lost:
                 names = [name for name, _ in lost]
                 facts = {"model": kind_of(model), "modules": names[:NAMED], "count": len(names)}
                 self.report("trained_tensors", step, kind="unregistered", **facts)
+                parts |= {id(module) for _, module in lost}
             self._report_replaced(optimizer, model, held, step)
             if not step:
                 self._report_shared(model)
-        self._report_others(optimizer, own, held, step)
+        self._report_others(optimizer, own, held, step, parts)
 
     def _report_replaced(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, held: set[int], step: int
@@ -147,7 +149,12 @@ class TrainedTensors(Check):
                 self.report("trained_tensors", 0, kind="shared", count=counts[key], **facts)
 
     def _report_others(
-        self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor], held: set[int], step: int
+        self,
+        optimizer: torch.optim.Optimizer,
+        own: Sequence[torch.Tensor],
+        held: set[int],
+        step: int,
+        parts: set[int],
     ) -> None:
         is_idle = all(p.grad is None for p in own)
         if is_idle:
@@ -171,7 +178,8 @@ class TrainedTensors(Check):
                 self.report("trained_tensors", step, kind="copy", optimizer=type(optimizer).__name__, **facts)
                 return
             # In evaluation mode a network in the loss is meant to stay as it is.
-            if model.training and not any(id(n.parameter) in held for n in named_parameters(model)):
+            is_outside = model.training and id(model) not in parts
+            if is_outside and not any(id(n.parameter) in held for n in named_parameters(model)):
                 self._report_outside(model, new, step, facts)
 
     def _report_outside(
