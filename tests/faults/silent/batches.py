@@ -218,3 +218,19 @@ def whole_data_for_every_index() -> None:
         optimizer.zero_grad()
         F.cross_entropy(model(x[0]), y[0]).backward()
         optimizer.step()
+
+
+@control
+def positions_of_one_row() -> None:
+    """A field that belongs to no sample is the same in every batch."""
+
+    def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        x, y = (torch.stack(one) for one in zip(*rows, strict=True))
+        return {"x": x, "labels": y, "position_ids": torch.arange(4)[None]}
+
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in DataLoader(samples(), batch_size=8, collate_fn=collate):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch["x"] + batch["position_ids"]), batch["labels"]).backward()
+        optimizer.step()

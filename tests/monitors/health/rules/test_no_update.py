@@ -1,5 +1,6 @@
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import backlight
+from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Severity
 from health_runs import parameter
 
@@ -127,3 +130,21 @@ def test_replaced_module_is_one_finding(synthetic: Any, evaluated: Any) -> None:
     paths = {e.path for e in finding.evidence}
     assert {"parameters/group/head", f"parameters/group/{stale[0].name}"} <= paths
     assert {f"series/gradient/measured/{p.name}" for p in stale} <= paths
+
+
+def test_rates_that_are_too_small_and_rates_of_zero_are_each_one_finding(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24)))
+    rates = [1e-12] * 22 + [0.0, 0.1]
+    groups = [{"params": one.parameters(), "lr": rate} for one, rate in zip(model, rates, strict=True)]
+    optimizer = torch.optim.Adam(groups)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, quiet=True):
+        for _ in range(40):
+            optimizer.zero_grad()
+            x = torch.randn(4, 8)
+            sum(one(x).square().sum() for one in model).backward()
+            optimizer.step()
+    found = {one.rule: one for one in evaluate_rules(backlight.open_run(tmp_path / "run"))}
+    assert set(found) >= {"no_update", "weights_unchanged"}
+    assert found["no_update"].subject.parameter in {"22.weight", "22.bias"}
+    assert "23" not in found["no_update"].title
+    assert len([e for e in found["no_update"].evidence if e.path.startswith("series/update")]) == 2

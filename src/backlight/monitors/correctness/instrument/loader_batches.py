@@ -44,6 +44,7 @@ class _Loader:
     is_trained_on: bool = False
     single: int = 0
     count: int = BATCHES
+    rows: dict[str, str | None] = field(default_factory=dict)
 
 
 class LoaderBatches(Check):
@@ -88,8 +89,8 @@ class LoaderBatches(Check):
         count = loader.count = max(BATCHES, 2 * workers)
         if loader.epochs > EPOCHS or index >= count or index != len(loader.this):
             return
-        if index == 1:  # the first one may be a warm-up of the script
-            self._look_at_rows(iterator, batch)
+        if index < 2:
+            self._look_at_rows(loader, iterator, index, batch)
         found = digest(batch)
         if found is None:
             loader.epochs = EPOCHS + 1
@@ -134,8 +135,11 @@ class LoaderBatches(Check):
         if len(this) == 2 and is_split and (name := copied_generator(data)):
             self._report("generator", attribute=name, **facts)
 
-    def _look_at_rows(self, iterator: Any, batch: Any) -> None:
-        """Report fields of one row among fields with as many rows as the loader puts into a batch."""
+    def _look_at_rows(self, loader: _Loader, iterator: Any, index: int, batch: Any) -> None:
+        """Report fields of one row among fields with as many rows as the loader puts into a batch.
+
+        A row that is the same in the next batch, such as positions, belongs to no sample.
+        """
         size = getattr(getattr(iterator, "_index_sampler", None), "batch_size", None)
         if not isinstance(batch, dict) or not isinstance(size, int) or size < 2:
             return
@@ -144,9 +148,12 @@ class LoaderBatches(Check):
         }
         whole = [key for key, shape in shapes.items() if shape[0] == size]
         single = [key for key, shape in shapes.items() if shape[0] == 1 and len(shape) == 2 and shape[1] > 1]
-        if len(whole) > 1 and len(whole) + len(single) == len(shapes):
-            for key in single:
-                self._report("row", field=str(key), samples=size, others=[str(one) for one in whole[:NAMED]])
+        if len(whole) < 2 or len(whole) + len(single) != len(shapes):
+            return
+        before, loader.rows = loader.rows, {str(key): digest(batch[key]) for key in single}
+        for key, found in loader.rows.items():
+            if index == 1 and before.get(key, found) != found:
+                self._report("row", field=key, samples=size, others=[str(one) for one in whole[:NAMED]])
 
     def _report(self, kind: str, **facts: Any) -> None:
         self.report("repeated_data", self.run.clock.index, kind=kind, **facts)

@@ -57,7 +57,8 @@ def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
         yield _outside(run, without, stale, sum(p.in_model for p in records.values()))
     zero_rate = [p for p in still if _last_rate(run, p) == 0.0]
     for group, at_zero in ((zero_rate, True), ([p for p in still if p not in zero_rate], False)):
-        is_known = not moved and _contradictions(run, "weights_unchanged") >= limits.no_gradient_steps
+        # That rule leaves out groups at rate 0, and knows why the others do not move.
+        is_known = not at_zero and _contradictions(run, "weights_unchanged") >= limits.no_gradient_steps
         if group and not is_known:
             yield _standing(run, group, streaks, at_zero, everything=moved == 0)
 
