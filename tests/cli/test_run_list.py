@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 from collections.abc import Callable
@@ -9,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import backlight
+from backlight.cli.render.run_list import print_runs
 from backlight.store.read.run_list import ListedRun, list_runs
 from backlight.store.write.writer import RunWriter
 from cases import build, loop
 
-Console = Callable[..., subprocess.CompletedProcess[str]]
+ConsoleScript = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def train(path: Path, *, frozen: bool) -> None:
@@ -38,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ls_lists_the_newest_first_in_80_columns(console_script: Console, folder: Path) -> None:
+def test_ls_lists_the_newest_first_in_80_columns(console_script: ConsoleScript, folder: Path) -> None:
     done = console_script(folder, "ls")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -53,7 +56,7 @@ def test_ls_lists_the_newest_first_in_80_columns(console_script: Console, folder
     assert any(line.startswith("runs/damaged/manifest.json: is not valid JSON") for line in lines)
 
 
-def test_ls_prints_json(console_script: Console, folder: Path) -> None:
+def test_ls_prints_json(console_script: ConsoleScript, folder: Path) -> None:
     newest, older, *others = json.loads(console_script(folder, "ls", "--json").stdout)
     assert newest["steps"] == older["steps"] == 30
     run = backlight.open_run(folder / "runs" / "with-finding")
@@ -63,7 +66,7 @@ def test_ls_prints_json(console_script: Console, folder: Path) -> None:
     assert {Path(other["path"]).name for other in others} == {"foreign", "damaged"}
 
 
-def test_commands_take_the_latest_run_and_name_it(console_script: Console, folder: Path) -> None:
+def test_commands_take_the_latest_run_and_name_it(console_script: ConsoleScript, folder: Path) -> None:
     name = "runs/a-run-with-the-time-in-its-name-20260101-000000"
     for arguments in (
         ("findings",), ("report",), ("top", "--once"), ("export", "out.csv"), ("query", "select 1"),
@@ -76,7 +79,7 @@ def test_commands_take_the_latest_run_and_name_it(console_script: Console, folde
     assert (folder / "out.csv").is_file()
 
 
-def test_without_a_run_there_is_one_clear_line(console_script: Console, tmp_path: Path) -> None:
+def test_without_a_run_there_is_one_clear_line(console_script: ConsoleScript, tmp_path: Path) -> None:
     for arguments in (("findings",), ("open",), ("top",), ("report",)):
         done = console_script(tmp_path, *arguments)
         assert done.returncode == 2
@@ -121,3 +124,19 @@ def test_only_the_first_rank_is_read(tmp_path: Path) -> None:
     assert isinstance(listed, ListedRun)
     assert (listed.problem, listed.steps) == ("", 3)
     assert listed.loss != listed.loss  # the last loss is NaN, as it was logged
+
+
+def test_a_name_is_whole_and_what_has_no_space_is_left_out(tmp_path: Path) -> None:
+    name = "train_gpt-20260101-000000"
+    RunWriter.create(tmp_path / name).close()
+    runs = list_runs(tmp_path)
+    headers = {}
+    for width in (100, 72, 60):
+        output = io.StringIO()
+        print_runs(runs, Console(file=output, width=width))
+        header, row = output.getvalue().splitlines()
+        assert row.startswith(name)
+        headers[width] = header.split()
+    assert headers[100] == ["run", "state", "started", "took", "steps", "loss", "findings"]
+    assert headers[72] == ["run", "state", "started", "steps", "loss", "findings"]
+    assert headers[60] == ["run", "state", "steps", "loss", "findings"]

@@ -14,6 +14,7 @@ from backlight.text import number, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from backlight.store.read.run_list import ListedRun
 
@@ -26,17 +27,16 @@ _SEVERITIES = {
 
 
 def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
-    """Print one row for each run, and below the table what is no run or could not be read."""
-    table = make_table(
-        "run", "state", "started", "took", "steps", "loss", "findings", left={"state", "findings"}
-    )
+    """Print one row for each run, and below the table what is no run or could not be read.
+
+    Names are there to be copied: the columns that a narrow terminal has no space for are left out.
+    """
     listed = [run for run in runs if run.started is not None]
-    for run in listed:
-        table.add_row(
-            visible(run.path.name), Text(run.state.value, _STATES.get(run.state, "")), _moment(run.started),
-            _span(run.seconds), f"{run.steps:,}", "-" if run.loss is None else number(run.loss),
-            _findings(run),
-        )  # fmt: skip
+    unlimited = console.options.update(max_width=10_000)
+    for left_out in ((), ("took",), ("took", "started")):
+        table = _table(listed, left_out)
+        if console.measure(table, options=unlimited).maximum <= console.width:
+            break
     if listed:
         console.print(table)
     else:
@@ -44,6 +44,19 @@ def print_runs(runs: Sequence[ListedRun], console: Console) -> None:
     for run in runs:
         if run.problem:
             console.print(visible(run.problem), style="dim")
+
+
+def _table(runs: Sequence[ListedRun], left_out: Sequence[str]) -> Table:
+    names = ("state", "started", "took", "steps", "loss", "findings")
+    table = make_table("run", *(name for name in names if name not in left_out), left={"state", "findings"})
+    for run in runs:
+        cells: tuple[str | Text, ...] = (
+            Text(run.state.value, _STATES.get(run.state, "")), _moment(run.started), _span(run.seconds),
+            f"{run.steps:,}", "-" if run.loss is None else number(run.loss), _findings(run),
+        )  # fmt: skip
+        shown = (cell for name, cell in zip(names, cells, strict=True) if name not in left_out)
+        table.add_row(visible(run.path.name), *shown)
+    return table
 
 
 def _findings(run: ListedRun) -> Text:

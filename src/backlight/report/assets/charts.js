@@ -70,7 +70,11 @@ const verticalAxis = (axis, scale, side) => ({
   grid: side === 3 ? { stroke: () => css("line"), width: 1, filter: (plot, splits) => splits } : { show: false },
   space: 28,
   ...(axis.log ? { splits: logSplits(axis.base ?? 10), filter: (plot, splits) => splits } : {}),
-  values: (plot, splits) => splits.map((value) => (axis.log && (axis.base ?? 10) === 10 ? logTick(value) : number(value, 4))),
+  values: (plot, splits, index, space, increment) => {
+    // As many digits as tell one tick from the next.
+    const digits = Math.max(4, Math.ceil(Math.log10(Math.max(...splits.map(Math.abs)) / increment)) + 1);
+    return splits.map((value) => (axis.log && (axis.base ?? 10) === 10 ? logTick(value) : number(value, axis.log ? 4 : digits)));
+  },
 });
 
 const stepAxis = (label = "step") => ({

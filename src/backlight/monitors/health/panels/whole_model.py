@@ -33,7 +33,6 @@ def _amount(source: Source) -> int:
 
 def _figures(source: Source) -> Figures:
     steps, loss = source.coverage.steps, source.scalar("loss")
-    span = f"{number(int(steps[0]))} to {number(int(steps[-1]))}" if len(steps) else ""
     broken = source.frames.stats.get("non_finite_sum", np.empty(0))
     odd = number(int((np.nan_to_num(broken) > 0).sum())) if len(broken) else "not measured"
     worst, meaning = "not measured", "1 is the best, 0 the worst"
@@ -46,7 +45,7 @@ def _figures(source: Source) -> Figures:
         last, at = number(float(loss.values[-1])), f"at step {number(int(loss.steps[-1]))}"
     of = f"of {number(_amount(source))}"
     return (
-        ("steps recorded", number(len(steps)), span),
+        ("steps recorded", number(len(steps)), f"of {number(source.run.last_step() + 1)}"),
         ("parameters measured", number(int(source.coverage.measured.sum())), of),
         ("lowest health", worst, meaning),
         ("with NaN or Inf", odd, "parameters"),
