@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import html
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,15 +120,28 @@ class Record:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Return the record that :func:`to_json` wrote; raise ValueError where it is none."""
-        from pydantic import ValidationError  # noqa: PLC0415 - as in _adapter
-
-        kind: Any = cls
-        try:
-            record: Self = _adapter(kind).validate_python(data)
-        except ValidationError as error:  # its own text has several lines
-            problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-            raise ValueError(f"{cls.__name__}: {'; '.join(problems)}") from None
+        record: Self = _validated(cls, cls, data)
         return record
+
+    @classmethod
+    def tuple_from_json(cls, text: str) -> tuple[Self, ...]:
+        """Return the records of a JSON list; raise as :meth:`from_json`."""
+        kind = tuple[cls, ...]  # type: ignore[valid-type]  # a type for pydantic
+        try:
+            records: tuple[Self, ...] = _adapter(kind).validate_json(text)
+        except ValueError:  # pydantic's parser refuses lone surrogates, which names may have
+            records = _validated(cls, kind, json.loads(text))
+        return records
+
+
+def _validated(cls: type[Record], kind: Any, data: Any) -> Any:
+    from pydantic import ValidationError  # noqa: PLC0415 - as in _adapter
+
+    try:
+        return _adapter(kind).validate_python(data)
+    except ValidationError as error:  # its own text has several lines
+        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3]]
+        raise ValueError(f"{cls.__name__}: {'; '.join(problems)}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from backlight.monitor import Monitor, RunContext, StoredStep
 from backlight.records import ParameterRecord
 from backlight.store.format.schema import GRADIENT
-from backlight.store.read.frames import Frame, join_ranks, model_order, total
+from backlight.store.read.frames import Frame, Holders, join_ranks, model_order, total
 from backlight.store.read.rank_file import Block
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class RankNormMonitor(Monitor):
             norm_SP[0, columns], mask_SP[0, columns] = norms, measured
             blocks.append(Block(np.array([step], dtype=np.int64), {"norm": norm_SP}, mask_SP))
         positions = [{step: offer[4]} for offer in offers]
-        joined = join_ranks(blocks, tables, "gradient", names, positions)
+        joined = join_ranks(blocks, Holders(tables, names), "gradient", positions)
         norms = Frame(
             joined.steps, names, joined.columns["norm"], joined.measured, "gradient", joined.any_rank
         )

@@ -201,19 +201,19 @@ def test_damaged_row_is_skipped_and_reported(run_path: Path) -> None:
 @pytest.mark.parametrize(
     ("json_text", "error"),
     [
-        ("[{}]", "ValueError: ParameterRecord: name: Field required"),
+        ("[{}]", "ValueError: ParameterRecord: 0.name: Field required"),
         (
             '[{"name": ["x"], "shape": [], "dtype": "f", "device": "c", "numel": 1}]',
-            "ValueError: ParameterRecord: name: Input should be a valid string",
+            "ValueError: ParameterRecord: 0.name: Input should be a valid string",
         ),
         (
             '[{"name": "x", "shape": [], "dtype": "f", "device": "c", "numel": 1e400}]',
-            "ValueError: ParameterRecord: numel: ",
+            "ValueError: ParameterRecord: 0.numel: ",
         ),
         (
             '[{"name": "x", "shape": [], "dtype": "f", "device": "c", "numel": 1,'
             ' "placement": {"offset": ["y"]}}]',
-            "ValueError: ParameterRecord: placement.offset.0: ",
+            "ValueError: ParameterRecord: 0.placement.offset.0: ",
         ),
         (
             "[" + ", ".join(['{"name": "x", "shape": [], "dtype": "", "device": "", "numel": 1}'] * 2) + "]",

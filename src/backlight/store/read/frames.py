@@ -56,6 +56,12 @@ RELATIVE_TOLERANCE = 1e-5
 COMPARED = {"gradient": "norm", "update": "weight_norm"}
 """The column by which ranks are compared, for every column of a series."""
 
+OF_GRADIENTS = frozenset({"gradient", "histogram"})
+"""Series that are placed as the gradients are; others as the parameters."""
+
+Shards = dict[tuple[tuple[int, ...], ...], npt.NDArray[np.int64]]
+"""Indices of parameters by groups of ranks, each of which holds one shard."""
+
 _NEEDS: dict[str, tuple[str, ...]] = {
     "rms": ("norm", "numel"),
     "mean": ("sum", "numel"),
@@ -116,22 +122,33 @@ def model_order(tables: Sequence[Sequence[str]]) -> tuple[str, ...]:
     return tuple(order)
 
 
+class Holders:
+    """How each of the R ranks of an attempt holds each of ``names``, found once for all columns."""
+
+    def __init__(self, records: Sequence[Mapping[str, ParameterRecord]], names: Sequence[str]) -> None:
+        self.records = records
+        self.names = names
+        self._by_kind: dict[bool, Shards] = {}
+
+    def shards(self, series: str) -> Shards:
+        """Return the indices of parameters by the ranks that hold their shards."""
+        kind = series in OF_GRADIENTS
+        if kind not in self._by_kind:
+            self._by_kind[kind] = _by_shards(self.records, series, self.names)
+        return self._by_kind[kind]
+
+
 def join_ranks(
-    blocks: Sequence[Block],
-    records: Sequence[Mapping[str, ParameterRecord]],
-    series: str,
-    names: Sequence[str],
-    positions: Sequence[Mapping[int, float]] = (),
+    blocks: Sequence[Block], holders: Holders, series: str, positions: Sequence[Mapping[int, float]] = ()
 ) -> Block:
     """Join the blocks of R ranks: replicas count once, shards are joined as the schema says.
 
     A parameter is measured where the whole of it was: where every shard that is not empty was, all of
     them at the same position of the training (``positions``: backward passes by rank and step); and where
     ranks that hold the same tensor have measured the same. Norms of unreduced partial tensors do not give
-    the norm of their sum, so such a parameter stays unmeasured. ``records`` say how each rank holds each
-    parameter.
+    the norm of their sum, so such a parameter stays unmeasured.
     """
-    if len(blocks) == 1 and not any(divided(record, series) for record in records[0].values()):
+    if len(blocks) == 1 and not any(divided(record, series) for record in holders.records[0].values()):
         return blocks[0]
     schema = SERIES[series]
     steps = np.unique(np.concatenate([b.steps for b in blocks]))
@@ -140,7 +157,7 @@ def join_ranks(
     for r, found in enumerate(positions):
         positions_RS[r] = [found.get(step, np.nan) for step in steps.tolist()]
     kinds = {name: next(c for c in schema.columns if c.name == name) for name in blocks[0].columns}
-    S, P = len(steps), len(names)
+    S, P = len(steps), len(holders.names)
     measured, any_rank = np.zeros((S, P), dtype=bool), np.zeros((S, P), dtype=bool)
     for block in aligned:
         any_rank |= block.measured
@@ -149,7 +166,7 @@ def join_ranks(
         for name, c in kinds.items()
     }
     agreed = COMPARED.get(series)
-    for shards, at_G in _by_shards(records, series, names).items():
+    for shards, at_G in holders.shards(series).items():
         chosen = [
             _agreed([aligned[r] for r in shard], positions_RS[list(shard)], at_G, agreed) for shard in shards
         ]
@@ -206,7 +223,7 @@ def _on(block: Block, steps: Steps) -> Block:
 
 def placement(record: ParameterRecord, series: str) -> Placement:
     """Return the placement of the numbers of a series about a parameter."""
-    own = record.gradient if series in {"gradient", "histogram"} else None
+    own = record.gradient if series in OF_GRADIENTS else None
     return record.placement if own is None else own
 
 
@@ -234,9 +251,7 @@ def _shards(holders: Sequence[tuple[int, ParameterRecord]], series: str) -> list
     return list(groups.values()) if held == math.prod(sharded[0][1].global_shape) else []
 
 
-def _by_shards(
-    records: Sequence[Mapping[str, ParameterRecord]], series: str, names: Sequence[str]
-) -> dict[tuple[tuple[int, ...], ...], npt.NDArray[np.int64]]:
+def _by_shards(records: Sequence[Mapping[str, ParameterRecord]], series: str, names: Sequence[str]) -> Shards:
     """Return the indices of parameters by the ranks that hold their shards: most are sharded equally."""
     found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for p, name in enumerate(names):

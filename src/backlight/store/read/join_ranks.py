@@ -14,7 +14,7 @@ from backlight.records import ParameterRecord, RunStatus
 from backlight.store.format.manifest import Progress
 from backlight.store.read import frames
 from backlight.store.read.attempt_files import AttemptFiles
-from backlight.store.read.frames import COMPARED, Frame
+from backlight.store.read.frames import COMPARED, Frame, Holders
 from backlight.store.read.rank_file import Block, Logged, RankFile, Steps, Window, latest
 
 MEANS = frozenset({"loss"})
@@ -107,17 +107,17 @@ def block(
     columns: Sequence[str],
     names: Sequence[str],
     part: int,
-    local: bool,
+    holders: Callable[[], Holders] | None,
     window: Window | None = None,
     after: Mapping[RankFile, int] = MappingProxyType({}),
 ) -> Block:
     """Return stored columns of one attempt over the parameters ``names``.
 
-    With ``local`` what a rank holds stays as it is, else ranks are joined to a whole. ``window`` limits the
-    steps; ``after`` holds a row of each file up to which there is nothing in that window.
+    Ranks are joined to a whole by what ``holders`` returns; with None what a rank holds stays as it is.
+    ``window`` limits the steps; ``after`` holds a row of each file up to which nothing is in that window.
     """
     ranks = by_rank(files)
-    if local or len(ranks) == 1:
+    if holders is None or len(ranks) == 1:
         wanted, windows = list(columns), [window]
     else:
         wanted = list(dict.fromkeys((*columns, *([COMPARED[series]] if series in COMPARED else []))))
@@ -130,12 +130,16 @@ def block(
             )
             for mine in ranks.values()
         ]
-        if local:
+        if holders is None:
             return frames.join_attempts(blocks)
-        records = [_records(mine) for mine in ranks.values()]
         positions = [_positions(mine) for mine in ranks.values()] if len(ranks) > 1 else []
-        out.append(frames.join_ranks(blocks, records, series, names, positions))
+        out.append(frames.join_ranks(blocks, holders(), series, positions))
     return frames.join_attempts(out)
+
+
+def holders_of(files: Sequence[RankFile], names: Sequence[str]) -> Holders:
+    """Return how each rank of one attempt holds each parameter."""
+    return Holders([_records(mine) for mine in by_rank(files).values()], names)
 
 
 def _windows(

@@ -28,7 +28,7 @@ from backlight.store.read.attempt_files import (
     open_attempt,
 )
 from backlight.store.read.decode_cache import MAX_CACHE_BYTES, DecodeCache
-from backlight.store.read.frames import Frame
+from backlight.store.read.frames import Frame, Holders
 from backlight.store.read.join_ranks import RankState, Spread
 from backlight.store.read.rank_file import Block, RankFile, Window, latest
 from backlight.store.read.snapshot import sibling, size_of
@@ -119,6 +119,7 @@ class Run:
             raise RunFormatError(f"{path}: nothing in this run can be read: {reasons}")
         self.attempts = tuple(_attempt(opened) for opened in self._opened)
         size = sum(size_of(file.path) + size_of(sibling(file.path, "-wal")) for file in self._files)
+        self._holders: dict[int, Holders] = {}
         self._owner = self._manifest.run_id, self._manifest.created  # another run may take its path
         for file in self._files:
             file.keeps_rows = size <= MAX_KEPT_ROWS_BYTES
@@ -230,7 +231,16 @@ class Run:
         def read(window: Window | None, after: Mapping[RankFile, int]) -> Frame:
             wanted = frames.needs(schema, column)
             blocks = [
-                join_ranks.block(group, series, wanted, self._names, part, rank is not None, window, after)
+                join_ranks.block(
+                    group,
+                    series,
+                    wanted,
+                    self._names,
+                    part,
+                    functools.partial(self._holders_of, group) if rank is None else None,
+                    window,
+                    after,
+                )
                 for group in groups
                 if any(after.get(file, -1) < file.last[f"series_{series}"] for file in group)
             ]
@@ -358,6 +368,13 @@ class Run:
     def _names(self) -> tuple[str, ...]:
         tables = [[p.name for p in table] for file in self._files for table in file.tables.values()]
         return frames.model_order(tables)
+
+    def _holders_of(self, files: Sequence[RankFile]) -> Holders:
+        """Return how the ranks of an attempt, all of whose files are given, hold its parameters."""
+        index = files[0].attempt
+        if index not in self._holders:
+            self._holders[index] = join_ranks.holders_of(files, self._names)
+        return self._holders[index]
 
     def _by_attempt(self, attempt: int | None, rank: int | None) -> list[Sequence[RankFile]]:
         chosen = [o for o in self._opened if attempt is None or o.entry.index == attempt]
