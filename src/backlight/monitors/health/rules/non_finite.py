@@ -102,8 +102,7 @@ def _in_gradients(
             f"At step {step}, NaN or Inf are in "
             f"{phrases.share(len(ill), len(measured), 'measured parameters')}; the last finite recorded step "
             f"is {before}. Nearest to the loss is `{name}` with {nan} NaN and {inf} Inf among {size} values. "
-            f"{_loss_words(loss, step, evidence)} {later} of the {after} later recorded steps are not finite "
-            f"either.{' ' if who else ''}{who}"
+            f"{_loss_words(loss, step, evidence)}{_later_words(later, after)}{' ' if who else ''}{who}"
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step, rank=rank),
         evidence=tuple(evidence),
@@ -113,6 +112,12 @@ def _in_gradients(
             f"order than they are defined, so that `{name}` need not be the first."
         ),
     )
+
+
+def _later_words(later: int, after: int) -> str:
+    if not after:
+        return " It is the last recorded step."
+    return f" {later} of the {after} later recorded steps are not finite either."
 
 
 def _origin_rank(run: Run, step: int) -> tuple[int | None, str, tuple[Evidence, ...]]:
