@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -163,11 +166,55 @@ def test_private_copies_are_removed_with_the_run(
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
     private = tmp_path / "private"
     private.mkdir()
-    monkeypatch.setattr(snapshot.tempfile, "tempdir", str(private))
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
     run = open_run(path)
-    assert len(list(private.iterdir())) == 1
+    (folder,) = private.iterdir()
+    assert len(list(folder.iterdir())) == 1
     del run
-    assert list(private.iterdir()) == []
+    assert list(folder.iterdir()) == []
+
+
+def test_private_copies_of_killed_readers_are_removed(
+    tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
+    private = tmp_path / "private"
+    private.mkdir()
+    code = "import sys, backlight; run = backlight.open_run(sys.argv[1]); print(flush=True); sys.stdin.read()"
+    reading = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, path], env={**os.environ, "TMPDIR": str(private)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    for process in reading:
+        assert process.stdout is not None
+        process.stdout.readline()
+    folders = set(private.iterdir())
+    assert len(folders) == 2
+    reading[0].kill()
+    reading[0].wait()
+    monkeypatch.setattr(tempfile, "tempdir", str(private))
+    assert len(open_run(path).series_steps("gradient")) == 30
+    (kept,) = folders & set(private.iterdir())  # that of the process which still reads
+    assert any(kept.iterdir())
+    for process in reading:
+        process.communicate()
+    assert not kept.exists()
+
+
+def test_fork_leaves_the_private_copy_of_its_parent(tmp_path: Path, killed: Callable[..., Path]) -> None:
+    run = open_run(killed(tmp_path / "run", KILLED_WITH_A_LOG))
+    child = os.fork()
+    if not child:
+        try:
+            del run
+            gc.collect()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert len(run.series_steps("gradient")) == 30
 
 
 def test_run_is_readable_during_writing(
@@ -254,6 +301,7 @@ def test_reading_imports_neither_torch_nor_h5py(tmp_path: Path, record: Record) 
     record(tmp_path / "run", 2)
     code = """
 import sys
+import tempfile
 sys.modules["torch"] = None
 from backlight.store.read.run import open_run
 run = open_run(sys.argv[1])

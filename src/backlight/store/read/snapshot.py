@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 import sqlite3
-import tempfile
 import threading
 import time
 import weakref
@@ -30,6 +30,7 @@ from backlight import untrusted_files
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import check_format
 from backlight.store.format.schema import DATABASE_KIND, TABLES
+from backlight.store.read import private_copies
 
 T = TypeVar("T")
 Rows = list[tuple[Any, ...]]
@@ -181,8 +182,8 @@ class Snapshot:
     def _copied(self) -> Path:
         """Copy the database with its log so that the two belong together."""
         log = sibling(self.path, "-wal")
-        folder = Path(tempfile.mkdtemp(prefix="backlight-read-"))
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        folder = private_copies.new_folder()
+        weakref.finalize(self, private_copies.remove, folder, os.getpid())
         target = folder / self.path.name
         for _ in range(_TRIES):
             before = _header(log)
