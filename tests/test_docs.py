@@ -120,6 +120,19 @@ def test_reference_lists_every_public_name() -> None:
     assert {f"{thing.__module__}.{thing.__qualname__}" for thing in public.values()} <= named
 
 
+def test_docstrings_of_the_api_page_are_parsed_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    griffe = pytest.importorskip("griffe")
+    package = griffe.load("backlight", search_paths=[ROOT / "src"])
+    names = re.findall(r"^::: backlight\.(\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert names
+    for name in names:
+        documented = package[name]
+        for item in (documented, *documented.members.values()):
+            if not item.is_alias and item.docstring is not None:
+                item.docstring.parse("numpy")
+    assert not caplog.messages
+
+
 def test_no_file_names_the_build_machine() -> None:
     home = str(Path.home())
     for page in [*PAGES, *ROOT.glob("src/**/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("bench/*.py")]:

@@ -76,7 +76,7 @@ def watch(
         The Accelerator, and what its ``prepare`` returned; several models or optimizers as a list.
     step:
         Optimizer steps done before, after ``accelerator.load_state``.
-    run, samples, on_end, summary, monitors, every, ...:
+    run, samples, on_end, summary, **settings:
         As for :class:`backlight.integrations.hosted.HostedCallback`. ``run`` is by default
         ``runs/<script>-<time>``.
 

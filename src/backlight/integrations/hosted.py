@@ -291,8 +291,9 @@ class HostedCallback(Hosting):
         Called on rank 0 with the list of findings when a run has ended.
     summary:
         Print the findings once at the end, on rank 0.
-    monitors, every, steps, groups, ...:
-        What is measured and kept: the fields of :class:`backlight.session.settings.Settings`.
+    **settings:
+        What is measured and kept, as ``monitors``, ``every``, ``steps``, ``groups``: the fields of
+        :class:`backlight.session.settings.Settings`.
 
     Raises
     ------

@@ -92,7 +92,7 @@ def watch(
         With a model: its optimizer, several, or torchtitan's container of them.
     step:
         With a model: optimizer steps done before. A trainer has that number.
-    run, samples, on_end, summary, monitors, every, ...:
+    run, samples, on_end, summary, **settings:
         As for :class:`backlight.integrations.hosted.HostedCallback`. ``run`` is by default
         ``runs/<model>-<time>``.
 
