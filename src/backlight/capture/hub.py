@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from backlight import clock
-from backlight.capture import call_hooks, hooks, modules, state_hooks
+from backlight.capture import call_hooks, hooks, modules, state_hooks, transfers
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.records import Phase
 
@@ -159,6 +159,9 @@ class Listener:
 
     def autocast_end(self, region: Any) -> None:
         """That region is about to be left."""
+
+    def transferred(self, transfer: transfers.Transfer) -> None:
+        """A collective or a receive has ended, or a send begins."""
 
     def batch_begin(self, source: int) -> None:
         """A DataLoader is asked for a batch; ``source`` identifies the data set."""
@@ -429,6 +432,7 @@ class Hub:
             state_hooks.install_schedules,
             state_hooks.install_autocast,
             state_hooks.install_recomputation,
+            transfers.install_transfers,
         ):
             install(self, self._patches)
         self._handles = [*hooks.install_optimizers(self, self._patches), *modules.install(self.seen)]

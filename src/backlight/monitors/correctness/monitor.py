@@ -19,6 +19,7 @@ from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
 from backlight.monitors.correctness.instrument.restored_state import RestoredState
 from backlight.monitors.correctness.instrument.schedule_steps import ScheduleSteps
 from backlight.monitors.correctness.instrument.trained_tensors import TrainedTensors
+from backlight.monitors.correctness.instrument.transfers import TransferDigests
 from backlight.monitors.correctness.instrument.unprepared_modules import UnpreparedModules
 from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
 from backlight.monitors.correctness.model.contradictions import OBSERVED
@@ -38,6 +39,7 @@ CHECKS: tuple[type[Check], ...] = (
     RestoredState,
     ScheduleSteps,
     TrainedTensors,
+    TransferDigests,
     UnpreparedModules,
     WeightChanges,
 )

@@ -16,15 +16,14 @@ from backlight.capture.parameters import local
 from backlight.capture.replicas import replicas, wrappers
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
-from backlight.monitors.correctness.model.digests import ABSENT, DIGESTS, FOLLOWED, encoded
+from backlight.monitors.correctness.instrument.tensor_digests import digests_and_norms
+from backlight.monitors.correctness.model.digests import ABSENT, DIGESTS, FOLLOWED, encoded, norms_of
 from backlight.records import Layout
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
     from backlight.monitor import RunContext
     from backlight.monitors.correctness.instrument.check import Schedule
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ReplicaDigests(Check):
@@ -136,8 +135,7 @@ class ReplicaDigests(Check):
         ]
         if not rows:
             return
-        with torch.no_grad():
-            table = torch.stack((_digests([one for _, one in rows]), _norms([one for _, one in rows])))
+        table = digests_and_norms([one for _, one in rows])
         facts = {"moment": moment, "backwards": self._backwards, "unsynced": self._is_unsynced}
         step, size = self.run.clock.index, len(tensors)
 
@@ -145,7 +143,7 @@ class ReplicaDigests(Check):
             digests_P, norms_P = np.zeros(size, np.int64), np.full(size, ABSENT, np.float32)
             here = [row for row, _ in rows]
             digests_P[here] = known[0].astype(np.int64)
-            norms_P[here] = known[1].astype(np.int64).astype(np.int32).view(np.float32)
+            norms_P[here] = norms_of(known[1])
             self.run.notifier.event(DIGESTS, {**facts, **encoded(digests_P, norms_P)}, step)
 
         self.when_known(table, store)
@@ -157,20 +155,3 @@ def _comparable(parameter: Tensor) -> Tensor | None:
     if gradient is None or getattr(gradient, "placements", None) is not None:
         return None
     return gradient
-
-
-def _digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Return ``[P]``: the sum of the bits of each tensor, read as integers, in wrap-around arithmetic."""
-    found = []
-    for one in tensors:
-        values = torch.view_as_real(one) if one.is_complex() else one
-        size = values.element_size()
-        # int32 into int64 is seven times slower on a CPU.
-        found.append(values.view(_BITS[size]).sum(dtype=torch.int64 if size == 8 else torch.int32).long())
-    return torch.stack(found)
-
-
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return ``[P]``: the bits of the fp32 norm of each tensor."""
-    floating = [one if one.is_floating_point() else one.abs().float() for one in tensors]
-    return torch.stack([n.float() for n in torch._foreach_norm(floating, 2)]).view(torch.int32).long()

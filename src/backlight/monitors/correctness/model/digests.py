@@ -32,6 +32,11 @@ def encoded(digests_P: NDArray[np.int64], norms_P: NDArray[np.float32]) -> dict[
     return {"digests": folded.tobytes().hex(), "norms": norms_P.astype(np.float32).tobytes().hex()}
 
 
+def norms_of(bits_P: NDArray[np.generic]) -> NDArray[np.float32]:
+    """Return the norms ``[P]`` whose bits were copied as integers."""
+    return bits_P.astype(np.int64).astype(np.int32).view(np.float32)
+
+
 def decoded(event: Event) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
     """Return the digests ``[P]`` and the norms ``[P]`` of an event."""
     digests, norms = (bytes.fromhex(event.payload[key]) for key in ("digests", "norms"))

@@ -10,6 +10,7 @@ from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.correctness.model.digests import DIGESTS, Moment, Values, moments
 from backlight.monitors.correctness.model.out_of_step import OutOfStep, out_of_step
+from backlight.monitors.correctness.rules.transfers import changed_in_transfer
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -99,12 +100,15 @@ def _members(values: Mapping[int, Values]) -> list[dict[int, Values]]:
     return [{rank: values[rank] for rank in ranks if rank in values} for ranks in groups]
 
 
-@rule("replicas_differ", monitor="correctness", version=3, limits=ReplicaLimits)
+@rule("replicas_differ", monitor="correctness", version=4, limits=ReplicaLimits)
 def replicas_differ(run: Run, limits: ReplicaLimits) -> Iterator[Finding]:
-    """Find ranks out of step, and replicated parameters of which ranks held other weights or gradients."""
+    """Find ranks out of step, data that changed in transfer, and replicated parameters that differ."""
     late = out_of_step(run)
     if late is not None and late.steps >= limits.apart_steps:
         yield _out_of_step(late)
+    if (changed := changed_in_transfer(run, limits.apart_steps)) is not None:
+        yield changed  # what ranks hold differs because of it
+        return
     replicas = _Replicas(limits, _has_equal_devices(run))
     promised: list[_Apart] = []
     plain: list[_Apart] = []
