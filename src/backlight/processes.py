@@ -12,6 +12,7 @@ import os
 import signal
 import struct
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -318,6 +319,52 @@ def allow_tracing(pid: int) -> bool:
     with contextlib.suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0) == 0)
     return False
+
+
+class HeldFiles:
+    """Descriptors of this process that refer to some files, found when it is made.
+
+    A script may close all descriptors, and then open files of its own under the same numbers: who wrote to a
+    number, or closed it, would damage those.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        wanted = set()
+        for path in paths:
+            with contextlib.suppress(OSError):
+                wanted.add(_identity(path.stat()))
+        self._held: dict[int, tuple[int, int]] = {}
+        with contextlib.suppress(OSError):
+            for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - numbers
+                with contextlib.suppress(OSError):  # that of the listing itself
+                    if (found := _identity(os.fstat(descriptor))) in wanted:
+                        self._held[descriptor] = found
+        _held_files.add(self)
+
+    def are_open(self) -> bool:
+        """Return whether each descriptor still refers to its file; True where none was found."""
+        with contextlib.suppress(OSError):
+            if all(_identity(os.fstat(number)) == file for number, file in self._held.items()):
+                return True
+        _lost_files.update(self._held.values())
+        return False
+
+
+_held_files: weakref.WeakSet[HeldFiles] = weakref.WeakSet()
+_lost_files: set[tuple[int, int]] = set()
+
+
+def has_lost(path: Path) -> bool:
+    """Return whether the script has closed descriptors of this process that referred to a file."""
+    for held in list(_held_files):
+        held.are_open()
+    with contextlib.suppress(OSError):
+        return bool(_lost_files) and _identity(path.stat()) in _lost_files
+    return False
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def available_cores() -> int:

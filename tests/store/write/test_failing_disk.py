@@ -211,3 +211,52 @@ def test_other_ranks_record_their_own_loss(tmp_path: Path, record: Record) -> No
     losses = open_run(tmp_path).losses
     assert any("attempt 0, rank 1: recording stopped after step 2" in loss for loss in losses)
     assert any("rank-00001.db is missing: lost are" in loss for loss in losses)
+
+
+CLOSE_ALL = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from backlight.records import ParameterRecord
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
+folder = Path(sys.argv[1])
+messages = []
+writer = RunWriter.create(folder / "run", on_lost=messages.append)
+table = writer.parameter_table((ParameterRecord("w", (1,), "float32", "cpu", 1),))
+def record(step):
+    writer.append("gradient", step, table, [[1.0, 1.0, 1.0]], [[1, 1, 0, 0, 0]])
+    writer.flush()
+for step in range(5):
+    record(step)
+reading = open_run(folder / "run")  # SQLite keeps descriptors of such readers until the writer closes
+reading.frame("gradient", "norm")
+os.closerange(3, 256)
+files = [(folder / str(i)).open("w+b") for i in range(40)]
+for file in files:
+    file.write(b"x" * 100_000)
+    file.flush()
+for step in range(5, 40):
+    record(step)
+again = open_run(folder / "run")
+assert again.series_steps("gradient").tolist() == list(range(5)), again.losses
+writer.close()
+del reading, again, writer
+for file in files:
+    file.seek(0)
+    assert file.read() == b"x" * 100_000, file.name
+    file.close()
+assert len(messages) == 1, messages
+"""
+
+
+def test_closed_descriptors_are_a_loss_and_harm_no_file_of_the_script(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSE_ALL, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(path.read_bytes() == b"x" * 100_000 for path in tmp_path.iterdir() if path.is_file())
+    run = open_run(tmp_path / "run")
+    assert run.status is RunStatus.FINISHED
+    assert run.series_steps("gradient").tolist() == list(range(5))
+    assert any("has closed the descriptors of rank-00000.db" in loss for loss in run.losses)

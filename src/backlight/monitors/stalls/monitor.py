@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import backlight
 from backlight import processes
@@ -63,7 +63,7 @@ class StallMonitor(Monitor):
         self._stall_s = stall_s
         self._thresholds = dict(thresholds or {})
         self._groups: dict[int, list[int]] = {}
-        self._dump: IO[bytes] | None = None
+        self._dump = -1
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._watchdog_pid = 0
         self._periods = 0
@@ -92,7 +92,7 @@ class StallMonitor(Monitor):
             shared_state = SharedState(runtime_dir.state_path(directory, run.rank))
         except OSError as error:
             where = "" if directory is None else f" in {directory}"
-            self._unmeasured("stalls", f"no shared state{where}: {error.strerror or error}")
+            self._lose(f"no shared state{where}: {error.strerror or error}")
             if self._first_on_host and directory is not None:
                 runtime_dir.remove(directory)
             return
@@ -129,12 +129,9 @@ class StallMonitor(Monitor):
                 runtime_dir.write_document(self._document("exit"), dataclasses.asdict(exit_reason_of(error)))
         self.pause()
         self._sampler.stop()
+        self._check_watchdog()
         self.heartbeat.shared_state.close(RankStatus.FINISHED if error is None else RankStatus.FAILED)
-        if self._dump is not None:
-            with contextlib.suppress(OSError, ValueError, RuntimeError):
-                faulthandler.unregister(DUMP_SIGNAL)
-            self._dump.close()
-            self._dump = None
+        self._unregister_dump()
         if self._watchdog is not None:
             # Its first half exits as soon as the second is there; a run that is so short waits for it.
             try:
@@ -162,6 +159,12 @@ class StallMonitor(Monitor):
 
     def _unmeasured(self, what: str, reason: str) -> None:
         self._run.notifier.unmeasured(what, reason)
+
+    def _lose(self, reason: str) -> None:
+        """Record that stalls are not detected, and warn about it once on each machine."""
+        self._unmeasured("stalls", reason)
+        if self._first_on_host:
+            self._run.notifier.warn("stalls", f"a stall is not detected: {reason}")
 
     # Documents
 
@@ -208,29 +211,47 @@ class StallMonitor(Monitor):
                 self._unmeasured("stacks by signal", f"signal {DUMP_SIGNAL} has a handler already")
                 return
             path = runtime_dir.dump_path(self._directory, self._run.rank)
-            self._dump = path.open("ab", buffering=0)
+            self._dump = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            self._dump_file = processes.HeldFiles(path)
             faulthandler.register(DUMP_SIGNAL, file=self._dump, all_threads=True, chain=False)
         except (OSError, ValueError, RuntimeError) as error:
             self._unmeasured("stacks by signal", str(error))
+
+    def _unregister_dump(self) -> None:
+        if self._dump >= 0:
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                faulthandler.unregister(DUMP_SIGNAL)
+            if self._dump_file.are_open():  # else the number may be that of a file of the script
+                os.close(self._dump)
+            self._dump = -1
 
     def _chores(self) -> None:
         """In the stack sampler's thread: start the watchdog process, and check now and then that it lives."""
         if self._periods == 0 and self._first_on_host:
             self._start_watchdog()
         self._periods += 1
-        if self._watchdog is not None and self._watchdog.poll() is not None:
+        if self._dump >= 0 and not self._dump_file.are_open():
+            self._unregister_dump()
+            self._unmeasured("stacks by signal", "the script has closed the file for them")
+        if self._watchdog is not None and (code := self._watchdog.poll()) is not None:
             self._watchdog = None
+            if not runtime_dir.watchdog_pid(self._directory):
+                self._watchdog_pid = -1
+                self._lose(f"the watchdog process has not started (exit code {code})")
         if not self._watchdog_pid:
             self._watchdog_pid = runtime_dir.watchdog_pid(self._directory)
             if self._watchdog_pid:
                 processes.allow_tracing(self._watchdog_pid)
-        elif (
-            self._watchdog_pid > 0
-            and self._periods % _CHECK_PERIODS == 0
-            and not processes.is_alive(self._watchdog_pid)
-        ):
+        elif self._periods % _CHECK_PERIODS == 0:
+            self._check_watchdog()
+
+    def _check_watchdog(self) -> None:
+        if self._watchdog_pid > 0 and not processes.is_alive(self._watchdog_pid):
             self._watchdog_pid = -1
-            self._unmeasured("stalls", "the watchdog process has ended; a stall is no longer detected")
+            error = runtime_dir.read_document(
+                self._directory / runtime_dir.WATCHDOG, lambda d: d.get("error")
+            )
+            self._lose(f"the watchdog process has ended{f': {error}' if isinstance(error, str) else ''}")
 
     def _watchdog_lives(self) -> bool:
         """Return whether a watchdog process is there to tidy up."""
@@ -263,4 +284,5 @@ class StallMonitor(Monitor):
                 env=environment,
             )
         except OSError as error:
-            self._unmeasured("stalls", f"no watchdog process: {error}")
+            self._watchdog_pid = -1
+            self._lose(f"no watchdog process: {error}")

@@ -16,6 +16,12 @@ from backlight import untrusted_files
 from backlight.records import to_json
 from backlight.store.errors import RunFormatError
 
+MAX_DEPTH = 64
+"""Documents that nest deeper are refused: what copies or compares them calls itself for each level."""
+
+_TOO_DEEP = f"it nests deeper than {MAX_DEPTH}"
+_PARTS = {dict, list}
+
 
 def dump(document: Any) -> str:
     """Return JSON in plain ASCII; arrays become lists, and what JSON does not know becomes its text."""
@@ -36,14 +42,35 @@ def _plain(value: Any) -> Any:
 _ENCODER, _DECODER = json.JSONEncoder(default=_plain), json.JSONDecoder()
 
 
+def load(text: str) -> Any:
+    """Return what a JSON text holds.
+
+    Raises
+    ------
+    ValueError
+        If it is no JSON, or nested deeper than :data:`MAX_DEPTH`.
+    """
+    try:
+        document = _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        parts = (part.values() if type(part) is dict else part for part in level if type(part) in _PARTS)
+        level = [value for part in parts for value in part if type(value) in _PARTS]
+        if not level:
+            return document
+    raise ValueError(_TOO_DEEP)
+
+
 def read_document(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
         content = untrusted_files.read(path, owners=untrusted_files.owners_beside(path))
-        document = _DECODER.decode(content.decode("utf-8"))
+        document = load(content.decode("utf-8"))
     except OSError as error:
         raise RunFormatError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         msg = f"{path}: is not valid JSON ({error}); it is damaged or was not written by backlight"
         raise RunFormatError(msg) from error
     if not isinstance(document, dict):

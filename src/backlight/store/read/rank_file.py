@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from backlight.records import Finding, ParameterRecord
 from backlight.store.errors import RunFormatError
 from backlight.store.format import column_codec
 from backlight.store.format.schema import COUNTED, SERIES
+from backlight.store.platform import atomic_json
 from backlight.store.read.snapshot import Rows, Snapshot
 from backlight.text import visible
 
@@ -338,7 +338,7 @@ class RankFile:
     def _parsed(self, table: str, text: str, parse: Callable[[str], T]) -> T | None:
         try:
             return parse(text)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             self._lose(f"a row of table {table} is damaged: {type(error).__name__}: {error}")
             return None
 
@@ -369,8 +369,8 @@ def _table_of(text: str) -> Table:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    return dict(json.loads(text))
+    return dict(atomic_json.load(text))
 
 
 def _finding(text: str) -> Finding:
-    return Finding.from_json(json.loads(text))
+    return Finding.from_json(atomic_json.load(text))

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backlight import untrusted_files
+from backlight import processes, untrusted_files
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import check_format
 from backlight.store.format.schema import DATABASE_KIND, TABLES
@@ -165,6 +165,9 @@ class Snapshot:
 
     def _target(self) -> tuple[str, object]:
         """Return how to open the file, and its state while nothing changes it; None where it may change."""
+        if self._copy is None and processes.has_lost(self.path):
+            # SQLite would go on with the descriptors of this process, which may be files of the script now.
+            self._copy = self._copied()
         if self._copy is None:
             location = self.path.absolute().as_uri()
             if self.live and sibling(self.path, "-shm").exists():

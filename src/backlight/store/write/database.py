@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from backlight import clock
+from backlight import clock, processes
 from backlight.store.format import column_codec
 from backlight.store.format.schema import COUNTED, DATABASE_KIND, FORMAT_VERSION, SERIES, TABLES
 from backlight.store.platform import atomic_json
@@ -62,7 +62,7 @@ _INSERTS = {
 
 
 class VanishedError(OSError):
-    """The file that is being written no longer exists under its name."""
+    """The file that is being written no longer exists under its name, or is no longer open."""
 
 
 @dataclass(slots=True)
@@ -162,6 +162,10 @@ class RankDatabase:
             self._connection.execute(f"PRAGMA wal_autocheckpoint = {checkpoint_pages}")
             self._connection.execute(f"PRAGMA journal_size_limit = {2 * checkpoint_pages * PAGE_BYTES}")
             self._inode = self.path.stat().st_ino
+            self._connection.execute("SELECT 1 FROM meta").fetchall()  # opens the log
+            self._files = processes.HeldFiles(
+                path, *(path.with_name(path.name + s) for s in ("-wal", "-shm"))
+            )
         except BaseException:
             self._connection.close()
             raise
@@ -187,7 +191,9 @@ class RankDatabase:
             self._synced = clock.monotonic()
 
     def check_exists(self) -> None:
-        """Raise a :class:`VanishedError` unless the file is still the one that was created."""
+        """Raise a :class:`VanishedError` unless the file is still the one that was created, and open."""
+        if not self._files.are_open():
+            raise VanishedError(f"the script has closed the descriptors of {self.path.name}")
         try:
             same = self.path.stat().st_ino == self._inode
         except FileNotFoundError:
@@ -216,12 +222,16 @@ class RankDatabase:
                 with contextlib.suppress(sqlite3.OperationalError):
                     self._connection.execute("PRAGMA journal_mode = DELETE")
         finally:
-            self._connection.close()
+            if self._files.are_open():
+                self._connection.close()
+            else:
+                self.abandon()
 
     def abandon(self) -> None:
-        """In a forked child: keep the parent's connection from ever being closed or used here.
+        """Keep the connection from ever being closed or used in this process.
 
-        Closing it would run a checkpoint on files that the parent is writing.
+        In a forked child, closing it would run a checkpoint on files that the parent is writing; where the
+        script has closed its descriptors, it would act on files of the script.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight import clock, untrusted_files
+from backlight import clock, processes, untrusted_files
 from backlight.records import Phase
 
 PAGE_BYTES = 16384
@@ -151,6 +151,10 @@ class StateSnapshot:
         return next((c for c in reversed(self.collectives) if c.inside and not c.asynchronous), None)
 
 
+_kept: list[mmap.mmap] = []
+"""Pages whose descriptor the script has closed: their end would close whatever has its number now."""
+
+
 class SharedState:
     """The writing end; ``slots`` is the array itself, for writers on the step's path."""
 
@@ -167,6 +171,7 @@ class SharedState:
             raise
         finally:
             os.close(descriptor)
+        self._file = processes.HeldFiles(path)
         self.slots = memoryview(self._map).cast("q")
         self.rows = memoryview(self._map)[_ROWS_AT:]
 
@@ -215,6 +220,8 @@ class SharedState:
     def close(self, status: RankStatus) -> None:
         """Write that watching has ended; the page stays for the reader."""
         self.slots[Slot.STATUS] = status
+        if not self._file.are_open():
+            _kept.append(self._map)
 
 
 _PLAIN = {

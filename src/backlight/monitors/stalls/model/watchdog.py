@@ -406,10 +406,10 @@ def main(arguments: list[str]) -> None:
         watchdog = Watchdog(Path(directory), Path(run), Path(attempt_directory), thresholds, int(step_offset))
         EndGuard(Path(directory), int(starter)).start()
         watchdog.run()
-    except Exception as error:  # noqa: BLE001 - no traceback of backlight on the user's terminal
-        if isinstance(error, FileNotFoundError) and not Path(directory).exists():
-            return  # the ranks have ended before the start
-        log(f"the watchdog has ended: {type(error).__name__}: {error}; stalls are no longer reported")
+    except Exception as error:  # noqa: BLE001 - the watched process reports it
+        with contextlib.suppress(OSError):
+            reason = {"pid": os.getpid(), "error": f"{type(error).__name__}: {error}"}
+            runtime_dir.write_document(Path(directory) / runtime_dir.WATCHDOG, reason)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.steptime.model.step_times import PREFIX, PhaseTimes, read_phases
 from backlight.records import Evidence
+from backlight.store.platform import atomic_json
 from backlight.store.read.run import Event, Run
 
 RUNTIME_INFO = "runtime_info"
@@ -78,7 +78,7 @@ def read_profile(run: Run) -> StoredProfile | None:
     """Return the newest readable profile of a run; None where it has none."""
     for path in sorted((path for path in run.evidence() if _PROFILE.search(path)), reverse=True):
         try:
-            content = json.loads(run.read_evidence(path))
+            content = atomic_json.load(run.read_evidence(path).decode("utf-8"))
         except (ValueError, OSError):
             continue
         if isinstance(content, dict):

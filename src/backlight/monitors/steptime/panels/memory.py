@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from backlight.monitors.steptime.panels.profile import ROWS, figures, table, tex
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
+from backlight.store.platform import atomic_json
 from backlight.text import size, visible
 
 NAME = "memory.json"
@@ -37,7 +37,7 @@ def account_of(source: Source) -> Accounted | str:
         return _NONE
     path = max(paths)
     try:
-        result = json.loads(source.run.read_evidence(path))
+        result = atomic_json.load(source.run.read_evidence(path).decode("utf-8"))
         attempt = int(path.split("/")[0].removeprefix("attempt-"))
         positions, curve = (
             source.run.array(f"memory/{name}", attempt=attempt)[1] for name in ("positions", "curve")
