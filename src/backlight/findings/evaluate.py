@@ -13,6 +13,7 @@ from backlight.findings.phrases import shorten
 from backlight.generators import kept_random
 from backlight.records import Finding, Made, Severity
 from backlight.registry import DISPLAYS, RULES, warn
+from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run
 from backlight.text import did_you_mean
 
@@ -132,7 +133,9 @@ def evaluate_rules(
                 )
                 title = shorten(finding.title)
                 findings.append(dataclasses.replace(of_rule, title=title, overridden=changed))
-        except Exception as error:  # noqa: BLE001 - one broken rule must not hide what the others found
+        except Exception as error:
+            if isinstance(error, RunFormatError) and made is Made.READER:
+                raise  # the run is damaged, not the rule
             plug_in = RULES.origin(name)
             whose = f", which {plug_in.distribution} {plug_in.version} adds," if plug_in else ""
             warn(

@@ -113,7 +113,7 @@ def test_segments_are_read_as_one_file(tmp_path: Path, record: Record) -> None:
 
 
 @pytest.mark.usefixtures("network", "segment_per_flush")
-def test_compaction_merges_the_segments(tmp_path: Path, record: Record) -> None:
+def test_compaction_replaces_the_segments(tmp_path: Path, record: Record) -> None:
     path = tmp_path / "run"
     writer = RunWriter.create(path)
     for start in range(0, 30, 10):
@@ -124,7 +124,7 @@ def test_compaction_merges_the_segments(tmp_path: Path, record: Record) -> None:
     segment = path / "attempt-000" / segment_name(0, 1)
     shutil.copyfile(segment, tmp_path / "copy.db")
     compact(path)
-    assert names(path / "attempt-000") == ["rank-00000.000000-000003.db", "rank-00000.json"]
+    assert names(path / "attempt-000") == ["columns-000000", "rank-00000.json"]
     # As if compaction had been killed before it removed the last segment.
     shutil.copyfile(tmp_path / "copy.db", segment)
     run = open_run(path)

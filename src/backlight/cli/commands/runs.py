@@ -250,7 +250,8 @@ def compact(
     """Repair and compact a run directory."""
     from backlight.store.maintenance.compact import compact as tidy
 
-    done = tidy(path, every=keep_every, force=force)
+    with count_bar("reading ranks") as advance:
+        done = tidy(path, every=keep_every, force=force, advance=advance)
     write(f"{done.before / 1e6:.1f} MB before, {done.after / 1e6:.1f} MB after")
     for line in done.notes:
         write(line)

@@ -24,6 +24,7 @@ WATCHDOG_DATABASE = re.compile(r"watchdog-.+\.db")
 _ATTEMPT = re.compile(r"attempt-\d{3,}")
 _PIECE = re.compile(r"rank-(\d{5,9})-(\d{6})(?:-(\d{6}))?\.h5")
 _DATABASE = re.compile(r"rank-(\d{5,9})(?:\.(\d{6})(?:-(\d{6}))?)?\.db")
+_COLUMNS = re.compile(r"columns-(\d{6})")
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{d}{i}" for d in ("com", "lpt") for i in range(1, 10))}
 
 Span = tuple[int, int, int]
@@ -54,11 +55,15 @@ def attempt_folder(index: int) -> str:
 
 
 def written_attempts(run: Path) -> list[str]:
-    """Return, sorted, the folders of attempts in which any rank has a database."""
+    """Return, sorted, the folders of attempts in which any rank has a database, or that hold a dataset."""
     if not run.is_dir():
         return []
     folders = [p for p in run.iterdir() if _ATTEMPT.fullmatch(p.name) and p.is_dir()]
-    return sorted(p.name for p in folders if any(parse_database(child.name) for child in p.iterdir()))
+    return sorted(
+        p.name
+        for p in folders
+        if any(parse_database(c.name) or parse_columns(c.name) is not None for c in p.iterdir())
+    )
 
 
 def database_name(rank: int) -> str:
@@ -118,6 +123,22 @@ def pieces(attempt: Path) -> list[tuple[int, Path]]:
 def watchdog_files(attempt: Path) -> list[Path]:
     """Return the databases of the watchdogs in an attempt's folder, sorted."""
     return sorted(p for p in attempt.iterdir() if WATCHDOG_DATABASE.fullmatch(p.name))
+
+
+def columns_name(number: int) -> str:
+    """Return the name of the folder of a columnar dataset; a higher number replaces the lower ones."""
+    return f"columns-{number:06d}"
+
+
+def parse_columns(name: str) -> int | None:
+    """Return the number of a columnar dataset's name, None for any other name."""
+    match = _COLUMNS.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def columns_folders(attempt: Path) -> list[Path]:
+    """Return the columnar datasets in an attempt's folder, the one that counts last."""
+    return sorted(p for p in attempt.iterdir() if parse_columns(p.name) is not None and p.is_dir())
 
 
 def _numbers(first: int, last: int | None) -> str:

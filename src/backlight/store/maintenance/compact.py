@@ -1,13 +1,15 @@
-"""Compaction of a run that no process writes any more: fewer, closed files, and a manifest with its end.
+"""Compaction of a run that no process writes any more: columns instead of databases, and its end stated.
 
-Each step leaves a run that opens: SQLite itself moves a log into its file, a new file is complete before it
-is renamed, the name of a merged file says which ones it replaces, and those are removed last. After an
-interruption at any point, compaction can be run again.
+Each step leaves a run that opens: SQLite itself moves a log into its file, a new file or dataset is verified
+and complete before it is renamed, and what it replaces is removed last. After an interruption at any point,
+compaction can be run again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import shutil
 import socket
 import sqlite3
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from backlight.store.format.hdf5_pieces import Filters, merged, read_piece, writ
 from backlight.store.format.manifest import Manifest, Progress, read_manifest
 from backlight.store.format.names import (
     ARRAYS,
+    columns_folders,
     database_name,
     document_name,
     parse_database,
@@ -29,17 +32,17 @@ from backlight.store.format.names import (
     unmerged,
     watchdog_files,
 )
-from backlight.store.format.schema import COUNTED, SERIES
+from backlight.store.format.schema import COUNTED
+from backlight.store.maintenance.columnar import Advance, write_dataset
 from backlight.store.platform import atomic_json
 from backlight.store.platform.filesystem import folder_size, locked
 from backlight.store.read.attempt_files import AttemptFiles, open_attempt
+from backlight.store.read.columnar import ColumnarRank
 from backlight.store.read.snapshot import Snapshot, sibling, size_of
 from backlight.store.write.arrays import MAX_MERGED_BYTES
-from backlight.store.write.database import PAGE_BYTES, connect, create_tables
+from backlight.store.write.database import connect
 
 __all__ = ["Compaction", "compact"]
-
-_SHARED = ("parameter_table", "scalar_name")
 
 
 @dataclass(slots=True)
@@ -51,8 +54,25 @@ class Compaction:
     notes: list[str] = field(default_factory=list)
 
 
-def compact(path: str | Path, *, every: int | None = None, force: bool = False) -> Compaction:
-    """Compact a run; keep every Nth step of its series; with ``force`` also where a writer may still live."""
+def compact(
+    path: str | Path, *, every: int | None = None, force: bool = False, advance: Advance = lambda *_: None
+) -> Compaction:
+    """Compact a run; ``advance`` is called with how many of how many ranks of a series were read.
+
+    Parameters
+    ----------
+    every:
+        Recorded steps of which one is kept; None for all.
+    force:
+        Whether to compact where a writer on another machine may still live.
+
+    Raises
+    ------
+    ValueError
+        If ``every`` is below 1.
+    RunWriteError
+        If the file system refuses.
+    """
     path = Path(path)
     if every is not None and every < 1:
         raise ValueError(f"every is {every}, expected at least 1")
@@ -66,7 +86,7 @@ def compact(path: str | Path, *, every: int | None = None, force: bool = False) 
                 _refuse_running(path, attempt, force=force)
             result.before = folder_size(path)
             for attempt in opened:
-                _compact_attempt(path, attempt, manifest, every, result)
+                _compact_attempt(path, attempt, manifest, every, advance, result)
             _sweep(path)
             manifest.write(path)
             result.after = folder_size(path)
@@ -88,7 +108,12 @@ def _refuse_running(path: Path, attempt: AttemptFiles, *, force: bool) -> None:
 
 
 def _compact_attempt(
-    path: Path, attempt: AttemptFiles, manifest: Manifest, every: int | None, result: Compaction
+    path: Path,
+    attempt: AttemptFiles,
+    manifest: Manifest,
+    every: int | None,
+    advance: Advance,
+    result: Compaction,
 ) -> None:
     folder = attempt.folder
     if not folder.is_dir():
@@ -104,8 +129,13 @@ def _compact_attempt(
             result.notes.append(str(error))
     for rank, progress in attempt.progress.items():
         _recover_local(folder, rank, progress, manifest.run_id, result)
-        _databases(folder, rank, every, result)
+        try:
+            _fold_logs(folder, rank)
+        except (RunFormatError, sqlite3.DatabaseError) as error:
+            result.notes.append(str(error))
         _pieces(folder, rank, result)
+    _to_columns(path, attempt, every, advance, result)
+    for rank, progress in attempt.progress.items():
         _finish(path, folder, rank, progress)
         if rank != attempt.entry.first:
             document = atomic_json.read_document(folder / document_name(rank))
@@ -147,31 +177,59 @@ def _recover_local(folder: Path, rank: int, progress: Progress, run_id: str, res
     result.notes.append(f"recovered {source}")
 
 
-def _databases(folder: Path, rank: int, every: int | None, result: Compaction) -> None:
-    """Merge the databases of a rank into one closed file."""
+def _fold_logs(folder: Path, rank: int) -> None:
+    """Move the logs of the databases of a rank into them, and remove databases that wider ones replace."""
     found = {
         p.name: s for p in folder.iterdir() if (s := parse_database(p.name)) is not None and s[0] == rank
     }
     names = unmerged(found.items())
     for name in set(found) - set(names):
         (folder / name).unlink()
-    for group in ([n for n in names if found[n][1] < 0], [n for n in names if found[n][1] >= 0]):
-        logs = [name for name in group if sibling(folder / name, "-wal").exists()]
-        if not group or (len(group) == 1 and not logs and every is None):
-            continue
-        spans = [found[name] for name in group]
-        whole = group[0] if spans[0][1] < 0 else segment_name(rank, spans[0][1], spans[-1][2])
+    for name in names:
+        if sibling(folder / name, "-wal").exists():
+            Snapshot(folder / name)
+            _fold_log(folder / name)
+
+
+def _to_columns(
+    path: Path, attempt: AttemptFiles, every: int | None, advance: Advance, result: Compaction
+) -> None:
+    """Replace the databases of an attempt, or its dataset where steps are thinned, by a columnar dataset."""
+    opened = open_attempt(path, attempt.entry, attempt.run_id)
+    away = [rank for rank, progress in attempt.progress.items() if progress.local]
+    is_done = every is None and all(isinstance(file, ColumnarRank) for file in opened.files)
+    if is_done or not opened.files:
+        _remove_replaced(opened.folder, opened)
+        return
+    reason = ""
+    if importlib.util.find_spec("pyarrow") is None:
+        reason = "pyarrow is not installed: pip install 'backlight[parquet]'"
+    elif opened.entry.first:
+        reason = "it is a part of a run; add it to the run of rank 0 with `backlight join`, and compact that"
+    elif away:
+        reason = f"rows of rank {away[0]} are still on its machine; compact the run there, too"
+    elif opened.unreadable:
+        reason = opened.losses[0]
+    else:
         try:
-            for name in group:
-                Snapshot(folder / name)
-                _fold_log(folder / name)
-            _merge(folder, group, whole, every)
-        except (RunFormatError, sqlite3.DatabaseError) as error:
-            result.notes.append(f"{folder.name}: {', '.join(group)} stay as they are: {error}")
-            continue
-        for name in group:
-            if name != whole:
-                (folder / name).unlink()
+            write_dataset(opened, every, advance)
+        except RunFormatError as error:
+            reason = str(error)
+    if reason:
+        result.notes.append(f"{opened.folder.name}: its files stay as they are: {reason}")
+        return
+    _remove_replaced(opened.folder, open_attempt(path, attempt.entry, attempt.run_id))
+
+
+def _remove_replaced(folder: Path, opened: AttemptFiles) -> None:
+    """Remove what the newest dataset holds: older datasets, and the databases of its ranks."""
+    held = {file.rank for file in opened.files if isinstance(file, ColumnarRank)}
+    for child in sorted(folder.iterdir()):
+        span = parse_database(child.name)
+        if span is not None and span[0] in held:
+            child.unlink()
+    for older in columns_folders(folder)[:-1] if held else []:
+        shutil.rmtree(older)
 
 
 def _fold_log(path: Path) -> None:
@@ -184,62 +242,6 @@ def _fold_log(path: Path) -> None:
         raise RunWriteError(f"{path}: is in use: {error}; close its readers and try again") from error
     if mode != "delete" or size_of(sibling(path, "-wal")):
         raise RunWriteError(f"{path}: is in use by another program; close it and try again")
-
-
-def _merge(folder: Path, names: list[str], whole: str, every: int | None) -> None:
-    """Copy the rows of closed databases into a new one; a source that lacks rows is refused."""
-    temporary = atomic_json.temporary_name(folder / whole)
-    temporary.unlink(missing_ok=True)
-    connection = connect(temporary)
-    try:
-        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        connection.execute("PRAGMA journal_mode = OFF")
-        connection.execute("PRAGMA synchronous = OFF")
-        sources = [f"{(folder / name).absolute().as_uri()}?mode=ro" for name in names]
-        kept: dict[str, set[int]] = {f"series_{series}": set() for series in SERIES}
-        for i, source in enumerate(sources):
-            connection.execute("ATTACH ? AS source", (source,))
-            if i == 0:
-                create_tables(connection, dict(connection.execute("SELECT key, value FROM source.meta")))
-            for table in COUNTED:
-                count, last = connection.execute(f"SELECT count(*), max(id) FROM source.{table}").fetchone()
-                if count != (last or 0):  # copying the others would hide the loss
-                    raise sqlite3.DatabaseError(f"{names[i]} lacks rows of table {table}")
-            for table, steps in kept.items() if every is not None else ():
-                steps.update(row[0] for row in connection.execute(f"SELECT step FROM source.{table}"))
-            connection.execute("DETACH source")
-        connection.execute("CREATE TEMP TABLE kept (series TEXT, step INTEGER, PRIMARY KEY (series, step))")
-        for table, steps in kept.items():
-            rows = [(table, step) for step in sorted(steps)[:: every or 1]]
-            connection.executemany("INSERT INTO kept VALUES (?, ?)", rows)
-        for source in sources:
-            connection.execute("ATTACH ? AS source", (source,))
-            connection.execute("BEGIN")
-            for table in COUNTED:
-                _copy_rows(connection, table, thin=every is not None and table in kept)
-            connection.execute("COMMIT")
-            connection.execute("DETACH source")
-        check = connection.execute("PRAGMA integrity_check").fetchone()[0]
-        if check != "ok":
-            raise sqlite3.DatabaseError(f"the merged file fails its check: {check}")
-        connection.close()
-        atomic_json.sync_file(temporary)
-        atomic_json.publish(temporary, folder / whole)
-    finally:
-        connection.close()
-        temporary.unlink(missing_ok=True)
-
-
-def _copy_rows(connection: sqlite3.Connection, table: str, *, thin: bool) -> None:
-    """Append the rows of ``source.table`` under new ids without gaps; shared tables keep theirs."""
-    columns = [row[1] for row in connection.execute(f"PRAGMA source.table_info({table})")]
-    # Segments repeat the tables that their rows refer to, with the same ids.
-    named = ", ".join(column for column in columns if table in _SHARED or column != "id")
-    verb = "INSERT OR IGNORE" if table in _SHARED else "INSERT"
-    where = f" WHERE step IN (SELECT step FROM kept WHERE series = '{table}')" if thin else ""
-    connection.execute(
-        f"{verb} INTO main.{table} ({named}) SELECT {named} FROM source.{table}{where} ORDER BY id"
-    )
 
 
 def _pieces(folder: Path, rank: int, result: Compaction) -> None:
@@ -295,7 +297,9 @@ def _finish(path: Path, folder: Path, rank: int, progress: Progress) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove temporary files of killed processes."""
+    """Remove temporary files and datasets of killed processes."""
     for child in folder.iterdir():
         if atomic_json.is_temporary(child.name) and child.is_file():
             child.unlink()
+        elif atomic_json.is_temporary(child.name) and not child.is_symlink():
+            shutil.rmtree(child)

@@ -20,6 +20,7 @@ from backlight.store.format.names import (
     RANK_DOCUMENT,
     WATCHDOG_DATABASE,
     attempt_folder,
+    columns_folders,
     document_name,
     parse_database,
 )
@@ -96,6 +97,8 @@ def _plan_attempt(run: Path, own: AttemptEntry, opened: AttemptFiles, out: _Plan
     target = run / attempt_folder(own.index)
     if not opened.folder.is_dir():
         return
+    if columns_folders(opened.folder):
+        raise RunExistsError(f"{opened.folder}: was compacted; join the parts first, then compact the run")
     for source in sorted(p for p in opened.folder.rglob("*") if p.is_file()):
         below = source.relative_to(opened.folder)
         if atomic_json.is_temporary(source.name) or not _is_store_file(below):

@@ -22,6 +22,7 @@ from backlight.store.format.names import (
     EVIDENCE,
     RANK_DOCUMENT,
     attempt_folder,
+    columns_folders,
     document_name,
     parse_database,
     parse_piece,
@@ -31,6 +32,7 @@ from backlight.store.format.names import (
 )
 from backlight.store.format.schema import WATCHDOG_RANK
 from backlight.store.platform import atomic_json
+from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
 from backlight.store.read.rank_file import RankFile, check_identity
 from backlight.store.read.snapshot import Snapshot
 
@@ -73,6 +75,14 @@ def open_attempt(run: Path, entry: AttemptEntry, run_id: str) -> AttemptFiles:
     children = sorted(p.name for p in out.folder.iterdir())
     found = {name: parsed for name in children if (parsed := parse_database(name)) is not None}
     documented = {int(match[1]) for name in children if (match := RANK_DOCUMENT.fullmatch(name))}
+    dataset = _open_dataset(out)
+    if dataset is not None:  # it replaces the databases that an interrupted compaction left
+        out.files += [
+            ColumnarRank(dataset, rank, attempt=entry.index, step_offset=entry.step_offset)
+            for rank in dataset.index.ranks
+        ]
+        held = out.ranks
+        found = {name: parsed for name, parsed in found.items() if parsed[0] not in held}
     names = unmerged(found.items())
     for rank in sorted({*documented, *(rank for rank, _, _ in found.values())}):
         _open_document(out, rank)
@@ -105,6 +115,22 @@ def _open_file(out: AttemptFiles, path: Path, rank: int, **how: bool) -> list[Ra
     except RunFormatError as error:
         out.losses.append(str(error))
         return []
+
+
+def _open_dataset(out: AttemptFiles) -> ColumnarDataset | None:
+    """Return the columnar dataset of an attempt, or None and a loss where it cannot be read."""
+    folders = columns_folders(out.folder)
+    if not folders:
+        return None
+    try:
+        dataset = ColumnarDataset(folders[-1])
+        stated = {"run_id": dataset.index.run_id, "launch": dataset.index.launch}
+        check_identity(folders[-1], stated, -1, out.run_id, out.entry.launch)
+    except RunFormatError as error:
+        out.losses.append(str(error))
+        out.unreadable += 1
+        return None
+    return dataset
 
 
 def _open_document(out: AttemptFiles, rank: int) -> None:
@@ -145,7 +171,10 @@ def _state_losses(out: AttemptFiles) -> None:
     for rank, progress in sorted(out.progress.items()):
         out.losses += _status_losses(entry, rank, progress)
         rows: dict[str, Mapping[str, int]] = {f.path.name: f.last for f in out.files if f.rank == rank}
+        is_columnar = any(isinstance(f, ColumnarRank) for f in out.files if f.rank == rank)
         for name, stated in progress.files.items():
+            if is_columnar and parse_database(PurePosixPath(name).name) is not None:
+                continue  # a compaction that was interrupted has already verified and removed it
             loss = _file_loss(out.folder, PurePosixPath(name), stated, rows)
             if loss:
                 out.losses.append(f"attempt {entry.index}, rank {rank}: {loss}")

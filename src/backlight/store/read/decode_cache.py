@@ -63,7 +63,7 @@ class DecodeCache:
         Steps before the first one with a new row cannot change, as long as the files, their parameter tables
         and the names are the same.
         """
-        kind = names, tuple((f.path, f.inode, f.step_offset, tuple(f.tables)) for f in files)
+        kind = names, tuple((f.path, f.inode, f.step_offset, tuple(f.table_names)) for f in files)
         mark = tuple((f.last[f"series_{series}"], f.last["scalar"]) for f in files)
         with self._lock:
             held = self._columns.get(key)

@@ -308,8 +308,9 @@ def _join(values: Sequence[Array], join: Join) -> Array:
     out = values[0].copy()
     if join in {Join.MAX, Join.SUM}:
         merge = np.maximum if join is Join.MAX else np.add
-        for other in values[1:]:
-            merge(out, other, out=out)
+        with np.errstate(over="ignore", invalid="ignore"):  # a sum of numbers near the largest float
+            for other in values[1:]:
+                merge(out, other, out=out)
         return out
     # hypot instead of squares: a norm near the largest float must not overflow here.
     # hypot returns infinity for (inf, NaN); the norm of the whole is NaN there.

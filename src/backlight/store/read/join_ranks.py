@@ -14,6 +14,7 @@ from backlight.records import ParameterRecord, RunStatus
 from backlight.store.format.manifest import Progress
 from backlight.store.read import frames
 from backlight.store.read.attempt_files import AttemptFiles
+from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
 from backlight.store.read.frames import COMPARED, Frame, Holders
 from backlight.store.read.rank_file import Block, Logged, RankFile, Steps, Window, latest
 
@@ -116,6 +117,10 @@ def block(
     Ranks are joined to a whole by what ``holders`` returns; with None what a rank holds stays as it is.
     ``window`` limits the steps; ``after`` holds a row of each file up to which nothing is in that window.
     """
+    whole = _dataset_of(files) if holders is not None else None
+    joined = None if whole is None else whole.joined(series, columns, names, part, window)
+    if joined is not None:
+        return joined
     ranks = by_rank(files)
     if holders is None or len(ranks) == 1:
         wanted, windows = list(columns), [window]
@@ -135,6 +140,14 @@ def block(
         positions = [_positions(mine) for mine in ranks.values()] if len(ranks) > 1 else []
         out.append(frames.join_ranks(blocks, holders(), series, positions))
     return frames.join_attempts(out)
+
+
+def _dataset_of(files: Sequence[RankFile]) -> ColumnarDataset | None:
+    """Return the dataset whose ranks all files are, None where there is none."""
+    dataset = files[0].dataset if isinstance(files[0], ColumnarRank) else None
+    if dataset is None or len(files) != len(dataset.index.ranks):
+        return None
+    return dataset if all(isinstance(f, ColumnarRank) and f.dataset is dataset for f in files) else None
 
 
 def holders_of(files: Sequence[RankFile], names: Sequence[str]) -> Holders:
@@ -179,7 +192,8 @@ def mean(values: Mapping[int, Logged]) -> Logged:
     if len(values) < 2:
         return lowest(values)
     table = spread([values], "")
-    total_S = np.where(table.logged, table.values, 0.0).sum(axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):  # a rank logged inf, another -inf
+        total_S = np.where(table.logged, table.values, 0.0).sum(axis=1)
     return table.steps, total_S / table.logged.sum(axis=1)
 
 

@@ -109,16 +109,25 @@ class RankFile:
         tables = {}
         for table, text in self._rows("id, json", "parameter_table", (int, str)):
             # Ranks that hold the same tensors have the same text: it is parsed once.
-            parsed = self._parsed("parameter_table", text, _table_of)
+            parsed = self._parsed("parameter_table", text, table_of)
             if parsed is not None:
                 tables[int(table)] = parsed
         return tables
+
+    @functools.cached_property
+    def table_names(self) -> dict[int, tuple[str, ...]]:
+        """Names of the parameters of each table."""
+        return {i: tuple(p.name for p in table) for i, table in self.tables.items()}
 
     def steps(self, series: str, part: int | None = None) -> Steps:
         """Return the global steps of a series, sorted, each once."""
         where = "" if part is None else f" AND part = {int(part)}"
         rows = self._rows("step", f"series_{series}", (int,), where)
         return np.unique(np.array([step for (step,) in rows], dtype=np.int64)) + self.step_offset
+
+    def parts(self, series: str) -> list[int]:
+        """Return the parts of which rows of a series were recorded, sorted."""
+        return sorted({part for (part,) in self._rows("part", f"series_{series}", (int,))})
 
     def block(
         self,
@@ -271,13 +280,14 @@ class RankFile:
         return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
     @functools.cached_property
-    def _events(self) -> Rows:
+    def event_rows(self) -> Rows:
+        """Local step, time, kind and JSON of the events."""
         return self._rows("step, time, kind, payload", "event", ((int, NoneType), float, str, str))
 
     def events(self, kind: str | None = None) -> list[tuple[int | None, float, str, dict[str, Any]]]:
         """Return global step, time, kind and payload of the events, in the order of writing."""
         out = []
-        for step, when, what, text in self._events:
+        for step, when, what, text in self.event_rows:
             payload = self._parsed("event", text, _mapping) if kind in {None, what} else None
             if payload is not None:
                 out.append((None if step is None else step + self.step_offset, when, what, payload))
@@ -290,9 +300,13 @@ class RankFile:
 
     def findings(self) -> list[Finding]:
         """Return the stored findings, in the order of writing."""
-        rows = self._rows("json", "finding", (str,))
-        parsed = [self._parsed("finding", text, _finding) for (text,) in rows]
+        parsed = [self._parsed("finding", text, _finding) for (text,) in self.finding_rows]
         return [finding for finding in parsed if finding is not None]
+
+    @functools.cached_property
+    def finding_rows(self) -> Rows:
+        """JSON of the findings."""
+        return self._rows("json", "finding", (str,))
 
     @functools.cached_property
     def last_step(self) -> int:
@@ -358,7 +372,8 @@ def latest(logged: Sequence[Logged]) -> Logged:
 
 
 @functools.lru_cache(maxsize=64)
-def _table_of(text: str) -> Table:
+def table_of(text: str) -> Table:
+    """Return the records of a parameter table; raise ValueError where it is none."""
     table = ParameterRecord.tuple_from_json(text)
     for p in table:
         if not 0 <= p.numel < 2**63:

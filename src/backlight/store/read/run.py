@@ -181,9 +181,12 @@ class Run:
         """
         newest: dict[str, ParameterRecord] = {}
         for opened in self._opened:
-            for file in reversed(opened.files):
-                for table in file.tables.values():
-                    newest.update({p.name: p for p in table})
+            own: dict[str, ParameterRecord] = {}
+            for file in opened.files:
+                # Parsing the tables of a thousand ranks takes seconds, and most have the same parameters.
+                if not all(name in own for names in file.table_names.values() for name in names):
+                    own = {p.name: p for table in file.tables.values() for p in table} | own
+            newest |= own
         return tuple(newest[name].unsharded() for name in self._names)
 
     def ranks(self, attempt: int = -1) -> tuple[RankState, ...]:
@@ -366,8 +369,7 @@ class Run:
 
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:
-        tables = [[p.name for p in table] for file in self._files for table in file.tables.values()]
-        return frames.model_order(tables)
+        return frames.model_order([names for file in self._files for names in file.table_names.values()])
 
     def _holders_of(self, files: Sequence[RankFile]) -> Holders:
         """Return how the ranks of an attempt, all of whose files are given, hold its parameters."""

@@ -10,8 +10,16 @@ from pathlib import Path
 from backlight.records import Finding, RunStatus, Severity
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import AttemptEntry, Manifest, read_manifest
-from backlight.store.format.names import MANIFEST, attempt_folder, parse_database, unmerged, watchdog_files
+from backlight.store.format.names import (
+    MANIFEST,
+    attempt_folder,
+    columns_folders,
+    parse_database,
+    unmerged,
+    watchdog_files,
+)
 from backlight.store.format.schema import EVALUATED, WATCHDOG_RANK
+from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
 from backlight.store.read.rank_file import RankFile, check_identity
 from backlight.store.read.snapshot import Snapshot
 
@@ -128,12 +136,18 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
 def _newest_files(path: Path, entry: AttemptEntry, run_id: str, *, live: bool) -> Sequence[RankFile]:
     """Return the newest database of the first rank of an attempt, and those of its watchdogs."""
     folder = path / attempt_folder(entry.index)
+    files: list[RankFile] = []
+    if columnar := columns_folders(folder):
+        dataset = ColumnarDataset(columnar[-1])
+        ranks = sorted(dataset.index.ranks, key=lambda index: index.rank)[:1]
+        files += [
+            ColumnarRank(dataset, rank, attempt=entry.index, step_offset=entry.step_offset) for rank in ranks
+        ]
     spans = {p.name: span for p in folder.iterdir() if (span := parse_database(p.name)) is not None}
     first = min((rank for rank, _, _ in spans.values()), default=0)
-    names = unmerged((name, span) for name, span in spans.items() if span[0] == first)
+    names = unmerged((name, span) for name, span in spans.items() if span[0] == first and not files)
     wanted = [(folder / name, first) for name in names[-1:]]
     wanted += [(file, WATCHDOG_RANK) for file in watchdog_files(folder)]
-    files = []
     for file, rank in wanted:
         snapshot = Snapshot(file, live=live and rank == first)
         check_identity(file, snapshot.meta, rank, run_id, entry.launch)

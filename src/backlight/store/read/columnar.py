@@ -1,0 +1,312 @@
+"""A columnar dataset of an attempt: its index, its Parquet files, and each of its ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backlight import untrusted_files
+from backlight.store.errors import RunFormatError
+from backlight.store.format.columnar import INDEX, INDEX_KIND, JOINED, Index, RankIndex
+from backlight.store.format.manifest import check_format
+from backlight.store.format.schema import COUNTED, SERIES
+from backlight.store.platform import atomic_json
+from backlight.store.read.parquet_file import ParquetFile
+from backlight.store.read.rank_file import (
+    NOTHING,
+    Array,
+    Block,
+    Logged,
+    RankFile,
+    Steps,
+    Table,
+    Window,
+    latest,
+    table_of,
+)
+from backlight.store.read.snapshot import Rows
+
+MAX_FILE_BYTES = 1024**4
+"""Larger files are refused."""
+
+_TYPES = {"rank": "int64", "part": "int64", "step": "int64", "time": "float64", "value": "float64"}
+
+
+class ColumnarDataset:
+    """The dataset in a folder, of the files that its index lists."""
+
+    def __init__(self, location: Path) -> None:
+        self.location = location
+        path = location / INDEX
+        try:
+            data = atomic_json.read_document(path)
+            if data.get("kind") != INDEX_KIND:
+                raise RunFormatError(f"{path}: has kind {data.get('kind')!r}, expected {INDEX_KIND!r}")
+            check_format(path, data.get("format"))
+            self.index = Index.from_json(data)
+            _check(self.index)
+            owners = untrusted_files.owners_beside(path)
+            for name, size in self.index.files.items():
+                found = untrusted_files.check(location / name, MAX_FILE_BYTES, owners=owners)
+                if found != size:
+                    raise RunFormatError(
+                        f"{location / name}: has {found} bytes, expected {size}; restore it from a copy"
+                    )
+        except OSError as error:
+            raise RunFormatError(f"{error.filename}: cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise RunFormatError(f"{path}: is damaged: {error}; restore it from a copy") from None
+        self._files: dict[str, ParquetFile] = {}
+        self._scalars: dict[tuple[str, str], dict[int, Logged]] = {}
+
+    def joined(
+        self, series: str, columns: Sequence[str], names: Sequence[str], part: int, window: Window | None
+    ) -> Block | None:
+        """Return columns joined over ranks, None where they are those of the only rank."""
+        file = self._file(f"{series}{JOINED}")
+        return None if file is None else _grid(file, columns, self.index.names[0], names, part, window)
+
+    def block(
+        self,
+        series: str,
+        rank: RankIndex,
+        columns: Sequence[str],
+        names: Sequence[str],
+        part: int,
+        window: Window | None,
+    ) -> Block:
+        """Return columns as one rank recorded them."""
+        file = self._file(series)
+        if file is None:
+            return _void(columns, np.zeros(0, np.int64), names, SERIES[series].integers)
+        return _grid(file, columns, self.index.names[rank.axis], names, part, window, rank.rank)
+
+    def steps(self, series: str, rank: RankIndex, part: int | None = None) -> Steps:
+        """Return the global steps of a series of a rank, sorted, each once."""
+        file = self._file(series)
+        P = len(self.index.names[rank.axis])
+        if file is None or not P:
+            return np.zeros(0, np.int64)
+        chosen = {} if part is None else {"part": (part, part)}
+        table = file.read(["step"], file.groups(rank=(rank.rank, rank.rank), **chosen))
+        return np.unique(file.numbers(table, "step", "int64")[::P])
+
+    def parts(self, series: str, rank: RankIndex) -> list[int]:
+        """Return the parts of which rows of a series of a rank were recorded, sorted."""
+        file = self._file(series)
+        if file is None:
+            return []
+        table = file.read(["part"], file.groups(rank=(rank.rank, rank.rank)))
+        return [int(part) for part in np.unique(file.numbers(table, "part", "int64"))]
+
+    def scalar(self, source: str, name: str) -> Mapping[int, Logged]:
+        """Return one scalar of every rank that logged it."""
+        if (source, name) not in self._scalars:
+            self._scalars[source, name] = self._read_scalar(source, name)
+        return self._scalars[source, name]
+
+    def _read_scalar(self, source: str, name: str) -> dict[int, Logged]:
+        import pyarrow.compute as pc  # noqa: PLC0415 - an optional library
+
+        file = self._file("scalars")
+        if file is None:
+            return {}
+        groups = file.groups(name=(name, name), source=(source, source))
+        table = file.read(["rank", "source", "name", "step", "value"], groups)
+        table = table.filter(pc.and_(pc.equal(table["source"], source), pc.equal(table["name"], name)))
+        rank_N, step_N, value_N = (file.numbers(table, c, _TYPES[c]) for c in ("rank", "step", "value"))
+        cuts = np.flatnonzero(np.diff(rank_N)) + 1
+        parts = zip(*(np.split(column, cuts) for column in (rank_N, step_N, value_N)), strict=True)
+        return {int(ranks[0]): (steps, values) for ranks, steps, values in parts if len(ranks)}
+
+    @functools.cached_property
+    def events(self) -> Mapping[int, Rows]:
+        """Global step, time, kind and payload of the events by rank."""
+        return self._by_rank("events", "step", "time", "kind", "payload")
+
+    @functools.cached_property
+    def findings(self) -> Mapping[int, Rows]:
+        """JSON of the findings by rank."""
+        return self._by_rank("findings", "json")
+
+    def tables(self, rank: int) -> dict[int, Table]:
+        """Return the parameter tables of a rank by id."""
+        file = self._file("tables")
+        if file is None:
+            return {}
+        table = file.read(["rank", "id", "json"], file.groups(rank=(rank, rank)))
+        rows = zip(*(table[c].to_pylist() for c in ("rank", "id", "json")), strict=True)
+        try:
+            return {i: table_of(text) for owner, i, text in rows if owner == rank}
+        except (ValueError, TypeError, RecursionError) as error:
+            raise file.damaged(error) from None
+
+    def _by_rank(self, name: str, *columns: str) -> Mapping[int, Rows]:
+        out: dict[int, Rows] = {}
+        if (file := self._file(name)) is not None:
+            table = file.read(["rank", *columns])
+            for rank, *row in zip(*(table[c].to_pylist() for c in ("rank", *columns)), strict=True):
+                out.setdefault(rank, []).append(tuple(row))
+        return out
+
+    def _file(self, name: str) -> ParquetFile | None:
+        """Return one of the files, None where nothing of the kind was recorded."""
+        path = self.location / f"{name}.parquet"
+        if name not in self._files and path.name in self.index.files:
+            self._files[name] = ParquetFile(path, self.index.files[path.name])
+        return self._files.get(name)
+
+
+class ColumnarRank(RankFile):
+    """One rank of a dataset, with the answers of the databases that it replaces."""
+
+    def __init__(self, dataset: ColumnarDataset, rank: RankIndex, *, attempt: int, step_offset: int) -> None:
+        self.path = dataset.location
+        self.inode = dataset.location.stat().st_ino
+        self.attempt = attempt
+        self.rank = rank.rank
+        self.step_offset = step_offset
+        self.losses = {}
+        self.dataset = dataset
+        self._index = rank
+        self.last = {name: rank.rows.get(name, 0) for name in COUNTED}
+        self.last_step = rank.last_step
+        names, scalars = dataset.index.names, dataset.index.scalars[rank.scalars]
+        self.table_names = {table: names[i] for table, i in rank.tables}
+        self.scalar_names = tuple((i, source, name) for i, (source, name) in enumerate(scalars, start=1))
+
+    @functools.cached_property
+    def tables(self) -> dict[int, Table]:
+        """Parameter tables by id, in the order of their first use."""
+        return self.dataset.tables(self.rank)
+
+    def steps(self, series: str, part: int | None = None) -> Steps:
+        """Return the global steps of a series, sorted, each once."""
+        return self.dataset.steps(series, self._index, part)
+
+    def block(
+        self,
+        series: str,
+        columns: Sequence[str],
+        names: Sequence[str],
+        part: int,
+        window: Window | None = None,
+        after: int = 0,
+    ) -> Block:
+        """Return stored columns of one part over the parameters ``names``."""
+        return self.dataset.block(series, self._index, columns, names, part, window)
+
+    def count(self, series: str, window: Window | None, after: int) -> int:
+        """Return how many steps of a series, in any part, are within a window."""
+        if window is None:
+            return self.last[f"series_{series}"] - after
+        steps = self.steps(series)
+        return int(np.count_nonzero((steps >= window[0]) & (steps < window[1])))
+
+    def parts(self, series: str) -> list[int]:
+        """Return the parts of which rows of a series were recorded, sorted."""
+        return self.dataset.parts(series, self._index)
+
+    def scalars(self, name: int | None = None, after: int = 0) -> dict[int, Logged]:
+        """Return the scalars by id, of all names or of one."""
+        chosen = [row for row in self.scalar_names if name in {None, row[0]}]
+        return {i: self.scalar(source, called) for i, source, called in chosen}
+
+    def scalar(self, source: str, name: str) -> Logged:
+        """Return one scalar."""
+        return latest([self.dataset.scalar(source, name).get(self.rank, NOTHING)])
+
+    def last_scalar(self, source: str, name: str) -> float | None:
+        """Return the value of a scalar at the last step that has one; None without any."""
+        values = self.scalar(source, name)[1]
+        return float(values[-1]) if len(values) else None
+
+    def has_event(self, kind: str) -> bool:
+        """Return whether there is an event of a kind."""
+        return any(row[2] == kind for row in self.event_rows)
+
+    @functools.cached_property
+    def event_rows(self) -> Rows:
+        """Local step, time, kind and JSON of the events."""
+        rows = self.dataset.events.get(self.rank, [])
+        return [(step if step is None else step - self.step_offset, *rest) for step, *rest in rows]
+
+    @functools.cached_property
+    def finding_rows(self) -> Rows:
+        """JSON of the findings."""
+        return self.dataset.findings.get(self.rank, [])
+
+
+def _check(index: Index) -> None:
+    """Raise ValueError where positions or names in an index lead out of it."""
+    for rank in index.ranks:
+        lists = [rank.axis, *(i for _, i in rank.tables)]
+        if not all(0 <= i < len(index.names) for i in lists) or not 0 <= rank.scalars < len(index.scalars):
+            raise ValueError(f"rank {rank.rank} refers to lists that are not there")
+    if not index.names or len({rank.rank for rank in index.ranks}) != len(index.ranks):
+        raise ValueError("it has no axis, or a rank twice")
+    for name in index.files:
+        if Path(name).name != name or not name.endswith(".parquet"):
+            raise ValueError(f"it lists the file {name!r}")
+
+
+def _grid(
+    file: ParquetFile,
+    columns: Sequence[str],
+    axis: Sequence[str],
+    names: Sequence[str],
+    part: int,
+    window: Window | None,
+    rank: int | None = None,
+) -> Block:
+    """Return columns of a series, whose rows are steps by the parameters ``axis``, over ``names``."""
+    between: dict[str, tuple[Any, Any]] = {"part": (part, part)}
+    if window is not None:
+        between["step"] = window[0], window[1] - 1
+    if rank is not None:
+        between["rank"] = rank, rank
+    masks = ["measured"] if rank is not None else ["measured", "any_rank"]
+    integers = {c.name for c in SERIES[file.path.stem.removesuffix(JOINED)].columns if c.integer}
+    table = file.read(list(dict.fromkeys(["step", *masks, *columns])), file.groups(**between))
+    P = len(axis)
+    if table.num_rows % max(P, 1):
+        raise file.damaged(f"{table.num_rows} rows are no steps of {P} parameters")
+
+    def shaped(column: str, kind: str) -> Array:
+        return file.numbers(table, column, kind).reshape(-1, P)
+
+    step_SP = shaped("step", "int64")
+    steps = step_SP[:, 0] if P else np.zeros(0, np.int64)
+    if (step_SP != steps[:, None]).any() or (np.diff(steps) <= 0).any():
+        raise file.damaged("its steps are not in order")
+    found = {c: shaped(c, "int64" if c in integers else "float64") for c in columns if c != "measured"}
+    mask = {c: shaped(c, "bool") for c in masks}
+    if "measured" in columns:
+        found["measured"] = mask["measured"].astype(np.int64)
+    if window is not None:
+        inside = (steps >= window[0]) & (steps < window[1])
+        steps = steps[inside]
+        found = {c: values[inside] for c, values in found.items()}
+        mask = {c: values[inside] for c, values in mask.items()}
+    if tuple(axis) != tuple(names):
+        at_P = np.array([names.index(name) for name in axis], dtype=np.int64)
+        void = _void(columns, steps, names, integers)
+        for c, values in void.columns.items():
+            values[:, at_P] = found[c]
+        found = dict(void.columns)
+        wide = {c: np.zeros((len(steps), len(names)), dtype=bool) for c in masks}
+        for c, values in wide.items():
+            values[:, at_P] = mask[c]
+        mask = wide
+    return Block(steps, {c: found[c] for c in columns}, mask["measured"], mask.get("any_rank"))
+
+
+def _void(columns: Sequence[str], steps: Steps, names: Sequence[str], integers: Any) -> Block:
+    """Return columns in which nothing is measured."""
+    shape = len(steps), len(names)
+    values = {c: np.zeros(shape, np.int64) if c in integers else np.full(shape, np.nan) for c in columns}
+    return Block(steps, values, np.zeros(shape, dtype=bool))
