@@ -126,7 +126,7 @@ MODELS: dict[str, Callable[[], Setup]] = {
     "gpt_checkpointed_reentrant": setup(
         tokens, lambda: (zoo.Gpt(tied=True, times=2, reentrant=True), text())
     ),
-    "positions_as_long_as_the_batch": setup(tokens, lambda: (long_positions(), text(length=N)), "vmap"),
+    "positions_as_long_as_the_batch": setup(tokens, lambda: (long_positions(), text(length=N))),
     "multihead_attention": setup(tokens, lambda: (zoo.SelfAttention(batch_first=True), text()), "vmap"),
     "attention_sequence_first": setup(tokens, lambda: (zoo.SelfAttention(batch_first=False), text()), "vmap"),
     "encoder_layer": setup(tokens, lambda: (encoder(), text()), "vmap"),

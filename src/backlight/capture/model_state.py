@@ -70,6 +70,33 @@ def gathered(model: nn.Module) -> Iterator[None]:
             table.update(kept)  # in their order
 
 
+@contextlib.contextmanager
+def in_float64(model: nn.Module) -> Iterator[None]:
+    """Put float64 copies in place of floating parameters and buffers; tied ones stay tied."""
+    copies: dict[int, torch.Tensor] = {}
+    places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for module in dict.fromkeys(module for _, module in walk(model)):
+        for table in (table_of(module, "_parameters"), table_of(module, "_buffers")):
+            for key, tensor in table.items():
+                if tensor is not None and tensor.is_floating_point():
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = _double(tensor)
+                    places.append((table, key, tensor))
+    try:
+        for table, key, tensor in places:
+            table[key] = copies[id(tensor)]
+        yield
+    finally:
+        for table, key, tensor in places:
+            table[key] = tensor
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().to(torch.float64, copy=True)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if is_parameter else copy
+
+
 def _communicates(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
@@ -108,20 +135,20 @@ class PreservedState:
         """Whether random numbers were drawn since."""
         return not all(map(torch.equal, self.states, random_states(self.devices)))
 
-    def rewind(self, states: Sequence[torch.Tensor] | None = None) -> None:
-        """Restore the random state, or an earlier one."""
-        set_random_states(self.devices, states or self.states)
-
-    def restore(self) -> None:
-        """Restore buffers, training modes and random state."""
+    def restore_buffers(self) -> None:
+        """Restore the buffers."""
         with torch.no_grad():
             for module, name, buffer, values in self._buffers:
                 module._buffers[name] = buffer
                 if not torch.equal(buffer, values):
                     buffer.copy_(values)
+
+    def rewind(self, states: Sequence[torch.Tensor] | None = None) -> None:
+        """Restore buffers, training modes and the random state, or an earlier random state."""
+        self.restore_buffers()
         for module, training in self._modes:
             module.training = training
-        self.rewind()
+        set_random_states(self.devices, states or self.states)
 
 
 @contextlib.contextmanager
@@ -132,4 +159,4 @@ def preserve_state(model: nn.Module) -> Iterator[PreservedState]:
         with HUB.aside():
             yield state
     finally:
-        state.restore()
+        state.rewind()

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from backlight.capture.hub import HUB
 
+Call = tuple[int, tuple[int, ...]]
+"""Number of a module, and the shape of its input."""
+
 
 class Sink(Protocol):
     """Receiver of the calls."""
@@ -34,7 +37,9 @@ class Tap(torch.autograd.Function):
     """The identity; its backward hands input and gradient to the sink."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, x: Tensor, module: nn.Module, taps: Taps, dim: int) -> Tensor:
+    def forward(
+        ctx: Any, out: Tensor, x: Tensor, anchor: Tensor, module: nn.Module, taps: Taps, dim: int
+    ) -> Tensor:
         """Return ``out``, and keep ``x`` as autograd keeps what a backward needs."""
         ctx.save_for_backward(x)
         ctx.module, ctx.taps, ctx.dim = module, taps, dim
@@ -45,11 +50,11 @@ class Tap(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         """Hand over what was kept and the gradient, and pass the gradient on."""
         (x,) = ctx.saved_tensors
         ctx.taps.arrived(ctx.module, x, delta, ctx.dim)
-        return delta, None, None, None, None
+        return delta, None, None, None, None, None
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -59,18 +64,45 @@ def _overlaps(tensor: Tensor) -> bool:
 class Taps:
     """Forward hooks on ``modules``, whose first argument and only result are tensors, for as long as entered.
 
-    N is ``samples``. A leading dimension of 1 is broadcast to N; one of N f holds f rows of each sample;
-    where the second dimension is N and the first is not, samples lie along the second. The output of an
-    embedding without a batch dimension is broadcast. ``without_grad`` is whether some call ran with gradients
-    off, as in re-entrant checkpointing.
+    N is ``samples``. ``one`` are the calls of a forward pass of one sample: the dimension in which an input
+    differs from it is that of the samples, and one that does not differ is shared by all of them. Where that
+    is not known, a leading dimension of N f holds f rows of each sample; where the second dimension is N and
+    the first is not, samples lie along the second; a leading dimension of 1, and an embedding without a batch
+    dimension, are shared. What is shared is broadcast to N; without ``broadcast`` such calls are skipped:
+    what follows in the model may need the shape that they have. With no ``sink`` calls are only noted.
+
+    Attributes
+    ----------
+    calls:
+        Number of the module and shape of its input, for each call of the forward pass.
+    broadcasts:
+        Whether an output was broadcast.
+    without_grad:
+        Whether some call ran with gradients off, as in re-entrant checkpointing.
+    anchor:
+        A leaf that every call depends on: a backward for it alone reaches all of them.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], samples: int, sink: Sink) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        samples: int,
+        sink: Sink | None,
+        *,
+        one: Sequence[Call] = (),
+        broadcast: bool = True,
+    ) -> None:
         self.modules = tuple(modules)
         self.samples = samples
         self.sink = sink
+        self.calls: list[Call] = []
+        self.broadcasts = False
         self.without_grad = False
         self.forward = True
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._one, self._broadcast = one, broadcast
+        self._dims: dict[Call, int | None] = {}
+        self._numbers = {id(module): number for number, module in enumerate(self.modules)}
         self._handles: list[Any] = []
 
     def __enter__(self) -> Taps:
@@ -85,6 +117,12 @@ class Taps:
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()), None)
+        if self.forward and isinstance(x, Tensor):
+            call = self._numbers[id(module)], tuple(x.shape)
+            self.calls.append(call)
+            self._dims[call] = self._probed(module, x)
+        if self.sink is None:
+            return None
         if not isinstance(x, Tensor) or not isinstance(out, Tensor):
             self.sink.skip(module, "its input or its output is not a tensor")
             return None
@@ -97,35 +135,73 @@ class Taps:
             return None
         placed = self._placed(module, x, out)
         if placed is None:
-            self.sink.skip(module, f"its input {list(x.shape)} has no dimension of {self.samples} samples")
+            reason = "is shared by all samples, and its output takes another shape"
+            if not self.broadcasts or self._broadcast:
+                reason = f"has no dimension of {self.samples} samples"
+            self.sink.skip(module, f"its input {list(x.shape)} {reason}")
             return None
         x, out, dim = placed
-        return Tap.apply(out, x, module, self, dim)  # type: ignore[no-untyped-call]
+        return Tap.apply(out, x, self.anchor, module, self, dim)  # type: ignore[no-untyped-call]
 
     def _placed(self, module: nn.Module, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor, int] | None:
         """Return input and output with their sample dimension, or None where there is none."""
+        dim = self._dims.get((self._numbers[id(module)], tuple(x.shape)), _UNKNOWN)
+        if dim == _UNKNOWN:
+            dim = self._guessed(module, x)
+        if dim != _SHARED:
+            return None if dim is None else (x, out, dim)
+        self.broadcasts = True
+        if not self._broadcast:
+            return None
+        n, lookup = self.samples, isinstance(module, nn.Embedding)
+        if x.shape[:1] == (1,) and x.dim() >= (1 if lookup else 2):
+            return x.expand(n, *x.shape[1:]), out.expand(n, *out.shape[1:]), 0
+        return (
+            None if isinstance(module, _CHANNELS) else (x.expand(n, *x.shape), out.expand(n, *out.shape), 0)
+        )
+
+    def _probed(self, module: nn.Module, x: Tensor) -> int | None:
+        """Return the sample dimension that the same call of one sample shows."""
+        n, number = self.samples, len(self.calls) - 1
+        called, shape = self._one[number] if number < len(self._one) else (-1, ())
+        if called != self._numbers[id(module)] or len(shape) != x.dim() or n == 1:
+            return _UNKNOWN
+        changed = [i for i, (one, now) in enumerate(zip(shape, x.shape, strict=True)) if one != now]
+        if not changed:
+            return _SHARED
+        dim = changed[0]
+        if len(changed) > 1 or x.shape[dim] != n * shape[dim]:
+            return _UNKNOWN
+        if dim == 1 and (shape[1] != 1 or isinstance(module, _CHANNELS)):
+            return None
+        return dim if dim < 2 else None
+
+    def _guessed(self, module: nn.Module, x: Tensor) -> int | None:
         n = self.samples
         lookup = isinstance(module, nn.Embedding)
         least = 1 if lookup else 2
         if x.dim() >= least and x.shape[0] == n:
-            return x, out, 0
+            return 0
         if x.dim() > least and x.shape[1] == n and not isinstance(module, _CHANNELS):
-            return x, out, 1
-        if x.dim() >= least and x.shape[0] == 1:
-            return x.expand(n, *x.shape[1:]), out.expand(n, *out.shape[1:]), 0
-        if lookup and (x.dim() == 0 or x.shape[0] % n):
-            return x.expand(n, *x.shape), out.expand(n, *out.shape), 0
-        if x.dim() >= least and x.shape[0] and x.shape[0] % n == 0:
-            return x, out, 0
-        return None
+            return 1
+        if (x.dim() >= least and x.shape[0] == 1) or (lookup and (x.dim() == 0 or x.shape[0] % n)):
+            return _SHARED
+        return 0 if x.dim() >= least and x.shape[0] and x.shape[0] % n == 0 else None
 
     def arrived(self, module: nn.Module, x: Tensor, delta: Tensor, dim: int) -> None:
         """Hand a call over, with samples moved to the front."""
+        assert self.sink is not None
+        if self.forward:
+            self.sink.skip(module, "the loss function differentiates through it, as a gradient penalty does")
+            return
         with torch.no_grad(), torch.autocast(delta.device.type, enabled=False):
             if dim:
                 x, delta = x.transpose(0, 1), delta.transpose(0, 1)
             self.sink.take(module, x.detach(), delta.detach())
 
+
+_SHARED, _UNKNOWN = -1, -2
+"""Instead of a sample dimension: an input that all samples share, and one of which nothing is known."""
 
 _CHANNELS = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
@@ -138,13 +214,16 @@ def gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of ``loss`` with respect to ``leaves`` and leave every ``.grad`` as it was.
 
+    Every call that ``taps`` noted is reached, whatever the leaves.
+
     Re-entrant checkpointing knows only ``backward``, which writes into ``.grad``: there the gradients are
     put aside, taken and put back, those of ``others`` (inputs that require one) as well, and hooks on
     accumulated gradients (optimizers in backward) are kept from running.
     """
     taps.forward = False
     if not taps.without_grad:
-        return list(torch.autograd.grad(loss, leaves, allow_unused=True))
+        *found, _ = torch.autograd.grad(loss, [*leaves, taps.anchor], allow_unused=True)
+        return list(found)
     return accumulated(loss, leaves, others=others)
 
 

@@ -36,6 +36,8 @@ def show(found: RecipeGram, rows: int) -> None:
         if name in metrics:
             table.add_row(name.replace("_", " "), number(metrics[name]), meaning)
     console.print(table)
+    if found.gram.unchecked:
+        page.note(f"that samples are independent was not checked: {found.gram.unchecked}")
     page.say("")
     console.print(_eigenvalues(found, rows))
     page.say("")
@@ -76,6 +78,7 @@ def as_object(found: RecipeGram) -> dict[str, Any]:
         "samples": found.gram.samples,
         "parameters": found.parameters,
         "loss": _finite(found.loss),
+        "unchecked": found.gram.unchecked or None,
         "second_moment": _spectrum(found.second_moment),
         "covariance": _spectrum(found.covariance),
         "blocks": {name: _spectrum(spectrum) for name, spectrum in found.blocks.items()},

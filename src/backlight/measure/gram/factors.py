@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -111,9 +111,9 @@ class MatrixFactors(_OfDelta):
                 else:  # what was there may be anything, NaN as well
                     out[a:b] = product
 
-    def size(self) -> float:
-        """Return the root of the summed squares of all summands ``delta[n, t] x[n, t]``."""
-        return float(torch.linalg.vector_norm(lengths(self.delta).mul_(self.lengths())))
+    def sizes(self) -> Tensor:
+        """Return the root of each sample's summed squares of summands ``delta[n, t] x[n, t]``, ``[N]``."""
+        return lengths(lengths(self.delta).mul_(self.lengths()).flatten(1))
 
 
 def _product(d_NTo: Tensor, x_NTi: Tensor, out: Tensor, add: bool) -> None:
@@ -151,9 +151,9 @@ class LookupFactors(_OfDelta):
         flat = out.view(-1, self.columns)
         flat.index_add_(0, samples * (stop - start) + ids, delta.to(out.dtype))
 
-    def size(self) -> float:
-        """Return the root of the summed squares of all summands."""
-        return float(torch.linalg.vector_norm(promoted(self.delta)))
+    def sizes(self) -> Tensor:
+        """Return the root of each sample's summed squares of summands, ``[N]``."""
+        return lengths(self.delta.flatten(1))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class VectorFactors:
     """Per-sample gradients that are small enough to be stored, ``[N, C]`` (a bias, the weight of a norm)."""
 
     values: Tensor
-    summands: float  # root of the summed squares of the terms that were added
+    summands: Callable[[], Tensor]  # [N], root of the summed squares of the terms that were added
     dtype: torch.dtype
     rows: int = field(default=1)
 
@@ -181,9 +181,9 @@ class VectorFactors:
             out.zero_()
         out += self.values.view(self.samples, self.rows, self.columns)[:, start:stop]
 
-    def size(self) -> float:
-        """Return the root of the summed squares of all summands."""
-        return self.summands
+    def sizes(self) -> Tensor:
+        """Return the root of each sample's summed squares of summands, ``[N]``."""
+        return self.summands()
 
 
 Factors = MatrixFactors | LookupFactors | VectorFactors
@@ -215,12 +215,24 @@ def compress(uses: Sequence[Factors]) -> list[Factors]:
     n, rows, columns = common_shape(uses)
     dtype = working_dtype(uses)
     if _bytes(uses) <= n * rows * columns * dtype.itemsize:
-        return list(uses)
+        return [_materialised(use) for use in uses]
     G = torch.empty(n, rows, columns, dtype=dtype, device=device_of(uses[0]))
     for number, use in enumerate(uses):
         use.take(0, rows, G, add=number > 0)
-    summands = math.sqrt(sum(use.size() ** 2 for use in uses))
-    return [VectorFactors(G.view(n, -1), summands, coarsest_dtype(uses), rows)]
+    return [VectorFactors(G.view(n, -1), _held(sizes(uses)), coarsest_dtype(uses), rows)]
+
+
+def sizes(uses: Sequence[Factors]) -> Tensor:
+    """Return the root of each sample's summed squares of what its gradient is added up from, ``[N]``."""
+    return torch.stack([use.sizes() for use in uses]).square().sum(0).sqrt()
+
+
+def _materialised(use: Factors) -> Factors:
+    return replace(use, summands=_held(use.sizes())) if isinstance(use, VectorFactors) else use
+
+
+def _held(values: Tensor) -> Callable[[], Tensor]:
+    return lambda: values
 
 
 def _bytes(uses: Sequence[Factors]) -> float:
@@ -257,8 +269,8 @@ def _concatenate(uses: Sequence[Factors]) -> Factors:
         return LookupFactors(_cat([u.ids for u in same]), _cat([u.delta for u in same]), first.rows)
     if isinstance(first, VectorFactors):
         made = [use for use in uses if isinstance(use, VectorFactors)]
-        size = math.sqrt(sum(use.summands**2 for use in made))
-        return VectorFactors(_cat([use.values for use in made]), size, first.dtype, first.rows)
+        summands = _cat([use.sizes() for use in made])
+        return VectorFactors(_cat([use.values for use in made]), _held(summands), first.dtype, first.rows)
     products = [use for use in uses if isinstance(use, MatrixFactors)]
     inputs = _cat([use.all_inputs() for use in products])
     return MatrixFactors(

@@ -39,6 +39,7 @@ class Probe:
         self._sample_loss = sample_loss
         self._batch = batch
         self._inputs = inputs
+        self._reported = False  # that independence is not checked
 
     def measure(self, step: int, measures: Measures, recorder: Recorder) -> None:
         """Record what is due at ``step`` for the current weights."""
@@ -51,6 +52,10 @@ class Probe:
         found = gram(
             self._model, self._sample_loss, self._next_batch(), detail="layer", products=torch.float64
         )
+        if found.unchecked and not self._reported:
+            self._reported = True
+            what = "independence of the samples of the probe batch"
+            recorder.event(step, "unmeasured", {"what": what, "reason": found.unchecked})
         if due["gram"]:
             _record_grams(step, found, measures, recorder)
         if due["mean_gradient"]:

@@ -17,7 +17,7 @@ from gram_setups import images, labels
 
 
 def was_checked(found: Any) -> bool:
-    return next(iter(found.coverage.values())).alone is not None
+    return next(iter(found.coverage.values())).independence is not None
 
 
 def new_loss() -> Callable[[nn.Module, Any], Tensor]:

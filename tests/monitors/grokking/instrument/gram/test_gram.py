@@ -170,7 +170,8 @@ def test_model_is_left_unchanged() -> None:
 
     net.eval()
     found = backlight.gram(net, loss, batch)
-    assert found.coverage["lin.weight"].alone is None  # dropout: a single sample would draw another mask
+    assert found.coverage["lin.weight"].independence is None  # this loss leaves no evaluation mode
+    assert "random numbers in evaluation mode" in found.unchecked
     assert net.lin.weight.grad is kept
     assert torch.equal(kept, values)
     assert not stepped
@@ -205,7 +206,6 @@ def test_dropout_keeps_its_mask_for_eigenvectors(at_once: int | None) -> None:
     torch.rand(3)
     values, _ = found.eigenvectors(2)
     assert len(values) == 2  # with another mask they would not be orthonormal: an error
-    assert found.coverage["0.weight"].alone is None
 
 
 def test_no_pass_takes_more_samples_than_requested() -> None:
@@ -217,7 +217,7 @@ def test_no_pass_takes_more_samples_than_requested() -> None:
 
     net = nn.Sequential(nn.Linear(7, 3)).double()
     found = backlight.gram(net, loss, images(7), at_once=4)
-    assert sizes == [4, N - 4, 2]  # and two samples alone
+    assert sizes == [1, 4, N - 4, 1, 1, 3]  # the calls of one sample, all samples, three sets alone
     assert found.matrix.shape == (N, N)
 
 
@@ -410,7 +410,7 @@ def test_loss_of_fixed_batch_size_is_refused() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return labels(model, batch) + model(batch[0]).reshape(N, 3).sum()
 
-    with pytest.raises(GramError, match="loss_fn fails on a batch of 2 of the 6 samples"):
+    with pytest.raises(GramError, match="loss_fn fails on a batch of 3 of the 6 samples"):
         backlight.gram(net, loss, images(7))
 
 
@@ -473,11 +473,11 @@ def test_factors_are_kept_in_smallest_form() -> None:
     assert (made.rows, made.columns) == (8, 8)
     G = torch.einsum("nto,nti->noi", long.delta[:, :, 0], long.all_inputs()[:, :, 0])
     torch.testing.assert_close(made.values.view(4, 8, 8), G)
-    assert made.size() == pytest.approx(long.size(), rel=1e-5)
+    torch.testing.assert_close(made.sizes(), long.sizes())
     (both,) = concatenate([[made], [made]])
     assert isinstance(both, VectorFactors)
     assert both.samples == 8
-    assert both.size() == pytest.approx(2**0.5 * made.size(), rel=1e-5)
+    torch.testing.assert_close(both.sizes(), made.sizes().repeat(2))
 
 
 def test_parts_that_differ_are_refused() -> None:

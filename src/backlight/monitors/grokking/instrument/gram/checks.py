@@ -1,10 +1,8 @@
-"""Two checks that hold by algebra, for every parameter (docs/formulas.md, section 3).
+"""Coverage, a check that holds by algebra for every parameter, and when checks are due.
 
-Coverage, at every measurement: ``sum_nm K_nm = |sum_n g_n|^2 = |p.grad|^2``, the gradient being that of
-autograd. It detects a use of a parameter that no kernel captured, a tie, a scale. Independence: for two
-samples a and b that are run alone, ``K_aa + 2 K_ab + K_bb`` is the squared norm of their gradient. It detects
-samples that influence one another (batch statistics), a loss that is a mean, and samples along another
-dimension; :class:`CheckSchedule` decides when it is due.
+Coverage: ``sum_nm K_nm = |sum_n g_n|^2 = |p.grad|^2``, the gradient being that of autograd. It detects a use
+of a parameter that no kernel captured, a tie, a scale; independence of the samples is checked by
+:mod:`backlight.monitors.grokking.instrument.gram.independence`. docs/formulas.md, section 3.
 """
 
 from __future__ import annotations
@@ -13,11 +11,16 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+
+DEPENDENT = (
+    "samples do not seem to be independent along the first dimension of the batch's tensors: the loss must "
+    "be a sum over them, and no layer may mix them (batch statistics)"
+)
 
 
 class GramError(ValueError):
@@ -30,26 +33,31 @@ class Coverage:
 
     ``method`` is ``ghost``, ``chunked``, ``vectors``, ``vmap``, ``loop``, or ``unused`` where the loss does
     not depend on the parameter. ``from_gram`` is the root of the sum of all entries of K, ``from_gradient``
-    the norm of autograd's gradient of the summed loss; they may differ by ``tolerance``. ``alone`` has the
-    same two for two samples that were run alone; None if this was not checked, because the forward pass draws
-    random numbers or an earlier measurement of the same kind passed.
+    the norm of autograd's gradient of the summed loss; they may differ by ``tolerance``. Both are None where
+    this measurement was not checked, because an earlier one of the same kind was. ``independence`` is the
+    largest deviation of K from gradients of samples that were run alone, relative to what they are added up
+    from; None where this was not checked, or each sample was run alone (``vmap``, ``loop``).
     """
 
     method: str
-    from_gram: float
-    from_gradient: float
-    tolerance: float
-    alone: tuple[float, float] | None = None
+    from_gram: float | None = None
+    from_gradient: float | None = None
+    tolerance: float = 0.0
+    independence: float | None = None
 
     @property
-    def difference(self) -> float:
-        """Relative difference of the two norms; 0 where both are 0."""
+    def difference(self) -> float | None:
+        """Relative difference of the two norms, 0 where both are 0; None where they were not compared."""
+        if self.from_gram is None or self.from_gradient is None:
+            return None
         largest = max(self.from_gram, self.from_gradient)
         return abs(self.from_gram - self.from_gradient) / largest if largest > 0 else 0.0
 
     @property
-    def holds(self) -> bool:
-        """Whether Gram and gradient agree."""
+    def holds(self) -> bool | None:
+        """Whether Gram and gradient agree; None where they were not compared."""
+        if self.from_gram is None or self.from_gradient is None:
+            return None
         return abs(self.from_gram - self.from_gradient) <= self.tolerance
 
 
@@ -76,45 +84,20 @@ def root_slack(magnitude: float, norms: float) -> float:
 
 def coverage_error(name: str, found: Coverage, samples: int) -> GramError:
     """Return the error of a failed coverage."""
-    got, expected = found.from_gram, found.from_gradient
-    hint = "a use of the parameter uncaptured the capture, or a hook changes its gradient"
-    if found.method in {"vmap", "loop"} and _near(got, expected * samples):
-        hint = _mean(samples)
+    got, expected = found.from_gram or 0.0, found.from_gradient or 0.0
+    hint = "a use of the parameter escaped the capture, or a hook changes its gradient"
+    if found.method in {"vmap", "loop"}:
+        hint = looks_like_mean(got, expected, samples, samples) or DEPENDENT
     return GramError(
         f"gram: the coverage of parameter {name!r} failed: expected the norm {expected:.6g} of its gradient, "
         f"got {got:.6g} from its Gram ({found.method}); {hint}"
     )
 
 
-def independence_error(
-    name: str, method: str, norms: tuple[float, float], noise: float, eps: float, samples: int, pair: int
-) -> GramError | None:
-    """Return the error in the gradient of ``pair`` samples run alone; None if it matches the Gram.
-
-    ``norms`` are the norm from the Gram and the norm from autograd, ``noise`` their rounding error.
-    """
-    got, expected = norms
-    # Another batch size takes other kernels; a pass in fp32 differs by far less than a thousandth.
-    share = min(0.2, max(1e-8, 1e4 * eps if eps < 1e-4 else 16 * eps))
-    if abs(got - expected) <= share * max(got, expected) + noise:
-        return None
-    hint = (
-        "samples do not seem to be independent along the first dimension of the batch's tensors: the loss "
-        "must be a sum over them, and no layer may mix them (batch statistics)"
-    )
-    if samples > pair and _near(expected, got * samples / pair):
-        hint = _mean(samples)
-    return GramError(
-        f"gram: parameter {name!r}: the gradient of {pair} samples alone has norm {expected:.6g}, their part "
-        f"of the Gram ({method}) gives {got:.6g}; {hint}"
-    )
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 0.02 * max(a, b)
-
-
-def _mean(samples: int) -> str:
+def looks_like_mean(larger: float, smaller: float, ratio: float, samples: int) -> str:
+    """Return the advice for a loss that is a mean if two norms have this ratio, else nothing."""
+    if ratio <= 1 or abs(larger - smaller * ratio) > 0.02 * larger:
+        return ""
     return (
         f"the loss looks like a mean over {samples} samples: return their sum "
         "(reduction='sum', or the mean times the number of samples)"
@@ -130,23 +113,37 @@ def epsilon(dtype: torch.dtype, device: torch.device) -> float:
     return max(eps, 2.0**-10) if tf32 and dtype == torch.float32 else eps
 
 
-_PASSED: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, dict[Hashable, int]]]
+@dataclass
+class History:
+    """What earlier measurements of one kind found."""
+
+    checked: int = 0  # measurements without evidence against independence
+    calls: Hashable = None  # of modules, at the last check
+    one: list[Any] = field(default_factory=list)  # of modules, in a forward pass of one sample
+    routed: bool = False  # calls depend on the data
+    broadcast: bool = True  # inputs that samples share may be broadcast to all of them
+    uncaptured: dict[str, str] = field(default_factory=dict)  # reason by parameter that no kernel measures
+    unchecked: str = ""  # why independence was not checked; empty if it was
+
+
+_PASSED: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, dict[Hashable, History]]]
 _PASSED = weakref.WeakKeyDictionary()
 
 
 class CheckSchedule:
-    """When samples are run alone: at the first, second, fourth, eighth … measurement of one kind.
+    """When a measurement is checked: the first, second, fourth, eighth … of one kind.
 
-    Independence is a property of the model and the loss function, not of the numbers, except where training
-    changes it (a mixing layer that starts at zero). So the check recurs, ever more rarely, while model, loss
-    function, training mode and the shapes of the batch stay the same. A loss function is identified by its
+    Coverage and independence are properties of the model and the loss function, not of the numbers, except
+    where training changes them (a mixing layer that starts at zero). So the checks recur, ever more rarely,
+    while model, loss function, training mode, the shapes of the batch and the calls of modules stay the same;
+    where these calls depend on the data, every measurement is checked. A loss function is identified by its
     identity, a bound method by that of its object; one that is made anew for each measurement, or cannot be
     referenced weakly, is new each time.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Any], shapes: Hashable) -> None:
         function = getattr(loss_fn, "__func__", None)
-        self._kind = (
+        kind = (
             function,
             shapes,
             tuple(module.training for module in model.modules()),
@@ -155,15 +152,16 @@ class CheckSchedule:
         )
         owner = loss_fn if function is None else loss_fn.__self__  # type: ignore[attr-defined]
         try:
-            self._counts = _PASSED.setdefault(model, weakref.WeakKeyDictionary()).setdefault(owner, {})
+            kinds = _PASSED.setdefault(model, weakref.WeakKeyDictionary()).setdefault(owner, {})
         except TypeError:
-            self._counts = {}
+            kinds = {}
+        self.history = kinds.setdefault(kind, History())
 
     def due(self) -> bool:
-        """Return whether samples are run alone at this measurement."""
-        number = self._counts.get(self._kind, 0) + 1
-        return number & (number - 1) == 0
+        """Return whether this measurement is checked whatever its calls."""
+        number = self.history.checked + 1
+        return self.history.routed or number & (number - 1) == 0
 
     def passed(self) -> None:
         """Count a measurement without evidence against independence."""
-        self._counts[self._kind] = self._counts.get(self._kind, 0) + 1
+        self.history.checked += 1

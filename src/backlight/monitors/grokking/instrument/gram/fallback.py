@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from backlight.capture.batches import map_tensors, tensors
-from backlight.measure.gram.factors import VectorFactors
+from backlight.measure.gram.factors import VectorFactors, lengths
 from backlight.monitors.grokking.instrument.gram import inputs
 
 GROUP_BYTES = 256 << 20
@@ -55,8 +56,11 @@ def per_sample(
             found, method = _looped(model, loss_fn, batch, group, n), "loop"
         for name, gradients in found.items():
             flat = gradients.reshape(n, -1)
-            size = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
-            yield name, VectorFactors(flat, size, flat.dtype, rows=1), method
+            yield (
+                name,
+                VectorFactors(flat, partial(lengths, flat), flat.dtype),
+                method,
+            )
 
 
 def _vmapped(

@@ -9,7 +9,7 @@ measured by per-sample gradients instead and checked again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,16 +19,20 @@ from torch import Tensor, nn
 from backlight.capture.batches import tensors
 from backlight.capture.model_state import PreservedState, preserve_state
 from backlight.capture.modules import unwrapped, walk
-from backlight.capture.per_sample import Taps, gradients
-from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape, compress, concatenate
+from backlight.capture.per_sample import Call, Taps, gradients
+from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape, compress, concatenate, sizes
 from backlight.measure.gram.gram import combine, product_dtype
 from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
 from backlight.monitors.grokking.instrument.gram import checks, inputs
 from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule, Coverage, GramError
 from backlight.monitors.grokking.instrument.gram.fallback import per_sample
-from backlight.monitors.grokking.instrument.gram.inputs import Measured, eager
+from backlight.monitors.grokking.instrument.gram.independence import Independence, Sets
+from backlight.monitors.grokking.instrument.gram.inputs import ALONE, Measured, eager
 from backlight.monitors.grokking.instrument.gram.result import DETAILS, Gram
+
+PREFIX = "gram: parameter {!r}: "
+"""How the error of a parameter begins."""
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -111,23 +115,37 @@ class Measurement:
         if not isinstance(self.model, nn.Module):
             raise GramError(f"gram: model must be a torch.nn.Module, got {type(self.model).__name__}")
         self.model = unwrapped(self.model)
-        self.rounding = torch.finfo(self.products or torch.float64).eps
         self.samples = inputs.count(self.batch)
         self.at_once = min(self.samples, self.at_once or self.samples)
         self.start, self.stop = 0, self.samples
         self.parameters = inputs.trainable(self.model)
         self.by_id = {id(p.tensor): p for p in self.parameters.values()}
+        self.state: PreservedState | None = None
+        self.full = True  # whether this measurement is checked
         every = {id(module): module for _, module in walk(self.model)}.values()
         self.modules = [m for m in every if kernel_of(m) is not None and self._owned(m)]
+        served = {parameter.location.name for m in self.modules for _, parameter in self._owned(m)}
+        self.bare = set(self.parameters) - served  # no kernel can take these
         inputs.refuse_mixing(self.model)
-        self.matrices: dict[str, Tensor] = {}
-        self.pair: list[int] = []
-        self.entries = torch.zeros(3, dtype=torch.int64)
         self.weights: Mapping[str, Tensor] | None = None
         self.combined: dict[str, Tensor] = {}
         self.random: list[Tensor] = []
         shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors(self.batch))
-        self.schedule = CheckSchedule(self.model, self.loss_fn, shapes)
+        self.schedule = CheckSchedule(self.model, self.loss_fn, (self.at_once, shapes))
+        self.history = self.schedule.history
+        self._reset()
+
+    def _reset(self) -> None:
+        """Forget what a sweep measured."""
+        self.rounding = torch.finfo(self.products or torch.float64).eps
+        self.matrices: dict[str, Tensor] = {}
+        self.sets: Sets | None = None
+        self.loss = 0.0
+        self.calls: list[tuple[Call, ...]] = []
+        self.broadcasts = False
+        for parameter in self.parameters.values():
+            parameter.forget()
+            parameter.uncaptured = self.history.uncaptured.get(parameter.location.name, "")
 
     def _owned(self, module: nn.Module) -> list[tuple[str, Measured]]:
         """Return the trainable parameters of ``module`` itself, by their names within it."""
@@ -156,6 +174,9 @@ class Measurement:
                 self.weights is not None and parameter.location.name not in self.weights
             ):
                 continue
+            if key not in pieces:  # of weight norm, an adapter
+                parameter.uncaptured = f"a {type(module).__name__} does not use it in its forward"
+                continue
             parameter.pieces.append(pieces[key])
             if len(parameter.pieces) == parameter.expected:
                 self._finish(parameter)
@@ -181,8 +202,7 @@ class Measurement:
         if parameter.method == "chunked" and self.products is None:
             self.rounding = max(self.rounding, torch.finfo(product_dtype(pieces)).eps)
         parameter.eps = checks.epsilon(coarsest_dtype(pieces), K.device)
-        parameter.summands = sum(piece.size() ** 2 for piece in pieces) ** 0.5
-        self._keep(parameter, K)
+        self._keep(parameter, K, pieces)
 
     def _add_combination(self, parameter: Measured, pieces: list[Factors], start: int, stop: int) -> None:
         assert self.weights is not None
@@ -191,16 +211,17 @@ class Measurement:
         found = found.reshape(-1, *parameter.tensor.shape)
         self.combined[name] = self.combined[name] + found if name in self.combined else found
 
-    def _keep(self, parameter: Measured, K: Tensor) -> None:
-        parameter.total, parameter.magnitude = float(K.sum()), float(torch.linalg.vector_norm(K, 1))
-        if not self.pair:  # the samples with the largest gradients are the strongest test when run alone
-            count = 2 if self.samples > 2 else 1
-            self.pair = K.diagonal().topk(count).indices.sort().values.tolist()
-            first, last = self.pair[0], self.pair[-1]
-            n = self.samples
-            self.entries = torch.tensor([first * n + first, first * n + last, last * n + last]).to(K.device)
-        aa, ab, bb = K.take(self.entries).tolist()
-        parameter.pair = aa, ab, bb
+    def _keep(self, parameter: Measured, K: Tensor, pieces: Sequence[Factors]) -> None:
+        if self.full:
+            parameter.sizes = sizes(pieces).to("cpu", torch.float64)
+            checked = [K.sum(), torch.linalg.vector_norm(K, 1)]
+            if parameter.method not in ALONE and self.samples > 1:
+                self.sets = self.sets or Sets.of(K, self.history.checked)
+                rows = self.sets.pairs().to(K.device)
+                checked += (rows @ K @ rows.T).flatten()
+            parameter.total, parameter.magnitude, *entries = torch.stack(checked).tolist()
+            side = math.isqrt(len(entries))
+            parameter.entries = torch.tensor(entries, dtype=torch.float64).view(side, side)
         key = parameter.location.key(self.detail)
         if self.detail != "parameter" and key in self.matrices:
             self.matrices[key] += K
@@ -215,6 +236,8 @@ class Measurement:
         accumulated = False
         for start in range(0, self.samples, self.at_once):
             self.start, self.stop = start, min(self.samples, start + self.at_once)
+            if start:  # a forward pass may change them, as spectral norm does
+                self._restore_buffers()
             found, without = self._pass()
             total = {name: _plus(total.get(name), gradient) for name, gradient in found.items()}
             accumulated |= without
@@ -230,143 +253,170 @@ class Measurement:
                 parameter.uncaptured = str(error)
         return total, accumulated
 
+    def _restore_buffers(self) -> None:
+        if self.state is not None:
+            self.state.restore_buffers()
+
     def _pass(self) -> tuple[dict[str, Tensor | None], bool]:
         batch = self.batch
         if self.at_once < self.samples:
             batch = inputs.some(batch, torch.arange(self.start, self.stop))
         for parameter in self.parameters.values():
             parameter.expected, parameter.pieces = 0, []
-        with (
-            torch.enable_grad(),
-            eager(self.model),
-            Taps(self.modules, self.stop - self.start, self) as taps,
-        ):
-            loss = inputs.scalar(self.loss_fn(self.model, batch))
-            found = self._gradients(loss, taps, batch)
+        history = self.history
+        taps = Taps(self.modules, self.stop - self.start, self, one=history.one, broadcast=history.broadcast)
+        try:
+            with torch.enable_grad(), eager(self.model), taps:
+                loss = inputs.scalar(self.loss_fn(self.model, batch))
+                found = self._gradients(loss, taps, batch)
+        finally:
+            self.broadcasts |= taps.broadcasts
+        self.loss += float(loss.detach()) if self.full and taps.broadcasts else 0.0
+        self.calls.append(tuple(taps.calls))
         for parameter in self.parameters.values():
             if not parameter.uncaptured:
                 self._finish(parameter)
         return found, taps.without_grad
 
     def _gradients(self, loss: Tensor, taps: Taps, batch: Any) -> dict[str, Tensor | None]:
-        leaves = [p.tensor for p in self.parameters.values()]
+        wanted = {
+            name: p.tensor
+            for name, p in self.parameters.items()
+            if self.full or taps.without_grad or name in self.bare or p.uncaptured
+        }
         others = [t for _, t in tensors(batch) if t.requires_grad and t.is_leaf]
-        return dict(zip(self.parameters, gradients(loss, leaves, taps, others=others), strict=True))
+        return dict(zip(wanted, gradients(loss, list(wanted.values()), taps, others=others), strict=True))
 
     def run(self) -> Gram:
         """Measure, check, and return the result; a GramError as in :func:`gram`."""
         if torch.is_inference_mode_enabled():
             raise GramError("gram: gradients cannot be taken in torch.inference_mode(); call it outside")
         with preserve_state(self.model) as state:
-            self.random = state.states
-            found, accumulated = self._sweep()
-            drew = state.drew
-            norms = _norms(found)
-            failed = self._failures(norms)
-            alone: dict[str, float] = {}
-            mixed: dict[str, GramError] = {}
-            if not drew and self.samples > 1 and self.schedule.due():
-                alone = self._alone(state, accumulated)
-                mixed = self._failures_alone(alone, failed)
-            if failed or mixed:
-                self._fall_back(failed | mixed, norms, alone, drew, state)
-        if not mixed:  # a kernel that misread the samples of a parameter must not be trusted next time
-            self.schedule.passed()
-        coverage = {
-            name: self._coverage(parameter, norms[name]) for name, parameter in self.parameters.items()
-        }
-        if alone:
-            coverage = {
-                name: replace(check, alone=(self._pair_norm(self.parameters[name]), alone[name]))
-                for name, check in coverage.items()
-            }
+            self.random, self.state = state.states, state
+            self.full = self.schedule.due()
+            while (found := self._measured(state)) is None:
+                state.rewind()
+                self._reset()
+        self.schedule.passed()
         # In model order, zeros for parameters that the loss does not depend on.
         device = next(iter(self.parameters.values())).tensor.device
         empty = torch.zeros(self.samples, self.samples, dtype=torch.float64, device=device)
         keys = dict.fromkeys(p.location.key(self.detail) for p in self.parameters.values())
+        norms = inputs.norms(found)
         return Gram(
             samples=self.samples,
             detail=self.detail,
             locations={name: parameter.location for name, parameter in self.parameters.items()},
-            coverage=coverage,
-            mean_gradient={n: None if g is None else g.detach() / self.samples for n, g in found.items()},
+            coverage={
+                name: self._coverage(parameter, norms.get(name))
+                for name, parameter in self.parameters.items()
+            },
+            unchecked=self.history.unchecked,
             eps=max(parameter.eps for parameter in self.parameters.values()),
             rounding=self.rounding,
             _matrices={key: self.matrices.get(key, empty) for key in keys},
             _combine=self.combine,
+            _means={n: None if g is None else g.detach() / self.samples for n, g in found.items()}
+            if self.full
+            else {},
         )
 
-    def _coverage(self, parameter: Measured, norm: float) -> Coverage:
-        return checks.coverage(
-            parameter.method or "unused",
-            parameter.total,
-            parameter.magnitude,
-            norm,
-            parameter.summands,
-            parameter.eps,
-        )
+    def _measured(self, state: PreservedState) -> dict[str, Tensor | None] | None:
+        """Measure and check once; return the gradients, or None if it has to be done again otherwise."""
+        history = self.history
+        if self.full:
+            history.one = self._calls_of_one(state)
+        try:
+            found, accumulated = self._sweep()
+        except GramError:
+            raise
+        except Exception:
+            if not (self.broadcasts and history.broadcast):
+                raise
+            history.broadcast = False
+            return None
+        calls = hash(tuple(self.calls))
+        if not self.full and calls != history.calls:
+            self.full = True
+            return None
+        drew = state.drew
+        failed = self._failures(inputs.norms(found))
+        if self.full:
+            if self.broadcasts and history.broadcast and not self._same_loss(state):
+                history.broadcast = False
+                return None
+            if not failed or not drew:
+                failed |= Independence(self, state, drew, accumulated).failures(found, set(failed))
+        measured = [name for name in failed if self.parameters[name].method]
+        if self.detail != "parameter" and measured and self.fallback and not drew:
+            # Their Grams are in the sum of a layer: measure again, without their kernels.
+            history.uncaptured |= {name: str(failed[name]) for name in measured}
+            return None
+        if failed:
+            self._fall_back(failed, found, drew, state)
+        history.uncaptured |= {name: str(error) for name, error in failed.items() if name not in self.bare}
+        history.calls = calls
+        return found
 
-    def _pair_norm(self, parameter: Measured) -> float:
-        aa, ab, bb = parameter.pair
-        return math.sqrt(max(0.0, aa + 2 * ab + bb if len(self.pair) == 2 else aa))
+    def _calls_of_one(self, state: PreservedState) -> list[Call]:
+        """Return the calls of modules in a forward pass of one sample; none where that fails."""
+        taps = Taps(self.modules, 1, None)
+        try:
+            with torch.enable_grad(), eager(self.model), taps:
+                self.loss_fn(self.model, inputs.some(self.batch, torch.tensor([0])))
+        except Exception:  # noqa: BLE001 - reported where it matters, when samples are run alone
+            return []
+        finally:
+            state.rewind()
+        return taps.calls
+
+    def _same_loss(self, state: PreservedState) -> bool:
+        """Return whether the loss is what it is without outputs that were broadcast."""
+        state.rewind()
+        total = 0.0
+        with torch.enable_grad(), eager(self.model):  # re-entrant checkpointing warns without gradients
+            for index in torch.arange(self.samples).split(self.at_once):  # type: ignore[no-untyped-call]
+                total += float(self.loss_fn(self.model, inputs.some(self.batch, index)).detach())
+        state.rewind()
+        coarse = max(parameter.eps for parameter in self.parameters.values()) > 1e-4
+        return abs(total - self.loss) <= (0.05 if coarse else 1e-3) * max(abs(total), abs(self.loss))
+
+    def _coverage(self, parameter: Measured, norm: float | None) -> Coverage:
+        method = parameter.method or "unused"
+        if norm is None or not self.full:
+            return Coverage(method)
+        size = float(torch.linalg.vector_norm(parameter.sizes))
+        found = checks.coverage(method, parameter.total, parameter.magnitude, norm, size, parameter.eps)
+        return replace(found, independence=parameter.independence)
 
     def _failures(self, norms: Mapping[str, float]) -> dict[str, GramError]:
         failed = {}
-        for name, parameter in self.parameters.items():
-            check = self._coverage(parameter, norms[name])
-            if parameter.uncaptured or not check.holds:
+        for name, norm in norms.items():
+            parameter = self.parameters[name]
+            check = self._coverage(parameter, norm)
+            unmeasured = not parameter.method and norm > 0
+            if parameter.uncaptured or unmeasured or check.holds is False:
                 failed[name] = checks.coverage_error(name, check, self.samples)
         return failed
 
-    def _alone(self, state: PreservedState, accumulated: bool) -> dict[str, float]:
-        """Return the norms of the gradients of the chosen samples, run without the others."""
-        index = torch.tensor(self.pair or [0])
-        some = inputs.some(self.batch, index)
-        taps = Taps((), self.samples, self)
-        taps.without_grad = accumulated
-        with torch.enable_grad(), eager(self.model):
-            try:
+    def alone(self, index: Tensor, accumulated: bool) -> tuple[dict[str, Tensor | None], list[Call]]:
+        """Return gradients of samples ``index [n]`` run without the others, and the calls of modules."""
+        total: dict[str, Tensor | None] = {}
+        calls: list[Call] = []
+        for part in index.split(self.at_once):  # type: ignore[no-untyped-call]
+            some = inputs.some(self.batch, part)
+            with torch.enable_grad(), eager(self.model), Taps(self.modules, len(part), None) as taps:
                 loss = inputs.scalar(self.loss_fn(self.model, some))
-            except GramError:
-                raise
-            except Exception as error:
-                raise GramError(
-                    f"gram: loss_fn fails on a batch of {len(index)} of the {self.samples} samples "
-                    f"({type(error).__name__}: {error}); it must take any number of samples along the first "
-                    "dimension"
-                ) from error
-            found = self._gradients(loss, taps, some)
-        state.rewind()
-        return _norms(found)
-
-    def _failures_alone(
-        self, alone: Mapping[str, float], known: Mapping[str, GramError]
-    ) -> dict[str, GramError]:
-        failed = {}
-        for name, parameter in self.parameters.items():
-            if name in known:
-                continue
-            norms = self._pair_norm(parameter), alone[name]
-            aa, ab, bb = parameter.pair
-            noise = checks.root_slack(aa + 2 * abs(ab) + bb, sum(norms))
-            error = checks.independence_error(
-                name,
-                parameter.method or "unused",
-                norms,
-                256 * parameter.eps * parameter.summands + noise,
-                parameter.eps,
-                self.samples,
-                len(self.pair),
-            )
-            if error is not None:
-                failed[name] = error
-        return failed
+                taps.without_grad = accumulated
+                found = self._gradients(loss, taps, some)
+            calls += taps.calls
+            total = {name: _plus(total.get(name), gradient) for name, gradient in found.items()}
+        return total, calls
 
     def _fall_back(
         self,
         failed: Mapping[str, GramError],
-        norms: Mapping[str, float],
-        alone: Mapping[str, float],
+        found: Mapping[str, Tensor | None],
         drew: bool,
         state: PreservedState,
     ) -> None:
@@ -381,45 +431,47 @@ class Measurement:
                 else "allow fallback=True"
             )
             reason = f" ({parameter.uncaptured})" if parameter.uncaptured else ""
-            raise GramError(f"gram: parameter {first!r}: {why}{reason}; {way}")
-        measured = [name for name in failed if self.parameters[name].method]
-        if self.detail != "parameter" and measured:
-            raise failed[measured[0]]
+            raise GramError(
+                f"gram: parameter {first!r}: {why.removeprefix(PREFIX.format(first))}{reason}; {way}"
+            )
         wanted = {name: self.parameters[name].tensor for name in failed}
+        norms = inputs.norms(found)
         state.rewind()
         with torch.enable_grad(), eager(self.model):
             for name, piece, method in per_sample(self.model, self.loss_fn, self.batch, wanted):
                 parameter = self.parameters[name]
+                before = parameter.method
                 K, _ = gram_of_pieces([piece])
                 parameter.method = method
-                parameter.summands = piece.size()
                 # Passes of one sample take other kernels than that of all.
                 parameter.eps = max(parameter.eps, 64 * checks.epsilon(piece.dtype, K.device))
-                self._keep(parameter, K)
+                parameter.independence, summed = None, parameter.sizes
+                self._keep(parameter, K, [piece])
+                parameter.sizes = torch.maximum(parameter.sizes, summed)  # kernels know what cancels
                 check = self._coverage(parameter, norms[name])
-                if not check.holds:
-                    raise (
-                        failed[name] if name in measured else checks.coverage_error(name, check, self.samples)
-                    )
-        if alone:
-            for name, error in self._failures_alone(alone, {}).items():
-                if name in wanted:
-                    raise error
+                if check.holds is False:
+                    raise failed[name] if before else checks.coverage_error(name, check, self.samples)
 
     def combine(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``sum_n weights[k, n] g_n`` for each named parameter, float64 ``[k, *shape]``."""
-        self.weights, self.combined = weights, {}
+        methods = {name: parameter.method for name, parameter in self.parameters.items()}
+        with preserve_state(self.model) as self.state:
+            self.state.rewind(self.random)
+            for name, parameter in self.parameters.items():
+                parameter.uncaptured = methods[name] if methods[name] in ALONE else ""
+            return self.combined_now(weights)
+
+    def combined_now(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the same for the model and the random state as they are."""
+        self.weights, self.combined, self.full = weights, {}, False
         try:
-            with preserve_state(self.model) as state:
-                state.rewind(self.random)
-                for parameter in self.parameters.values():
-                    parameter.uncaptured = parameter.method if parameter.method in {"vmap", "loop"} else ""
-                self._sweep()
-                left = [p for p in self.parameters.values() if p.uncaptured and p.location.name in weights]
-                wanted = {p.location.name: p.tensor for p in left}
-                with torch.enable_grad(), eager(self.model):
-                    for name, piece, _ in per_sample(self.model, self.loss_fn, self.batch, wanted):
-                        self._add_combination(self.parameters[name], [piece], 0, self.samples)
+            self._sweep()
+            left = [p for p in self.parameters.values() if p.uncaptured and p.location.name in weights]
+            wanted = {p.location.name: p.tensor for p in left}
+            self._restore_buffers()
+            with torch.enable_grad(), eager(self.model):
+                for name, piece, _ in per_sample(self.model, self.loss_fn, self.batch, wanted):
+                    self._add_combination(self.parameters[name], [piece], 0, self.samples)
         finally:
             self.weights = None
         rows = next(iter(weights.values())).shape[0]
@@ -433,19 +485,3 @@ class Measurement:
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a if b is None else b if a is None else a + b
-
-
-def _norms(found: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the norm of each gradient, 0 where there is none, waiting for the device once."""
-    dense = {
-        name: gradient.coalesce().values() if gradient.is_sparse else gradient
-        for name, gradient in found.items()
-        if gradient is not None
-    }
-    norms = dict.fromkeys(found, 0.0)
-    if dense:
-        measured = torch._foreach_norm(
-            list(dense.values()), 2, dtype=torch.float64
-        )  # as clip_grad_norm_ does
-        norms.update(zip(dense, torch.stack(list(measured)).tolist(), strict=True))
-    return norms

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,9 @@ from backlight.capture.modules import walk
 from backlight.measure.gram.factors import Factors
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.result import Location, block_of
+
+ALONE = frozenset({"vmap", "loop"})
+"""Methods that run each sample alone."""
 
 
 @dataclass
@@ -28,11 +31,18 @@ class Measured:
     parts: list[list[Factors]] = field(default_factory=list)
     uncaptured: str = ""
     method: str = ""
+    eps: float = 0.0
+    # Of a measurement that is checked:
     total: float = 0.0
     magnitude: float = 0.0
-    summands: float = 0.0
-    eps: float = 0.0
-    pair: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    sizes: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
+    entries: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    independence: float | None = None
+
+    def forget(self) -> None:
+        """Forget what a sweep measured."""
+        new = Measured(self.location, self.tensor, eps=torch.finfo(self.tensor.dtype).eps)
+        vars(self).update(vars(new))
 
 
 def trainable(model: nn.Module) -> dict[str, Measured]:
@@ -145,3 +155,19 @@ def scalar(loss: Any) -> Tensor:
     if not bool(torch.isfinite(loss)):
         raise GramError(f"gram: the loss is {float(loss.detach())}; `backlight nan` finds its origin")
     return loss.reshape(())
+
+
+def norms(found: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the norm of each gradient, 0 where there is none, waiting for the device once."""
+    dense = {
+        name: gradient.coalesce().values() if gradient.is_sparse else gradient
+        for name, gradient in found.items()
+        if gradient is not None
+    }
+    sizes = dict.fromkeys(found, 0.0)
+    if dense:
+        measured = torch._foreach_norm(
+            list(dense.values()), 2, dtype=torch.float64
+        )  # as clip_grad_norm_ does
+        sizes.update(zip(dense, torch.stack(list(measured)).tolist(), strict=True))
+    return sizes

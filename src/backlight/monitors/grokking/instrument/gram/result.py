@@ -45,20 +45,22 @@ class Gram:
 
     There are ``samples`` N, along the first dimension of the batch's tensors. ``detail`` is how finely Grams
     were kept. ``locations`` has module and block of each parameter in model order, tied ones under their
-    first name; ``coverage`` how its Gram was obtained, and its checks, all of which hold; ``mean_gradient``
-    its mean per-sample gradient, None where the loss does not depend on it. ``eps`` and ``rounding`` are the
-    machine epsilon of the coarsest type that gradients came in, and were multiplied in.
+    first name; ``coverage`` how its Gram was obtained, and its checks, none of which failed. ``unchecked`` is
+    why the independence of the samples could not be checked; empty if it was, at this measurement or an
+    earlier one of the same kind. ``eps`` and ``rounding`` are the machine epsilon of the coarsest type that
+    gradients came in, and were multiplied in.
     """
 
     samples: int
     detail: str
     locations: Mapping[str, Location]
     coverage: Mapping[str, Coverage]
-    mean_gradient: Mapping[str, Tensor | None]
+    unchecked: str
     eps: float
     rounding: float
     _matrices: Mapping[str, Tensor] = field(repr=False)
     _combine: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(repr=False)
+    _means: dict[str, Tensor | None] = field(repr=False)
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
@@ -78,6 +80,33 @@ class Gram:
         if "model" not in self._cache:
             self._cache["model"] = _sum(self._matrices)
         return self._cache["model"]
+
+    @property
+    def mean_gradient(self) -> Mapping[str, Tensor | None]:
+        """Mean per-sample gradient by parameter, None where the loss does not depend on it.
+
+        A measurement that was not checked has not computed it: the model is then run once more.
+
+        Raises
+        ------
+        GramError
+            If its norm is not that of the Gram, because parameters or batch have changed since.
+        """
+        if not self._means:
+            weights = self.matrix.new_full((1, self.samples), 1 / self.samples)
+            found = self._combine(dict.fromkeys(self.locations, weights))
+            square = sum(float(mean.square().sum()) for mean in found.values())
+            expected = float(self.matrix.sum()) / self.samples**2
+            rounding = 64 * self.eps * float(self.matrix.abs().sum()) / self.samples**2
+            if not abs(square - expected) <= rounding:
+                raise GramError(
+                    f"gram: the mean gradient has squared norm {square:.6g}, the Gram gives {expected:.6g}: "
+                    "the model or the batch is not what it was when the Gram was measured; take the mean "
+                    "before they change"
+                )
+            unused = {name for name, check in self.coverage.items() if check.method == "unused"}
+            self._means.update({name: None if name in unused else g[0] for name, g in found.items()})
+        return self._means
 
     @property
     def per_parameter(self) -> dict[str, Tensor]:
