@@ -17,8 +17,7 @@ from backlight.store.read.run import open_run
 Console = Callable[..., subprocess.CompletedProcess[str]]
 
 PRELOADED = {
-    "annotated_doc", "annotated_types", "backlight", "click", "pydantic", "pydantic_core", "shellingham",
-    "typer", "typing_extensions", "typing_inspection",
+    "annotated_doc", "backlight", "click", "shellingham", "typer", "typing_extensions",
 }  # fmt: skip
 """Packages that may be loaded before the script's first line; ``-X importtime`` shows who loads another."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import typer
@@ -27,6 +28,28 @@ class HelpCommand(typer.core.TyperCommand):
         """Write the page."""
         formatter.write(command_page(self, ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, without a validator of pydantic for each option that is not given."""
+        _spare_conversions(self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+
+def _spare_conversions(parameters: Iterable[Any]) -> None:
+    for parameter in parameters:
+        parameter.process_value = functools.partial(_value, parameter, parameter.process_value)
+
+
+def _value(parameter: Any, process: Callable[[Any, Any], Any], context: Any, value: Any) -> Any:
+    """Return the value of a parameter: what is absent or meant as text needs no conversion.
+
+    For all else typer imports pydantic, which takes longer than the whole command line.
+    """
+    kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    is_absent = value is None and not parameter.required
+    if is_absent or (kind is str and type(value) is str):
+        return value if parameter.callback is None else parameter.callback(context, parameter, value)
+    return process(context, value)
+
 
 class HelpGroup(typer.core.TyperGroup):
     """A group whose ``--help`` lists its commands by panel."""
@@ -40,6 +63,7 @@ class HelpGroup(typer.core.TyperGroup):
         if not args and not ctx.resilient_parsing:
             typer.echo(ctx.get_help())
             raise typer.Exit
+        _spare_conversions(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
 

@@ -18,10 +18,9 @@ import inspect
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
+from backlight.exact_types import exact
 from backlight.findings.limits import declared, merge_overrides
 from backlight.monitors.grokking.model.measures import Measures
 from backlight.monitors.spectra.model.options import SpectraOptions
@@ -31,6 +30,9 @@ from backlight.redaction import check_patterns
 from backlight.session.trackers.base import chosen
 from backlight.text import did_you_mean
 from backlight.untrusted_files import read_text
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,7 +113,7 @@ class Settings:
         :class:`backlight.monitors.spectra.model.options.SpectraOptions`.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", strict=False)
+    __pydantic_config__ = {"extra": "forbid", "strict": False}  # noqa: RUF012 - pydantic's name
 
     monitors: tuple[str, ...] = DEFAULT_MONITORS
     every: int | None = None
@@ -197,8 +199,10 @@ class Settings:
         _known_fields(prepared.get("measures"), Measures, f"{where}: measures")
         _known_fields(prepared.get("spectra"), SpectraOptions, f"{where}: spectra")
         prepared["trace"] = traced_kinds(prepared.get("trace"))
-        if not values:  # nothing to check: most runs start without the 30 ms that it takes
-            return cls(trace=prepared["trace"])
+        if (settings := exact(cls, prepared)) is not None:
+            return settings
+        from pydantic import ValidationError  # noqa: PLC0415
+
         try:
             return _adapter().validate_python(prepared)
         except ValidationError as error:
@@ -286,6 +290,8 @@ def explicit(signature: inspect.Signature) -> inspect.Signature:
 
 @functools.cache  # building a schema takes 50 ms
 def _adapter() -> TypeAdapter[Settings]:
+    from pydantic import TypeAdapter  # noqa: PLC0415 - as in _checked
+
     return TypeAdapter(Settings)
 
 

@@ -40,7 +40,7 @@ def run(
     context: Context,
     script: Script,
     out: Annotated[
-        Path | None,
+        str | None,
         Option("--out", "-o", metavar="DIR", help="Run directory; default runs/<script>-<time>."),
     ] = None,
     resume: Annotated[bool, Option("--resume", help="Continue the run in --out as a new attempt.")] = False,
@@ -115,11 +115,12 @@ def run(
     given = {name: value for name, value in given.items() if value not in (None, False, {}, ())}
     settings = Settings.read(config, given) if config is not None else Settings.of(given)
     arguments = list(context.args)
+    folder = None if out is None else Path(out)
     if slurm is not None or slurm_script is not None:
-        return _submit(context, script, arguments, out, slurm or [], slurm_script)
+        return _submit(context, script, arguments, folder, slurm or [], slurm_script)
     from backlight.session.script_watch import ScriptWatch
 
-    watched = ScriptWatch(settings, out, script=script, arguments=tuple(arguments))
+    watched = ScriptWatch(settings, folder, script=script, arguments=tuple(arguments))
     code = launch(watched, script, arguments, module=module)
 
     from backlight.distributed import world

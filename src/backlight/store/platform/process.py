@@ -10,27 +10,25 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
-
-from pydantic import BeforeValidator
+from typing import Any, Self
 
 from backlight import processes
 from backlight.records import Record
-
-
-def _pid(value: Any) -> int:
-    return value if isinstance(value, int) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity(Record):
     """A process, uniquely; ``start`` is in clock ticks since boot, empty strings where unknown."""
 
-    pid: Annotated[int, BeforeValidator(_pid)] = 0
+    pid: Any = 0  # an int; damage reads as 0, and does not make the whole document unreadable
     host: str = ""
     boot: str = ""
     namespace: str = ""
     start: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pid, int):
+            object.__setattr__(self, "pid", 0)
 
     @classmethod
     def of_this_process(cls) -> Self:
