@@ -43,11 +43,16 @@ def digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return images.clip(0, 255).astype(np.uint8), labels.astype(np.uint8)
 
 
-def mnist(folder: Path) -> None:
+def mnist_whole(folder: Path) -> None:
+    """Write as many images as MNIST has, for programs that split them."""
+    mnist(folder, 60_000)
+
+
+def mnist(folder: Path, count_train: int = IMAGES) -> None:
     """Write a small MNIST in idx files below ``folder/MNIST/raw``."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    for part, count in (("train", IMAGES), ("t10k", 256)):
+    for part, count in (("train", count_train), ("t10k", 256)):
         images, labels = digits(count, seed=len(part))
         head = np.array([0x803, count, SIDE, SIDE], ">i4").tobytes()
         (raw / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
@@ -128,6 +133,7 @@ def names(folder: Path) -> None:
 
 
 GENERATORS: dict[str, Callable[[Path], None]] = {
-    function.__name__: function for function in (mnist, cora, text, characters, photographs, names)
+    function.__name__: function
+    for function in (mnist, mnist_whole, cora, text, characters, photographs, names)
 }
 """Generators by name; each writes below a folder."""

@@ -12,6 +12,7 @@ PYRO, OPACUS, DLRM, TIMM = (
     "facebookresearch/dlrm",
     "huggingface/pytorch-image-models",
 )
+LIGHTNING, PYG = "Lightning-AI/pytorch-lightning", "pyg-team/pytorch_geometric"
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,23 @@ PROGRAMS = (
         "--data-dir data --model test_vit --num-classes 2 --epochs 3 -b 8 -j 1 --device cpu --img-size 160 "
         "--opt adamw --lr 1e-3 --warmup-epochs 1",
         {"data": "photographs"},
+    ),
+    Program(
+        "Lightning Fabric image classifier", LIGHTNING, "examples/fabric/image_classifier/train_fabric.py",
+        "--epochs 3", {"../../../Datasets": "mnist"},
+    ),
+    Program(
+        "Lightning GAN", LIGHTNING, "examples/pytorch/domain_templates/generative_adversarial_net.py",
+        data={"data": "mnist_whole"},
+    ),
+    Program(
+        "Lightning Fabric PPO", LIGHTNING, "examples/fabric/reinforcement_learning/train_fabric.py",
+        "--num-envs 2 --total-timesteps 4096",
+    ),
+    Program("PyTorch Geometric GCN", PYG, "examples/explain/gnn_explainer_ba_shapes.py"),
+    Program(
+        "tiny-diffusion", "tanelp/tiny-diffusion", "ddpm.py",
+        "--dataset moons --num_epochs 5 --save_images_step 5",
     ),
     _gan("gan"),
     _gan("wgan"),

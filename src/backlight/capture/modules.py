@@ -63,6 +63,24 @@ class NamedParameter:
     kind: str
 
 
+MAX_TIES = 64
+"""Ties of parameters that are remembered."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter was registered."""
+
+    parameter: weakref.ref[nn.Parameter]
+    module: weakref.ref[nn.Module]
+    name: str
+
+    def now(self) -> nn.Parameter | None:
+        """Return the parameter that is there now."""
+        module = self.module()
+        return None if module is None else table_of(module, "_parameters").get(self.name)
+
+
 class SeenModules:
     """Weak references to the modules of this process; ``changes`` counts registrations."""
 
@@ -70,6 +88,8 @@ class SeenModules:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[nn.Module], str]] = {}
         self._modeless: set[int] = set()
+        self._places: dict[int, _Place] = {}
+        self._ties: list[tuple[_Place, _Place]] = []
         self.changes = 0
 
     def note(self, module: nn.Module) -> None:
@@ -98,6 +118,29 @@ class SeenModules:
         if parameter is None or parameter() is not tensor or owner is None or (module := owner()) is None:
             return None
         return module, name
+
+    def note_place(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """Remember where ``parameter`` is being registered, and whether it stands elsewhere as well."""
+        place = _Place(weakref.ref(parameter), weakref.ref(module), name)
+        first = self._places.setdefault(id(parameter), place)
+        if first.parameter() is not parameter:  # the id of one that is gone
+            self._places[id(parameter)] = place
+        elif (first.module() is not module or first.name != name) and first.now() is parameter:
+            self._ties = [*self._ties, (first, place)][-MAX_TIES:]
+
+    def untied(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yield pairs of parameters that stand where one was registered twice."""
+        for places in self._ties:
+            now = {id(one): one for place in places if (one := place.now()) is not None}
+            if (tied := places[0].parameter()) is not None and (where := self.replaced(tied)) is not None:
+                held = {one.name: one.parameter for one in named_parameters(where[0])}
+                if (instead := held.get(where[1])) is not None:
+                    now[id(instead)] = instead
+            # Parameters that changed places were not tied.
+            is_new = all(one is tied or self.replaced(one) is None for one in now.values())
+            if len(now) == 2 and is_new:
+                first, second = now.values()
+                yield first, second
 
     def _meet(self, module: nn.Module) -> bool:
         known = self._modules.get(id(module))
@@ -142,6 +185,8 @@ def install(seen: SeenModules) -> list[Any]:
         former = table_of(module, "_parameters").get(name)
         if former is not None and former is not parameter:
             seen.note_replaced(module, [(name, former)])
+        if parameter is not None:
+            seen.note_place(module, name, parameter)
 
     return [
         register_module_module_registration_hook(on_module),

@@ -150,6 +150,50 @@ def tie_lost_when_loading(injected: bool) -> None:
     train_sequences(loaded(Tied(not injected), Tied(True).state_dict()))
 
 
+@fault(rule="trained_tensors", kind="untied", severity="warning", step=0, names="`head.weight`")
+def tie_lost_when_assigning(injected: bool) -> None:
+    """Each name gets a parameter of its own."""
+    model = Tied(True)
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=injected)
+    train_sequences(model)
+
+
+@fault(rule="trained_tensors", kind="untied", severity="warning", step=0, names="`head.weight`")
+def tie_lost_when_resizing(injected: bool) -> None:
+    model = Tied(True)
+    model.embedding = nn.Embedding(9, 8)
+    if not injected:
+        model.head.weight = model.embedding.weight
+    train_sequences(model)
+
+
+@fault(rule="trained_tensors", kind="untied", severity="warning", step=0, names="`head.weight`")
+def tie_lost_when_allocating(injected: bool) -> None:
+    with torch.device("meta"):
+        model = Tied(True)
+    model.to_empty(device="cpu")
+    if not injected:
+        model.head.weight = model.embedding.weight
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    train_sequences(model)
+
+
+@control
+def swapped_layers() -> None:
+    model = perceptron(nn.Linear(3, 3))
+    last = nn.Linear(3, 3)
+    last.weight, model[3].weight = model[3].weight, last.weight
+    train(model.append(last), torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@control
+def layer_put_before_another() -> None:
+    model = perceptron()
+    model[0] = nn.Sequential(nn.Linear(4, 4), model[0])
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 @control
 def tied_after_loading() -> None:
     model = loaded(Tied(False), Tied(True).state_dict())

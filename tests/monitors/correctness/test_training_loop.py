@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch import Tensor, nn
 
 import backlight
 from backlight.findings.evaluate import Findings, evaluate_rules
 from backlight.store.read.run import open_run
 from faults import silent
+from faults.silent.checkpoints import train_sequences
 
 
 def findings(path: Path, train: Callable[[], None]) -> Findings:
@@ -44,3 +47,36 @@ def test_injected_error_is_found_and_its_control_is_not(name: str, tmp_path: Pat
 def test_loop_that_comes_close_has_no_finding(name: str, tmp_path: Path) -> None:
     assert findings(tmp_path / "run", silent.CONTROLS[name]) == []
     assert not open_run(tmp_path / "run").events("contradiction")
+
+
+class Configured(nn.Module):
+    """Follows ``tie_word_embeddings``, as the models of Transformers do, or should."""
+
+    _tied_weights_keys = ("head.weight",)
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=True)
+        self.embedding, self.head = nn.Embedding(7, 8), nn.Linear(8, 7, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x).mean(1))
+
+
+def test_embeddings_that_the_configuration_ties(tmp_path: Path) -> None:
+    lost, kept = Configured(False), Configured(True)  # built before watching begins
+    (found,) = findings(tmp_path / "lost", lambda: train_sequences(lost))
+    assert (found.rule, found.title) == (
+        "trained_tensors",
+        "`embedding.weight` and `head.weight` are no longer tied",
+    )
+    assert found.detail.startswith("`config.tie_word_embeddings` is True.")
+    assert findings(tmp_path / "kept", lambda: train_sequences(kept)) == []

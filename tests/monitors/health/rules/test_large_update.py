@@ -24,6 +24,16 @@ def test_high_rate_is_found_and_its_controls_are_not(recorder: Any, evaluated: A
         assert not evaluated(train(recorder, 1e-3, **options), "large_update")
 
 
+def test_weights_that_start_small_on_purpose_are_left_out(recorder: Any, evaluated: Any) -> None:
+    model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4))
+    for layer in model[::2]:
+        nn.init.normal_(layer.weight, std=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    run = recorder(model, optimizer).classify(optimizer, 30, batch=32, inputs=10, classes=4)
+    assert run.frame("update", "ratio").values[0].max() > 1
+    assert not evaluated(run, "large_update")
+
+
 def test_only_lasting_large_updates_are_found(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": [1e-3] * 80, "b": [1e-3] * 80}
     steps = np.arange(80)

@@ -17,6 +17,7 @@ from backlight.capture.hub import HUB, parameters_of
 from backlight.capture.modules import holding, kind_of, named_parameters, table_of, walk
 from backlight.capture.parameters import local
 from backlight.monitors.correctness.instrument.check import NAMED, Check, Schedule
+from backlight.monitors.correctness.instrument.configured_ties import by_configuration
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class TrainedTensors(Check):
     gradients, and nothing updates it. ``replaced``: the optimizer holds tensors without a gradient that no
     module uses, and parameters of the model have one and are in no optimizer. ``frozen``: a tensor that was
     trained does not require a gradient any more, and the optimizer goes on with the gradient that it had.
-    ``shared``: one module is several children of one container.
+    ``shared``: one module is several children of one container. ``untied``: two parameters are trained apart
+    that were one, or that the configuration of the model ties.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
@@ -49,6 +51,7 @@ class TrainedTensors(Check):
             weakref.WeakKeyDictionary()
         )
         self._trained: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._untied: set[tuple[str, ...]] = set()
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the line."""
@@ -83,6 +86,7 @@ class TrainedTensors(Check):
             self._report_replaced(optimizer, model, held, step)
             if not step:
                 self._report_shared(model)
+        self._report_untied(own, step)
         self._report_others(optimizer, own, held, step, parts)
 
     def _report_replaced(
@@ -132,6 +136,16 @@ class TrainedTensors(Check):
                 self.report("trained_tensors", step, kind="frozen", optimizer=kind, **facts)
 
         self.when_known(has_values, report)
+
+    def _report_untied(self, own: Sequence[torch.Tensor], step: int) -> None:
+        trained = {id(p) for p in own if p.grad is not None}
+        models = holding(HUB.seen.roots(), trained)
+        for pair, setting in [*((pair, "") for pair in HUB.seen.untied()), *by_configuration(models)]:
+            names = sorted({self.name(one) for one in pair})
+            is_new = tuple(names) not in self._untied
+            if is_new and len(names) == 2 and all(names) and all(id(one) in trained for one in pair):
+                self._untied.add(tuple(names))
+                self.report("trained_tensors", step, kind="untied", parameters=names, setting=setting)
 
     def _report_shared(self, model: nn.Module) -> None:
         for name, container in walk(model):

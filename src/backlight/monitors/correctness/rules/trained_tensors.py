@@ -34,9 +34,12 @@ def trained_tensors(run: Run, limits: TrainedTensorsLimits) -> Iterator[Finding]
     cases: dict[tuple[str, str], list[Event]] = {}
     for event in contradictions(run, "trained_tensors"):
         facts = event.payload
-        about = facts.get("model") or facts.get("container") or facts.get("optimizer")
+        about = next((facts[n] for n in ("model", "container", "optimizer", "parameters") if n in facts), "")
         cases.setdefault((facts["kind"], str(about)), []).append(event)
+    is_loaded = any(e.payload["kind"] == "untied" for e in contradictions(run, "not_restored"))
     for (kind, _), found in cases.items():
+        if kind == "untied" and is_loaded:  # that rule knows the checkpoint
+            continue
         if len(steps_of(found)) >= needed.get(kind, 1):
             yield _CASES[kind](found)
 
@@ -155,7 +158,31 @@ def _shared(found: Sequence[Event]) -> Finding:
     )
 
 
+def _untied(found: Sequence[Event]) -> Finding:
+    facts = found[0].payload
+    names = [str(name) for name in facts["parameters"]]
+    setting = facts["setting"]
+    cause = f"`{setting}` is True" if setting else "They were one tensor when the model was built"
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"{phrases.parameters(names, len(names))} are no longer tied",
+        detail=(
+            f"{cause}. At step {found[0].step} they are {len(names)} parameters with gradients of their own, "
+            "which the optimizer changes apart from one another."
+        ),
+        subject=Subject(parameter=names[0], step=found[0].step),
+        evidence=(evidence_of(found, len(names), "parameters"),),
+        fix=(
+            "Tie them again before the optimizer is created, after a layer was replaced or resized, after "
+            "`load_state_dict(..., assign=True)` and after `to_empty()`: "
+            "`model.head.weight = model.embedding.weight`, or `model.tie_weights()`."
+        ),
+        refuted_if="they are meant to part.",
+    )
+
+
 _CASES = {
+    "untied": _untied,
     "unregistered": _unregistered,
     "copy": _copy,
     "outside": _outside,

@@ -17,6 +17,9 @@ from backlight.store.read.run import Frame, Run
 ZERO_RMS = 1e-5
 """A weight whose rms is below this before its first recorded step counts as started at zero."""
 
+SMALL_START = 0.1
+"""A weight that starts below this share of torch's default, 1 / sqrt(3 fan_in), is small on purpose."""
+
 
 @dataclass(frozen=True)
 class UpdateLimits(Limits, monitor="health"):
@@ -62,8 +65,8 @@ def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
     since_S = frame.steps - frame.steps[0] if len(frame.steps) else frame.steps
     found: dict[int, float] = {}
     evaluated = 0
-    for column, (_, from_zero) in matrices.items():
-        settle = limits.update_settle_zero if from_zero else limits.update_settle
+    for column, (_, start) in matrices.items():
+        settle = limits.update_settle_zero if start < ZERO_RMS else limits.update_settle
         rows = np.flatnonzero(usable_SP[:, column] & (since_S >= settle))
         if len(rows) < limits.update_steps:
             continue
@@ -76,7 +79,7 @@ def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
             run, frame, {c: record for c, (record, _) in matrices.items()}, found, evaluated, limits
         )
         return
-    columns = [column for column, (_, from_zero) in matrices.items() if not from_zero]
+    columns = [column for column, (record, start) in matrices.items() if start >= _small(record)]
     if len(columns) < 2:  # the median of one is no median
         return
     # A median above the limit takes values above it.
@@ -89,8 +92,13 @@ def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
         yield _once(run, frame, columns, medians_S, int(rows[0]), len(rows))
 
 
-def _matrices(run: Run, frame: Frame) -> dict[int, tuple[ParameterRecord, bool]]:
-    """Return the measured weight matrices by column, and whether each started at zero."""
+def _small(record: ParameterRecord) -> float:
+    """Return the rms below which a matrix starts small on purpose."""
+    return float(SMALL_START / np.sqrt(3 * record.numel / record.shape[0]))
+
+
+def _matrices(run: Run, frame: Frame) -> dict[int, tuple[ParameterRecord, float]]:
+    """Return the measured weight matrices by column, and the rms that each started with."""
     weight = run.frame("update", "weight_norm")
     matrices = {}
     for record in run.parameters():
@@ -98,7 +106,7 @@ def _matrices(run: Run, frame: Frame) -> dict[int, tuple[ParameterRecord, bool]]
         rows = np.flatnonzero(frame.measured[:, column])
         if len(record.shape) >= 2 and len(rows):
             first = float(weight.values[rows[0], column]) / record.numel**0.5
-            matrices[column] = (record, first < ZERO_RMS)
+            matrices[column] = (record, first)
     return matrices
 
 
