@@ -31,6 +31,7 @@ _PIDFD_INFO_MASK = struct.Struct("=Q")
 _PIDFD_INFO_EXIT = 1 << 3
 # PIDFD_GET_INFO with the first version of its structure; the exit status is at byte 60.
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11
+_PIDFD_GETFD = 438  # on every architecture
 _PR_SET_PTRACER = 0x59616D61
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -284,6 +285,19 @@ def count_oom_kills() -> int | None:
     return None
 
 
+def duplicate_descriptor(pid: int, number: int) -> int:
+    """Return a descriptor of this process for an open file of another one; OSError where it is denied."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        call = ctypes.CDLL(None, use_errno=True).syscall
+        found = int(call(_PIDFD_GETFD, pidfd, number, 0))
+        if found < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return found
+    finally:
+        os.close(pidfd)
+
+
 def exit_status(pidfd: int) -> int | None:
     """Return the wait status of the process behind a descriptor, None where it runs or is not known."""
     # Kernels from 6.15 on keep it for the holder of a descriptor, also after the parent has read it.
@@ -348,6 +362,13 @@ class HeldFiles:
                 return True
         _lost_files.update(self._held.values())
         return False
+
+    def release(self) -> bool:
+        """Return :meth:`are_open`, and expect nothing of them from here on: they are about to be closed."""
+        found = self.are_open()
+        if found:
+            self._held = {}
+        return found
 
 
 _held_files: weakref.WeakSet[HeldFiles] = weakref.WeakSet()

@@ -28,6 +28,7 @@ from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrapper
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
 from backlight.monitors.stalls.model import runtime_dir
+from backlight.monitors.stalls.model.borrowed_stderr import hand_over
 from backlight.monitors.stalls.model.observation import exit_reason_of
 from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState
 from backlight.monitors.stalls.model.stacks import DUMP_SIGNAL
@@ -221,7 +222,7 @@ class StallMonitor(Monitor):
         if self._dump >= 0:
             with contextlib.suppress(OSError, ValueError, RuntimeError):
                 faulthandler.unregister(DUMP_SIGNAL)
-            if self._dump_file.are_open():  # else the number may be that of a file of the script
+            if self._dump_file.release():  # else the number may be that of a file of the script
                 os.close(self._dump)
             self._dump = -1
 
@@ -263,6 +264,7 @@ class StallMonitor(Monitor):
         paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         folder = self._writer.path.absolute() / f"attempt-{self._writer.attempt:03d}"
+        stderr, stream = hand_over()
         try:
             # It forks once more and exits, so that it is no child of this process: a script that waits for
             # its children would wait for it.
@@ -278,9 +280,11 @@ class StallMonitor(Monitor):
                     str(self._writer.step_offset),
                     json.dumps(self._thresholds),
                     str(os.getpid()),
+                    stream,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
+                stderr=stderr,
                 env=environment,
             )
         except OSError as error:

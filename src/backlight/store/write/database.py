@@ -214,6 +214,8 @@ class RankDatabase:
 
         Where a reader is in the way, the log stays next to the file, which loses nothing.
         """
+        if not self._files.release():
+            self.abandon()
         try:
             self.check_exists()
             # A reader in the way makes the first return a row that says busy and the second raise.
@@ -224,8 +226,6 @@ class RankDatabase:
         finally:
             if self._files.are_open():
                 self._connection.close()
-            else:
-                self.abandon()
 
     def abandon(self) -> None:
         """Keep the connection from ever being closed or used in this process.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -252,3 +254,46 @@ def test_blocked_watchdog_ends_with_its_run(end: str, directory: Path) -> None:
         blocked.communicate()
         rank.kill()
         rank.wait()
+
+
+BORROWING = """
+import os, sys
+from backlight.monitors.stalls.model.borrowed_stderr import BorrowedStderr
+stream = BorrowedStderr(sys.argv[1], lambda: [999_999_999, int(sys.argv[2])])
+stream.write("one line\\n")
+assert {os.readlink(f"/proc/self/fd/{n}") for n in (0, 1, 2)} == {"/dev/null"}
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "terminal"])
+def test_line_reaches_a_stream_that_the_watchdog_does_not_hold(kind: str) -> None:
+    if kind == "socket":
+        ours, theirs = (one.detach() for one in socket.socketpair())
+    else:
+        ours, theirs = os.pipe() if kind == "pipe" else os.openpty()
+    watched = subprocess.Popen(["sleep", "100"], stderr=theirs)
+    found = os.fstat(theirs)
+    os.close(theirs)
+    command = [sys.executable, "-c", BORROWING, f"{found.st_dev}:{found.st_ino}", str(watched.pid)]
+    null = subprocess.DEVNULL
+    try:
+        done = subprocess.run(command, stdin=null, stdout=null, stderr=null, check=False)
+        assert done.returncode == 0
+        assert os.read(ours, 100).strip() == b"one line"
+    except OSError as error:
+        pytest.skip(f"descriptors of other processes cannot be opened here: {error}")
+    finally:
+        watched.kill()
+        watched.wait()
+        os.close(ours)
+
+
+def test_standard_error_that_is_no_file_is_not_inherited() -> None:
+    code = (
+        "from backlight.monitors.stalls.model.borrowed_stderr import hand_over\nprint(hand_over()[0] is None)"
+    )
+    command = [sys.executable, "-c", code]
+    piped = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert piped.stdout == "False\n"
+    with tempfile.TemporaryFile() as file:
+        assert subprocess.run(command, stdout=subprocess.PIPE, stderr=file, check=True).stdout == b"True\n"

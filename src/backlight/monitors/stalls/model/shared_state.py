@@ -220,7 +220,7 @@ class SharedState:
     def close(self, status: RankStatus) -> None:
         """Write that watching has ended; the page stays for the reader."""
         self.slots[Slot.STATUS] = status
-        if not self._file.are_open():
+        if not self._file.release():
             _kept.append(self._map)
 
 

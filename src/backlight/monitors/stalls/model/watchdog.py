@@ -1,7 +1,7 @@
 """Watchdog process: one per machine, observes its ranks and reports stalls. No torch.
 
-``python -m backlight.monitors.stalls.model.watchdog DIRECTORY RUN ATTEMPT OFFSET LIMITS PID`` detaches itself
-and ends with the last rank. It never writes to a watched process; if it dies, training continues unwatched.
+``python -m backlight.monitors.stalls.model.watchdog DIRECTORY RUN ATTEMPT OFFSET LIMITS PID STREAM`` detaches
+itself and ends with the last rank. It changes no watched process; if it dies, training continues unwatched.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import json
 import os
 import select
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir
+from backlight.monitors.stalls.model.borrowed_stderr import STDERR, BorrowedStderr, ancestors
 from backlight.monitors.stalls.model.diagnosis import diagnose, summarize_stacks
 from backlight.monitors.stalls.model.emit import ReportedStall, emit, find_resolution, log
 from backlight.monitors.stalls.model.observation import Diagnosis, Observation, name_reductions
@@ -125,6 +127,10 @@ class Watchdog:
             self._writer.close()
         runtime_dir.remove(self._directory)
         runtime_dir.remove_abandoned()
+
+    def pids(self) -> list[int]:
+        """Return the processes of the ranks that are known so far."""
+        return [one.state.pid for one in self._ranks.values() if one.state is not None]
 
     def poll(self) -> bool:
         """Observe every rank once; return whether there is more to watch."""
@@ -387,7 +393,8 @@ class EndGuard(threading.Thread):
 
 def main(arguments: list[str]) -> None:
     """Detach from the starting process and watch."""
-    directory, run, attempt_directory, step_offset, limits, starter = arguments
+    directory, run, attempt_directory, step_offset, limits, starter, stream = arguments
+    starters = ancestors(int(starter))
     # A process of its own, so that a script that waits for all its children does not wait for this one.
     reading, writing = os.pipe()
     if os.fork():
@@ -405,6 +412,8 @@ def main(arguments: list[str]) -> None:
         thresholds = StallLimits().override(json.loads(limits))
         watchdog = Watchdog(Path(directory), Path(run), Path(attempt_directory), thresholds, int(step_offset))
         EndGuard(Path(directory), int(starter)).start()
+        if stream and not stat.S_ISREG(os.fstat(STDERR).st_mode):
+            sys.stderr = cast("TextIO", BorrowedStderr(stream, lambda: [*watchdog.pids(), *starters]))
         watchdog.run()
     except Exception as error:  # noqa: BLE001 - the watched process reports it
         with contextlib.suppress(OSError):
