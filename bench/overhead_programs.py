@@ -1,9 +1,10 @@
-"""What `backlight run` adds to whole programs: processor seconds, fixed and per step.
+"""What `backlight run` adds to whole programs: processor seconds at start and end, and per step.
 
 Ten small programs of the kinds that are public, and a loop whose steps take .3, 1, 10 and 100 ms. Each runs
 as ``python``, as ``python`` once more (the control) and under ``backlight run``, interleaved; processor time
-is that of all its processes, the watchdog process included. Per step is the slope between a short and a long
-run.
+is that of all its threads and processes, the watchdog process included. Figures are medians of the
+differences to the plain run of the same round. In the first half of the steps many are recorded, in the
+second half few.
 
     OMP_NUM_THREADS=1 python bench/overhead_programs.py
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import statistics
 import subprocess
@@ -19,24 +21,28 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 HEAD = """
-import sys
+import json, sys, time
 import torch
 from torch import nn
 from torch.nn import functional as F
 torch.manual_seed(0)
 steps = int(sys.argv[1])
+
+def timed(count):
+    marks = []
+    for step in range(count):
+        if step in (0, count // 2):
+            marks.append(time.process_time())
+        yield step
+    print(json.dumps([*marks, time.process_time(), count]))
 """
 
 TIMED = """
-import time
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 x = torch.randn(4, 8)
-for _ in range(steps):
+for _ in timed(steps):
     begin = time.thread_time()
     optimizer.zero_grad()
     model(x).square().mean().backward()
@@ -47,7 +53,7 @@ for _ in range(steps):
 
 LOOP = """
 optimizer = {optimizer}
-for step in range(steps):
+for step in timed(steps):
     optimizer.zero_grad()
     loss = {loss}
     loss.backward()
@@ -100,7 +106,7 @@ PROGRAMS = {
 G = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
 D = nn.Sequential(nn.Linear(2, 32), nn.Linear(32, 1))
 g, d = (torch.optim.Adam(net.parameters(), lr=1e-3) for net in (G, D))
-for step in range(steps):
+for step in timed(steps):
     fake = G(torch.randn(32, 8))
     d.zero_grad()
     (D(fake.detach()).mean() - D(torch.randn(32, 2)).mean()).backward()
@@ -113,7 +119,7 @@ for step in range(steps):
 model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 2))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 state = torch.randn(1, 4)
-for step in range(steps // 20):
+for step in timed(steps // 20):
     kept = []
     for _ in range(200):
         with torch.no_grad():
@@ -123,12 +129,16 @@ for step in range(steps // 20):
     optimizer.step()
 """,
     "autoencoder with a loader": """
+import itertools
 from torch.utils.data import DataLoader, TensorDataset
 model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 64))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 loader = DataLoader(TensorDataset(torch.randn(320, 64)), batch_size=32, shuffle=True)
-for epoch in range(steps // 10):
-    for (x,) in loader:
+batches = iter(())
+for step in timed(steps):
+    if step % 10 == 0:
+        batches = iter(loader)
+    for (x,) in itertools.islice(batches, 1):
         optimizer.zero_grad()
         F.mse_loss(model(x), x).backward()
         optimizer.step()
@@ -137,7 +147,7 @@ for epoch in range(steps // 10):
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 x = torch.randn(16, 64)
-for step in range(steps // 4):
+for step in timed(steps // 4):
     for _ in range(4):
         (model(x).square().mean() / 4).backward()
     optimizer.step()
@@ -147,7 +157,7 @@ for step in range(steps // 4):
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 x, y = torch.randn(32, 16), torch.randn(32, 1)
-for step in range(steps):
+for step in timed(steps):
     model.train()
     optimizer.zero_grad()
     F.mse_loss(model(x), y).backward()
@@ -162,85 +172,102 @@ for step in range(steps):
 
 PR_SET_CHILD_SUBREAPER = 36
 
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
 WAYS = ("plain", "control", "watched")
 
+PARTS = ("start and end", "first half", "second half")
 
-def seconds(program: Path, steps: int, way: str, folder: Path) -> float:
-    """Return the processor seconds of one process and of those that it started."""
+
+def seconds(program: Path, steps: int, way: str, folder: Path) -> dict[str, float]:
+    """Return the processor seconds of one program, of its parts; the watchdog process counts to the end."""
     command = [sys.executable, str(program), str(steps)]
     if way == "watched":
         console = Path(sys.executable).with_name("backlight")
         command = [str(console), "run", "--quiet", str(program), str(steps)]
     before = os.times()
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, env=ENVIRONMENT)
     while True:  # a watchdog process outlives the script by a moment; this process has adopted it
         try:
             os.wait()
         except ChildProcessError:
             break
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    whole = after.children_user + after.children_system - before.children_user - before.children_system
+    begin, half, end, count = json.loads(done.stdout.splitlines()[-1])
+    halves = {"first half": (half - begin) / (count // 2), "second half": (end - half) / (count - count // 2)}
+    return {"start and end": whole - (end - begin), **halves}
 
 
-def measure(source: str, short: int, long: int, rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Return seconds of the long run, added seconds at its start and end, and microseconds per step."""
-    taken: dict[tuple[str, int], list[float]] = {(way, n): [] for way in WAYS for n in (short, long)}
+def measure(source: str, steps: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return the seconds of the plain runs by part, and what the other ways add; steps are one step's."""
+    taken: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         program = folder / "train.py"
         program.write_text(HEAD + source, encoding="utf-8")
         for number in range(rounds):
             for way in WAYS[number % 3 :] + WAYS[: number % 3]:
-                for steps in (short, long):
-                    taken[way, steps].append(seconds(program, steps, way, folder))
-    found = {}
-    for way in WAYS:
-        added = {
-            steps: statistics.median(
-                one - plain for one, plain in zip(taken[way, steps], taken["plain", steps], strict=True)
+                taken[way].append(seconds(program, steps, way, folder))
+    return {
+        way: {
+            part: statistics.median(
+                one[part] - (way != "plain") * plain[part]
+                for one, plain in zip(taken[way], taken["plain"], strict=True)
             )
-            for steps in (short, long)
+            for part in PARTS
         }
-        slope = (added[long] - added[short]) / (long - short)
-        found[way] = statistics.median(taken[way, long]), added[short] - slope * short, 1e6 * slope
-    return found
+        for way in WAYS
+    }
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a row for each program as it ends, and the medians over all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of steps")
     parser.add_argument("--only", default="", help="programs whose name holds this")
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     loops = {
         f"steps of {ms:g} ms": (TIMED.format(seconds=ms / 1e3), steps)
-        for ms, steps in ((0.3, 20000), (1, 8000), (10, 1000), (100, 150))
+        for ms, steps in ((0.3, 10000), (1, 3000), (10, 300), (100, 30))
     }
-    programs = {name: (source, 4000) for name, source in PROGRAMS.items()} | loops
-    table = Table(title=f"processor seconds that `backlight run` adds, {options.rounds} rounds")
-    table.add_column("program")
-    for column in (
-        "steps",
-        "plain, s",
-        "control: fixed, s",
-        "per step, us",
-        "watched: fixed, s",
-        "per step, us",
-    ):
-        table.add_column(column, justify="right")
+    programs = {name: (source, 1000) for name, source in PROGRAMS.items()} | loops
+    print("processor time: of a plain run; added by another plain run (the control); added by backlight run")
+    print(ROW.format("program", "plain", "", "control", "", "", "backlight run", "", ""))
+    unit = ("s", "ms/step")
+    added = ("s", "us/step 1st half", "us/step 2nd half")
+    print(ROW.format("", *unit, *added, *added), flush=True)
+    found = []
     for name, (source, steps) in programs.items():
         if options.only not in name:
             continue
-        long = max(40, int(steps * options.scale))
-        found = measure(source, max(20, long // 8), long, options.rounds)
-        cells = [cell for way in WAYS[1:] for cell in (f"{found[way][1]:+.2f}", f"{found[way][2]:+.0f}")]
-        table.add_row(name, str(long), f"{found['plain'][0]:.1f}", *cells)
-    Console(width=130).print(table)
+        times = measure(source, max(40, int(steps * options.scale)), options.rounds)
+        found.append(times)
+        _print_row(name, times)
+    median = {
+        way: {part: statistics.median(times[way][part] for times in found) for part in PARTS} for way in WAYS
+    }
+    _print_row("median", median)
     print(f"load average of the machine: {', '.join(f'{load:.1f}' for load in os.getloadavg())}")
+
+
+ROW = "{:30} {:>5} {:>8} | {:>6} {:>17} {:>17} | {:>6} {:>17} {:>17}"
+
+
+def _print_row(name: str, times: dict[str, dict[str, float]]) -> None:
+    """Print one row; steps in microseconds, and as a share of the plain step."""
+    plain = times["plain"]
+    cells = [f"{plain['start and end']:.2f}", f"{1e3 * plain['second half']:.2f}"]
+    for way in WAYS[1:]:
+        cells.append(f"{times[way]['start and end']:+.2f}")
+        for part in PARTS[1:]:
+            more = times[way][part]
+            cells.append(f"{1e6 * more:+.0f} ({more / plain[part]:+.1%})")
+    print(ROW.format(name, *cells), flush=True)
 
 
 if __name__ == "__main__":
