@@ -69,7 +69,9 @@ def case(**expected: object) -> Callable[[Train], Train]:
 def batches(count: int, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        yield torch.randn(6, 4, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+        x = torch.randn(6, 4, generator=generator, device="cpu")
+        y = torch.randint(0, 3, (6,), generator=generator, device="cpu")
+        yield x.to(torch.get_default_device()), y.to(torch.get_default_device())
 
 
 def build(make: Callable[[], nn.Module] = NormedMlp) -> nn.Module:
@@ -208,10 +210,11 @@ def scaled(
 ) -> list[Tensor]:
     model = build()
     optimizer = make(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    device = torch.get_default_device().type
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
     for number, (x, y) in enumerate(batches(STEPS)):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             loss = F.cross_entropy(model(x), y)
         if number == overflow_at:
             loss = loss * float("inf")

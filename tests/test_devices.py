@@ -17,7 +17,11 @@ def test_host_without_accelerator_has_no_device_in_use() -> None:
     assert devices.count() == 0
     assert devices.memory() is None
     assert devices.record_events(["cpu"]) == []
-    devices.synchronize()
+    devices.synchronize("test")
+    assert not devices.synchronizations
+    assert devices.types() == ("cpu",)
+    assert not devices.has_async_copies(torch.device("cpu"))
+    assert not devices.is_accelerator("cuda:0")
 
 
 def test_random_states_of_other_accelerators_are_not_restored() -> None:

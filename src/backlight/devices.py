@@ -1,16 +1,22 @@
 """Accelerators: availability, names, memory, random state, streams and events.
 
-The only user of torch.cuda, torch.accelerator, torch.xpu and torch.mps.
+The only user of torch.accelerator, torch.cuda, torch.xpu and torch.mps. What torch.accelerator lacks comes
+from the module of the device type, which back-ends outside of torch register too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+synchronizations: Counter[str] = Counter()
+"""How often backlight itself waited for a whole device in this process, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,35 +29,61 @@ class DeviceMemory:
     retries: int
 
 
+def kind() -> str | None:
+    """Return the type of this process's accelerators, such as ``cuda``; None where there is none."""
+    device = torch.accelerator.current_accelerator()
+    return device.type if device is not None and torch.accelerator.is_available() else None
+
+
+def is_accelerator(device: str | torch.device) -> bool:
+    """Return whether a device is an accelerator of this process."""
+    return torch.device(device).type == kind()
+
+
+def types() -> tuple[str, ...]:
+    """Return the device types of this process: the host's, and that of its accelerators."""
+    found = kind()
+    return ("cpu",) if found is None else ("cpu", found)
+
+
 def is_available() -> bool:
     """Return whether there is an accelerator."""
-    return torch.cuda.is_available()
+    return kind() is not None
 
 
 def is_in_use() -> bool:
     """Return whether an accelerator is initialised, without initialising it."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    if not is_available():
+        return False
+    # Some device modules, such as torch.mps, cannot be asked: they count as initialised.
+    return bool(getattr(torch.get_device_module(), "is_initialized", lambda: True)())
 
 
 def count() -> int:
     """Return the number of accelerators."""
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count() if is_available() else 0
 
 
 def name_of(device: str | int | torch.device | None = None) -> str:
-    """Return the product name of an accelerator; None for the current one."""
-    return str(torch.cuda.get_device_name(device))
+    """Return the product name of an accelerator, or its type if it has no name; None for the current one."""
+    name = getattr(torch.get_device_module(), "get_device_name", None)
+    return str(name(device)) if name is not None else str(kind())
 
 
 def is_capturing_graph() -> bool:
-    """Return whether a CUDA graph is being captured, where nothing of backlight may run."""
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    """Return whether a graph of kernels is being captured, where nothing of backlight may run."""
+    if not is_in_use():
+        return False
+    if kind() == "cuda":
+        return bool(torch.cuda.is_current_stream_capturing())
+    return bool(getattr(torch.accelerator.current_stream(), "is_capturing", lambda: False)())
 
 
-def synchronize(device: str | torch.device | None = None) -> None:
-    """Wait for everything that was launched on a device; nothing on a host."""
-    if torch.cuda.is_available() and (device is None or torch.device(device).type == "cuda"):
-        torch.cuda.synchronize(device)
+def synchronize(reason: str, device: str | torch.device | None = None) -> None:
+    """Wait for everything that was launched on a device, and count it; nothing on a host."""
+    if is_available() and (device is None or is_accelerator(device)):
+        synchronizations[reason] += 1
+        torch.accelerator.synchronize(device)
 
 
 # Memory
@@ -59,10 +91,9 @@ def synchronize(device: str | torch.device | None = None) -> None:
 
 def memory() -> DeviceMemory | None:
     """Return the memory of the current device, None where there is none or nothing was allocated."""
-    if not torch.cuda.is_available() or not torch.cuda.memory_stats():
+    stats = allocator_statistics()
+    if not stats.get("allocated_bytes.all.allocated"):
         return None
-    device = torch.cuda.current_device()
-    stats = torch.cuda.memory_stats(device)
     return DeviceMemory(
         peak_allocated=int(stats.get("allocated_bytes.all.peak", 0)),
         peak_reserved=int(stats.get("reserved_bytes.all.peak", 0)),
@@ -71,29 +102,45 @@ def memory() -> DeviceMemory | None:
     )
 
 
-def allocator_statistics() -> dict[str, Any]:
-    """Return the statistics of the current device's allocator under torch's names; empty without any."""
-    return dict(torch.cuda.memory_stats())
+def allocator_statistics(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the statistics of a device's allocator under torch's names; empty without any.
+
+    ``device`` is None for the current one.
+    """
+    if not is_in_use():
+        return {}
+    try:
+        return dict(torch.accelerator.memory_stats(device))
+    except RuntimeError:  # an allocator that counts nothing, as that of MPS
+        return {}
 
 
 def capacity() -> int:
     """Return the bytes of memory of the current device."""
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return _memory_info(None)[1]
 
 
 def peak_allocated(device: torch.device | None = None) -> int:
     """Return the most bytes that were allocated at once on a device; None for the current one."""
-    return int(torch.cuda.max_memory_allocated(device))
+    return int(allocator_statistics(device).get("allocated_bytes.all.peak", 0))
 
 
 def reset_peak_memory() -> None:
     """Count the peaks of the current device's memory from now on."""
-    torch.cuda.reset_peak_memory_stats()
+    if allocator_statistics():
+        torch.accelerator.reset_peak_memory_stats()
 
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on an accelerator."""
-    return int(torch.cuda.mem_get_info(device)[0])
+    return _memory_info(device)[0]
+
+
+def _memory_info(device: torch.device | None) -> tuple[int, int]:
+    # torch.accelerator has the function since 2.10.
+    read = getattr(torch.accelerator, "get_memory_info", None) or torch.get_device_module().mem_get_info
+    free, total = read(device)
+    return int(free), int(total)
 
 
 # Random state
@@ -101,7 +148,8 @@ def free_memory(device: torch.device) -> int:
 
 def random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     """Return the random state of the host, followed by that of each device."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    states = (torch.get_device_module(device).get_rng_state(device) for device in devices)
+    return [torch.get_rng_state(), *states]
 
 
 def set_random_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> None:
@@ -109,37 +157,56 @@ def set_random_states(devices: Sequence[torch.device], states: Sequence[torch.Te
     first, *others = states
     torch.set_rng_state(first)
     for device, state in zip(devices, others, strict=True):
-        torch.cuda.set_rng_state(state, device)
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def accelerator_random_states() -> list[torch.Tensor]:
     """Return the random state of every accelerator, initialising them; empty where there is none."""
-    return list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else []
+    return random_states(_all())[1:]
 
 
 def set_accelerator_random_states(states: Sequence[torch.Tensor]) -> None:
     """Restore :func:`accelerator_random_states`; nothing where the number of accelerators differs."""
-    if states and torch.cuda.device_count() == len(states):
-        torch.cuda.set_rng_state_all(states)
+    if states and count() == len(states):
+        set_random_states(_all(), [torch.get_rng_state(), *states])
 
 
-# Streams and events
+def _all() -> list[torch.device]:
+    return [torch.device(str(kind()), index) for index in range(count())]
 
 
-def current_stream(device: torch.device) -> torch.cuda.Stream:
+# Copies, streams and events
+
+
+def has_async_copies(device: torch.device) -> bool:
+    """Return whether copies between a device and pinned host memory run in its stream."""
+    return is_accelerator(device) and _has_pinned_memory(device.type)
+
+
+@functools.cache
+def _has_pinned_memory(kind: str) -> bool:
+    if kind == "mps":  # memory is shared, and a copy waits
+        return False
+    try:
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
+    except RuntimeError:  # a back-end without page-locked memory
+        return False
+
+
+def current_stream(device: torch.device) -> torch.Stream:
     """Return the stream in which an accelerator works now."""
-    return torch.cuda.current_stream(device)
+    return torch.accelerator.current_stream(device)
 
 
-def side_stream(device: str | torch.device) -> torch.cuda.Stream:
+def side_stream(device: str | torch.device) -> torch.Stream:
     """Return a new stream of an accelerator."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+    return torch.Stream(device)
 
 
 @contextlib.contextmanager
-def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     """Work on ``stream``; None changes nothing."""
-    with torch.cuda.stream(stream):
+    with stream or contextlib.nullcontext():
         yield
 
 
@@ -147,28 +214,23 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 def own_streams(devices: Iterable[str]) -> Iterator[None]:
     """Work on a new stream of each accelerator among ``devices``."""
     with contextlib.ExitStack() as stack:
-        for device in sorted({device for device in devices if device.startswith("cuda")}):
+        for device in sorted(filter(is_accelerator, set(devices))):
             stack.enter_context(on_stream(side_stream(device)))
         yield
 
 
-def record_event(device: torch.device) -> torch.Event:
+def record_event(device: str | torch.device) -> torch.Event:
     """Return an event behind the work of the current stream of ``device``."""
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
 
 
-def timing_event() -> torch.cuda.Event:
+def timing_event() -> torch.Event:
     """Return a new event that measures time; it is not recorded yet."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    return torch.Event(enable_timing=True)
 
 
-def record_events(devices: Iterable[str]) -> list[Any]:
+def record_events(devices: Iterable[str]) -> list[torch.Event]:
     """Return an event per accelerator that is over when everything launched there so far is done."""
-    events = []
-    for device in sorted({device for device in devices if device.startswith("cuda")}):
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return events
+    return [record_event(device) for device in sorted(filter(is_accelerator, set(devices)))]

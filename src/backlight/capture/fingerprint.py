@@ -92,7 +92,7 @@ def _versions() -> dict[str, str]:
 def _device(used: set[str]) -> str:
     names = []
     for device in sorted(used):
-        if device.startswith("cuda"):
+        if devices.is_accelerator(device):
             names.append(f"{device}: {devices.name_of(device)}")
         else:
             names.append(f"{device}: {platform.processor() or platform.machine()}")

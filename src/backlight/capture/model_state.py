@@ -13,7 +13,7 @@ from torch import nn
 from backlight.capture.hub import HUB
 from backlight.capture.modules import table_of, walk
 from backlight.capture.sharding import wholes
-from backlight.devices import random_states, set_random_states
+from backlight.devices import is_accelerator, random_states, set_random_states
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -127,7 +127,7 @@ class PreservedState:
             if buffer is not None
         ]
         devices = {parameter.device for parameter in model.parameters()}
-        self.devices = [device for device in devices if device.type == "cuda"]
+        self.devices = [device for device in devices if is_accelerator(device)]
         self.states = random_states(self.devices)
 
     @property

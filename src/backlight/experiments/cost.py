@@ -262,7 +262,7 @@ def _measure(task: Task, steps: int, measures: Measures, probe: Probe | None, na
 def _timed(work: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     work()
-    devices.synchronize()
+    devices.synchronize("time of a step")
     return time.perf_counter() - begin
 
 

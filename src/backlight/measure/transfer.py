@@ -54,10 +54,10 @@ class AsyncCopy:
 
 
 def start_copy(table: Tensor) -> AsyncCopy:
-    """Start the copy of a small table to the host, on CUDA into pinned memory, and return at once."""
+    """Start the copy of a small table to the host, into pinned memory where possible, and return at once."""
     if table.device.type == "cpu":
         return AsyncCopy(table)
-    pinned = table.device.type == "cuda"
+    pinned = devices.has_async_copies(table.device)
     host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=pinned)
     host.copy_(table, non_blocking=pinned)
     if not pinned:

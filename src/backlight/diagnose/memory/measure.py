@@ -43,7 +43,7 @@ def measure_memory(
                 what += ". It looks like a recipe: add --fake to predict its memory"
         also = f"; {'; '.join(observer.trouble)}" if observer.trouble else ""
         raise NoTrainingError(f"{script}: ended (exit code {code}) {what}{also}", code)
-    granule = GRANULE_BYTES if recorder.device == "cuda" else 1
+    granule = GRANULE_BYTES if devices.is_accelerator(recorder.device) else 1
     parameters = {id(p): p for model in observer.forwards.models for p in model.parameters()}
     return MeasuredMemory(
         **account_fields(Account(recorder.log, recorder.start, granule)),
@@ -132,7 +132,7 @@ class MemoryObserver(StepObserver):
 
 
 def read_allocator() -> AllocatorStatistics | None:
-    """Return the statistics of the current device's caching allocator; None where CUDA is not in use."""
+    """Return the statistics of the current device's allocator; None where no accelerator is in use."""
     if not devices.is_in_use():
         return None
     stats = devices.allocator_statistics()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
+from backlight import devices
 from backlight.capture.calls import (
     LEAVES_TORCH,
     NO_COMPUTATION,
@@ -25,8 +26,6 @@ from backlight.capture.calls import (
 )
 from backlight.diagnose.script_observer import Pausable
 from backlight.user_code import SourceLine, user_line
-
-_DEVICES = ("cpu", "cuda")
 
 
 class TapeError(RuntimeError):
@@ -182,7 +181,9 @@ class Step:
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple(
-        (device, torch.get_autocast_dtype(device)) for device in _DEVICES if torch.is_autocast_enabled(device)
+        (device, torch.get_autocast_dtype(device))
+        for device in devices.types()
+        if torch.is_autocast_enabled(device)
     )
 
 
@@ -205,7 +206,7 @@ def _with_copies(args: tuple[Any, ...], originals: tuple[Any, ...]) -> tuple[Any
 
 def _devices_of(modules: Sequence[nn.Module]) -> list[int]:
     parameters = (parameter for module in modules for parameter in module.parameters())
-    return sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
+    return sorted({p.device.index or 0 for p in parameters if devices.is_accelerator(p.device)})
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ MAX_PENDING_STEPS = 64
 
 
 class DeviceEvent(Protocol):
-    """The used part of :class:`torch.cuda.Event`."""
+    """The used part of :class:`torch.Event`."""
 
     def record(self) -> None:
         """Record the event in the current stream."""

@@ -198,8 +198,12 @@ class ProfileObserver(StepObserver):
 
     def _begin_trace(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
-        if devices.is_available():
-            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        of_device = {
+            "cuda": torch.profiler.ProfilerActivity.CUDA,
+            "xpu": torch.profiler.ProfilerActivity.XPU,
+        }
+        if (kind := devices.kind()) in of_device:
+            kinds.append(of_device[kind])
         self._modules.follow(self.forwards.models)
         HUB.add(self._phases)
         self._wants_lines = not self._stacks and self._lines_possible()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from backlight import devices
 from backlight.capture.hub import Listener
 from backlight.capture.modules import Prefixes, inner
 from backlight.records import Phase
@@ -87,7 +88,7 @@ def entered(module: nn.Module, _args: Any) -> None:
     """Hook before the forward of a module."""
     if torch.compiler.is_compiling() or module not in _names:
         return
-    for device in ("cpu", "cuda"):
+    for device in devices.types():
         if torch.is_autocast_enabled(device):
             _autocast.add(str(torch.get_autocast_dtype(device)).removeprefix("torch."))
     opened = torch.profiler.record_function(MODULE + _names[module])

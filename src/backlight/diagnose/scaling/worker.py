@@ -34,17 +34,17 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
         else torch.optim.SGD(model.parameters(), lr=0.0)
     )
     parameters = {id(p): p for p in model.parameters()}.values()
-    device = next((p.device for p in parameters if p.device.type == "cuda"), None)
+    device = next((p.device for p in parameters if devices.is_accelerator(p.device)), None)
     clock = PhaseClock()
 
     def enter(phase: Phase) -> None:
         if device is not None:
-            devices.synchronize(device)
+            devices.synchronize("end of a phase", device)
         clock.enter(phase)
 
     def leave(phase: Phase) -> None:
         if device is not None:
-            devices.synchronize(device)
+            devices.synchronize("end of a phase", device)
         clock.leave(phase)
 
     model.register_forward_pre_hook(

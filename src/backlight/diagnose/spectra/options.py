@@ -53,15 +53,15 @@ class SpectraRequest:
             raise SpectraError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
 
     def find_device(self) -> torch.device | None:
-        """Return a usable device, by default CUDA where available; None for that of the recipe."""
-        name = self.device or ("cuda" if devices.is_available() else None)
+        """Return a usable device, by default an accelerator if there is one; None for that of the recipe."""
+        name = self.device or devices.kind()
         if name is None:
             return None
         try:
             device = torch.device(name)
-            if name == "cuda":
+            if name == devices.kind():
                 local = world().local_rank
-                device = torch.device("cuda", local % max(1, devices.count()))
+                device = torch.device(name, local % max(1, devices.count()))
             torch.empty(1, device=device)
         except (RuntimeError, AssertionError) as error:
             first = str(error).strip().splitlines()[0]

@@ -152,8 +152,7 @@ def _fastest(kernels: Sequence[Callable[[], Tensor]], device: torch.device) -> l
         for kernel, took in zip(kernels, times, strict=True):
             begin = time.perf_counter()
             kernel()
-            if device.type == "cuda":
-                devices.synchronize(device)
+            devices.synchronize("time of a Gram kernel", device)
             took.append(time.perf_counter() - begin)
     return [min(took[1:]) for took in times]
 

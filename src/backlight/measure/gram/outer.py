@@ -131,7 +131,7 @@ class OuterProduct:
 
 
 def _free_memory(device: torch.device) -> int:
-    return devices.free_memory(device) if device.type == "cuda" else available_memory()
+    return devices.free_memory(device) if devices.is_accelerator(device) else available_memory()
 
 
 def outer_product(gradients: nn.Module | Tensor | Iterable[Any]) -> OuterProduct:

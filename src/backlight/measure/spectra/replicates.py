@@ -315,12 +315,12 @@ def _checked_matrices(G: Tensor | Sequence[Tensor], layer: str, least: int) -> t
 
 
 class _Loader:
-    """Loads replicates to the device; from the host to CUDA on a side stream, one chunk ahead."""
+    """Loads replicates to the device; from the host to an accelerator on a side stream, one chunk ahead."""
 
     def __init__(self, matrices: tuple[Tensor, ...], device: torch.device) -> None:
         self._matrices = matrices
         self._device = device
-        needs_copy = device.type == "cuda" and matrices[0].device.type == "cpu"
+        needs_copy = devices.has_async_copies(device) and matrices[0].device.type == "cpu"
         self._stream = devices.side_stream(device) if needs_copy else None
         self._ahead: dict[tuple[int, ...], Tensor] = {}
 

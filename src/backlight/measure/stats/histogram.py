@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight.devices import has_async_copies
 from backlight.measure.stats.kernels import SCRATCH
 from backlight.measure.stats.packed_matrices import Owned, chunk_size, matrices, stored
 from backlight.measure.transfer import Arrays, Pending, Transfer, TransferBatch, start_copy
@@ -136,4 +137,4 @@ def _on(device: torch.device, array: NDArray[np.int64]) -> Tensor:
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return (tensor.pin_memory() if has_async_copies(device) else tensor).to(device, non_blocking=True)

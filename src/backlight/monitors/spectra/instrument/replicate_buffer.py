@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backlight.devices import synchronize
+from backlight.devices import has_async_copies, synchronize
 from backlight.store.format.spectra import Layer
 
 
@@ -111,9 +111,8 @@ class ReplicateBuffer:
     def add(self, key: int, gradient: Tensor) -> None:
         """Copy a gradient; a further one of the same backward is summed."""
         if key in self._open:
-            if gradient.device.type == "cuda":
-                # The first one may still be on its way to the host.
-                synchronize(gradient.device)
+            # The first one may still be on its way to the host.
+            synchronize("second gradient of one backward", gradient.device)
             self._open[key] += gradient.detach().to(self._open[key].device)
             return
         self._open[key] = copied(gradient, self._location)
@@ -147,7 +146,7 @@ def copied(tensor: Tensor, location: str) -> Tensor:
         tensor = tensor.to_dense()
     if location == "device" or tensor.device.type == "cpu":
         return tensor.clone(memory_format=torch.contiguous_format)
-    if tensor.device.type != "cuda":
+    if not has_async_copies(tensor.device):
         return tensor.to("cpu")
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
