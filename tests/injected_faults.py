@@ -182,7 +182,7 @@ FAULTS: dict[str, Fault] = {
         "mixed_precision", kind="clipped_before_unscale", clipping="norm", limit=1.0, scale=65536.0
     ),
     "repeated_data": contradiction(
-        "repeated_data", kind="order", sampler="RandomSampler", batches=8, epochs=2
+        "repeated_data", kind="order", sampler="RandomSampler", data="Images", batches=8, epochs=2
     ),
     "not_restored": contradiction(
         "not_restored", (0,), kind="optimizer_state", optimizer="AdamW", count=4, line="train.py:12"
@@ -199,6 +199,7 @@ FAULTS: dict[str, Fault] = {
     "weights_unchanged": contradiction(
         "weights_unchanged",
         kind="rounded",
+        parameters=["a.weight"],
         share=0.97,
         rate=1e-5,
         dtype="bfloat16",

@@ -43,16 +43,11 @@ def digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return images.clip(0, 255).astype(np.uint8), labels.astype(np.uint8)
 
 
-def mnist_whole(folder: Path) -> None:
-    """Write as many images as MNIST has, for programs that split them."""
-    mnist(folder, 60_000)
-
-
-def mnist(folder: Path, count_train: int = IMAGES) -> None:
+def mnist(folder: Path) -> None:
     """Write a small MNIST in idx files below ``folder/MNIST/raw``."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    for part, count in (("train", count_train), ("t10k", 256)):
+    for part, count in (("train", IMAGES), ("t10k", 256)):
         images, labels = digits(count, seed=len(part))
         head = np.array([0x803, count, SIDE, SIDE], ">i4").tobytes()
         (raw / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
@@ -97,6 +92,14 @@ def text(folder: Path) -> None:
         (folder / f"{name}.txt").write_text("\n".join(rows) + "\n")
 
 
+def wikitext(folder: Path) -> None:
+    """Write a text in place of WikiText-2: ``wikitext-2.txt``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = _words(300_000)
+    lines = [" ".join(words[i : i + 100]) for i in range(0, len(words), 100)]
+    (folder / "wikitext-2.txt").write_text("\n".join(lines) + "\n")
+
+
 def characters(folder: Path) -> None:
     """Write tokens of characters as nanoGPT reads them: ``train.bin``, ``val.bin``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +136,6 @@ def names(folder: Path) -> None:
 
 
 GENERATORS: dict[str, Callable[[Path], None]] = {
-    function.__name__: function
-    for function in (mnist, mnist_whole, cora, text, characters, photographs, names)
+    function.__name__: function for function in (mnist, cora, text, wikitext, characters, photographs, names)
 }
 """Generators by name; each writes below a folder."""

@@ -133,8 +133,8 @@ PROGRAMS = (
         "--epochs 3", {"../../../Datasets": "mnist"},
     ),
     Program(
-        "Lightning GAN", LIGHTNING, "examples/pytorch/domain_templates/generative_adversarial_net.py",
-        data={"data": "mnist_whole"},
+        "Lightning transformer", LIGHTNING, "examples/pytorch/basics/transformer.py",
+        data={"data": "wikitext"},
     ),
     Program(
         "Lightning Fabric PPO", LIGHTNING, "examples/fabric/reinforcement_learning/train_fabric.py",

@@ -46,20 +46,20 @@ def samples(count: int = 32) -> TensorDataset:
     return TensorDataset(torch.randn(count, 4), torch.randint(0, 3, (count,)))
 
 
-@fault(rule="repeated_data", severity="warning", step=7, kind="order")
+@fault(rule="repeated_data", severity="warning", step=7, kind="order", names="TensorDataset")
 def seeded_in_every_epoch(injected: bool) -> None:
     loader = DataLoader(samples(), batch_size=8, shuffle=True)
     epochs(loader, lambda epoch: torch.manual_seed(0 if injected else epoch))
 
 
-@fault(rule="repeated_data", severity="warning", step=7, kind="order")
+@fault(rule="repeated_data", severity="warning", step=7, kind="order", names="DistributedSampler")
 def no_set_epoch(injected: bool) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(samples(64), num_replicas=2, rank=0)
     loader = DataLoader(sampler.dataset, batch_size=8, sampler=sampler)
     epochs(loader, lambda _: None if injected else sampler.set_epoch(_))
 
 
-@fault(rule="repeated_data", severity="warning", step=3, kind="first")
+@fault(rule="repeated_data", severity="warning", step=3, kind="first", names="loader of TensorDataset")
 def first_batch_only(injected: bool) -> None:
     loader = DataLoader(samples(), batch_size=8)
     model, endless = perceptron(), itertools.cycle(loader)
@@ -81,7 +81,7 @@ def two_batches_in_random_order() -> None:
     epochs(DataLoader(samples(16), batch_size=8, shuffle=True))
 
 
-@fault(rule="repeated_data", severity="error", step=3, kind="stale")
+@fault(rule="repeated_data", severity="error", step=3, kind="stale", names="loader of TensorDataset")
 def batch_of_another_name(injected: bool) -> None:
     loader = DataLoader(samples(80), batch_size=8)
     model = perceptron()
@@ -93,7 +93,7 @@ def batch_of_another_name(injected: bool) -> None:
         optimizer.step()
 
 
-@fault(rule="repeated_data", severity="info", step=7, kind="held")
+@fault(rule="repeated_data", severity="info", step=7, kind="held", names="loader of TensorDataset")
 def one_batch(injected: bool) -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -131,12 +131,12 @@ class Placeholder(Numbers):
         return 0.0
 
 
-@fault(rule="repeated_data", severity="warning", step=3, kind="constant")
+@fault(rule="repeated_data", severity="warning", step=3, kind="constant", names="Placeholder")
 def index_that_is_not_used(injected: bool) -> None:
     epochs(DataLoader(Placeholder(None, uses_index=not injected), batch_size=8))
 
 
-@fault(rule="repeated_data", severity="warning", step=1, kind="generator")
+@fault(rule="repeated_data", severity="warning", step=1, kind="generator", names="`rng`")
 def generator_in_every_worker(injected: bool) -> None:
     data = Numbers(np.random.default_rng(0) if injected else None)
     epochs(DataLoader(data, batch_size=8, num_workers=2))
@@ -156,7 +156,7 @@ class Stream(IterableDataset[Sample]):
             yield torch.full((4,), number / 64), torch.tensor(number % 3)
 
 
-@fault(rule="repeated_data", severity="warning", step=3, kind="workers")
+@fault(rule="repeated_data", severity="warning", step=3, kind="workers", names="Stream")
 def stream_that_is_not_split(injected: bool) -> None:
     epochs(DataLoader(Stream(is_split=not injected), batch_size=8, num_workers=2))
 

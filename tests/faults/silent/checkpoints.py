@@ -45,7 +45,7 @@ def initialise(model: nn.Module) -> None:
             nn.init.xavier_uniform_(module.weight)
 
 
-@fault(rule="not_restored", kind="optimizer_state", severity="warning", step=0)
+@fault(rule="not_restored", kind="optimizer_state", severity="warning", step=0, names="The state of Adam")
 def optimizer_state_not_restored(injected: bool) -> None:
     state, model, optimizer = resumed()
     if not injected:
@@ -53,7 +53,7 @@ def optimizer_state_not_restored(injected: bool) -> None:
     train(model, optimizer)
 
 
-@fault(rule="not_restored", kind="overwritten", severity="warning", step=0)
+@fault(rule="not_restored", kind="overwritten", severity="warning", step=0, names="`0.weight` and `2.weight`")
 def initialised_after_loading(injected: bool) -> None:
     model = perceptron()
     if not injected:
@@ -64,7 +64,7 @@ def initialised_after_loading(injected: bool) -> None:
     train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@fault(rule="not_restored", kind="nothing_loaded", severity="error", step=0)
+@fault(rule="not_restored", kind="nothing_loaded", severity="error", step=0, names="`module.0.weight`")
 def keys_with_a_prefix(injected: bool) -> None:
     model = perceptron()
     state = {f"module.{key}" if injected else key: one for key, one in checkpoint()["model"].items()}
@@ -145,7 +145,13 @@ def train_sequences(model: nn.Module) -> None:
         optimizer.step()
 
 
-@fault(rule="not_restored", kind="untied", severity="warning", step=0)
+@fault(
+    rule="not_restored",
+    kind="untied",
+    severity="warning",
+    step=0,
+    names="`embedding.weight` and `head.weight`",
+)
 def tie_lost_when_loading(injected: bool) -> None:
     train_sequences(loaded(Tied(not injected), Tied(True).state_dict()))
 

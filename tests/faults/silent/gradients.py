@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from faults.silent.loop import STEPS, batches, control, fault, perceptron
 
 
-@fault(rule="gradients_not_cleared", severity="error", step=1)
+@fault(rule="gradients_not_cleared", severity="error", step=1, names="`0.weight`")
 def no_zero_grad(injected: bool) -> None:
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -21,7 +21,7 @@ def no_zero_grad(injected: bool) -> None:
         optimizer.step()
 
 
-@fault(rule="gradients_not_cleared", severity="error", step=1)
+@fault(rule="gradients_not_cleared", severity="error", step=1, names="1 of 1 followed parameters")
 def zero_grad_of_the_model_only(injected: bool) -> None:
     """The optimizer also holds a temperature, which is no parameter of the model."""
     model, temperature = perceptron(), nn.Parameter(torch.ones(1))
@@ -33,7 +33,7 @@ def zero_grad_of_the_model_only(injected: bool) -> None:
         optimizer.step()
 
 
-@fault(rule="gradients_discarded", severity="error", step=0)
+@fault(rule="gradients_discarded", severity="error", step=0, names="`0.weight`")
 def zero_grad_before_the_step(injected: bool) -> None:
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -45,7 +45,7 @@ def zero_grad_before_the_step(injected: bool) -> None:
         optimizer.zero_grad()
 
 
-@fault(rule="gradients_discarded", severity="warning", step=0)
+@fault(rule="gradients_discarded", severity="warning", step=0, names="3 of 4 backward passes")
 def zero_grad_at_every_microbatch(injected: bool) -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -174,7 +174,7 @@ def second_order_optimizer() -> None:
         optimizer.step(closure)
 
 
-@fault(rule="recomputation_differs", severity="error", step=0)
+@fault(rule="recomputation_differs", severity="error", step=0, names="tests/faults/silent/gradients.py:")
 def recomputed_with_another_dropout(injected: bool) -> None:
     train_checkpointed(nn.Dropout(0.1), preserves=not injected)
 

@@ -12,27 +12,35 @@ from torch.utils.data import DataLoader
 from faults.silent.loop import STEPS, batches, classify, control, fault, perceptron
 
 
-@fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice")
+@fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice", names="output of softmax")
 def softmax_before_cross_entropy(injected: bool) -> None:
     classify(perceptron(nn.Softmax(dim=1)) if injected else perceptron())
 
 
-@fault(rule="loss_input", severity="warning", step=0, kind="sigmoid_before_softmax")
+@fault(
+    rule="loss_input", severity="warning", step=0, kind="sigmoid_before_softmax", names="output of a sigmoid"
+)
 def sigmoid_before_cross_entropy(injected: bool) -> None:
     classify(perceptron(nn.Sigmoid()) if injected else perceptron())
 
 
-@fault(rule="loss_input", severity="error", step=0, kind="nll_of_scores")
+@fault(rule="loss_input", severity="error", step=0, kind="nll_of_scores", names="made by addmm")
 def nll_of_logits(injected: bool) -> None:
     classify(perceptron() if injected else perceptron(nn.LogSoftmax(dim=1)), F.nll_loss)
 
 
-@fault(rule="loss_input", severity="warning", step=0, kind="nll_of_probabilities")
+@fault(rule="loss_input", severity="warning", step=0, kind="nll_of_probabilities", names="made by softmax")
 def nll_of_probabilities(injected: bool) -> None:
     classify(perceptron(nn.Softmax(dim=1) if injected else nn.LogSoftmax(dim=1)), F.nll_loss)
 
 
-@fault(rule="loss_input", severity="warning", step=0, kind="sigmoid_twice")
+@fault(
+    rule="loss_input",
+    severity="warning",
+    step=0,
+    kind="sigmoid_twice",
+    names="binary_cross_entropy_with_logits",
+)
 def sigmoid_twice(injected: bool) -> None:
     model = perceptron(nn.Sigmoid()) if injected else perceptron()
     classify(model, lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, 3).float()))
@@ -44,20 +52,20 @@ class OwnSoftmax(nn.Module):
         return exponentials / exponentials.sum(dim=1, keepdim=True)
 
 
-@fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice")
+@fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice", names="output of softmax")
 def own_softmax_before_cross_entropy(injected: bool) -> None:
     """The control takes the logarithm of its probabilities."""
     model = perceptron(OwnSoftmax())
     classify(model, lambda out, y: F.cross_entropy(out if injected else (out + 1e-8).log(), y))
 
 
-@fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice")
+@fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice", names="output of softmax")
 def softmax_before_smoothed_labels(injected: bool) -> None:
     model = perceptron(nn.Softmax(dim=1)) if injected else perceptron()
     classify(model, nn.CrossEntropyLoss(label_smoothing=0.1))
 
 
-@fault(rule="loss_input", severity="warning", step=0, kind="nll_of_probabilities")
+@fault(rule="loss_input", severity="warning", step=0, kind="nll_of_probabilities", names="made by softmax")
 def nll_of_own_softmax(injected: bool) -> None:
     classify(perceptron(OwnSoftmax() if injected else nn.LogSoftmax(dim=1)), F.nll_loss)
 
@@ -66,12 +74,12 @@ def regress(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> No
     classify(nn.Sequential(model, nn.Linear(3, 1)), lambda out, y: loss_of(out, y.float()))
 
 
-@fault(rule="loss_input", severity="error", step=0, kind="broadcast")
+@fault(rule="loss_input", severity="error", step=0, kind="broadcast", names="shape [8, 1]")
 def broadcast_in_mse(injected: bool) -> None:
     regress(perceptron(), lambda out, y: F.mse_loss(out if injected else out.squeeze(1), y))
 
 
-@fault(rule="loss_input", severity="error", step=0, kind="broadcast")
+@fault(rule="loss_input", severity="error", step=0, kind="broadcast", names="shape [8, 1]")
 def broadcast_by_hand(injected: bool) -> None:
     regress(perceptron(), lambda out, y: (y if injected else y[:, None]).sub(out).abs().mean() + 1.0)
 
@@ -122,7 +130,7 @@ def stacked(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack([x for x, _ in samples]), torch.cat([y for _, y in samples])
 
 
-@fault(rule="loss_input", severity="error", step=0, kind="sizes")
+@fault(rule="loss_input", severity="error", step=0, kind="sizes", names="8 and 16 samples")
 def two_targets_per_input(injected: bool) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -43,12 +43,12 @@ def mean_of_means(logits: Tensor, labels: Tensor, _targets: int) -> Tensor:
     return F.cross_entropy(logits, labels) / 2
 
 
-@fault(rule="uneven_microbatches", severity="warning", step=1)
+@fault(rule="uneven_microbatches", severity="warning", step=1, names="step 1: 3, 7")
 def mean_of_each_microbatch(injected: bool) -> None:
     accumulate(mean_of_means if injected else mean_of_sums)
 
 
-@fault(rule="uneven_microbatches", severity="warning", step=1)
+@fault(rule="uneven_microbatches", severity="warning", step=1, names="step 1: 3, 7")
 def sum_divided_by_its_own_count(injected: bool) -> None:
     def loss_of(logits: Tensor, labels: Tensor, targets: int) -> Tensor:
         count = int((labels >= 0).sum()) if injected else targets
@@ -57,7 +57,7 @@ def sum_divided_by_its_own_count(injected: bool) -> None:
     accumulate(loss_of)
 
 
-@fault(rule="uneven_microbatches", severity="warning", step=1)
+@fault(rule="uneven_microbatches", severity="warning", step=1, names="step 1: 3, 7")
 def uneven_under_a_scaler(injected: bool) -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from faults.silent.loop import batches, control, fault, perceptron
 
 
-@fault(rule="mixed_precision", kind="clipped_before_unscale", severity="warning", step=0)
+@fault(
+    rule="mixed_precision", kind="clipped_before_unscale", severity="warning", step=0, names="clipped to 1"
+)
 def clipped_before_unscale(injected: bool) -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -37,7 +39,7 @@ def scaled_steps(step: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], o
         step(scaler, optimizer)
 
 
-@fault(rule="mixed_precision", kind="scaler_bypassed", severity="warning", step=0)
+@fault(rule="mixed_precision", kind="scaler_bypassed", severity="warning", step=0, names="AdamW")
 def step_without_the_scaler(injected: bool) -> None:
     def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         if injected:
@@ -87,7 +89,13 @@ def autocast(around_model: bool, around_loss: bool) -> None:
         optimizer.step()
 
 
-@fault(rule="mixed_precision", kind="autocast_without_effect", severity="warning", step=0)
+@fault(
+    rule="mixed_precision",
+    kind="autocast_without_effect",
+    severity="warning",
+    step=0,
+    names="autocast (cpu, bfloat16)",
+)
 def autocast_around_the_loss_only(injected: bool) -> None:
     autocast(around_model=not injected, around_loss=True)
 
@@ -105,7 +113,9 @@ class Kept(nn.Module):
             return self.layers(x)
 
 
-@fault(rule="mixed_precision", kind="autocast_without_effect", severity="warning", step=0)
+@fault(
+    rule="mixed_precision", kind="autocast_without_effect", severity="warning", step=0, names="all 2 products"
+)
 def autocast_disabled_inside_of_the_model(injected: bool) -> None:
     model = Kept(disabled=injected)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -19,12 +19,12 @@ def normed(*more: nn.Module) -> nn.Sequential:
     )
 
 
-@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=0)
+@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=0, names="BatchNorm1d")
 def trained_in_eval_mode(injected: bool) -> None:
     classify(normed().train(not injected))
 
 
-@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=6)
+@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=6, names="BatchNorm1d")
 def no_train_after_the_evaluation(injected: bool) -> None:
     model = normed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -69,7 +69,7 @@ def evaluated(
             evaluate(held_out)
 
 
-@fault(rule="module_modes", kind="evaluated_in_training", severity="warning", step=4)
+@fault(rule="module_modes", kind="evaluated_in_training", severity="warning", step=4, names="BatchNorm1d")
 def no_eval_before_the_evaluation(injected: bool) -> None:
     model = normed()
 
@@ -108,19 +108,27 @@ def in_evaluation_mode(model: nn.Module) -> Callable[[Iterable[list[Tensor]]], N
     return evaluate
 
 
-@fault(rule="module_modes", kind="dropout_in_evaluation", severity="warning", step=4)
+@fault(rule="module_modes", kind="dropout_in_evaluation", severity="warning", step=4, names="`F.dropout`")
 def functional_dropout_in_the_evaluation(injected: bool) -> None:
     model = Dropping(dropout=injected, attention=False)
     evaluated(model, in_evaluation_mode(model))
 
 
-@fault(rule="module_modes", kind="dropout_in_evaluation", severity="warning", step=4)
+@fault(
+    rule="module_modes",
+    kind="dropout_in_evaluation",
+    severity="warning",
+    step=4,
+    names="`F.scaled_dot_product_attention`",
+)
 def attention_drops_in_the_evaluation(injected: bool) -> None:
     model = Dropping(dropout=False, attention=injected)
     evaluated(model, in_evaluation_mode(model))
 
 
-@fault(rule="module_modes", kind="initial_statistics", severity="warning", step=4)
+@fault(
+    rule="module_modes", kind="initial_statistics", severity="warning", step=4, names="running mean of `1`"
+)
 def batch_norm_without_momentum(injected: bool) -> None:
     model = nn.Sequential(
         nn.Linear(4, 16), nn.BatchNorm1d(16, momentum=0.0 if injected else 0.1), nn.Linear(16, 3)

@@ -32,12 +32,24 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-@fault(rule="trained_tensors", severity="warning", step=0, kind="unregistered")
+@fault(
+    rule="trained_tensors",
+    severity="warning",
+    step=0,
+    kind="unregistered",
+    names="`layers[0]` and `layers[1]`",
+)
 def modules_in_a_plain_list(injected: bool) -> None:
     classify(Stack(list if injected else nn.ModuleList))
 
 
-@fault(rule="trained_tensors", severity="error", step=1, kind="copy")
+@fault(
+    rule="trained_tensors",
+    severity="error",
+    step=1,
+    kind="copy",
+    names="AdamW holds other tensors than the Sequential",
+)
 def optimizer_of_a_copy(injected: bool) -> None:
     model = perceptron()
     trained = copy.deepcopy(model)
@@ -67,7 +79,7 @@ def loss_network_that_is_not_trained() -> None:
     classify(perceptron(), lambda out, y: F.cross_entropy(out, y) + network(out).square().mean())
 
 
-@fault(rule="trained_tensors", severity="warning", step=1, kind="outside")
+@fault(rule="trained_tensors", severity="warning", step=1, kind="outside", names="The Linear")
 def head_in_no_optimizer(injected: bool) -> None:
     body, head = nn.Linear(4, 8), nn.Linear(8, 3)
     trained = [body] if injected else [body, head]
@@ -92,7 +104,7 @@ def head_that_the_script_updates_itself() -> None:
             parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]  # after a backward
 
 
-@fault(rule="trained_tensors", severity="warning", step=0, kind="replaced")
+@fault(rule="trained_tensors", severity="warning", step=0, kind="replaced", names="`head.weight`")
 def head_replaced_after_the_optimizer(injected: bool) -> None:
     model = Stack(nn.ModuleList)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -101,7 +113,7 @@ def head_replaced_after_the_optimizer(injected: bool) -> None:
     fit(model, optimizer)
 
 
-@fault(rule="trained_tensors", severity="warning", step=4, kind="frozen")
+@fault(rule="trained_tensors", severity="warning", step=4, kind="frozen", names="`0.weight` and `0.bias`")
 def frozen_while_a_gradient_is_left(injected: bool) -> None:
     """The gradients are cleared at the end of each step, and so those of the frozen layer never again."""
     model = perceptron()
@@ -118,7 +130,7 @@ def frozen_while_a_gradient_is_left(injected: bool) -> None:
                 parameter.grad = None
 
 
-@fault(rule="trained_tensors", severity="info", step=0, kind="shared")
+@fault(rule="trained_tensors", severity="info", step=0, kind="shared", names="`layers` holds one Linear")
 def one_layer_several_times(injected: bool) -> None:
     layer = nn.Linear(4, 4)
     classify(Stack(lambda made: nn.ModuleList([layer] * 2 if injected else made)))

@@ -44,17 +44,17 @@ def scheduled(
             schedule.step()
 
 
-@fault(rule="schedule", kind="per_batch", severity="warning", step=3)
+@fault(rule="schedule", kind="per_batch", severity="warning", step=3, names="CosineAnnealingLR")
 def cosine_of_epochs_stepped_per_batch(injected: bool) -> None:
     scheduled(lambda optimizer: CosineAnnealingLR(optimizer, T_max=EPOCHS), per_batch=injected)
 
 
-@fault(rule="schedule", kind="per_batch", severity="warning", step=2)
+@fault(rule="schedule", kind="per_batch", severity="warning", step=2, names="MultiStepLR")
 def decay_of_epochs_stepped_per_batch(injected: bool) -> None:
     scheduled(lambda optimizer: MultiStepLR(optimizer, [1, 2], gamma=0.02), per_batch=injected)
 
 
-@fault(rule="schedule", kind="before_optimizer", severity="info", step=0)
+@fault(rule="schedule", kind="before_optimizer", severity="info", step=0, names="LambdaLR")
 def schedule_before_the_optimizer(injected: bool) -> None:
     scheduled(lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step), per_batch=True, before=injected)
 

@@ -31,7 +31,7 @@ def follow(model: nn.Module, average: nn.Module, weight: float) -> None:
         mean.lerp_(own, weight)
 
 
-@fault(rule="weights_changed", severity="error", step=0)
+@fault(rule="weights_changed", severity="error", step=0, names="`0.bias`")
 def average_copied_into_the_model(injected: bool) -> None:
     def update(model: nn.Module, average: nn.Module, step: int) -> None:
         follow(model, average, 0.01)
@@ -42,7 +42,7 @@ def average_copied_into_the_model(injected: bool) -> None:
     averaged(update)
 
 
-@fault(rule="weights_changed", severity="error", step=0)
+@fault(rule="weights_changed", severity="error", step=0, names="`0.bias`")
 def state_restored_at_every_step(injected: bool) -> None:
     def update(model: nn.Module, average: nn.Module, step: int) -> None:
         if injected:
@@ -51,7 +51,7 @@ def state_restored_at_every_step(injected: bool) -> None:
     averaged(update)
 
 
-@fault(rule="weights_changed", severity="warning", step=1)
+@fault(rule="weights_changed", severity="warning", step=1, names="`0.weight`")
 def weights_edited_before_backward(injected: bool) -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,7 +64,7 @@ def weights_edited_before_backward(injected: bool) -> None:
         optimizer.step()
 
 
-@fault(rule="weights_changed", severity="info", step=0)
+@fault(rule="weights_changed", severity="info", step=0, names="`0.weight`")
 def noise_on_the_weights(injected: bool) -> None:
     """As in Langevin dynamics: worth knowing, and no error."""
 
@@ -76,7 +76,7 @@ def noise_on_the_weights(injected: bool) -> None:
     averaged(update)
 
 
-@fault(rule="weights_changed", severity="info", step=1)
+@fault(rule="weights_changed", severity="info", step=1, names="`0.bias`")
 def slow_weights(injected: bool) -> None:
     """Lookahead by hand: at every second step here, the weights go back half of their way."""
 
@@ -133,13 +133,13 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-@fault(rule="weights_unchanged", kind="rounded", severity="error", step=0)
+@fault(rule="weights_unchanged", kind="rounded", severity="error", step=0, names="`0.weight`")
 def rate_below_the_spacing(injected: bool) -> None:
     model = perceptron()
     fit(model, torch.optim.AdamW(model.parameters(), lr=1e-10 if injected else 1e-5))
 
 
-@fault(rule="weights_unchanged", kind="rounded", severity="error", step=0)
+@fault(rule="weights_unchanged", kind="rounded", severity="error", step=0, names="`0.weight`")
 def weights_in_bfloat16(injected: bool) -> None:
     model = perceptron().bfloat16()
     fit(model, torch.optim.AdamW(model.parameters(), lr=1e-5 if injected else 1e-2))
@@ -195,7 +195,7 @@ class Copying(torch.optim.Optimizer):
                 updated -= group["lr"] * parameter.grad
 
 
-@fault(rule="weights_unchanged", kind="no_effect", severity="error", step=0)
+@fault(rule="weights_unchanged", kind="no_effect", severity="error", step=0, names="0.weight")
 def step_that_updates_a_copy(injected: bool) -> None:
     model = perceptron()
     fit(model, Copying(model.parameters(), lr=0.1, in_place=not injected))

@@ -13,6 +13,7 @@ import backlight
 from backlight.findings.evaluate import Findings, evaluate_rules
 from backlight.store.read.run import open_run
 from faults import silent
+from faults.injection import text_of
 from faults.silent.checkpoints import train_sequences
 
 
@@ -34,6 +35,7 @@ def test_injected_error_is_found_and_its_control_is_not(name: str, tmp_path: Pat
     assert found.rule == fault.expected["rule"]
     assert found.severity.value == fault.expected["severity"]
     assert found.subject.step == fault.expected["step"]
+    assert str(fault.expected["names"]) in text_of(found)
     events = open_run(tmp_path / "injected").events("contradiction")
     assert {evidence.step for evidence in found.evidence} <= {event.step for event in events}
     assert {event.payload.get("kind") for event in events} == {

@@ -97,7 +97,7 @@ class LoaderBatches(Check):
             return
         loader.this.append(found)
         if loader.is_trained_on:
-            self._compare_epochs(loader)
+            self._compare_epochs(loader, iterator)
             self._compare_batches(loader, iterator, workers, batch)
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
@@ -105,11 +105,15 @@ class LoaderBatches(Check):
         if self._latest is not None:
             self._latest.is_trained_on = True
 
-    def _compare_epochs(self, loader: _Loader) -> None:
+    def _compare_epochs(self, loader: _Loader, iterator: Any) -> None:
         this, last = loader.this, loader.last
         if this != last:
             return
-        facts = {"sampler": kind_of_sampler(loader.sampler()), "batches": len(this)}
+        facts = {
+            "sampler": kind_of_sampler(loader.sampler()),
+            "data": data_of(iterator),
+            "batches": len(this),
+        }
         if len(this) > 1 and len(set(this)) > 1:
             if facts["sampler"] in SHUFFLING:
                 self._report("order", epochs=loader.epochs, **facts)
@@ -123,7 +127,7 @@ class LoaderBatches(Check):
         this, data = loader.this, getattr(iterator, "_dataset", None)
         if loader.epochs > 1:
             return
-        facts = {"data": type(data).__name__, "batches": len(this), "workers": workers}
+        facts = {"data": data_of(iterator), "batches": len(this), "workers": workers}
         groups = [set(this[i : i + workers]) for i in range(0, len(this), max(workers, 1))]
         if len(this) == REPEATS and len(set(this)) == 1 and has_equal_samples(batch):
             self._report("constant", **facts)
@@ -157,6 +161,11 @@ class LoaderBatches(Check):
 
     def _report(self, kind: str, **facts: Any) -> None:
         self.report("repeated_data", self.run.clock.index, kind=kind, **facts)
+
+
+def data_of(iterator: Any) -> str:
+    """Return the class of the data set of a loader."""
+    return type(getattr(iterator, "_dataset", None)).__name__
 
 
 def kind_of_sampler(sampler: Any) -> str:

@@ -19,7 +19,7 @@ from backlight.capture.modules import holding
 from backlight.capture.replicas import averaged_over
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import FIRST_STEPS, Check
-from backlight.monitors.correctness.instrument.loader_batches import length
+from backlight.monitors.correctness.instrument.loader_batches import data_of, length
 from backlight.monitors.correctness.instrument.tensor_samples import sampled
 from backlight.monitors.correctness.model.contradictions import INPUT
 
@@ -52,6 +52,7 @@ class ModelInputs(Check):
         self._first: Known = ()
         self._latest: Known = ()
         self._given = 0
+        self._data = ""
         self._length = 0
         self._held: list[int] = []  # batches given up to each step on the first batch, one after the other
 
@@ -63,6 +64,7 @@ class ModelInputs(Check):
         self._latest = tuple(sample.numpy().tobytes() for sample in _samples(plain))
         self._given += 1
         if self._given == 1:
+            self._data = data_of(iterator)
             self._length = length(getattr(iterator, "_index_sampler", None))
             self._first = self._latest
 
@@ -111,9 +113,9 @@ class ModelInputs(Check):
         self._held.append(batches)
         steps = len(self._held)
         if steps >= STALE_STEPS and len(set(self._held)) == steps:
-            self.report("repeated_data", step, kind="stale", batches=batches)
+            self.report("repeated_data", step, kind="stale", data=self._data, batches=batches)
         elif steps == FIRST_STEPS and batches == 1 and self._length > 1:
-            self.report("repeated_data", step, kind="held", batches=self._length)
+            self.report("repeated_data", step, kind="held", data=self._data, batches=self._length)
 
 
 def _plain(batch: Any) -> list[Tensor]:

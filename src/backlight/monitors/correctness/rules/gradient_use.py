@@ -51,8 +51,9 @@ def gradients_not_cleared(run: Run, limits: GradientsNotClearedLimits) -> Iterat
         ),
         detail=(
             f"At {observed(steps)} the optimizer used gradients that still contained those of the step "
-            f"before, in {phrases.share(count, followed, 'followed parameters')}. Each step then follows the "
-            "sum of all gradients so far."
+            f"before, in {phrases.parameters(names, count)}: "
+            f"{phrases.share(count, followed, 'followed parameters')}. Each step then follows the sum of all "
+            "gradients so far."
         ),
         subject=Subject(parameter=None if count == followed else names[0], step=steps[0]),
         evidence=(evidence_of(found, count, "parameters"),),

@@ -29,16 +29,16 @@ REPETITIONS = {
     "stale": Repetition(
         Severity.ERROR,
         "Every step trains on the first batch, while the loader moves on",
-        "Up to step {step} the model was given the first batch of the loader at every step, although the "
-        "loader gave {batches} batches by then.",
+        "Up to step {step} the model was given the first batch of the loader of {data} at every step, "
+        "although the loader gave {batches} batches by then.",
         "Give the model the batch of the loop: a name from outside the loop holds the first one.",
         "the inputs of two steps differ.",
     ),
     "first": Repetition(
         Severity.WARNING,
         "Every step trains on the first batch of the loader",
-        "The loader was started anew {epochs} times, and each time gave the same batch, of which it has more "
-        "than one.",
+        "The loader of {data} was started anew {epochs} times, and each time gave the same batch, of which "
+        "it has more than one.",
         "Iterate over the loader, `for batch in loader`, instead of calling `next(iter(loader))`.",
         "only one batch is to be learned, as in a test of the model.",
     ),
@@ -78,7 +78,7 @@ REPETITIONS = {
     "held": Repetition(
         Severity.INFO,
         "The run trains on one batch",
-        "The first {steps} steps used one batch of the loader, which has {batches}.",
+        "The first {steps} steps used one batch of the loader of {data}, which has {batches}.",
         "Iterate over the loader in the training loop.",
         "only one batch is to be learned, as in a test of the model.",
     ),
@@ -135,8 +135,9 @@ def _order(found: Sequence[Event], limits: RepeatedDataLimits) -> Iterator[Findi
                 severity=Severity.WARNING,
                 title="The batches of every epoch come in the same order",
                 detail=(
-                    f"The first {max(longest.values())} batches of epoch {max(longest)} are those of the "
-                    f"epoch before, although their order comes from a {sampler}."
+                    f"The first {max(longest.values())} batches of {equal[0].payload['data']} in epoch "
+                    f"{max(longest)} are those of the epoch before, although their order comes "
+                    f"from a {sampler}."
                 ),
                 subject=Subject(step=equal[0].step),
                 evidence=(evidence_of(equal, sampler, "sampler"),),

@@ -143,19 +143,20 @@ def _no_effect(found: Sequence[Event]) -> Finding:
 def _rounded(found: Sequence[Event], limits: WeightsUnchangedLimits) -> Finding:
     steps, facts = steps_of(found), found[-1].payload
     rate, size, dtype = float(facts["rate"]), float(facts["size"]), str(facts["dtype"])
-    share = median(float(event.payload["share"]) for event in found)
+    share, name = median(float(event.payload["share"]) for event in found), facts["parameters"][0]
     spacing = size * SPACING.get(dtype, SPACING["float32"])
     is_half = dtype in {"bfloat16", "float16"}
     return Finding(
         severity=Severity.ERROR if share >= limits.rounded_wholly else Severity.WARNING,
         title=f"{percent(share)} of the weights do not take the optimizer's step",
         detail=(
-            f"At {observed(steps)} {percent(share)} of the sampled weights with a gradient had the same "
-            f"value before and after the step, at a learning rate of {phrases.number(rate)}. The spacing of "
-            f"{dtype} at their mean size of {phrases.number(size)} is about {phrases.number(spacing)}: "
+            f"At {observed(steps)} {percent(share)} of the sampled weights with a gradient, as those of "
+            f"`{name}`, had the same value before and after the step, at a learning rate of "
+            f"{phrases.number(rate)}. The spacing of {dtype} at their mean size of {phrases.number(size)} is "
+            f"about {phrases.number(spacing)}: "
             "smaller steps are rounded away."
         ),
-        subject=Subject(step=steps[0]),
+        subject=Subject(parameter=name, step=steps[0]),
         evidence=(evidence_of(found, round(share, 3), "of the weights"),),
         fix=(
             "Keep the weights in fp32 and compute under `torch.autocast`."
