@@ -5,13 +5,22 @@ taken and runs that were read. ``bench/scaling_simulation.py`` starts from them.
 process on its core, from the page cache, so that a busy machine does not count.
 
     OMP_WAIT_POLICY=PASSIVE python bench/scaling.py --ranks 1000
+
+With ``--read`` runs of 723 parameters and 100 steps are written, read, compacted and read again, each
+reading in a process of its own, of which the peak memory is taken:
+
+    OMP_WAIT_POLICY=PASSIVE python bench/scaling.py --read 1 64 1000
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import resource
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,8 +37,10 @@ from rich.table import Table
 from torch import nn
 
 import backlight
+from backlight.findings.evaluate import findings_of
 from backlight.measure.stats import statistics as measure
 from backlight.records import Layout, ParameterRecord, Placement
+from backlight.store.maintenance.compact import compact
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
@@ -207,6 +218,69 @@ def measured(folder: Path, ranks: int, repeats: int) -> Inputs:
     )
 
 
+QUESTIONS: dict[str, Callable[[Path], object]] = {
+    "open": open_run,
+    "one series": lambda path: open_run(path).frame("gradient", "norm"),
+    "one series of one rank": lambda path: open_run(path).frame("gradient", "norm", rank=0),
+    "findings": lambda path: findings_of(open_run(path)),
+    "compact": compact,
+}
+"""What is asked of a run, each time in a new process."""
+
+
+def answer(question: str, path: Path) -> None:
+    """Print wall seconds, seconds of all cores and peak memory in MB of one question."""
+    began, cpu = time.perf_counter(), time.process_time()
+    QUESTIONS[question](path)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    print(json.dumps([time.perf_counter() - began, time.process_time() - cpu, peak]))
+
+
+def ask(question: str, path: Path) -> tuple[float, float, float]:
+    """Return what :func:`answer` prints in a process of its own."""
+    command = [sys.executable, __file__, "--answer", question, "--folder", str(path)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    wall, cpu, peak = json.loads(printed.splitlines()[-1])
+    return wall, cpu, peak
+
+
+def read_all(folder: Path, many: list[int], parameters: int, steps: int, repeats: int) -> Table:
+    """Return a table of every question to runs of so many ranks, before and after compaction."""
+    table = Table(
+        title=f"{parameters} parameters, {steps} steps (median of {repeats}; wall s, CPU s, peak MB)"
+    )
+    for name in ("ranks", "stored as", "MB", *QUESTIONS):
+        table.add_column(name, justify="right", no_wrap=True)
+    floor = ask("open", written_run(folder, 1, 1, 1))[2]
+    for ranks in many:
+        path = written_run(folder, ranks, parameters, steps)
+        for stored in ("databases", "columns"):
+            size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) / 1e6
+            cells = [str(ranks), stored, f"{size:.0f}"]
+            for question in QUESTIONS:
+                if question == "compact" and stored == "columns":
+                    cells.append("")
+                    continue
+                rounds = 1 if question == "compact" else repeats
+                found = [ask(question, path) for _ in range(rounds)]
+                wall, cpu, peak = (statistics.median(column) for column in zip(*found, strict=True))
+                cells.append(f"{wall:.2f} {cpu:.2f} {peak:.0f}")
+            table.add_row(*cells)
+        shutil.rmtree(path)
+    table.caption = f"a process that opens a run of one row has a peak of {floor:.0f} MB"
+    return table
+
+
+def written_run(folder: Path, ranks: int, parameters: int, steps: int) -> Path:
+    """Return a finished run of so many shards."""
+    path = folder / f"read-{ranks}-{parameters}"
+    first = write_rank(path, 0, ranks, parameters, steps, scalars=2)
+    for rank in range(1, ranks):
+        write_rank(path, rank, ranks, parameters, steps, scalars=2)
+    first.close()
+    return path
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -214,11 +288,19 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1000, help="rank files that are written and read")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where runs are written; without it in memory, if there")
+    parser.add_argument("--read", type=int, nargs="+", metavar="RANKS", help="read runs of so many ranks")
+    parser.add_argument("--answer", choices=list(QUESTIONS), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.answer:
+        answer(options.answer, options.folder)
+        return 0
     torch.set_num_threads(1)
     shared = Path("/dev/shm")
     base = options.folder or (shared if os.access(shared, os.W_OK) else None)
     with tempfile.TemporaryDirectory(prefix="backlight-bench-", dir=base) as folder:
+        if options.read:
+            Console(width=160).print(read_all(Path(folder), options.read, 723, 100, options.repeats))
+            return 0
         found = measured(Path(folder), options.ranks, options.repeats)
     table = Table(title=f"measured inputs, {options.ranks} rank files (median of {options.repeats})")
     table.add_column("what")

@@ -21,6 +21,7 @@ from backlight.session.monitor_set import MonitorSet
 from backlight.session.run_directory import final_findings, holds_nothing, why_no_step
 from backlight.session.settings import Settings
 from backlight.session.step_recorder import Sampling, StepRecorder
+from backlight.session.step_selection import StepSelection
 from backlight.session.writer_thread import ResultQueue, WriterThread
 from backlight.store.format.schema import COST, EXCEPTION
 
@@ -82,7 +83,14 @@ class AttachedRun:
         )
         self._scope, self._forwards, self._results = scope, ScopeForwards(scope), ResultQueue()
         self.thread = WriterThread(
-            self.recorder, self._results, monitors, writer, settings.flush_interval, notifier.trouble
+            self.recorder,
+            self._results,
+            monitors,
+            writer,
+            settings.flush_interval,
+            notifier.trouble,
+            # Who gives a spacing has decided how much is stored.
+            StepSelection() if settings.every is None else None,
         )
         timed += [self.tracker, self._forwards, self.thread]
 

@@ -5,20 +5,33 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from backlight import clock
+from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot
 from backlight.monitor import StoredStep
 from backlight.session.step_recorder import StepRecord
 
 if TYPE_CHECKING:
+    from backlight.records import ParameterRecord
     from backlight.session.monitor_set import MonitorSet
     from backlight.session.step_recorder import StepRecorder
+    from backlight.session.step_selection import StepSelection
     from backlight.store.write.writer import RunWriter
+
+GRADIENT = ("gradient", 0)
+"""Key of the gradients of a whole step."""
+
+SELECTED = (
+    "the run is long: from here on the first step of a window is stored, and those whose loss or gradients "
+    "stand out; --every N stores all that it records"
+)
+"""Why not every recorded step is stored."""
 
 STOP_TIMEOUT_S = 30.0
 """Seconds that the end of a run waits for the thread."""
@@ -67,8 +80,8 @@ class WriterThread:
     """Writes the records of a step recorder, and what monitors have measured off the step's path.
 
     It flushes every ``interval`` seconds, what a kill can lose, and shows each step to ``monitors`` before it
-    is stored. ``on_error`` is called once with an exception that ended its work. ``spent`` are processor
-    seconds.
+    is stored. ``selection`` returns the recorded steps that are stored, None for all. ``on_error`` is called
+    once with an exception that ended its work. ``spent`` are processor seconds.
     """
 
     def __init__(
@@ -79,7 +92,9 @@ class WriterThread:
         writer: RunWriter,
         interval: float,
         on_error: Callable[[Exception], None],
+        selection: StepSelection[StoredStep] | None = None,
     ) -> None:
+        self._selection = selection
         self._recorder, self._results = recorder, results
         self._monitors, self._writer = monitors, writer
         self._interval = interval
@@ -89,6 +104,7 @@ class WriterThread:
         self._settled = threading.Event()
         self._tables: dict[int, tuple[Any, int]] = {}
         self._dropped = 0
+        self._is_selecting = False
         self.spent = 0.0
         self._thread = threading.Thread(target=self._run, name="backlight-writer", daemon=True)
 
@@ -118,6 +134,8 @@ class WriterThread:
                 if asked:
                     self._wake.clear()
                 self._write(wait=asked)
+                if stopping and self._selection is not None:
+                    self.put(self._selection.flush())
                 self._writer.flush()
                 self._monitors.call("on_flush")
             except Exception as error:  # noqa: BLE001 - never break the user's training
@@ -147,22 +165,18 @@ class WriterThread:
             self._writer.event(None, "dropped", payload)
             self._dropped = dropped
 
-    def _table(self, record: StepRecord) -> int:
-        key = id(record.parameters)
+    def _table(self, parameters: tuple[ParameterRecord, ...]) -> int:
+        key = id(parameters)
         known = self._tables.get(key)
-        if known is None or known[0] is not record.parameters:
+        if known is None or known[0] is not parameters:
             # The records are kept with the id, so that no other object can get that id.
-            known = (record.parameters, self._writer.parameter_table(record.parameters))
+            known = (parameters, self._writer.parameter_table(parameters))
             self._tables[key] = known
         return known[1]
 
     def _store(self, record: StepRecord) -> None:
         scalars = {name: _number(value) for name, value in record.scalars.items()}
         blobs = record.arrays()
-        if blobs:
-            table = self._table(record)
-            for (series, part), (floats, integers) in blobs.items():
-                self._writer.append(series, record.step, table, floats, integers, part=part)
         scale = None if record.scale is None else _number(record.scale)
         if scale is not None:
             scalars["scaler/scale"] = scale
@@ -172,8 +186,30 @@ class WriterThread:
                 self._writer.event(record.step, "scaler_skip", {"scale": scale})
         scalars.update(_clipping(record))
         # Before the scalars are written: monitors add some of their own.
-        self._monitors.call("on_step_stored", StoredStep(record.step, record.parameters, scalars, blobs))
-        self._writer.scalars(record.step, scalars)
+        step = StoredStep(record.step, record.parameters, scalars, blobs)
+        self._monitors.call("on_step_stored", step)
+        self.keep(step, in_detail=record.in_detail)
+
+    def keep(self, step: StoredStep, *, in_detail: bool) -> None:
+        """Store a step, or what the selection makes of it."""
+        if self._selection is None:
+            self.put([step])
+            return
+        updates = ("update", 0) in step.blobs
+        stored = self._selection.add(step.step, step, _scores(step), updates=updates, in_detail=in_detail)
+        if not stored and not self._is_selecting:
+            self._is_selecting = True
+            self._writer.event(step.step, "stored_steps", {"reason": SELECTED})
+        self.put(stored)
+
+    def put(self, steps: Sequence[StoredStep]) -> None:
+        """Store steps as they are."""
+        for step in steps:
+            if step.blobs:
+                table = self._table(step.parameters)
+                for (series, part), (floats, integers) in step.blobs.items():
+                    self._writer.append(series, step.step, table, floats, integers, part=part)
+            self._writer.scalars(step.step, step.scalars)
 
 
 def _number(value: Any) -> float:
@@ -183,6 +219,15 @@ def _number(value: Any) -> float:
         value = value.detach()
         return float(value.real) if value.is_complex() else float(value)
     return float(value)
+
+
+def _scores(step: StoredStep) -> list[float]:
+    """Return the numbers by which a step may stand out: its loss and its largest gradient norm."""
+    if world().size > 1:  # shards are joined at the steps that all ranks have stored
+        return []
+    floats = step.blobs[GRADIENT][0] if GRADIENT in step.blobs else np.zeros((0, 1))
+    norm = float(floats[:, 0].max(initial=-math.inf))
+    return [step.scalars.get("loss", -math.inf), norm]
 
 
 def _clipping(record: StepRecord) -> dict[str, float]:
