@@ -47,7 +47,7 @@ class AsyncCopy:
 
     def read(self) -> NDArray[np.generic]:
         """Wait for this copy only, and return the table."""
-        if self.event is not None:
+        if self.event is not None and not self.event.query():
             self.event.synchronize()
         array: NDArray[np.generic] = self.host.numpy()
         return array

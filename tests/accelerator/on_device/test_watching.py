@@ -1,0 +1,222 @@
+"""A watched training on an asynchronous accelerator: its weights, its numbers, and what it makes wait."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simulated
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import backlight
+from backlight import devices
+from cases import CASES, STEPS, assert_equal
+
+WITHOUT_DEVICE = {
+    "sparse": "torch has no sparse tensors for PrivateUse1",
+    "compiled": "torch.compile needs a back-end of Inductor",
+    "forked_workers": "no accelerator works in a forked process",
+}
+QUICK = ("plain", "accumulation", "scaler_with_clipping", "scaler_skips_with_fused", "optimizer_in_backward")
+
+
+def on_host(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.cpu() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full])
+        for name in CASES
+        if name not in WITHOUT_DEVICE
+    ],
+)
+def test_watching_changes_no_weight(name: str, tmp_path: Path) -> None:
+    with torch.device("sim"):
+        alone = on_host(CASES[name].train())
+        with backlight.watch(run=tmp_path / "run", every=1):
+            watched = on_host(CASES[name].train())
+    assert_equal(alone, watched)
+    run = backlight.open_run(tmp_path / "run")
+    assert list(run.series_steps("gradient")) == list(range(CASES[name].steps))
+    gaps = {event.payload["what"] for event in run.events("unmeasured")}
+    assert gaps == {"device time on sim", *CASES[name].gaps}
+    logged = run.scalar_names()
+    assert all(scalar in logged for scalar in CASES[name].scalars)
+
+
+def build(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batches(device: str, count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [(torch.randn(4, 8, generator=generator), torch.randint(4, (4,), generator=generator))] * count
+    return [(x.to(device), y.to(device)) for x, y in made]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def train(run: Path, device: str, *, busy_s: float = 0.0) -> backlight.Run:
+    model, optimizer = build(device)
+    given = batches(device, STEPS)
+    with backlight.watch(model, optimizer, run=run, every=1, histogram=True, exact_updates=1):
+        for x, y in given:
+            if busy_s:
+                simulated.sleep(busy_s)
+            step(model, optimizer, x, y)
+    return backlight.open_run(run)
+
+
+def test_numbers_equal_those_of_the_cpu_however_late_the_device_is(tmp_path: Path) -> None:
+    host, prompt = train(tmp_path / "host", "cpu"), train(tmp_path / "prompt", "sim")
+    # Work of 50 ms before each step: a copy that does not wait for it reads what was there before.
+    late = train(tmp_path / "late", "sim", busy_s=0.05)
+    for series, column in (
+        *(("gradient", name) for name in ("norm", "max_abs", "sum", "zeros", "nan", "inf")),
+        ("update", "ratio"), ("histogram", "b30"),
+    ):  # fmt: skip
+        expected, found, delayed = (run.frame(series, column) for run in (host, prompt, late))
+        assert expected.measured.any()
+        assert np.array_equal(found.measured, expected.measured)
+        assert np.allclose(found.values, expected.values, rtol=1e-5, atol=1e-6, equal_nan=True)
+        assert np.array_equal(delayed.values, found.values, equal_nan=True)
+    losses = [run.scalar("loss").values for run in (host, prompt, late)]
+    assert len(losses[0]) == STEPS
+    assert np.allclose(losses[1], losses[0])
+    assert np.array_equal(losses[2], losses[1])
+
+
+COUNTERS = (simulated.SYNCHRONIZATION, simulated.DEVICE_TO_HOST, simulated.KERNEL)
+
+
+@contextmanager
+def counted(found: list[tuple[int, ...]]) -> Iterator[None]:
+    """Append how often the host waited, copied to itself, and launched, in all threads."""
+    before = [simulated.total(counter) for counter in COUNTERS]
+    yield
+    counts = (simulated.total(counter) for counter in COUNTERS)
+    found.append(tuple(after - since for after, since in zip(counts, before, strict=True)))
+
+
+def test_recorded_step_copies_once_without_waiting_and_others_do_nothing(tmp_path: Path) -> None:
+    model, optimizer = build("sim")
+    x, y = batches("sim", 1)[0]
+    found: list[tuple[int, ...]] = []
+    devices.synchronizations.clear()
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=10, monitors=("health",)):
+        for number in range(31):
+            with simulated.no_synchronization() if number else counted([]), counted(found):
+                step(model, optimizer, x, y)
+    alone: list[tuple[int, ...]] = []
+    for _ in range(2):
+        with simulated.no_synchronization(), counted(alone):
+            step(model, optimizer, x, y)
+    assert len(set(alone)) == 1
+    unrecorded = {counts for number, counts in enumerate(found) if number % 10}
+    assert unrecorded == {(0, 0, alone[0][2])}
+    for counts in found[10::10]:
+        assert counts[:2] == (0, 1)
+        assert counts[2] > alone[0][2]
+    assert not devices.synchronizations
+    run = backlight.open_run(tmp_path / "run")
+    assert list(run.series_steps("gradient")) == [0, 10, 20, 30]
+    assert run.losses == ()
+
+
+def test_default_monitors_never_wait(tmp_path: Path) -> None:
+    model, optimizer = build("sim")
+    x, y = batches("sim", 1)[0]
+    found: list[tuple[int, ...]] = []
+    with warnings.catch_warnings(), backlight.watch(model, optimizer, run=tmp_path / "run", every=1):
+        warnings.simplefilter("error")
+        for _ in range(12):
+            with simulated.no_synchronization(), counted(found):
+                simulated.sleep(0.01)
+                step(model, optimizer, x, y)
+    assert {counts[0] for counts in found} == {0}
+    assert backlight.open_run(tmp_path / "run").series_steps("gradient").size == 12
+
+
+def test_model_on_two_devices(tmp_path: Path) -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 16).to("sim:0")
+            self.last = nn.Linear(16, 4).to("sim:1")
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(self.first(x).relu().to("sim:1"))
+            return out
+
+    def trained(run: Path | None) -> tuple[list[Tensor], list[list[float]]]:
+        torch.manual_seed(0)
+        model = Split()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        norms: list[list[float]] = []
+        x, y = torch.randn(4, 8, device="sim:0"), torch.tensor([0, 1, 2, 3], device="sim:1")
+        with backlight.watch(model, optimizer, run=run, every=1) if run else counted([]):
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                norms.append([float(p.grad.cpu().double().norm()) for p in model.parameters()])
+                optimizer.step()
+        return on_host(list(model.parameters())), norms
+
+    alone, _ = trained(None)
+    watched, norms = trained(tmp_path / "run")
+    assert_equal(alone, watched)
+    run = backlight.open_run(tmp_path / "run")
+    assert np.allclose(run.frame("gradient", "norm").values, norms, rtol=1e-6)
+    whole = [float(np.linalg.norm(row)) for row in norms]
+    assert np.allclose(run.scalar("total_norm").values, whole, rtol=1e-6)
+
+
+def test_scaled_gradients_are_recorded_unscaled(tmp_path: Path) -> None:
+    norms = []
+    for name, scale in (("scaled", 1024.0), ("unscaled", 1.0)):
+        model, optimizer = build("sim")
+        scaler = torch.amp.GradScaler("sim", init_scale=scale)
+        with backlight.watch(model, optimizer, run=tmp_path / name, every=1):
+            for x, y in batches("sim", STEPS):
+                optimizer.zero_grad()
+                with torch.autocast("sim", dtype=torch.bfloat16):
+                    loss = F.cross_entropy(model(x), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        run = backlight.open_run(tmp_path / name)
+        norms.append(run.frame("gradient", "norm").values)
+        assert set(run.scalar("scaler/scale").values) == {scale}
+    assert np.allclose(norms[0], norms[1], rtol=1e-6)
+
+
+def test_nothing_runs_during_capture(tmp_path: Path) -> None:
+    model, optimizer = build("sim")
+    x, y = batches("sim", 1)[0]
+    alone: list[tuple[int, ...]] = []
+    for _ in range(2):
+        with counted(alone):
+            step(model, optimizer, x, y)
+    found: list[tuple[int, ...]] = []
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, monitors=("health",)):
+        step(model, optimizer, x, y)
+        simulated.set_capturing(True)
+        assert devices.is_capturing_graph()
+        with counted(found):
+            step(model, optimizer, x, y)
+        simulated.set_capturing(False)
+    assert found == alone[1:]
