@@ -38,6 +38,22 @@ def test_nothing_that_draws_or_reads_the_environment_is_loaded_before_the_script
     assert "backlight" in extra, "the comparison saw no module of the watched process"
 
 
+def test_a_watch_that_finds_nothing_needs_neither_pydantic_nor_rich(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, backlight\n"
+        "model = torch.nn.Linear(4, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        f"with backlight.watch(model, optimizer, run={str(tmp_path / 'run')!r}) as watch:\n"
+        "    for _ in range(3):\n"
+        "        model(torch.randn(8, 4)).square().mean().backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        "print(watch.is_recorded, sorted({'pydantic', 'rich'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True []\n", done.stderr
+
+
 GENERATORS = """
 import os, random, sys
 os.environ["OMP_NUM_THREADS"] = "1"

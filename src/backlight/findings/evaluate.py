@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from backlight.findings.limits import Limits, merge_overrides, with_overrides
@@ -147,15 +147,22 @@ def evaluate_rules(
     return Findings(in_order(findings), run)
 
 
-def findings_of(run: Run, thresholds_by_monitor: Mapping[str, Mapping[str, Any]] | None = None) -> Findings:
-    """Evaluate a run now and join the result with the findings that were stored while it ran.
+def findings_of(
+    run: Run,
+    thresholds_by_monitor: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    fresh: Sequence[Finding] | None = None,
+) -> Findings:
+    """Return the findings of a run: of an evaluation now, and those that were stored while it ran.
 
+    ``fresh`` are those of an evaluation at the end of the run, which then needs no other.
     A stored finding of the same rule about the same parameter and module is replaced by the fresh one,
     which knows more of the run; the fresh one is then marked as made live. Where a rule says several
     things of one subject (spikes), the step tells them apart.
     """
     stored = run.stored_findings()
-    fresh = evaluate_rules(run, thresholds_by_monitor)
+    if fresh is None:
+        fresh = evaluate_rules(run, thresholds_by_monitor)
     live = [f for f in stored if f.made is Made.LIVE]
     merged = [
         dataclasses.replace(f, made=Made.LIVE) if any(_same(f, other, fresh) for other in live) else f
@@ -184,7 +191,7 @@ def _subject(finding: Finding) -> tuple[str, str | None, str | None]:
     return finding.rule, finding.subject.parameter, finding.subject.module
 
 
-def _same(fresh: Finding, stored: Finding, among: list[Finding]) -> bool:
+def _same(fresh: Finding, stored: Finding, among: Sequence[Finding]) -> bool:
     """Return whether a stored finding is about what a fresh one is about."""
     if _subject(fresh) != _subject(stored):
         return False

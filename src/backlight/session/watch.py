@@ -14,6 +14,7 @@ from backlight import clock
 from backlight.capture.hub import HUB, underlying
 from backlight.capture.parameters import build_table
 from backlight.capture.steps import StopTraining
+from backlight.distributed import rank_and_size
 from backlight.findings.evaluate import Findings, NoFindings, findings_of
 from backlight.monitor import Monitor, Samples, check_monitors
 from backlight.notifier import Notifier
@@ -274,6 +275,11 @@ class Watch:
             if self._depth and not self._abandoned:
                 self._attached.thread.settle()
         return findings_of(open_run(self.path))
+
+    @property
+    def final_findings(self) -> list[Finding] | None:
+        """What the evaluation at the end found; None before, without one, and where other ranks matter."""
+        return None if self._attached is None or rank_and_size()[1] > 1 else self._attached.found
 
     def check_limit(self) -> None:
         """Raise :class:`StopTraining` once the requested steps are done."""

@@ -145,7 +145,7 @@ def _print_result(watch: Watch | None, script: str) -> None:
     if watch is None:
         write(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
     elif watch.is_recorded:
-        after_run(watch.path)
+        after_run(watch.path, watch.final_findings)
     elif watch.removed:
         kept = f"{watch.path} is as before" if watch.path.exists() else f"removed {watch.path}"
         write(f"backlight: nothing was measured: {watch.removed}; {kept}", file=sys.stderr)

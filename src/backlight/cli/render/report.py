@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from backlight.records import Finding
 from backlight.report.panel import PanelWarning
 from backlight.standard_error import write_text
 from backlight.terminal import make_console, write
@@ -33,8 +34,11 @@ def report_panel_warnings() -> Iterator[list[str]]:
         yield printed
 
 
-def after_run(path: Path) -> None:
-    """Print the findings of the run in ``path`` and what to type next, on standard error."""
+def after_run(path: Path, found: Sequence[Finding] | None = None) -> None:
+    """Print the findings of the run in ``path`` and what to type next, on standard error.
+
+    ``found`` are those that this process has just found itself.
+    """
     from backlight.findings.evaluate import findings_of
     from backlight.report.terminal import print_findings
     from backlight.store.errors import StoreError
@@ -44,7 +48,7 @@ def after_run(path: Path) -> None:
     with console.capture() as captured:
         try:
             run = open_run(path)
-            print_findings(run, findings_of(run), console)
+            print_findings(run, findings_of(run, fresh=found), console)
             console.print(f"next: backlight report {path}", soft_wrap=True)
         except StoreError as error:
             console.print(f"backlight: {error}")
