@@ -3,7 +3,8 @@
 The code is cloned from GitHub, or taken from a folder of clones, and runs unchanged under `backlight run`
 with synthetic data until it ends, or until its time is over and it gets SIGINT. Packages that a program
 imports must be installed; a program that cannot start is listed with its last line. Findings are stored with
-`--out`, and `bench/rules.py` reads them.
+`--out`, and `bench/rules.py` reads them. With `--weights` the weights after some steps are compared instead,
+watched and unwatched, where two unwatched runs with one seed agree.
 
     python bench/healthy.py --clones ~/clones --out build/healthy.json
 """
@@ -34,6 +35,9 @@ from backlight.store.errors import StoreError
 
 ENDING_S = 120.0
 """Time that a program has to end after SIGINT."""
+
+WEIGHT_STEPS = 12
+"""Steps of optimizers after which weights are compared."""
 
 
 def clone_of(program: Program, clones: Path) -> Path:
@@ -112,6 +116,34 @@ def watched(program: Program, clones: Path, work: Path, seconds: float) -> dict[
     }  # fmt: skip
 
 
+def compare_weights(program: Program, clones: Path, work: Path, seconds: float) -> str:
+    """Run one program twice without backlight and once with it; return how the weights compare."""
+    digests = []
+    for is_watched in (False, False, True):
+        try:
+            folder, script = prepared(program, clones, work)
+        except (OSError, subprocess.CalledProcessError) as error:
+            return str(error)
+        file = work / f"{len(digests)}.digest"
+        file.unlink(missing_ok=True)
+        watching = ["-m", "backlight", "run", "--out", str(folder / "backlight-run")] if is_watched else []
+        ending = [
+            str(Path(__file__).parent / "healthy" / "ended.py"),
+            str(WEIGHT_STEPS),
+            str(file),
+            str(script),
+        ]
+        environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(folder), "PYTHONHASHSEED": "0"}
+        arguments = shlex.split(program.arguments)
+        code, last = execute([sys.executable, *watching, *ending, *arguments], folder, environment, seconds)
+        if not file.is_file():
+            return f"not compared: exit code {code}: {last}"
+        digests.append(file.read_text())
+    if digests[0] != digests[1]:
+        return "not compared: two unwatched runs differ"
+    return "equal" if digests[1] == digests[2] else "DIFFERENT"
+
+
 def main() -> None:
     """Run the programs, print every finding, and store them."""
     parser = argparse.ArgumentParser(
@@ -127,6 +159,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="part of the names of programs to run")
     parser.add_argument("--seconds", type=float, default=90.0, help="time per program")
+    parser.add_argument("--weights", action="store_true", help="compare weights, watched and unwatched")
     parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
     options = parser.parse_args()
     # A shell starts what runs in the background with SIGINT ignored, and programs inherit that.
@@ -141,6 +174,15 @@ def main() -> None:
     ]
     console = Console(width=170, highlight=False)
     clones, work = options.clones.resolve(), options.work.resolve()
+    if options.weights:
+        chosen = [one for one in PROGRAMS if options.only.lower() in one.name.lower()]
+        compared = {}
+        for one in chosen:
+            compared[one.name] = compare_weights(one, clones, work, options.seconds)
+            console.print(f"{one.name}: {compared[one.name]}", markup=False)
+        counts = [[*compared.values()].count(result) for result in ("equal", "DIFFERENT")]
+        console.print(f"equal weights {counts[0]}, different {counts[1]}, of {len(compared)} programs")
+        return
 
     def run(program: Program) -> None:
         result = watched(program, clones, work, options.seconds)

@@ -63,6 +63,11 @@ NOT_OBSERVABLE = {
         "nothing in the process holds the intention"
     ),
     "a wrong metric": "it is computed from values that take no part in backward",
+    "a schedule that is built for more steps than the run takes": "the run may go on after a restart",
+    "an average of weights whose batch norm statistics are never updated": (
+        "they may be computed once, after the training, as `update_bn` does"
+    ),
+    "a sum that is wrong on all ranks in the same way": "no rank holds the right one",
 }
 """Errors that cannot be known from inside a process, with the reason."""
 
