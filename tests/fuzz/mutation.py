@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,32 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
                 size = rng.choice((8, 64, 1024))
                 out[at : at + size] = bytes(min(size, max(len(out) - at, 0)))
     return bytes(out)
+
+
+WORDS = (
+    "-1", "0", "1e999", "nan", "true", '""', "'", '"x"', "[]", "[[1]]", "{}", "9" * 400, '"../../etc/passwd"',
+    "(", "*", "null", ";", "--", "select", "x" * 300, "\x1b[2J",
+)  # fmt: skip
+"""Words that a text of settings, a plan or a statement may hold in the wrong place."""
+
+
+def mutate_words(text: bytes, rng: random.Random) -> bytes:
+    """Return a text with up to three words replaced, removed, repeated or swapped, or mutated bytes."""
+    if rng.random() < 0.3:
+        return mutate_bytes(text, rng)
+    words = re.findall(r"\w+|\s+|[^\w\s]", text.decode("utf-8"))
+    for _ in range(rng.randint(1, 3)):
+        at, other = rng.randrange(len(words)), rng.randrange(len(words))
+        match rng.randrange(4):
+            case 0:
+                words[at] = rng.choice(WORDS)
+            case 1 if len(words) > 1:
+                del words[at]
+            case 2:
+                words[at] *= rng.choice((2, 1000))
+            case _:
+                words[at], words[other] = words[other], words[at]
+    return "".join(words).encode()
 
 
 def mutate_json(text: bytes, rng: random.Random) -> bytes:

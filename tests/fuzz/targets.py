@@ -38,12 +38,13 @@ STATEMENTS = (
 )
 PLAN = b"""
 [base]
-command = ["python", "train.py", "--lr", "{lr}"]
-time_limit = 60
-[factors.lr.low]
-arguments = ["--lr=0.1"]
+command = ["{python}", "train.py", "--lr", "1"]
+environment = {SEED = "1"}
+[factors.lr]
+high = {}
+low = { arguments = ["--lr=0.1"] }
 [cases.one]
-lr = "low"
+levels = { lr = "low" }
 """
 SETTINGS = b"""
 monitors = ["health"]
@@ -110,6 +111,10 @@ def _bytes(path: Path, rng: random.Random) -> None:
     path.write_bytes(mutation.mutate_bytes(path.read_bytes(), rng))
 
 
+def _words(path: Path, rng: random.Random) -> None:
+    path.write_bytes(mutation.mutate_words(path.read_bytes(), rng))
+
+
 def _json(name: str) -> Callable[[Path, random.Random], None]:
     def mutate(path: Path, rng: random.Random) -> None:
         file = path / name if name else path
@@ -127,10 +132,10 @@ def _hdf5(path: Path, rng: random.Random) -> None:
 
 
 def _gzip(path: Path, rng: random.Random) -> None:
-    if rng.random() < 0.5:
+    if rng.random() < 0.3:
         _bytes(path, rng)
     else:
-        text = mutation.mutate_bytes(gzip.decompress(path.read_bytes()), rng)
+        text = mutation.mutate_json(gzip.decompress(path.read_bytes()), rng)
         path.write_bytes(gzip.compress(text + b" " * rng.choice((0, 10**7))))
 
 
@@ -171,14 +176,13 @@ def _same_values(path: Path) -> None:
 
 def _query(path: Path) -> None:
     statement = path.read_bytes().decode("utf-8", "replace")
-    with sql.query(open_run(path.parent.parent / "seeds" / "arrays"), statement) as answer:
+    with sql.query(open_run(path.parent.parent / "seeds" / "run"), statement) as answer:
         for _row in zip(answer.rows(), range(50), strict=False):
             pass
 
 
 def _mutate_sql(path: Path, rng: random.Random) -> None:
-    words = b" ".join(rng.choice(STATEMENTS).encode().split()[: rng.randint(1, 20)])
-    path.write_bytes(mutation.mutate_bytes(words, rng))
+    path.write_bytes(mutation.mutate_words(rng.choice(STATEMENTS).encode(), rng))
 
 
 def _report(path: Path) -> None:
@@ -218,9 +222,9 @@ TARGETS = {
     "sql": Target("plan.toml", _mutate_sql, _query),
     "trace": Target("trace.json", _json(""), read_trace),
     "gzip": Target("trace.json.gz", _gzip, read_trace),
-    "plan": Target("plan.toml", _bytes, read_plan),
-    "settings": Target("settings.toml", _bytes, lambda path: Settings.read(path, {})),
-    "recipe": Target("recipe.py", _bytes, refuse_script),
+    "plan": Target("plan.toml", _words, read_plan),
+    "settings": Target("settings.toml", _words, lambda path: Settings.read(path, {})),
+    "recipe": Target("recipe.py", _words, refuse_script),
     "join": Target("arrays", _any_file, _join),
     "bundle": Target("arrays", _any_file, _report),
 }

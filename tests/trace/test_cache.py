@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from backlight.trace import cache
 from backlight.trace.cache import cache_path, open_trace
@@ -84,3 +88,25 @@ def test_missing_trace_with_cache_is_error(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(TraceError, match="without an array traceEvents"):
         open_trace(path)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "bomb"])
+def test_cache_that_may_not_be_read_is_ignored(kind: str, tmp_path: Path) -> None:
+    path = made(tmp_path / "made.json")
+    first = open_trace(path, cache=True)
+    kept = cache_path(path)
+    if kind == "bomb":
+        table = parquet.read_table(kept)
+        rows = 10_000_000
+        columns = {name: np.zeros(rows, table[name].type.to_pandas_dtype()) for name in table.column_names}
+        parquet.write_table(pa.table(columns).replace_schema_metadata(table.schema.metadata), kept)
+        assert kept.stat().st_size < 5_000_000
+    elif kind == "link":
+        kept.rename(tmp_path / "other.parquet")
+        kept.symlink_to(tmp_path / "other.parquet")
+    else:
+        kept.unlink()
+        os.mkfifo(kept)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert same(open_trace(path), first)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from backlight import untrusted_files
 from backlight.text import assignments, did_you_mean
 
 if TYPE_CHECKING:
@@ -209,7 +210,9 @@ def parse_value(text: str) -> Any:
 def refuse_script(path: Path) -> None:
     """Refuse a file that is no recipe without executing it: a training script would train."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = ast.parse(untrusted_files.read(path, links=True))
+    except untrusted_files.RefusedFileError as error:
+        raise RecipeError(f"{error}; give a Python file") from None
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return  # reading or executing it reports that
     names: set[str] = set()

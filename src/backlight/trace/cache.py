@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from backlight import untrusted_files
 from backlight.trace.events import COLUMNS, Events, Trace
 from backlight.trace.reader import read_trace
 
@@ -17,6 +18,14 @@ SUFFIX = ".backlight.parquet"
 VERSION = 1
 """Version of the columns; a file of another version is ignored."""
 
+MAX_CACHE_BYTES = 16 * 1024**3
+"""Larger files are not read."""
+
+MAX_RATIO = 100
+"""Columns take at most so many times the bytes of the trace, as those of a gzip file."""
+
+_MIN_BYTES = 1024 * 1024
+_ROW_BYTES = sum(np.dtype(column.dtype).itemsize for column in COLUMNS.values())
 _KEY = b"backlight.trace"
 _KEPT = ("metadata", "rank", "world_size", "base", "notes")
 _HASHED_BYTES = 65536
@@ -84,11 +93,17 @@ def _load(path: Path, kept: Path) -> Trace | None:
     except ModuleNotFoundError:
         return None
     try:
-        schema = pq.read_schema(kept)
-        about = json.loads((schema.metadata or {})[_KEY])
-        if about["version"] != VERSION or about["source"] != _identity(path):
-            return None
-        table = pq.read_table(kept)
+        owners = untrusted_files.owners_beside(kept)
+        opened = untrusted_files.open_descriptor(kept, MAX_CACHE_BYTES, owners=owners)
+        with os.fdopen(opened, "rb") as file, pq.ParquetFile(file) as parquet:
+            about = json.loads((parquet.schema_arrow.metadata or {})[_KEY])
+            if about["version"] != VERSION or about["source"] != _identity(path):
+                return None
+            # Bounded before it is decoded: a column of equal numbers takes a few bytes.
+            most = max(MAX_RATIO * path.stat().st_size, _MIN_BYTES) // _ROW_BYTES
+            if parquet.schema_arrow.names != list(COLUMNS) or not 0 <= parquet.metadata.num_rows <= most:
+                return None
+            table = parquet.read()
         columns = {name: np.asarray(table[name]).astype(kept_as.dtype) for name, kept_as in COLUMNS.items()}
         kept_fields = {name: about[name] for name in _KEPT} | {"notes": tuple(about["notes"])}
         return Trace(str(path), Events(columns, about["words"]), **kept_fields)

@@ -52,6 +52,8 @@ class ParquetFile:
 
     def groups(self, **between: tuple[Any, Any]) -> list[int]:
         """Return the row groups that may hold rows with columns ``between`` two values, both included."""
+        if not self._groups:
+            return []  # extremes of nothing have no type that could be compared
         kept = np.ones(len(self._groups), dtype=bool)
         for column, (low, high) in between.items():
             least, most = self._extremes(column)

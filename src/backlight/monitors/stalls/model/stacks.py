@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
 import signal
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from backlight import clock, processes
+from backlight import clock, processes, untrusted_files
 from backlight.records import Phase
 from backlight.user_code import is_third_party, is_user_code
 
@@ -26,6 +27,7 @@ DUMP_SIGNAL = int(signal.SIGRTMIN) + 5 if hasattr(signal, "SIGRTMIN") else 0
 """Signal at which a watched process dumps its stacks: the common user signals belong to others."""
 
 DUMP_TIMEOUT_S = 0.6
+MAX_DUMP_BYTES = 256 * 1024 * 1024
 _DUMP_POLL_S = 0.02
 
 _TRACING_DENIED = (
@@ -171,9 +173,13 @@ def dump_by_signal(pidfd: int, pid: int, dump: Path) -> tuple[StackSample | None
         last = size
     if size == before:
         return None, "no thread of the process handles the signal that dumps stacks"
-    with dump.open("rb") as file:
-        file.seek(before)
-        text = file.read().decode("utf-8", "backslashreplace")
+    try:
+        opened = untrusted_files.open_descriptor(dump, MAX_DUMP_BYTES, owners={os.geteuid()})
+        with os.fdopen(opened, "rb") as file:
+            file.seek(before)
+            text = file.read(MAX_DUMP_BYTES).decode("utf-8", "backslashreplace")
+    except OSError as error:
+        return None, f"the dump by signal cannot be read: {error.strerror}"
     sample = parse_faulthandler(text, at)
     return (sample, "") if sample.threads else (None, "the dump by signal holds no stack")
 

@@ -1,0 +1,221 @@
+"""What a run survives: kills, failures of the system around it, damaged and hostile files.
+
+Four parts. A writer of run directories is killed (``bench/kills.py``); ``backlight run`` is killed while a
+script trains; every failure of ``bench/failures.py`` is injected once; mutated inputs of ``tests/fuzz`` are
+answered. ``--write`` writes ``docs/reliability.md``.
+
+    python bench/reliability.py [--write] [--kills 500] [--runs 20] [--inputs 850]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+if str(HERE) not in sys.path:
+    sys.path.append(str(HERE))
+
+from failures import FAILURES, Outcome, Training, inject  # noqa: E402 - in this directory
+
+# Without this directory, whose report.py hides the folder of that name in the tests.
+sys.path[:] = [str(HERE.parent / "tests"), *(path for path in sys.path if path != str(HERE))]
+
+from backlight.records import RunStatus  # noqa: E402 - see above
+from backlight.store.errors import RunFormatError  # noqa: E402 - see above
+from backlight.store.read.run import open_run  # noqa: E402 - see above
+from fuzz.targets import TARGETS, write_seeds  # noqa: E402 - in the tests
+from fuzz.test_fuzz import MEMORY_BYTES, TIMEOUT_S, fuzz  # noqa: E402 - in the tests
+
+PAGE = HERE.parent / "docs" / "reliability.md"
+
+LONGEST_S = 8.0
+"""A training run is killed at most so long after its first step."""
+
+DONE = """
+import os
+file = os.open("done", os.O_WRONLY | os.O_CREAT)
+def at(step):
+    os.pwrite(file, b"%9d" % (step - 1), 0)
+"""
+"""Fault module of a script that notes its last complete step."""
+
+
+@dataclass
+class Kills:
+    """Kills of one kind; ``lost`` are the steps that were complete and are not in the run, one per kill."""
+
+    count: int
+    failures: list[str]
+    lost: list[int]
+    before_a_run: int = 0
+
+
+def kill_writers(count: int) -> Kills:
+    """Kill processes that write run directories."""
+    command = [sys.executable, str(HERE / "kills.py"), "--kills", str(count), "--json"]
+    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)
+    return Kills(count, found["failures"], [int(found["most steps lost"])])
+
+
+def kill_runs(count: int, seed: int = 0) -> Kills:
+    """Kill ``backlight run``, at random moments after the first step of its script."""
+    source, kills = random.Random(seed), Kills(count, [], [])
+    for number in range(count):
+        with tempfile.TemporaryDirectory(prefix="backlight-kill-", ignore_cleanup_errors=True) as base:
+            training = Training(Path(base), DONE, steps=100_000)
+            process = training.start()
+            while not (training.folder / "done").exists() and process.poll() is None:
+                time.sleep(0.02)
+            time.sleep(source.uniform(0.0, LONGEST_S))
+            process.kill()
+            process.communicate()
+            done = int((training.folder / "done").read_text())
+            try:
+                run = open_run(training.folder / "run")
+            except RunFormatError as error:
+                kills.failures.append(f"kill {number}: {error}")
+                continue
+            stored = max(run.series_steps("gradient").tolist(), default=-1)
+            kills.lost.append(max(0, done - stored))
+            if run.status is not RunStatus.KILLED or not any("was killed" in loss for loss in run.losses):
+                kills.failures.append(f"kill {number}: status {run.status.value}, {run.losses}")
+    return kills
+
+
+def answer_inputs(count: int, folder: Path) -> dict[str, tuple[int, int, str]]:
+    """Answer mutated inputs of every kind; return how many, how many were refused, and what failed."""
+    (folder / "seeds").mkdir()
+    seeds = write_seeds(folder / "seeds")
+    answered = {}
+    for name in TARGETS:
+        try:
+            said = fuzz(name, seeds, range(count))
+            answered[name] = (len(said), sum(line != "answered" for line in said), "")
+        except AssertionError as error:
+            answered[name] = (count, 0, str(error)[:2000])
+        sys.stderr.write(f"{name}: {answered[name]}\n")
+    return answered
+
+
+def inject_failures(names: Sequence[str]) -> list[Outcome]:
+    """Inject each failure once."""
+    outcomes = []
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="backlight-failure-", ignore_cleanup_errors=True) as base:
+            outcomes.append(inject(name, Path(base)))
+        sys.stderr.write(
+            f"{outcomes[-1].name}: {outcomes[-1].problems or outcomes[-1].skipped or 'survived'}\n"
+        )
+    return outcomes
+
+
+def page(
+    writers: Kills, runs: Kills, inputs: dict[str, tuple[int, int, str]], outcomes: list[Outcome]
+) -> str:
+    """Return the page of the documentation."""
+    tried = sum(count for count, _, _ in inputs.values())
+    refused = sum(number for _, number, _ in inputs.values())
+    survived = sum(not o.problems and not o.skipped for o in outcomes)
+    skipped = sum(bool(o.skipped) for o in outcomes)
+    rows = [
+        ("writers of run directories killed", str(writers.count), _failed(writers.failures)),
+        ("most steps lost by one of them", str(max(writers.lost, default=0)), "within one flush interval"),
+        ("training runs killed (`backlight run`, 1 s between flushes)", str(runs.count),
+         _failed(runs.failures)),
+        ("most steps lost by one of them, of .02 s each", str(max(runs.lost, default=0)), "stated"),
+        ("mutated inputs tried", str(tried), f"{tried - refused} answered, {refused} refused in one line; "
+         + _failed([problem for _, _, problem in inputs.values() if problem])),
+        ("failures injected", str(len(outcomes) - skipped), f"{survived} survived"),
+    ]  # fmt: skip
+    figures = "\n".join(f"| {what} | {number} | {result} |" for what, number, result in rows)
+    kinds = "\n".join(f"| {name} | {count} | {number} |" for name, (count, number, _) in inputs.items())
+    failures = "\n".join(
+        f"| {o.said.rstrip('.').replace('``', '`')} | "
+        f"{f'not tried: {o.skipped}' if o.skipped else 'no: ' + o.problems[0] if o.problems else 'yes'} |"
+        for o in outcomes
+    )
+    return f"""# Reliability
+
+What a run survives, measured by `python bench/reliability.py --write`, which wrote this page. The tests
+try each of it with fewer kills and inputs; `make test-full` tries {len(TARGETS)} kinds, 850 inputs of each.
+
+| | number | result |
+|---|---|---|
+{figures}
+
+A killed run opens, holds every flushed step with its right values, and states that it was killed and what may
+be missing: at most one flush interval, 1 s by default.
+
+## Failures
+
+Each is injected into `backlight run` of a script, once. It is survived where exit code and final weights are
+those of the script alone, no traceback is printed, at most one line names what is no longer measured, and the
+run directory states the same.
+
+| failure | survived |
+|---|---|
+{failures}
+
+What is lost is not recovered: after a full disk or closed descriptors the run has the steps before, and says
+so. A script that closes all descriptors may close files of backlight; nothing is written to a number that the
+script has opened since, and the recording ends.
+
+## Inputs
+
+Mutated bytes, numbers, names, tables, links and sizes. Each is answered, or refused in one line, within
+{TIMEOUT_S:g} s of CPU time and {MEMORY_BYTES >> 20} MiB more memory, without a traceback. Gradients
+and arrays that are returned without a statement of loss are those that were stored.
+
+| kind | inputs | refused |
+|---|---|---|
+{kinds}
+"""
+
+
+def _failed(failures: Sequence[str]) -> str:
+    return f"{len(failures)} failed: {failures[0]}" if failures else "none failed"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=500)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--inputs", type=int, default=850, help="of each kind")
+    parser.add_argument("--only", nargs="*", choices=FAILURES, help="only inject these, and print JSON")
+    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warnings.simplefilter("ignore")
+    if options.only is not None:
+        outcomes = inject_failures(options.only)
+        sys.stdout.write(json.dumps([asdict(outcome) for outcome in outcomes]) + "\n")
+        return int(any(outcome.problems for outcome in outcomes))
+    with tempfile.TemporaryDirectory(prefix="backlight-inputs-") as folder:
+        inputs = answer_inputs(options.inputs, Path(folder))
+    writers, runs = kill_writers(options.kills), kill_runs(options.runs)
+    outcomes = inject_failures(list(FAILURES))
+    text = page(writers, runs, inputs, outcomes)
+    if options.write:
+        PAGE.write_text(text, encoding="utf-8")
+    else:
+        sys.stdout.write(text)
+    problems = [*writers.failures, *runs.failures, *(p for o in outcomes for p in o.problems)]
+    return int(bool(problems) or any(problem for _, _, problem in inputs.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
