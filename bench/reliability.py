@@ -76,12 +76,13 @@ def kill_runs(count: int, seed: int = 0) -> Kills:
         with tempfile.TemporaryDirectory(prefix="backlight-kill-", ignore_cleanup_errors=True) as base:
             training = Training(Path(base), DONE, steps=100_000)
             process = training.start()
-            while not (training.folder / "done").exists() and process.poll() is None:
+            noted = training.folder / "done"
+            while not (noted.exists() and noted.read_text()) and process.poll() is None:
                 time.sleep(0.02)
             time.sleep(source.uniform(0.0, LONGEST_S))
             process.kill()
             process.communicate()
-            done = int((training.folder / "done").read_text())
+            done = int(noted.read_text())
             try:
                 run = open_run(training.folder / "run")
             except RunFormatError as error:
