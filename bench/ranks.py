@@ -137,7 +137,7 @@ def launched(ranks: int, pairs: int) -> dict[str, Any]:
             "--nproc-per-node",
             str(ranks),
         ]
-        environment = {**os.environ, "BENCH_FOLDER": folder, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "BENCH_FOLDER": folder, "PET_LOG_DIR": folder, "OMP_NUM_THREADS": "1"}
         subprocess.run(
             [*command, __file__, "--pairs", str(pairs)],
             env=environment,

@@ -105,4 +105,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:
+        main()

@@ -100,7 +100,7 @@ def on_ranks(names: Sequence[str]) -> dict[str, tuple[tuple[Run, Findings], Find
     os.environ.setdefault("PYTHONPATH", str(TESTS.parent / "src"))
     folder = Path(tempfile.mkdtemp())
     script = TESTS / "faults" / "published_on_ranks.py"
-    launched(2, script, folder, ",".join(names))
+    launched(2, script, folder, ",".join(names), PET_LOG_DIR=str(folder))
     runs = {name: backlight.open_run(folder / name) for name in names}
     controls = {name: evaluate_rules(backlight.open_run(folder / f"{name}-control")) for name in names}
     return {name: ((run, evaluate_rules(run)), controls[name]) for name, run in runs.items()}
@@ -203,4 +203,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:
+        main()

@@ -75,7 +75,7 @@ def measured(
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
             __file__, "--worker", folder, json.dumps(settings), str(replicates), str(budget),
         ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PET_LOG_DIR": folder}
         subprocess.run(command, env=environment, check=True)
         row = json.loads((Path(folder) / "row.json").read_text(encoding="utf-8"))
         run = open_run(Path(folder) / "run")
