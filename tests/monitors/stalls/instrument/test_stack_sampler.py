@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import json
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -62,3 +64,44 @@ def test_sample_holds_the_line_of_every_thread() -> None:
     finally:
         gate.set()
         thread.join()
+
+
+COLLECTING = """
+import gc, sys, threading, time
+from backlight.monitors.stalls.instrument.stack_sampler import take_sample
+
+def let_others_run(phase, info):
+    if threading.current_thread() is sampler:
+        time.sleep(0.0005)
+
+def called(depth, size):  # frames of different sizes, so that one is no longer where another was
+    if depth == 0:
+        return 0
+    return functions[(depth + size) % 5](depth - 1, size)
+
+functions = [called]
+for size in range(4):
+    names = " = ".join(f"v{i}" for i in range(7 * size + 7))
+    exec(f"def called(depth, size):\\n  if depth < 0: {names} = 1\\n"
+         "  return functions[(depth + size) % 5](depth - 1, size) if depth else 0")
+    functions.append(called)
+
+def sample():
+    for _ in range(300):
+        take_sample(0)
+    print("sampled")
+
+sampler = threading.Thread(target=sample)
+gc.callbacks.append(let_others_run)
+gc.set_threshold(1)
+sys.setswitchinterval(1e-5)
+sampler.start()
+while sampler.is_alive():
+    for depth in (30, 7, 13, 50, 3):
+        called(depth, depth)
+"""
+
+
+def test_frames_that_end_during_a_collection_are_not_read() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "sampled\n"), done.stderr

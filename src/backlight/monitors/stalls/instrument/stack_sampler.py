@@ -7,11 +7,13 @@ too. It never waits for the training thread, nor the training thread for it.
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -136,11 +138,12 @@ class StackSampler:
         """Return whether the working thread runs Python, which alone makes nodes; record its frames."""
         in_backward = slots[Slot.PHASE] == _BACKWARD
         ident = (in_backward and slots[Slot.BACKWARD_IDENT]) or slots[Slot.MAIN_IDENT]
-        frame = sys._current_frames().get(ident)
-        if in_backward and (frame is None or frame.f_code.co_name.endswith("_engine_run_backward")):
-            return False
-        self._user_frames = user_frames(frame)
-        return True
+        with _no_collection():
+            frame = sys._current_frames().get(ident)
+            if in_backward and (frame is None or frame.f_code.co_name.endswith("_engine_run_backward")):
+                return False
+            self._user_frames = user_frames(frame)
+            return True
 
     def _take_sample(self, state: StateSnapshot) -> None:
         if state.phase_since != self._phase_since:
@@ -162,10 +165,30 @@ class StackSampler:
         if len(found.samples) != self._num_written:
             self._num_written = len(found.samples)
             engine = None
-            for frame in _outwards(sys._current_frames().get(ident)):
-                if frame.f_code.co_name.endswith("_engine_run_backward"):
-                    engine = frame  # the outermost: what lies inside may be recomputation
-            write_document(self._graph_build, asdict(replace(found, caller=user_frames(engine))))
+            with _no_collection():
+                for frame in _outwards(sys._current_frames().get(ident)):
+                    if frame.f_code.co_name.endswith("_engine_run_backward"):
+                        engine = frame  # the outermost: what lies inside may be recomputation
+                caller = user_frames(engine)
+            write_document(self._graph_build, asdict(replace(found, caller=caller)))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage while frames of other threads are read.
+
+    Python 3.11 makes the object of a frame on request, and that may start a collection. If a callback of the
+    collection lets the other thread run on, the frame ends before its object is complete, and reading it
+    crashes. Later versions do not collect there.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -190,15 +213,16 @@ def take_sample(now: int, probed: int = 0) -> StackSample:
     own = threading.get_ident()
     names = {t.ident: (t.name, t.native_id) for t in threading.enumerate()}
     threads = []
-    for ident, frame in list(sys._current_frames().items())[:MAX_THREADS]:
-        name, tid = names.get(ident, ("", None))
-        if ident == own or name.startswith("backlight-"):
-            continue
-        code, at = frame.f_code.co_code, frame.f_lasti
-        # At such an instruction only threads that run Python are switched; elsewhere it may be in a call.
-        runs_bytecode = True if 0 <= at < len(code) and code[at] in _SWITCH_OPCODES else None
-        frames = tuple(map(_frame, islice(_outwards(frame), MAX_FRAMES)))
-        threads.append(ThreadStack(ident, frames, name, tid, runs_bytecode))
+    with _no_collection():
+        for ident, frame in list(sys._current_frames().items())[:MAX_THREADS]:
+            name, tid = names.get(ident, ("", None))
+            if ident == own or name.startswith("backlight-"):
+                continue
+            code, at = frame.f_code.co_code, frame.f_lasti
+            # At such an instruction only threads that run Python are switched; elsewhere it may be in a call.
+            runs_bytecode = True if 0 <= at < len(code) and code[at] in _SWITCH_OPCODES else None
+            frames = tuple(map(_frame, islice(_outwards(frame), MAX_FRAMES)))
+            threads.append(ThreadStack(ident, frames, name, tid, runs_bytecode))
     for index, thread in enumerate(threads):
         if thread.ident == probed and not thread.runs_bytecode:
             threads[index] = replace(thread, runs_bytecode=probe_bytecode(thread.tid))
@@ -234,8 +258,11 @@ def probe_bytecode(tid: int | None) -> bool | None:
 
 def _is_compiling() -> bool:
     """Return whether a thread of this process runs dynamo."""
-    return "torch._dynamo" in sys.modules and any(
-        f.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
-        for frame in sys._current_frames().values()
-        for f in islice(_outwards(frame), 200)
-    )
+    if "torch._dynamo" not in sys.modules:
+        return False
+    with _no_collection():
+        return any(
+            f.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
+            for frame in sys._current_frames().values()
+            for f in islice(_outwards(frame), 200)
+        )
