@@ -183,6 +183,8 @@ class Settings:
             raise ValueError(f"{path}: cannot be read: {error}") from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: not valid TOML: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{path}: not valid TOML: it nests too deeply") from None
         return cls._checked({**found, **values}, str(path))
 
     @classmethod

@@ -155,6 +155,8 @@ def read_plan(path: Path) -> Plan:
         problem = _first_problem(error)
     except ValueError as error:
         problem = f"not valid TOML: {error}"
+    except RecursionError:
+        problem = "not valid TOML: it nests too deeply"
     raise PlanError(problem)
 
 
