@@ -11,8 +11,8 @@ that takes all samples at once needs at least, and the column after `of vmap` is
 that row over what `vmap` takes above it. Models are float32; the eigenvalues of backlight are compared with
 those of `vmap` in float64. Peers form and multiply gradients in float32. So does backlight where it forms
 them, in runs of 64 whose sums go on in float64; it multiplies everything in float64 in the row named so; `4
-at once` are samples in a pass. The check that runs two samples alone comes at measurements 1, 2, 4, 8, ...
-of a model and is in the median only as often as that. Below stand the bytes of one snapshot.
+at once` are samples in a pass. `backlight` is a measurement between checks, which come at measurements 1, 2,
+4, 8, ... of a model; `backlight, checked` is one with all of them. Below stand the bytes of one snapshot.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/gram.py
 """
@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from rich.console import Console
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import backlight
+from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule
 
 TOP = 10
 Batch = tuple[Tensor, Tensor]
@@ -127,7 +129,16 @@ def leading(gradients: list[Tensor]) -> Tensor:
 def backlight_eigenvalues(
     model: nn.Module, batch: Batch, products: torch.dtype | None = None, at_once: int | None = None
 ) -> Tensor:
-    found = backlight.gram(model, summed, batch, detail="model", products=products, at_once=at_once)
+    with mock.patch.object(CheckSchedule, "due", lambda self: not self.history.checked):
+        found = backlight.gram(model, summed, batch, detail="model", products=products, at_once=at_once)
+    return torch.from_numpy(found.spectrum(top=TOP).eigenvalues)
+
+
+def checked_eigenvalues(model: nn.Module, batch: Batch) -> Tensor:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:  # new, so that its first measurement is checked
+        return summed(model, batch)
+
+    found = backlight.gram(model, loss, batch, detail="model")
     return torch.from_numpy(found.spectrum(top=TOP).eigenvalues)
 
 
@@ -305,6 +316,7 @@ def main() -> None:
     for setting in settings:
         methods: dict[str, Callable[[], Tensor]] = {
             "backlight": lambda s=setting: backlight_eigenvalues(s.model, s.batch),
+            "backlight, checked": lambda s=setting: checked_eigenvalues(s.model, s.batch),
             "backlight, float64": lambda s=setting: backlight_eigenvalues(s.model, s.batch, torch.float64),
             **(
                 {"backlight, 4 at once": lambda s=setting: backlight_eigenvalues(s.model, s.batch, at_once=4)}

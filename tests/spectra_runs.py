@@ -75,7 +75,7 @@ def write_spectra(writer: RunWriter, plan: Injected) -> None:
             ranks: dict[str, float | None] = {"weight": 9.5 - at, "gradient": 2.0 + at, "momentum": None}
             if plan.update_ranks:
                 ranks["update"] = plan.update_ranks[at]
-            found = spectral_echo(replicates(plan, name, at), layer=name, draws=20, null_draws=2)
+            found = spectral_echo(replicates(plan, name, at), layer=name, null_draws=2)
             record(writer, step, name, found, batch=plan.batch, stable_ranks=ranks)
 
 

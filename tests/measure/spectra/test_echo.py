@@ -54,19 +54,17 @@ def test_estimate_without_subtraction_is_biased_low(zeta, R):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_triples_against_their_definition(seed):
-    """Least squares over every pair of other replicates, one by one, with weights."""
+    """Least squares over every pair of other replicates, one by one."""
     R = 5
-    Z, w = noisy(R, seed=seed), np.random.default_rng(seed).uniform(0.1, 3, R)
-    expected = []
+    Z, expected = noisy(R, seed=seed), []
     for a in range(R):
         pairs = [(b, c) for b, c in itertools.permutations(range(R), 2) if a not in {b, c}]
-        above = sum(w[b] * w[c] * Z[a, b] * Z[a, c] * Z[b, c] for b, c in pairs)
-        below = sum(w[b] * w[c] * Z[b, c] ** 2 for b, c in pairs)
+        above = sum(Z[a, b] * Z[a, c] * Z[b, c] for b, c in pairs)
+        below = sum(Z[b, c] ** 2 for b, c in pairs)
         expected.append(np.sign(above) * np.sqrt(abs(above / below)))
-    np.testing.assert_allclose(echo.triple(Z, w), expected, rtol=1e-12)
-    mean = sum(w[a] * w[b] * Z[a, b] for a, b in itertools.permutations(range(R), 2))
-    mean /= sum(w[a] * w[b] for a, b in itertools.permutations(range(R), 2))
-    np.testing.assert_allclose(echo.pooled(Z, w), np.sign(mean) * np.sqrt(abs(mean)), rtol=1e-12)
+    np.testing.assert_allclose(echo.triple(Z), expected, rtol=1e-12)
+    mean = np.mean([Z[a, b] for a, b in itertools.permutations(range(R), 2)])
+    np.testing.assert_allclose(echo.pooled(Z), np.sign(mean) * np.sqrt(abs(mean)), rtol=1e-12)
 
 
 @SETTINGS
@@ -145,7 +143,7 @@ def test_block_reverb_ignores_rotations_inside_block():
     assert Z[1, 0, 2] == pytest.approx(float((polar[0] * polar[2]).sum()) / 3, abs=1e-14)
 
 
-def test_unbiased_diagonal_is_unbiased_for_any_directions():
+def test_cross_diagonal_is_unbiased_for_any_directions():
     """For pure noise the singular value is far from 0, but this mean is not."""
     R, p, q, draws = 6, 12, 20, 300
     torch.manual_seed(3)
@@ -153,33 +151,56 @@ def test_unbiased_diagonal_is_unbiased_for_any_directions():
     for _ in range(draws):
         G = torch.randn(R, p, q, dtype=torch.float64)
         U, s, Vt = torch.linalg.svd(G, full_matrices=False)
-        others = (G.sum(0) - G) / (R - 1)
-        found.append(echo.unbiased_diagonal(U, Vt.mT, others)[:, 0])
+        D = echo.cross_diagonal(U, Vt.mT, G)[0]
+        np.testing.assert_allclose(np.diagonal(D), s[:, 0], rtol=1e-10)
+        found.append((D.sum(1) - np.diagonal(D)) / (R - 1))
         own.append(s[:, 0].numpy())
     assert abs(np.mean(found)) < 4 / np.sqrt((R - 1) * draws)
     np.testing.assert_allclose(np.std(found), 1 / np.sqrt(R - 1), rtol=0.06)
     assert np.mean(own) > 6
 
 
-def test_intervals_cover_what_they_should():
-    """The interval of random echoes contains the mean in 90 % of the trials."""
-    generator = np.random.default_rng(0)
-    R, hits, trials = 16, {echo.triple_mean: 0, echo.pooled: 0}, 200
-    for trial in range(trials):
-        Z = outer(generator.normal(0.7, 0.1, R)) + noisy(R, seed=trial) * 0.01
-        for estimator in hits:
-            low, high = echo.interval_of_echo(Z[None], estimator, draws=300, seed=trial)[0]
-            hits[estimator] += low <= 0.7 <= high
-    assert all(178 <= found <= 198 for found in hits.values()), hits
+def coverage(p, q, R, ratio, trials, seed):
+    """Return how often the intervals of diagonal, pooled echo and echo contain the truth of these replicates.
+
+    One direction of ``ratio`` times the threshold in noise of variance 1.
+    """
+    torch.manual_seed(seed)
+    hits, strength = np.zeros(3), ratio * (p * q) ** 0.25
+    u, v = torch.zeros(p, dtype=torch.float64), torch.zeros(q, dtype=torch.float64)
+    u[0] = v[0] = 1.0
+    for _ in range(trials):
+        G = strength * torch.outer(u, v) + torch.randn(R, p, q, dtype=torch.float64)
+        U, _, Vt = torch.linalg.svd(G, full_matrices=False)
+        U, V = U[..., :1], Vt.mT[..., :1]
+        zeta = float(((u @ U) * (v @ V)).mean())
+        Z = echo.reverb(U, V)[0]
+        diagonal = echo.pair_interval(echo.cross_diagonal(U, V, G)[0])
+        found = (diagonal, echo.interval_of_pooled(Z), echo.interval_of_echo(Z))
+        for which, ((low, high), truth) in enumerate(zip(found, (strength * zeta, zeta, zeta), strict=True)):
+            hits[which] += low <= truth <= high
+    return hits / trials
 
 
-def test_intervals_are_same_every_time_and_narrow_with_replicates():
+@pytest.mark.parametrize(("R", "ratio"), [(3, 3), (5, 2), (5, 8), (8, 3)])
+def test_intervals_cover_the_truth(R, ratio):
+    assert (coverage(24, 40, R, ratio, trials=150, seed=R) >= 0.9).all()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ratio", [2, 3, 5, 8])
+@pytest.mark.parametrize("R", [3, 4, 5, 8, 16])
+@pytest.mark.parametrize(("p", "q"), [(40, 60), (30, 120)])
+def test_intervals_cover_the_truth_everywhere(p, q, R, ratio):
+    assert (coverage(p, q, R, ratio, trials=300, seed=R) >= 0.9).all()
+
+
+def test_intervals_narrow_with_replicates_and_need_three():
     few, many = (outer(np.random.default_rng(1).normal(0.7, 0.1, R))[None] for R in (4, 64))
-    one, other = echo.interval_of_echo(few, seed=5), echo.interval_of_echo(few, seed=5)
-    np.testing.assert_array_equal(one, other)
-    assert np.ptp(echo.interval_of_echo(many)) < np.ptp(one)
+    assert np.ptp(echo.interval_of_echo(many)) < np.ptp(echo.interval_of_echo(few))
     assert echo.interval_of_echo(np.zeros((0, 4, 4))).shape == (0, 2)
     assert np.isnan(echo.interval_of_echo(np.zeros((2, 4, 4)))).all()
+    assert np.isnan(echo.pair_interval(np.ones((3, 2, 2)))).all()
 
 
 SCORES = st.tuples(st.integers(0, 6), st.integers(0, 3)).flatmap(

@@ -302,3 +302,18 @@ def test_directions_are_numbered_by_mean(monkeypatch):
     found = spectral_echo(G, method="gram", budget=1)
     np.testing.assert_allclose(found.echo[:3], expected.echo[:3], atol=1e-6)
     np.testing.assert_array_equal(found.permutation, expected.permutation)
+
+
+def test_candidates_above_the_edge_are_kept_where_the_gram_takes_over():
+    """Noise of few samples has large singular values of its own, which come before a weak direction."""
+    p, q, R, samples = 400, 700, 4, 60
+    torch.manual_seed(0)
+    signal = torch.zeros(p, q)
+    signal[0, 0] = 50.0
+    noise = [torch.randn(p, samples) @ torch.randn(samples, q) / math.sqrt(samples) for _ in range(R)]
+    G = torch.stack([signal + E for E in noise])
+    left, _, right = torch.linalg.svd(G, full_matrices=False)
+    true = (left[:, 0] * right[:, :, 0]).abs().amax(1)
+    found = spectral_echo(G, null_draws=0)
+    assert found.method == "gram"
+    assert found.echo[0] == pytest.approx(float(true.mean()), abs=0.03)

@@ -185,7 +185,7 @@ def test_drift_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     plan = Injected(shapes={HEAD: (20, 36)})
     writer = RunWriter.create(tmp_path / "run", monitors=("spectra",), step_offset=0)
     record_layer(writer, Layer(HEAD, "head", (20, 36), "", 20, 36))
-    found = spectral_echo(replicates(plan, HEAD, 0), draws=20)
+    found = spectral_echo(replicates(plan, HEAD, 0))
     for step, stayed in ((0, math.nan), (5, 0.75)):
         drift = {"drift_left": stayed, "drift_right": 0.5, "drift_directions": 2.0}
         record(writer, step, HEAD, found, drift=drift)

@@ -21,6 +21,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch docu
 from backlight.measure.spectra.randomized_svd import Directions, joined, resolved, strongest
 from backlight.measure.spectra.replicates import Noise, named
 from backlight.measure.spectra.shrinkage import infer, predict, upper_edge
+from backlight.measure.spectra.spectrum import singular_values
 
 Method = Literal["auto", "svd", "gram", "randomized"]
 
@@ -278,7 +279,9 @@ def plan(
     if found is None or (method == "auto" and candidates > limit):
         found = decompose(mean_pq[None], method="gram", layer=layer, names=("of the mean",))
         identifiable = int((found.values[0] >= visible).sum())
-        candidates, method = min(p, 2 * identifiable + OVERSAMPLING), "gram"
+        # Structured noise may have more large singular values than directions: each is a candidate.
+        above = int((singular_values(pilot_pq, layer=layer) > edge).sum()) if identifiable else 0
+        candidates, method = 2 * max(identifiable, above) + OVERSAMPLING, "gram"
     else:
         method = "randomized"
     directions = min(identifiable, most)

@@ -9,19 +9,20 @@ of a replicate to the K directions of a reference, each candidate at most once. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import linear_sum_assignment
+from scipy.special import stdtrit
 from torch import Tensor
 
 Float64 = NDArray[np.float64]
 
 CONFIDENCE = 0.95
-"""Share of a bootstrap between the two ends of an interval."""
+"""Share of repeated measurements whose interval contains the true value."""
 
 
 def reverb(U_RpK: Tensor, V_RqK: Tensor) -> Float64:
@@ -51,49 +52,43 @@ def block_reverb(U_RpK: Tensor, V_RqK: Tensor, blocks: Sequence[tuple[int, int]]
     return Z + np.swapaxes(Z, 1, 2)
 
 
-def triple(Z: ArrayLike, weights: ArrayLike | None = None) -> Float64:
+def triple(Z: ArrayLike) -> Float64:
     """Estimate the echo of every replicate ``[..., R]`` by corrected triple least squares; needs R >= 3.
 
     ``ζ_a^2 = [(Z Z) o Z 1]_a / (|Z|_F^2 - 2 sum_b Z_ab^2)``: the least-squares solution of ``Z_ab Z_ac =
     ζ_a^2 Z_bc`` over all pairs of other replicates. The denominator leaves out the pairs that contain the
-    replicate itself; with them the estimate is low by ``sqrt((R - 2) / R)``. ``Z`` is ``[..., R, R]``,
-    ``weights`` non-negative ``[..., R]``, all 1 by default. The root has the sign of the square, so pure
-    noise scatters around 0; NaN where the other replicates have no reverb at all.
+    replicate itself; with them the estimate is low by ``sqrt((R - 2) / R)``. ``Z`` is ``[..., R, R]``. The
+    root has the sign of the square, so pure noise scatters around 0; NaN where the other replicates have no
+    reverb at all.
     """
     Z = _checked(Z, least=3)
-    w = np.ones(Z.shape[-1]) if weights is None else np.asarray(weights, dtype=np.float64)
     # A common factor leaves the ratio's unit alone and keeps squares in range.
     unit = np.max(np.abs(Z), axis=(-2, -1), keepdims=True)
     Z = Z / np.where(unit > 0, unit, 1.0)
-    weighted = Z * w[..., None, :]
-    above = np.sum((weighted @ Z) * weighted, axis=-1)
-    squares = weighted * Z
-    total = np.sum(squares * w[..., :, None], axis=(-2, -1))
-    below = total[..., None] - 2 * w * np.sum(squares, axis=-1)
+    above = np.sum((Z @ Z) * Z, axis=-1)
+    squares = np.sum(Z * Z, axis=-1)
+    total = np.sum(squares, axis=-1)
+    below = total[..., None] - 2 * squares
     with np.errstate(divide="ignore", invalid="ignore"):
         square = np.where(below > 1e-12 * total[..., None], above / below, np.nan)
     return signed_root(square * unit[..., 0])
 
 
-def pooled(Z: ArrayLike, weights: ArrayLike | None = None) -> Float64:
+def pooled(Z: ArrayLike) -> Float64:
     """Estimate one echo for all replicates, ``sqrt(mean of Z_ab over a != b)`` with the sign of the mean.
 
-    Needs R >= 2. ``Z`` is ``[..., R, R]``, ``weights`` non-negative ``[..., R]``, all 1 by default.
+    Needs R >= 2. ``Z`` is ``[..., R, R]``.
     """
     Z = _checked(Z, least=2)
-    w = np.ones(Z.shape[-1]) if weights is None else np.asarray(weights, dtype=np.float64)
-    above = np.einsum("...a,...ab,...b->...", w, Z, w)
-    return signed_root(above / (np.sum(w, axis=-1) ** 2 - np.sum(w**2, axis=-1)))
+    return signed_root(Z.sum((-2, -1)) / (Z.shape[-1] * (Z.shape[-1] - 1)))
 
 
-def triple_mean(Z: ArrayLike, weights: ArrayLike | None = None) -> Float64:
-    """Return the mean over the replicates of :func:`triple`, ``[...]``."""
-    zeta = triple(Z, weights)
-    w = np.ones(zeta.shape) if weights is None else np.broadcast_to(weights, zeta.shape)
-    w = np.where(np.isnan(zeta), 0.0, w)
-    total = np.sum(w, axis=-1)
+def triple_mean(Z: ArrayLike) -> Float64:
+    """Return the mean over the replicates of :func:`triple`, ``[...]``; NaN where none has an estimate."""
+    zeta = triple(Z)
+    known = ~np.isnan(zeta)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(total > 0, np.sum(w * np.nan_to_num(zeta), axis=-1) / total, np.nan)
+        return np.asarray(np.nan_to_num(zeta).sum(-1) / known.sum(-1))
 
 
 def residual(Z: ArrayLike, zeta: ArrayLike) -> Float64:
@@ -110,56 +105,58 @@ def residual(Z: ArrayLike, zeta: ArrayLike) -> Float64:
     return np.asarray(ratio, dtype=np.float64)
 
 
-def unbiased_diagonal(U_RpK: Tensor, V_RqK: Tensor, others_Rpq: Tensor) -> Float64:
-    """Return ``d = û_a^T M_a v̂_a``, the size of the gradient along each replicate's directions, ``[R, K]``.
+def cross_diagonal(U_RpK: Tensor, V_RqK: Tensor, G_Cpq: Tensor) -> Float64:
+    """Return ``D_ab = û_a^T G_b v̂_a``, the size of replicate b along the directions of a, ``[K, R, C]``.
 
-    ``others_Rpq`` holds for each replicate the mean ``M_a`` of the *other* ones. Then d is unbiased for
-    ``û^T G v̂`` given the directions, for any spectrum and without alignment; its standard error is ``sigma
-    / sqrt(R - 1)``.
+    Given the directions, D_ab with b != a is unbiased for ``û_a^T G v̂_a``, for any spectrum and without
+    alignment; the mean over the other replicates has standard error ``sigma / sqrt(R - 1)``.
     """
-    d_RK = (torch.matmul(others_Rpq, V_RqK) * U_RpK).sum(1, dtype=torch.float64)
-    return np.asarray(d_RK.cpu().numpy(), dtype=np.float64)
+    D = np.empty((U_RpK.shape[2], len(U_RpK), len(G_Cpq)))
+    for b, G_pq in enumerate(G_Cpq):
+        for a, (left_pK, right_qK) in enumerate(zip(U_RpK, V_RqK, strict=True)):
+            D[:, a, b] = (torch.matmul(G_pq, right_qK) * left_pK).sum(0, dtype=torch.float64).cpu().numpy()
+    return D
 
 
-def bootstrap(
-    replicates: int,
-    estimate: Callable[[Float64], Float64],
-    *,
-    draws: int = 200,
-    seed: int = 0,
-) -> Float64:
-    """Return the interval ``[..., 2]`` of an estimate over R replicates, by the Bayesian bootstrap.
+def pair_interval(X: ArrayLike) -> Float64:
+    """Return the interval ``[..., 2]`` of the mean of ``X_ab`` over a != b, of ``[..., R, R]``.
 
-    Replicates get weights from a Dirichlet law (Rubin, Ann. Statist. 9, 1981) instead of being drawn with
-    replacement: a replicate drawn twice would have a reverb with itself, and three replicates would often
-    leave one. Its concentration is ``(R - 2) / R``, at which the variance of a weighted mean is the unbiased
-    ``s^2 / R``; with a flat law intervals of few replicates are too narrow. Fewer than three replicates have
-    no interval: NaN. ``estimate`` maps weights ``[draws, R]`` that sum to R to estimates ``[draws, ...]``.
+    Pairs share replicates: X_ab and X_cb have the noise of b in common. The mean is a U-statistic, and its
+    variance is that of the jackknife over replicates (Arvesen, Ann. Math. Statist. 40, 1969), with Student's
+    quantile of R - 1 degrees of freedom. Fewer than three replicates have no interval: NaN.
     """
-    concentration = np.full(replicates, max(replicates - 2, 1) / replicates)
-    weights = np.random.default_rng(seed).dirichlet(concentration, draws) * replicates
-    found = estimate(weights)
-    if replicates < 3:
-        return np.full((*found.shape[1:], 2), np.nan)
-    # A degenerate weighting has no estimate; with none at all the interval is NaN, without a warning.
-    usable = ~np.all(np.isnan(found), axis=0)
-    interval = np.full((*found.shape[1:], 2), np.nan)
-    tail = (1 - CONFIDENCE) / 2
-    if usable.any():
-        interval[usable] = np.moveaxis(np.nanquantile(found[:, usable], [tail, 1 - tail], axis=0), 0, -1)
-    return interval
+    X = _without_diagonal(np.asarray(X, dtype=np.float64))
+    R = X.shape[-1]
+    if R < 3:
+        return np.full((*X.shape[:-2], 2), np.nan)
+    total, own = X.sum((-2, -1)), X.sum(-1) + X.sum(-2)
+    return _around(total / (R * (R - 1)), (total[..., None] - own) / ((R - 1) * (R - 2)))
 
 
-def interval_of_echo(
-    Z: Float64, estimator: Callable[..., Float64] = triple_mean, *, draws: int = 200, seed: int = 0
-) -> Float64:
-    """Return the interval ``[K, 2]`` of :func:`triple_mean` or :func:`pooled` of reverbs ``[K, R, R]``."""
+def interval_of_pooled(Z: ArrayLike) -> Float64:
+    """Return the interval ``[..., 2]`` of :func:`pooled` of reverbs ``[..., R, R]``; NaN for R < 3."""
+    return np.clip(signed_root(pair_interval(Z)), -1.0, 1.0)
 
-    def estimate(weights: Float64) -> Float64:
-        by_direction = [estimator(one, weights) for one in Z]
-        return np.stack(by_direction, axis=-1) if by_direction else np.empty((len(weights), 0))
 
-    return bootstrap(Z.shape[-1], estimate, draws=draws, seed=seed)
+def interval_of_echo(Z: Float64) -> Float64:
+    """Return the interval ``[..., 2]`` of :func:`triple_mean` of reverbs ``[..., R, R]``; NaN for R < 3.
+
+    The jackknife over replicates. Of three, none can be left out: theirs is that of the pooled estimate.
+    """
+    R = Z.shape[-1]
+    if R < 4:
+        return interval_of_pooled(Z)
+    rest = [np.delete(np.arange(R), a) for a in range(R)]
+    left_out = np.stack([triple_mean(Z[..., kept[:, None], kept]) for kept in rest], axis=-1)
+    return np.clip(_around(triple_mean(Z), left_out), -1.0, 1.0)
+
+
+def _around(estimate: Float64, left_out: Float64) -> Float64:
+    """Return the interval around an estimate, from those without each of R replicates ``[..., R]``."""
+    R = left_out.shape[-1]
+    away = left_out - left_out.mean(-1, keepdims=True)
+    error = np.sqrt((R - 1) / R * (away**2).sum(-1)) * stdtrit(R - 1, (1 + CONFIDENCE) / 2)
+    return np.stack([estimate - error, estimate + error], axis=-1)
 
 
 def signed_root(square: ArrayLike) -> Float64:

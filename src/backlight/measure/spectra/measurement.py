@@ -44,7 +44,7 @@ class SpectralEcho:
     stable_rank: float | None  # of the mean of all replicates; None where that is zero
     mean: Directions  # directions of that mean, C = 1; at least the identifiable ones
     echo: Float64  # [D], mean over the replicates of corrected triple least squares
-    interval: Float64  # [D, 2], of the echo: bootstrap over replicates
+    interval: Float64  # [D, 2], of the echo: 95 %, jackknife over replicates
     null: Float64  # [D], 95 % quantile of the echo that chance shows, over all directions together
     by_replicate: Float64  # [R, D], echo of each replicate, by triple least squares
     pooled: Float64  # [D], pooled estimate of the echo
@@ -98,7 +98,6 @@ def spectral_echo(
     layer: str = "",
     method: Method = "auto",
     max_directions: int | None = None,
-    draws: int = 200,
     null_draws: int | None = None,
     device: torch.device | str | None = None,
     budget: int = BUDGET_BYTES,
@@ -119,15 +118,14 @@ def spectral_echo(
         any matrix, at the cost of 2 R full decompositions.
     max_directions
         Most directions to measure.
-    draws, null_draws
-        Weightings of the bootstrap, and shufflings of the null; of the latter, by default, as many (2 to 16)
-        as make 64 with the number of directions.
+    null_draws
+        Shufflings of the null, by default as many (2 to 16) as make 64 with the number of directions.
     device
         Where to work; by default where the replicates are. From the host to CUDA they are copied in chunks.
     budget
         Bytes that a chunk may take there.
     seed
-        Of bootstrap and null.
+        Of the null.
 
     Returns
     -------
@@ -153,7 +151,7 @@ def spectral_echo(
     check_distinct(wide, level.variance)
     work = _Work(wide, mean, level, method, max_directions, null_draws, seed)
     work.run()
-    result = _result(work, stable_rank(mean, layer=layer), draws, seed)
+    result = _result(work, stable_rank(mean, layer=layer))
     if given.shape[0] > given.shape[1]:
         result = replace(
             result,
@@ -196,7 +194,6 @@ class _Work:
         self.left_RpJ = pilot.new_empty((R, p, J) if K else (R, p, 0))
         self.right_RqJ = pilot.new_empty((R, q, J) if K else (R, q, 0))
         self.values_RJ = np.full((R, J), np.nan)
-        self.diagonal_RJ = np.full((R, J), np.nan)
         self.residual_RJ = np.full((R, J), np.nan)
         self.permutation_RK = np.zeros((R, K), dtype=np.int64)
         self.score_RK, self.ambiguity_RK = np.zeros((R, K)), np.zeros((R, K))
@@ -243,7 +240,6 @@ class _Work:
         self.right_RqJ[positions] = found.right
         self.values_RJ[positions] = found.values.cpu().numpy()
         self.residual_RJ[positions] = found.residual.cpu().numpy()
-        self.diagonal_RJ[positions] = estimate.unbiased_diagonal(found.left, found.right, others_Cpq)
         for c, position in enumerate(positions):
             self._align(c, position, found, refs)
             shuffled[position] = self.null.permutations(
@@ -261,13 +257,30 @@ class _Work:
         self.score_RK[position], self.ambiguity_RK[position] = aligned.score, aligned.ambiguity
         self.overlaps_2RK[:, position] = sides[:, aligned.permutation, np.arange(K)]
 
+    def cross_diagonal(self, left_RpK: Tensor, right_RqK: Tensor) -> Float64:
+        """Return the size of each replicate along the directions of the others, ``[K, R, R]``, diagonal 0."""
+        K, R = left_RpK.shape[2], len(self.wide)
+        found = np.zeros((K, R, R))
+        if not K:
+            return found
+        p, q = self.wide.shape
+        positions = {a: position for position, a in enumerate(self.wide.order)}
+
+        def work(indices: tuple[int, ...], G_Cpq: Tensor) -> None:
+            G_Cpq = G_Cpq.to(left_RpK)
+            found[:, :, [positions[a] for a in indices]] = estimate.cross_diagonal(left_RpK, right_RqK, G_Cpq)
+
+        self.wide.chunks(work, bytes_each=2 * p * q * left_RpK.element_size())
+        found[:, np.arange(R), np.arange(R)] = 0.0
+        return found
+
     def aligned(self, columns_RnJ: Tensor) -> Tensor:
         """Return ``[R, n, K]``: the columns of every replicate in the order of the directions."""
         chosen = torch.from_numpy(self.permutation_RK).to(columns_RnJ.device)
         return torch.stack([x[:, order] for x, order in zip(columns_RnJ, chosen, strict=True)])
 
 
-def _result(work: _Work, rank: float | None, draws: int, seed: int) -> SpectralEcho:
+def _result(work: _Work, rank: float | None) -> SpectralEcho:
     wide, level, plan = work.wide, work.level, work.plan
     R, K, D = len(wide), plan.directions, wide.shape[0]
     p, q = wide.shape
@@ -289,7 +302,7 @@ def _result(work: _Work, rank: float | None, draws: int, seed: int) -> SpectralE
             Z_1RR = estimate.block_reverb(left_RpK, right_RqK, [(begin, end)])
             block_K[begin:end] = estimate.triple_mean(Z_1RR)
     values_RK = np.take_along_axis(work.values_RJ, work.permutation_RK, 1)
-    diagonal_RK = np.take_along_axis(work.diagonal_RJ, work.permutation_RK, 1)
+    D_KRR = work.cross_diagonal(left_RpK, right_RqK)
     tail = (1 - CONFIDENCE) / 2
     back = np.argsort(np.asarray(wide.order))
     top = work.values_RJ[:, :1]
@@ -307,13 +320,13 @@ def _result(work: _Work, rank: float | None, draws: int, seed: int) -> SpectralE
         stable_rank=rank,
         mean=plan.mean,
         echo=echo_K,
-        interval=estimate.interval_of_echo(Z_KRR, draws=draws, seed=seed),
+        interval=estimate.interval_of_echo(Z_KRR),
         null=null_K,
         by_replicate=zeta_KR.T[back],
         pooled=estimate.pooled(Z_KRR),
-        pooled_interval=estimate.interval_of_echo(Z_KRR, estimate.pooled, draws=draws, seed=seed),
-        diagonal=np.mean(diagonal_RK, axis=0),
-        diagonal_interval=estimate.bootstrap(R, lambda w: w @ diagonal_RK / R, draws=draws, seed=seed),
+        pooled_interval=estimate.interval_of_pooled(Z_KRR),
+        diagonal=D_KRR.sum((1, 2)) / (R * (R - 1)),
+        diagonal_interval=estimate.pair_interval(D_KRR),
         residual=estimate.residual(Z_KRR, zeta_KR),
         blocks=blocks,
         block_echo=block_K,
