@@ -28,6 +28,7 @@ from backlight.store.read.rank_file import (
     latest,
     table_of,
 )
+from backlight.store.read.remote import mirror_of
 from backlight.store.read.snapshot import Rows
 
 MAX_FILE_BYTES = 1024**4
@@ -50,8 +51,12 @@ class ColumnarDataset:
             self.index = Index.from_json(data)
             _check(self.index)
             owners = untrusted_files.owners_beside(path)
+            self._mirror = mirror_of(path)
             for name, size in self.index.files.items():
-                found = untrusted_files.check(location / name, MAX_FILE_BYTES, owners=owners)
+                if self._mirror is None:
+                    found = untrusted_files.check(location / name, MAX_FILE_BYTES, owners=owners)
+                else:
+                    found = self._mirror.sizes.get(location / name, 0)
                 if found != size:
                     raise RunFormatError(
                         f"{location / name}: has {found} bytes, expected {size}; restore it from a copy"
@@ -157,7 +162,8 @@ class ColumnarDataset:
         """Return one of the files, None where nothing of the kind was recorded."""
         path = self.location / f"{name}.parquet"
         if name not in self._files and path.name in self.index.files:
-            self._files[name] = ParquetFile(path, self.index.files[path.name])
+            source = None if self._mirror is None else self._mirror.open(path)
+            self._files[name] = ParquetFile(path, self.index.files[path.name], source)
         return self._files.get(name)
 
 

@@ -31,6 +31,7 @@ from backlight.store.read.decode_cache import MAX_CACHE_BYTES, DecodeCache
 from backlight.store.read.frames import Frame, Holders
 from backlight.store.read.join_ranks import RankState, Spread
 from backlight.store.read.rank_file import Block, RankFile, Window, latest
+from backlight.store.read.remote import Mirror
 from backlight.store.read.snapshot import sibling, size_of
 
 __all__ = [
@@ -100,6 +101,7 @@ class Run:
 
     def __init__(self, path: Path, cache: DecodeCache | None = None) -> None:
         self.path = path
+        self.mirror: Mirror | None = None
         self._cache = cache or DecodeCache()
         written = written_attempts(path)  # first: the manifest lists an attempt before its files appear
         self._manifest = read_manifest(path)
@@ -390,8 +392,15 @@ def open_run(path: str | Path) -> Run:
     A directory that does not exist, is no run, is damaged beyond reading or has another format raises a
     :class:`RunFormatError` with the reason and the fix. Where only a part is lost, the rest is returned and
     ``losses`` lists what is missing.
+
+    A URL (``s3://bucket/run``) is read through fsspec: of a compacted run only what is asked for, else all.
     """
-    return Run(Path(path))
+    if "://" not in str(path):
+        return Run(Path(path))
+    mirror = Mirror(str(path))
+    run = Run(mirror.folder)
+    run.mirror = mirror
+    return run
 
 
 def open_growing(cache: DecodeCache | None = None) -> Callable[[Path], Run]:
