@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 # One thread per worker: tests run in parallel, and sums do not depend on the number of cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-TESTS := $(ONE_THREAD) $(BIN)/python -m pytest -q
+# Tests start some hundred processes: bytecode is written, whatever the environment says.
+TESTS := $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --dist worksteal
 # Directories of the tests marked `alone`, so that pytest collects nothing else (tests/test_architecture.py).
 # They assert on shares of time: one that fails is tried once more, in a fresh process.

@@ -105,7 +105,7 @@ def ours(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith(("backlight", __name__))
 
 
-@pytest.mark.filterwarnings("ignore:.*TypedStorage:UserWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*TypedStorage:UserWarning", "ignore:.*torch.jit")
 @pytest.mark.parametrize("kind", [Net, lambda: Net().layers, Calling])
 @pytest.mark.parametrize("way", WAYS)
 def test_result_is_that_of_an_unwatched_model(

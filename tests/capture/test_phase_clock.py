@@ -243,8 +243,8 @@ def test_exhausted_loader_leaves_no_open_phase(tracked: Callable[..., list[StepS
             for batch in DataLoader(Slow(), batch_size=12):
                 model(batch).sum().backward()
                 optimizer.step()
-            time.sleep(10 * NAP)
+            time.sleep(40 * NAP)
 
     second = tracked(model, optimizer, train)[1]
-    assert second.phases["data"] < 8 * NAP
-    assert second.seconds >= 10 * NAP
+    assert second.phases["data"] < 30 * NAP
+    assert second.seconds >= 40 * NAP

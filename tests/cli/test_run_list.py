@@ -79,16 +79,19 @@ def test_commands_take_the_latest_run_and_name_it(console_script: ConsoleScript,
     assert (folder / "out.csv").is_file()
 
 
-def test_without_a_run_there_is_one_clear_line(console_script: ConsoleScript, tmp_path: Path) -> None:
-    for arguments in (("findings",), ("open",), ("top",), ("report",)):
-        done = console_script(tmp_path, *arguments)
-        assert done.returncode == 2
-        assert done.stderr.startswith(f"backlight: {tmp_path}/runs: there is no such directory; name a RUN")
-        assert done.stderr.count("\n") == 1
+def test_without_a_run_there_is_one_clear_line(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("findings", "open", "top", "report"):
+        code, _, errors = command(name)
+        assert code == 2
+        assert errors.startswith(f"backlight: {tmp_path}/runs: there is no such directory; name a RUN")
+        assert errors.count("\n") == 1
     (tmp_path / "runs").mkdir()
-    assert "holds no run" in console_script(tmp_path, "findings").stderr
-    assert console_script(tmp_path, "ls").stdout == "no run here; record one: backlight run train.py\n"
-    assert "expected a directory of runs" in console_script(tmp_path, "ls", "nowhere").stderr
+    assert "holds no run" in command("findings")[2]
+    assert command("ls")[1] == "no run here; record one: backlight run train.py\n"
+    assert "expected a directory of runs" in command("ls", "nowhere")[2]
 
 
 def test_a_run_that_was_not_evaluated_does_not_read_as_healthy(tmp_path: Path) -> None:

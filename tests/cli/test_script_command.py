@@ -97,7 +97,12 @@ def test_an_option_of_the_script_before_its_name_is_explained(
 
 
 @pytest.mark.parametrize(
-    ("name", "option"), [("run", "--steps=3"), ("why-no-grad", "--steps=3"), ("profile", "--timed=3")]
+    ("name", "option"),
+    [
+        ("run", "--steps=3"),
+        pytest.param("why-no-grad", "--steps=3", marks=pytest.mark.full),
+        pytest.param("profile", "--timed=3", marks=pytest.mark.full),
+    ],
 )
 def test_an_option_of_backlight_that_the_script_refuses_is_explained(
     name: str, option: str, console_script: Console, folder: Path

@@ -160,6 +160,9 @@ def test_command_prints_each_probe_and_fails_on_request(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [p["outcome"] for p in json.loads(done.stdout)["probes"]] == ["passed", "passed"]
     assert "the script goes on" in done.stderr
-    done = run("--fail-on", "futur", "train.py")
-    assert done.returncode == 2
-    assert "--fail-on 'futur': no such name; did you mean 'future'" in done.stderr
+
+
+def test_unknown_probe_is_refused(command: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, errors = command("check", "--fail-on", "futur", "train.py")
+    assert code == 2
+    assert "--fail-on 'futur': no such name; did you mean 'future'" in errors

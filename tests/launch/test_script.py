@@ -73,7 +73,7 @@ def test_interrupted_and_killed_runs_are_readable(tmp_path: Path) -> None:
     write(tmp_path, "import time\ntrain(50)\nprint('trained', flush=True)\ntime.sleep(600)\n")
     interrupted, killed = (
         subprocess.Popen(
-            [sys.executable, "-m", "backlight", "run", "--out", out, "train.py"],
+            [sys.executable, "-m", "backlight", "run", "--every", "1", "--out", out, "train.py"],
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for out in ("interrupted", "killed")

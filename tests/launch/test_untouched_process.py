@@ -166,32 +166,28 @@ def test_torch_of_a_forked_child_is_not_watched(tmp_path: Path, console_script: 
 
 
 BREAKING = """
-import json, sys, time
+import json, time
 import torch
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 system_time = time.time
 for step in range(30):
     if step == 10:
-        how = sys.argv[1]
-        if how == "times":
-            time.time = time.perf_counter = None
-        elif how == "json":
-            json.dumps = json.loads = None
-        elif how == "clock set back":
-            time.time = lambda: system_time() - 86_400
+        time.time = lambda: system_time() - 86_400  # the clock is set back
+        json.dumps = json.loads = None
+    if step == 20:
+        time.time = time.perf_counter = None
     model(torch.randn(8, 3)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 """
 
 
-@pytest.mark.parametrize("how", ["times", "json", "clock set back"])
 def test_script_that_replaces_what_others_use_is_recorded_to_its_end(
-    tmp_path: Path, console_script: Console, how: str
+    tmp_path: Path, console_script: Console
 ) -> None:
     (tmp_path / "breaking.py").write_text(BREAKING)
-    done = console_script(tmp_path, "run", "-o", "run", "breaking.py", how)
+    done = console_script(tmp_path, "run", "-o", "run", "breaking.py")
     assert done.returncode == 0, done.stderr
     run = open_run(tmp_path / "run")
     assert run.status is RunStatus.FINISHED

@@ -22,8 +22,9 @@ from faults.silent.batches import Numbers, Stream, epochs
     ("data", "kind"),
     [
         (Numbers(np.random.default_rng(0)), "generator"),
-        (Stream(is_split=False), "workers"),
-        (Stream(is_split=True), None),
+        # By fork they are in test_training_loop.py.
+        pytest.param(Stream(is_split=False), "workers", marks=pytest.mark.full),
+        pytest.param(Stream(is_split=True), None, marks=pytest.mark.full),
     ],
 )
 def test_workers_that_are_spawned(data: Dataset[Any], kind: str | None, tmp_path: Path) -> None:

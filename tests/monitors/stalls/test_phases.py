@@ -163,7 +163,7 @@ def test_recomputation_is_not_a_forward(tmp_path: Path, directory: Path) -> None
     assert recorded == [Phase.EVALUATION, Phase.BACKWARD]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_watched_model_compiles_as_often_as_an_unwatched_one(tmp_path: Path, directory: Path) -> None:
     from torch._dynamo.utils import counters
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -119,9 +120,11 @@ def compact_up_to(path: Path, point: int, monkeypatch: pytest.MonkeyPatch) -> bo
 def test_interrupted_compaction_keeps_all_data(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    original = killed(tmp_path / "run", BODY)
+    before = content(open_run(original))
     for point in itertools.count():
-        path = killed(tmp_path / f"run-{point}", BODY)
-        before = content(open_run(path))
+        path = tmp_path / f"run-{point}"
+        shutil.copytree(original, path)
         finished = compact_up_to(path, point, monkeypatch)
         assert content(open_run(path)) == before
         compact(path)
