@@ -24,7 +24,7 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def transfers(reported: list[Any]) -> Any:
-    return Transfers(SimpleNamespace(active=True, emit=lambda event, one: reported.append(one)))
+    return Transfers(SimpleNamespace(delivers=bool, emit=lambda event, one: reported.append(one)))
 
 
 GROUP = SimpleNamespace(group_name="0", rank=lambda: 1)

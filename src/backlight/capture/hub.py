@@ -385,19 +385,26 @@ class Hub:
         if not self.listeners:
             self._uninstall()
 
+    def delivers(self, event: str) -> bool:
+        """Return whether a listener gets ``event`` now."""
+        receivers = self._receivers.get(event)
+        return self.active and bool(self._receivers_of(event) if receivers is None else receivers)
+
+    def _receivers_of(self, event: str) -> tuple[tuple[Listener, Callable[..., None]], ...]:
+        # Only those that do something at this event.
+        nothing = getattr(Listener, event)
+        found = self._receivers[event] = tuple(
+            (one, getattr(one, event)) for one in self.listeners if getattr(type(one), event) is not nothing
+        )
+        return found
+
     def emit(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``event`` of every listener; one that raises is removed, and its error reported."""
         receivers = self._receivers.get(event)
         if self.own_passes or receivers == () or self.unrecorded is not None:
             return
         if receivers is None:
-            # Only those that do something at this event.
-            nothing = getattr(Listener, event)
-            receivers = self._receivers[event] = tuple(
-                (one, getattr(one, event))
-                for one in self.listeners
-                if getattr(type(one), event) is not nothing
-            )
+            receivers = self._receivers_of(event)
         try:
             for listener, method in receivers:
                 guarded(listener, self._drop, method, *args, **kwargs)

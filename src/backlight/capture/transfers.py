@@ -125,7 +125,7 @@ class Transfers:
                 ends = (own, peer) if method == "send" else (peer, own)
                 channel = f"{channel} {ends[0]} {ends[1]} {tag}"
             self._numbers[channel] += 1
-            if not self._hub.active or (peer is not None and ends[0] == ends[1]):
+            if not self._hub.delivers("transferred") or (peer is not None and ends[0] == ends[1]):
                 return None
             ranks = tuple(dist.get_process_group_ranks(group))
             if peer is not None:
