@@ -30,7 +30,10 @@ class DeviceMemory:
 
 
 def kind() -> str | None:
-    """Return the type of this process's accelerators, such as ``cuda``; None where there is none."""
+    """Return the type of this process's accelerators, such as ``cuda``; None where there is none.
+
+    A script may load a back-end at any time: what is true before its imports need not be true later.
+    """
     device = torch.accelerator.current_accelerator()
     return device.type if device is not None and torch.accelerator.is_available() else None
 
@@ -56,7 +59,7 @@ def is_in_use() -> bool:
     if not is_available():
         return False
     # Some device modules, such as torch.mps, cannot be asked: they count as initialised.
-    return bool(getattr(torch.get_device_module(), "is_initialized", lambda: True)())
+    return bool(getattr(torch.get_device_module(kind()), "is_initialized", lambda: True)())
 
 
 def count() -> int:
@@ -66,7 +69,7 @@ def count() -> int:
 
 def name_of(device: str | int | torch.device | None = None) -> str:
     """Return the product name of an accelerator, or its type if it has no name; None for the current one."""
-    name = getattr(torch.get_device_module(), "get_device_name", None)
+    name = getattr(torch.get_device_module(kind()), "get_device_name", None)
     return str(name(device)) if name is not None else str(kind())
 
 
@@ -138,7 +141,7 @@ def free_memory(device: torch.device) -> int:
 
 def _memory_info(device: torch.device | None) -> tuple[int, int]:
     # torch.accelerator has the function since 2.10.
-    read = getattr(torch.accelerator, "get_memory_info", None) or torch.get_device_module().mem_get_info
+    read = getattr(torch.accelerator, "get_memory_info", None) or torch.get_device_module(kind()).mem_get_info
     free, total = read(device)
     return int(free), int(total)
 

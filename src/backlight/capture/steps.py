@@ -198,6 +198,10 @@ class StepTracker(Listener):
         self._summary = StepSummary(self._index)
         self._recording = self._sink.step_opens(self._index) and not is_capturing_graph()
 
+    def _skip_capture(self) -> None:
+        """Record nothing of a step in a graph under capture, which an event or a copy would end."""
+        self._recording = self._recording and not is_capturing_graph()
+
     def _close(self) -> float:
         summary = self._summary
         summary.separated = self._clock.separated
@@ -261,6 +265,7 @@ class StepTracker(Listener):
         """Close a step that is complete, and account for the forward; without gradients it is evaluation."""
         if self._clock.inside(Phase.BACKWARD):
             return  # a checkpointed model is computed again: that is a part of backward
+        self._skip_capture()
         if torch.is_grad_enabled() and self._stepped and not self._inside:
             self._close()
         self._clock.enter(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
@@ -278,6 +283,7 @@ class StepTracker(Listener):
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Open a new step if the last one is complete, and note the loss."""
+        self._skip_capture()
         self._call_before_step()
         self.check_limit()
         if self._stepped and not self._inside:
@@ -351,6 +357,7 @@ class StepTracker(Listener):
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Collect what is left of this optimizer's gradients, and note its learning rates."""
+        self._skip_capture()
         if not self.in_step:  # no backward did it before
             self._call_before_step()
             self.check_limit()

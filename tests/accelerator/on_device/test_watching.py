@@ -220,3 +220,32 @@ def test_nothing_runs_during_capture(tmp_path: Path) -> None:
             step(model, optimizer, x, y)
         simulated.set_capturing(False)
     assert found == alone[1:]
+
+
+@pytest.mark.parametrize("location", ["host", "device"])
+def test_spectra_read_no_stale_gradient(location: str, tmp_path: Path) -> None:
+    values = []
+    for name, busy_s in (("prompt", 0.0), ("late", 0.05)):
+        torch.manual_seed(0)
+        model, optimizer = build("sim")
+        given = batches("sim", 4)
+        with backlight.watch(
+            model,
+            optimizer,
+            run=tmp_path / name,
+            every=1,
+            monitors=("spectra",),
+            spectra={"buffer": location},
+        ):
+            for _ in range(2):
+                optimizer.zero_grad()
+                for x, y in given:
+                    if busy_s:
+                        simulated.sleep(busy_s)
+                    F.cross_entropy(model(x + torch.rand_like(x)), y).backward()
+                optimizer.step()
+        run = backlight.open_run(tmp_path / name)
+        assert run.losses == ()
+        values.append([event.payload["numbers"] for event in run.events("spectra_measured")])
+    assert len(values[0]) == 4
+    assert values[0] == values[1]

@@ -108,14 +108,7 @@ class ProfileObserver(StepObserver):
         self._profiler: torch.profiler.profile | None = None
         self._skipped_first = False
         self._exported = False
-        self._device = DevicePhases() if devices.is_available() else None
-
-    def __enter__(self) -> ProfileObserver:
-        """Attach the clock."""
-        super().__enter__()
-        if self._device is not None:
-            HUB.add(self._device)
-        return self
+        self._device: DevicePhases | None = None
 
     def on_finish(self) -> None:
         """Keep what a script that ended early has left."""
@@ -131,6 +124,10 @@ class ProfileObserver(StepObserver):
         self._seen += 1
         if self._is_clocking():
             self.observed.steps.append(_step_time(summary))
+            if len(self.observed.steps) == 1 and devices.is_in_use():
+                # Not before: a back-end outside of torch is loaded by the script.
+                self._device = DevicePhases()
+                HUB.add(self._device)
             if self._device is not None:
                 self._device.end_step()
             if self._is_clocking():
