@@ -12,7 +12,15 @@ import torch
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.monitors.spectra import panels as shared
 from backlight.monitors.spectra.model.echo_records import record_layer
-from backlight.monitors.spectra.panels import FIELDS, explorer, frobenius, spectra_of, steps_of, thinned
+from backlight.monitors.spectra.panels import (
+    FIELDS,
+    explorer,
+    frobenius,
+    joint_noise_scale,
+    spectra_of,
+    steps_of,
+    thinned,
+)
 from backlight.records import Evidence
 from backlight.report.evidence_links import place_of
 from backlight.report.page import model
@@ -206,7 +214,20 @@ def test_notes_name_noise_and_the_batch(tmp_path: Path) -> None:
     strengths = {name: (100.0,) for name in STRENGTHS}
     plan = Injected(steps=(0,), strengths=strengths)
     notes = drawn(Source(write_spectra_run(tmp_path / "strong", plan)), "spectra_signal").remarks
-    assert any(note.startswith("The batch of 48 samples, at a median noise scale of") for note in notes)
+    assert any(note.startswith("The batch of 48 samples, at a noise scale of") for note in notes)
     plan = Injected(steps=(0,), strengths=strengths, checkpoints=True)  # replicates that are no step's batch
     checkpoints = drawn(Source(write_spectra_run(tmp_path / "checkpoints", plan)), "spectra_signal")
     assert not any("batch" in note for note in checkpoints.remarks)
+
+
+def test_noise_scale_of_layers_together_is_that_of_their_joint_gradient(tmp_path: Path) -> None:
+    plan = Injected(steps=(0,), strengths={UP: (8.0,), HEAD: (60.0,)})
+    histories = spectra_of(Source(write_spectra_run(tmp_path / "run", plan)))
+    names = [history.name for history in histories]
+    whole = torch.cat([torch.stack(list(replicates(plan, name, 0))).flatten(1) for name in names], 1).double()
+    R, mean, square = len(whole), whole.mean(0), float(whole.square().sum(1).mean())
+    share = (R * float(mean.square().sum()) - square) / ((R - 1) * square)
+    expected = plan.batch * (1 - share) / share
+    assert joint_noise_scale(histories) == pytest.approx(expected, rel=1e-4)
+    layers = [history.last["noise_scale"] for history in histories]
+    assert not math.isclose(expected, sorted(layers)[len(layers) // 2], rel_tol=0.1)

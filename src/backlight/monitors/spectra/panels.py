@@ -227,6 +227,8 @@ def _figures(source: Source) -> Figures:
     fewest, most = min(one.replicates for one in last), max(one.replicates for one in last)
     first_step, last_step = (number(int(steps[at])) for at in (0, -1))
     none = "not measured"
+    known = [one for one in found if not math.isnan(one.last["noise_scale"])]
+    scale = joint_noise_scale(known) if known else 0.0
 
     replicates = number(most) if fewest == most else f"{number(fewest)} to {number(most)}"
     return (
@@ -234,7 +236,7 @@ def _figures(source: Source) -> Figures:
         ("steps", number(len(steps)), f"{first_step} to {last_step}"),
         ("replicates", replicates, "at the last step of each layer"),
         ("signal share", _median_of(found, "signal_share") or none, "median of the layers"),
-        ("noise scale", _median_of(found, "noise_scale") or none, "samples, median of the layers"),
+        ("noise scale", number(scale, 3) if scale else none, "samples, of the layers together"),
     )
 
 
@@ -285,15 +287,35 @@ def batch_of(source: Source) -> str:
     if source.run.events(CHECKPOINT) or not found:
         return ""
     step = max(history.last.step for history in found)
-    at = [one.last for one in found if one.last.step == step and not math.isnan(one.last["noise_scale"])]
-    if not at or math.isnan(at[0]["batch"]):
+    at = [one for one in found if one.last.step == step and not math.isnan(one.last["noise_scale"])]
+    if not at or math.isnan(at[0].last["batch"]):
         return ""
-    batch = at[0]["batch"] * at[0].replicates
-    # Layers share one batch, so their median stands for the step.
-    scale = median(one["noise_scale"] for one in at)
+    each = at[0].last["batch"]
+    batch, scale = each * at[0].last.replicates, joint_noise_scale(at)
+    layers = count(len(at), "measured layer")
     if math.isinf(scale):
-        return f"The batch of {number(batch)} samples shows no signal in the median layer."
-    return f"The batch of {number(batch)} samples, at a median noise scale of {number(scale, 3)} samples."
+        return f"The batch of {number(batch)} samples shows no signal in the gradient of {layers} together."
+    return (
+        f"The batch of {number(batch)} samples, at a noise scale of {number(scale, 3)} samples of the "
+        f"gradient of {layers} together."
+    )
+
+
+def joint_noise_scale(histories: Sequence[LayerHistory]) -> float:
+    """Return the noise scale of the gradient of several layers, ``tr Sigma / |G|^2``, at their last steps.
+
+    Noise and signal of the layers add up, weighted by their squared norms; a median of layers would weigh
+    the smallest like the largest. Infinite where no signal was found.
+    """
+    noise = signal = 0.0
+    for history in histories:
+        last, layer = history.last, history.layer
+        entries = last["noise_sigma"] ** 2 * layer.rows * layer.columns
+        share = last["signal_share"]
+        noise += entries * last["batch"]
+        # T = sigma^2 p q / (1 - rho), of which rho is signal.
+        signal += entries * share / (1 - share) if share < 1 else math.inf
+    return noise / signal if signal > 0 else math.inf
 
 
 @panel(
