@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
 import random
@@ -70,6 +69,15 @@ def write_seeds(folder: Path) -> Path:
         for step in range(6):
             writer.array("w", step, np.random.default_rng(step).normal(size=(8, 700)), dims=("a", "b"))
             writer.scalar(step, "loss", float(step))
+    for rank, name in enumerate(("host0", "host1")):
+        writer = RunWriter.create(
+            folder / f"rank{rank}", rank=rank, world_size=2, run_id="fuzz", join_timeout=0.05
+        )
+        with writer:
+            for step in range(6):
+                writer.array("w", step, np.full((2, 3), float(rank)), dims=("a", "b"))
+                writer.scalar(step, "loss", float(step))
+        writer.path.rename(folder / name)
     (folder / "plan.toml").write_bytes(PLAN)
     (folder / "settings.toml").write_bytes(SETTINGS)
     (folder / "recipe.py").write_bytes(RECIPE)
@@ -99,12 +107,11 @@ class Target:
         return Path(copy(seeds / self.seed, folder / self.seed))
 
     def warm_up(self, seeds: Path, folder: Path) -> None:
-        """Answer the seed as it is: what is imported for it is no memory of an input."""
+        """Answer the seed as it is, or raise: what is imported for it is no memory of an input."""
         path = self.copy(seeds, folder)
         if self.answer is _query:
             path.write_text(STATEMENTS[3])
-        with contextlib.suppress(*REFUSALS):
-            self.answer(path)
+        self.answer(path)
 
 
 def _bytes(path: Path, rng: random.Random) -> None:
@@ -191,8 +198,8 @@ def _report(path: Path) -> None:
 
 
 def _join(path: Path) -> None:
-    whole = path.parent / "whole"
-    shutil.copytree(path.parent.parent / "seeds" / "arrays", whole)
+    whole = path.parent / "host0"
+    shutil.copytree(path.parent.parent / "seeds" / "host0", whole)
     merge_hosts(whole, [path])
 
 
@@ -225,7 +232,7 @@ TARGETS = {
     "plan": Target("plan.toml", _words, read_plan),
     "settings": Target("settings.toml", _words, lambda path: Settings.read(path, {})),
     "recipe": Target("recipe.py", _words, refuse_script),
-    "join": Target("arrays", _any_file, _join),
+    "join": Target("host1", _any_file, _join),
     "bundle": Target("arrays", _any_file, _report),
 }
 """Kinds of input by name."""

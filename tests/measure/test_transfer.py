@@ -82,20 +82,31 @@ class Event:
         self.done.wait(10)
 
 
+def pending_of(event, host):
+    numbers = np.ones((1, 1), dtype=np.int64)
+    return Pending([AsyncCopy(host, event, host)], lambda received: (received[0][None], numbers))
+
+
 def test_pending_waits_only_when_read():
     event, host = Event(), torch.zeros(2, dtype=torch.float64)
-    pending = Pending(
-        [AsyncCopy(host, event, host)], lambda received: (received[0][None], np.ones((1, 1), dtype=np.int64))
-    )
+    pending = pending_of(event, host)
     assert not pending.ready()
     assert event.waits == 0
     host.fill_(7.0)
-    event.done.set()
-    assert pending.ready()
+    threading.Timer(0.05, event.done.set).start()
     assert pending.arrays()[0].tolist() == [[7.0, 7.0]]
     assert event.waits == 1
     assert pending.arrays() is pending.arrays()
     assert event.waits == 1
+
+
+def test_copy_that_is_over_is_read_without_waiting():
+    event = Event()
+    pending = pending_of(event, torch.full((2,), 7.0, dtype=torch.float64))
+    event.done.set()
+    assert pending.ready()
+    assert pending.arrays()[0].tolist() == [[7.0, 7.0]]
+    assert event.waits == 0
 
 
 def test_reading_frees_memory_of_device():

@@ -156,16 +156,15 @@ def test_run_without_memory_is_reported_as_not_measured(tmp_path: Path) -> None:
         assert "backlight memory" in message.reason
 
 
-def test_cuda_allocator_statistics_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
+def test_allocator_statistics_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure.devices, "is_in_use", lambda: False)
     assert read_allocator() is None
     stats = {
         "allocated_bytes.all.peak": 600, "reserved_bytes.all.peak": 1000,
         "inactive_split_bytes.all.current": 50, "num_alloc_retries": 2,
     }  # fmt: skip
-    monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(measure.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(measure.torch.cuda, "memory_stats", lambda: stats)
+    monkeypatch.setattr(measure.devices, "is_in_use", lambda: True)
+    monkeypatch.setattr(measure.torch.accelerator, "memory_stats", lambda device: stats)
     statistics = read_allocator()
     assert statistics == AllocatorStatistics(
         allocated_peak=600, reserved_peak=1000, inactive_split=50, retries=2, failures=0
