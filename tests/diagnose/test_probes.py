@@ -129,6 +129,7 @@ def test_probes_change_nothing_of_the_script(monkeypatch: pytest.MonkeyPatch) ->
     assert observer.steps == 2
     assert [one.outcome.value for one in observer.results if one.probe is Probe.OVERFIT] != []
     assert all(torch.equal(one, other) for one, other in zip(unprobed, result, strict=True))
+    assert not nn.modules.module._has_any_global_hook()
 
 
 SCRIPT = """

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from backlight import devices
@@ -66,6 +66,8 @@ class StepTape(Pausable, TorchFunctionMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch's
         for handle in self._handles:
             handle.remove()
+            # torch forgets this entry, and warns of hooks where a module is compiled later.
+            _global_forward_hooks_with_kwargs.pop(handle.id, None)
 
     def clear(self) -> None:
         """Begin another step."""
