@@ -126,11 +126,15 @@ def install_recomputation(hub: Hub, patches: Patches) -> None:
 
     Regions that are not re-entrant only, whatever name a script imported ``checkpoint`` by.
     """
+    # From torch 2.15 on, a function of its own takes the options by name.
+    name = "_checkpoint_without_reentrant_generator"
+    by_name = hasattr(torch.utils.checkpoint, f"{name}_impl")
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
-        def generator(function: Any, preserves: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-            region = original(function, preserves, *args, **kwargs)
+        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+            preserves = kwargs.get("preserve_rng_state", True) if by_name else args[1]
+            region = original(*args, **kwargs)
             if preserves or not hub.active or torch.compiler.is_compiling():
                 yield from region
                 return
@@ -146,4 +150,4 @@ def install_recomputation(hub: Hub, patches: Patches) -> None:
 
         return generator
 
-    patches.replace(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", wrap)
+    patches.replace(torch.utils.checkpoint, f"{name}_impl" if by_name else name, wrap)
