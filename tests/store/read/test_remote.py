@@ -46,6 +46,7 @@ def test_a_run_behind_a_url_is_read_as_here(
     assert not any(name.endswith(".parquet") for name in copied)
     folder = there.path
     assert folder.is_dir()
+    assert folder.parent.name.startswith("backlight-read-")  # removed also after this process was killed
     del there
     assert not folder.exists()
 

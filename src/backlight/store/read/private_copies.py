@@ -1,7 +1,7 @@
-"""Temporary folders for copies of databases, removed also after a process that was killed.
+"""Temporary folders for copies of files of runs, removed also after a process that was killed.
 
 All copies of a process lie in one folder, which it locks for as long as it lives. The next process that makes
-a copy removes the folders that nobody locks.
+a copy removes the folders that no process locks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _locked_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="backlight-"))
     if sys.platform == "win32":
         return folder
-    with contextlib.suppress(OSError):  # some file systems have no locks: there, nobody removes it either
+    with contextlib.suppress(OSError):  # some file systems have no locks: there, no process removes it either
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
     # It gets the name by which others find it once it is locked.
     return folder.rename(folder.with_name(_PREFIX + folder.name.removeprefix("backlight-")))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import os
 import weakref
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from backlight.store.errors import RunFormatError
+from backlight.store.read import private_copies
 
 MAX_FILES = 1_000_000
 """Files of a run that are listed."""
@@ -30,8 +30,8 @@ class Mirror:
                 f"{url}: reading it needs fsspec, which is not installed: pip install 'backlight[remote]'"
             ) from None
         self.url = url
-        self.folder = Path(tempfile.mkdtemp(prefix="backlight-remote-"))
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder = private_copies.new_folder()
+        weakref.finalize(self, private_copies.remove, self.folder, os.getpid())
         self._names: dict[Path, str] = {}
         self.sizes: dict[Path, int] = {}
         try:
