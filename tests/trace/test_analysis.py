@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from backlight.trace import analysis
 from backlight.trace.analysis import RankAnalysis, analyse
-from backlight.trace.classification import Kind, kind_of, short
+from backlight.trace.classification import short
 from backlight.trace.events import TraceError
 from backlight.trace.operators import Costs, joined
 from backlight.trace.reader import read_trace
 from backlight.trace.timeline import Timeline, tree
 from backlight.trace.utilization import Idle
-from synthetic_traces import REAL, SKIP_REASON, TraceBuilder, write
+from synthetic_traces import REAL, SKIP_REASON, TraceBuilder
 
 Analyse = Callable[[TraceBuilder], RankAnalysis]
 US = 1000
@@ -63,6 +63,28 @@ def test_causes_of_idle_time(analysed: Analyse) -> None:
     assert row.busy + row.idle.total == row.duration == 1000 * US
     assert analysis.idle_share(found) == pytest.approx(0.485)
     assert sum(analysis.idle_causes(found).values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("copy", "waited"),
+    [
+        ("Memcpy DtoH (Device -> Pageable)", True),
+        ("CopyDeviceToHost", True),
+        ("Memcpy DtoH (Device -> Pinned)", False),
+        ("Memcpy DtoD (Device -> Device)", False),
+    ],
+)
+def test_copy_that_returns_after_its_event_is_a_wait(analysed: Analyse, copy: str, waited: bool) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    builder.kernel(GEMM, 10, 20, 480)
+    call = {"call": "cudaMemcpyAsync", "category": "gpu_memcpy"}
+    builder.kernel(copy, 30, 500, 20, took=570, **call)  # returns at 600, 80 after the copy
+    builder.kernel(GEMM, 700, 700, 100)
+    row = analysed(builder).steps[0]
+    assert row.idle.synchronisation == (180 * US if waited else 0)
+    assert row.critical_path.synchronisation == (80 * US if waited else 0)
+    assert row.critical_path.device.get("matmul", 0) == (480 * US if waited else 0)
 
 
 def test_overlap_and_shares(analysed: Analyse) -> None:
@@ -274,49 +296,6 @@ def test_every_moment_of_crossing_ranges_counts_once(
     assert own == {name: length * US for name, length in expected.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        (NCCL, Kind.COMMUNICATION),
-        ("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", Kind.COMMUNICATION),
-        ("rcclGenericKernel_AllReduce", Kind.COMMUNICATION),
-        ("gloo:all_reduce", Kind.COMMUNICATION),
-        (GEMM, Kind.MATMUL),
-        ("Cijk_Ailk_Bljk_SB_MT64x16x32", Kind.MATMUL),
-        ("nvjet_hsh_128x256", Kind.MATMUL),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", Kind.MATMUL),
-        ("aten::addmm", Kind.MATMUL),
-        ("autograd::engine::evaluate_function: AddmmBackward0", Kind.MATMUL),
-        ("aten::convolution", Kind.MATMUL),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", Kind.ATTENTION),
-        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", Kind.ATTENTION),
-        ("aten::scaled_dot_product_attention", Kind.ATTENTION),
-        ("void cudnn::bn_fw_tr_1C11_kernel_NCHW", Kind.NORMALISATION),
-        ("aten::native_layer_norm", Kind.NORMALISATION),
-        ("void softmax_warp_forward<float, float>", Kind.SOFTMAX_LOSS),
-        ("aten::mse_loss", Kind.SOFTMAX_LOSS),
-        ("void at::native::nll_loss_forward_reduce_cuda", Kind.SOFTMAX_LOSS),
-        (ADD, Kind.ELEMENTWISE),
-        ("triton_poi_fused_add_relu_0", Kind.ELEMENTWISE),
-        ("aten::gelu", Kind.ELEMENTWISE),
-        ("void at::native::elementwise_kernel<128, 2, direct_copy_kernel_cuda>", Kind.COPY),
-        ("aten::_to_copy", Kind.COPY),
-        ("Memcpy DtoD (Device -> Device)", Kind.COPY),
-        ("Memcpy HtoD (Pageable -> Device)", Kind.HOST_COPY),
-        ("Memcpy DtoH (Device -> Pinned)", Kind.HOST_COPY),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", Kind.OPTIMIZER),
-        ("aten::_foreach_addcdiv_", Kind.OPTIMIZER),
-        ("aten::embedding_dense_backward", Kind.INDEXING),
-        ("void fbgemm_gpu::permute_2D_data_kernel<false>", Kind.INDEXING),
-        ("aten::index_select", Kind.INDEXING),
-        ("aten::empty", Kind.OTHER),
-        ("ProfilerStep#3", Kind.OTHER),
-    ],
-)  # fmt: skip
-def test_kinds(name: str, kind: Kind) -> None:
-    assert kind_of(name) is kind
-
-
 def test_short_names() -> None:
     assert short(ADD) == "vectorized_elementwise_kernel [CUDAFunctor_add]"
     assert short("void cudnn::bn_fw<float>(int)") == "cudnn::bn_fw"
@@ -373,13 +352,3 @@ def test_pairs_against_profilers_own_links() -> None:
             assert starts[link] == calls.start[one]
             checked += 1
     assert checked > 800
-
-
-def test_amd_names_are_classified(tmp_path: Path) -> None:
-    builder = TraceBuilder()
-    builder.step(1, 0, 100)
-    builder.kernel("Cijk_Ailk_Bljk", 10, 30, 20, call="hipLaunchKernel", kind="Dispatch Kernel")
-    builder.add("cuda_runtime", "hipMemcpyWithStream", 55, 10, stream="0x0")
-    found = analyse([read_trace(write(tmp_path / "made.json", builder.events))]).traces[0]
-    assert found.kernels[0].kind == "matmul"
-    assert found.rank is None

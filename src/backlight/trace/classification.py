@@ -14,8 +14,12 @@ from backlight.records import Phase
 KERNEL = frozenset({"kernel", "concurrent_kernel"})
 MEMCPY = frozenset({"gpu_memcpy", "memcpy"})
 MEMSET = frozenset({"gpu_memset", "memset"})
-DEVICE = KERNEL | MEMCPY | MEMSET
-"""Work on a device; annotations and synchronisation on the device's rows are none."""
+MTIA = frozenset({"mtia_ccp_events"})
+DEVICE = KERNEL | MEMCPY | MEMSET | MTIA
+"""Categories of work on a device; annotations and synchronisation on the device's rows are none."""
+
+MTIA_WAITS = frozenset({"event_wait", "event_record"})
+"""Names of MTIA's device events that are no work."""
 
 OPERATOR = frozenset({"cpu_op", "operator"})
 RUNTIME = frozenset({
@@ -39,6 +43,7 @@ class Kind(enum.StrEnum):
     NORMALISATION = "normalisation"
     SOFTMAX_LOSS = "softmax and loss"
     ELEMENTWISE = "elementwise"
+    REDUCTION = "reduction and pooling"
     COPY = "copy and cast"
     HOST_COPY = "host copy"
     OPTIMIZER = "optimizer"
@@ -47,18 +52,42 @@ class Kind(enum.StrEnum):
     OTHER = "other"
 
 
-# The first match decides: special kinds come before those that they are made of.
+_LAYOUT = (
+    r"nchwTo|nhwcTo|nhwcAddPadding|batched_transpose_|transpose_?(readwrite|kernel|nchw|cnhw)|"
+    r"SubTensorOpWithCast|direct_copy|^dma_request$"
+)
+"""Device work that changes layout or type, whatever operator launches it."""
+
+# The first match decides: special kinds come before those that they are made of. Names of generated kernels
+# (Tensile, Inductor) list letters or operators that would match elsewhere, so they come first.
 _KIND_PATTERNS: tuple[tuple[Kind, str], ...] = (
+    (Kind.MATMUL, r"cijk_|^fc-dtype"),
+    (
+        Kind.COPY,
+        r"triton_poi_fused_(_?(to_copy|clone|cat|stack|transpose|permute|view|unsafe_view|slice|expand)_)+\d+$|"
+        rf"{_LAYOUT}|reshape_and_cache|store_?(kv_?)?cache",
+    ),
+    (Kind.ELEMENTWISE, r"triton_(poi|for)_|SubTensorOpWithScalar|^memset|rotary|\brope_"),
+    (Kind.NORMALISATION, r"triton_(red|per)_.*(norm|rsqrt|var_mean)"),
+    (Kind.SOFTMAX_LOSS, r"triton_(red|per)_.*(softmax|loss|logsumexp|nll)"),
+    (Kind.REDUCTION, r"triton_(red|per)_"),
     (
         Kind.COMMUNICATION,
         r"nccl|rccl|gloo:|mscclpp|nvshmem|\bc10d::|_c10d_functional|record_param_comms|"
-        r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|symm_mem",
+        r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|symm_mem|cross_device_reduce",
     ),
     (Kind.HOST_COPY, r"memcpy.*(htod|dtoh|host)|^copy ?(host|device ?to ?host)|pin_memory"),
-    (Kind.ATTENTION, r"flash|fmha|attention|attn|sdpa|\bmha_"),
+    (Kind.ATTENTION, r"flash|fmha|attention|attn|sdpa|\bmha_|\bsage_fwd"),
     (Kind.NORMALISATION, r"(batch|layer|group|instance|rms|weight)_?norm|\bbn_[fb]w|welford|fused_norm"),
-    (Kind.SOFTMAX_LOSS, r"softmax|_loss|loss(backward)?\d*$|nll|cross_?entropy|kl_div|ctc"),
-    (Kind.INDEXING, r"embedding|permute_(pooled|\dd)"),  # a fused optimizer in its name makes it no optimizer
+    (
+        Kind.SOFTMAX_LOSS,
+        r"softmax|logsumexp|_loss|loss(backward)?\d*$|\bnll|nll_|cross_?entropy|kl_div|\bctc|ctc_",
+    ),
+    # A fused optimizer in the name of an embedding makes it no optimizer.
+    (
+        Kind.INDEXING,
+        r"embedding|lookup|permute_?(pooled|sparse|\dd)|sparse_features|jagged|moe.*(routing|finalize)",
+    ),
     (
         Kind.OPTIMIZER,
         r"multi_tensor_apply|multi_tensor_|adam|lamb\b|shampoo|adagrad|rmsprop|_foreach_|fused_sgd|"
@@ -66,42 +95,74 @@ _KIND_PATTERNS: tuple[tuple[Kind, str], ...] = (
     ),
     (
         Kind.COPY,
-        r"direct_copy|catarray|memcpy|copy_kernel|"
+        r"catarray|memcpy|copy_kernel|"
         r"aten::(cat|copy_|clone|contiguous|to|_to_copy|stack)\b",
     ),
     (
         Kind.MATMUL,
-        r"gemm|gemv|cutlass|cijk_|nvjet|matmul|conv|winograd|cudnn|cask|xmma|miopen|wgrad|dgrad|"
-        r"\b(mm|bmm|addmm|addbmm|baddbmm|linear|einsum|dot|mv|addmv)(backward)?\d*\b|triton_.*_mm",
+        r"gemm|gemv|cutlass|nvjet|matmul|conv|winograd|cudnn|cask|xmma|miopen|wgrad|dgrad|splitk|triton_tem_|"
+        r"fused_moe|(\b|_)(mm|bmm|addmm|addbmm|baddbmm)(_|\b|backward)|"
+        r"\b(linear|einsum|dot|mv|addmv)(backward)?\d*\b",
     ),
     (
         Kind.INDEXING,
-        r"index|gather|scatter|nonzero|masked_(select|fill)|sort|topk|unique|take_along|one_hot|"
-        r"select(backward)?\d*\b|slice(backward)?\d*\b|getitem",
+        r"index|gather|scatter|nonzero|masked_(select|fill)|sort|topk|unique|take_along|one_hot|bucketize|"
+        r"select(backward)?\d*\b|slice(backward)?\d*\b|getitem|(lengths|offsets)_range|DeviceSelect|"
+        r"repeat_interleave|routing|to_dense|sampling|searchsorted",
+    ),
+    (Kind.COPY, r"quant"),
+    (
+        Kind.REDUCTION,
+        r"reduce_(sum|mean|\w*kernel)|vector_norm|(max|min)_dim_|Device(Segmented)?(Reduce|Scan)|_pool|pool(ing)?(\d?d)?(backward)?\d*\b|cumsum|cumprod|"
+        r"\b(sum|nansum|mean|amax|amin|argmax|argmin|max|min|all|any|prod|norm|linalg_vector_norm|std(?!::)|var|var_mean)"
+        r"(backward)?\d*\b",
     ),
     (
         Kind.ELEMENTWISE,
-        r"elementwise|pointwise|triton_poi|fillfunctor|"
-        r"\b(add|sub|rsub|mul|div|neg|exp|log|sqrt|rsqrt|pow|abs|sign|clamp|where|relu|gelu|silu|sigmoid|tanh|dropout|"
-        r"native_dropout|addcmul|addcdiv|lerp|fill|zero|zeros|ones|threshold|hardtanh|leaky_relu|maximum|minimum|"
-        r"eq|ne|lt|le|gt|ge|bernoulli|uniform|normal)_?(_backward)?(backward)?\d*\b",
+        r"elementwise|pointwise|fillfunctor|act_and_mul|upsample|mul_const|"
+        r"\b(add|sub|rsub|mul|multiply|div|divide|neg|exp|log|log2|log1p|logit|sqrt|rsqrt|pow|abs|sign|sin|cos|"
+        r"clamp(_min|_max)?|where|relu|gelu|silu|elu|mish|softplus|hardswish|sigmoid|tanh|erf|dropout|"
+        r"native_dropout|addcmul|addcdiv|lerp|fill|zero|zeros|ones|arange|tril|triu|nan_to_num|reciprocal|floor|"
+        r"ceil|round|remainder|square|isnan|isfinite|logical_\w+|bitwise_\w+|threshold|hardtanh|leaky_relu|"
+        r"maximum|minimum|eq|ne|lt|le|gt|ge|bernoulli|uniform|normal|random|exponential)"
+        r"_?(_backward)?(backward)?\d*\b",
     ),
-    (Kind.COPY, r"copy|\b(to|cast|toCopy|tocopy|clone|cat|contiguous|transpose)(backward)?\d*\b"),
+    (
+        Kind.COPY,
+        r"copy|\b(to|cast|toCopy|clone|cat|contiguous|transpose|roll|flip|constant_pad_nd|repeat)"
+        r"(backward)?\d*\b",
+    ),
 )  # fmt: skip
 _COMPILED_KINDS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KIND_PATTERNS)
 
 KINDS = tuple(Kind)
 """A kind is stored as its index in this tuple."""
 
+MODULE = "nn.Module: "
+"""Prefix of the range of a module's call in traces with stacks, before its class and a number."""
+
+_OWN_KIND = re.compile(
+    rf"^mem(cpy|set)|nccl|rccl|all_?reduce|cross_device_reduce|SubTensorOpWithScalar|{_LAYOUT}", re.IGNORECASE
+)
+
+
+def has_own_kind(name: str) -> bool:
+    """Return whether device work is of its own kind, not of the operator's that launched it.
+
+    These are copies, fills, changes of the layout and collectives, also inside a convolution.
+    """
+    return bool(_OWN_KIND.search(name[:400]))
+
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of an operator (``aten::addmm``, ``AddmmBackward0``) or kernel by its name.
+    """Return the kind of an operator (``aten::addmm``, ``AddmmBackward0``), module or kernel by its name.
 
     Names of kernels are long templates: only the first 400 characters count.
     """
-    text = name.removeprefix(ENGINE)[:400].replace(
-        "fbgemm", ""
-    )  # the name of a library, not of the operation
+    text = name.removeprefix(ENGINE).removeprefix(MODULE)[:400]
+    text = text.replace("fbgemm", "")  # the name of a library, not of the operation
+    if name.startswith(MODULE):
+        text = text.rpartition("_")[0]
     for kind, pattern in _COMPILED_KINDS:
         if pattern.search(text):
             return kind

@@ -19,7 +19,6 @@ from backlight.trace.classification import KINDS, PHASES, RUNTIME
 from backlight.trace.events import Integers
 from backlight.trace.intervals import EMPTY, Union, union
 from backlight.trace.timeline import Step, Timeline
-from backlight.trace.utilization import SYNCHRONISING
 
 BLOCKED_LAUNCH_NS = 50_000
 """A longer launch, on a device that is busy all the while, waits for a full queue."""
@@ -59,14 +58,13 @@ class Paths:
         self._timeline = timeline
         device, tree, events = timeline.device, timeline.tree, timeline.events
         runtime = events.complete(RUNTIME)
-        waits = events.where("name", lambda word: bool(SYNCHRONISING.search(word)))
         queues = events.where("name", lambda word: bool(_QUEUEING.search(word)))
-        indices = np.flatnonzero((runtime & (waits | queues))[tree.rows])
+        indices = np.flatnonzero(timeline.waits | (runtime & queues)[tree.rows])
         # Where the queue is full a launch returns when the device has finished something.
         length = tree.end[indices] - tree.start[indices]
         busy = union(device.start, device.end).covered(tree.start[indices], tree.end[indices])
         blocked = (length >= BLOCKED_LAUNCH_NS) & (busy >= 0.95 * length)
-        indices = indices[waits[tree.rows[indices]] | blocked]
+        indices = indices[timeline.waits[indices] | blocked]
         indices = indices[np.argsort(tree.end[indices], kind="stable")]
         self._waits = (tree.start[indices], tree.end[indices])
         self._by_end = np.argsort(device.end, kind="stable")

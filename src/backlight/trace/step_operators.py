@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.trace.analysis import RankAnalysis, analyse, exposed_communication, idle_causes, idle_share
-from backlight.trace.classification import DEVICE, HOST, OPERATOR
+from backlight.trace.classification import HOST, OPERATOR
 from backlight.trace.events import Events, Trace, TraceError
 from backlight.trace.operators import NO_OPERATOR, Row
-from backlight.trace.timeline import Timeline
+from backlight.trace.timeline import Timeline, device_work
 
 SUM_TOLERANCE = 0.02
 """Share by which parts may miss their whole."""
@@ -168,7 +168,7 @@ def split(trace: Trace, steps: int) -> tuple[Trace, Trace | None]:
     if len(marked) <= steps:
         return dataclasses.replace(trace, events=events), None
     later = events["start"] >= marked[steps].start
-    device = events.complete(DEVICE)
+    device = device_work(events)
     before, after = _kept(events, ~later | device), _kept(events, later | device)
     return dataclasses.replace(trace, events=before), dataclasses.replace(trace, events=after)
 

@@ -14,14 +14,22 @@ from backlight.trace.classification import (
     DEVICE,
     HOST,
     KINDS,
+    MODULE,
+    MTIA_WAITS,
     OPERATOR,
     PHASES,
     RUNTIME,
     Kind,
+    has_own_kind,
     kind_of,
     phase_of,
 )
-from backlight.trace.events import COMPLETE, MISSING, Column, Events, Integers, Trace
+from backlight.trace.events import COMPLETE, MISSING, Column, Events, Integers, Mask, Trace
+
+SYNCHRONISING = re.compile(
+    r"(Device|Stream|Event|Ctx)Synchronize|Memcpy(WithStream|2D|3D|DtoH|HtoD|DtoD)?(_v\d)?$|StreamWaitValue"
+)
+"""Runtime calls that wait for the device."""
 
 _STEP = re.compile(r"^ProfilerStep\s*#(\d+)$")
 
@@ -56,6 +64,12 @@ class Tree:
             here = np.flatnonzero((self.depth == level) & (result < 0))
             result[here] = result[self.parent[here]]
         return result
+
+
+def device_work(events: Events) -> Mask:
+    """Return the events that are work on a device, bool [events]."""
+    work = events.complete(DEVICE) & ~events.where("name", MTIA_WAITS.__contains__)
+    return work & (events["duration"] >= 0)
 
 
 def tree(events: Events) -> Tree:
@@ -185,6 +199,25 @@ class Timeline:
         return np.array([*found, KINDS.index(Kind.OTHER)], dtype=np.int64)
 
     @cached_property
+    def waits(self) -> Mask:
+        """Whether each index of the tree is a call of the runtime that waits for the device, bool [H].
+
+        Besides those that wait by their name: a copy from or to pageable memory that returns after its own
+        device event (``.item()``, ``.cpu()``), though its call is named asynchronous.
+        """
+        events, device = self.events, self.device
+        runtime = events.complete(RUNTIME)
+        waits = (runtime & events.where("name", lambda word: bool(SYNCHRONISING.search(word))))[
+            self.tree.rows
+        ]
+        copies = runtime & events.where("name", lambda word: "memcpy" in word.lower())
+        pageable = events.where("name", lambda w: kind_of(w) is Kind.HOST_COPY and "pinned" not in w.lower())
+        own = np.flatnonzero((device.launch >= 0) & pageable[device.rows])
+        own = own[copies[self.tree.rows[device.launch[own]]]]
+        waits[device.launch[own[device.end[own] <= self.tree.end[device.launch[own]]]]] = True
+        return waits
+
+    @cached_property
     def steps(self) -> list[Step]:
         """The steps by start; the whole trace as one where nothing marks a step."""
         events = self.events
@@ -207,7 +240,7 @@ class Timeline:
     @cached_property
     def whole(self) -> Step:
         """The window from the first to the last event that is work."""
-        mask = self.events.complete(HOST | DEVICE) & (self.events["duration"] >= 0)
+        mask = device_work(self.events) | (self.events.complete(HOST) & (self.events["duration"] >= 0))
         if not mask.any():
             return Step(None, 0, 0)
         start = self.events["start"][mask]
@@ -217,8 +250,7 @@ class Timeline:
     def device(self) -> Device:
         """The device events."""
         events = self.events
-        mask = events.complete(DEVICE) & (events["duration"] >= 0)
-        rows = np.flatnonzero(mask)
+        rows = np.flatnonzero(device_work(events))
         rows = rows[np.argsort(events["start"][rows], kind="stable")]
         launch = self._launches(rows)
         launched = launch >= 0
@@ -226,14 +258,15 @@ class Timeline:
         phase = np.full(len(rows), PHASES.index(Phase.OTHER))
         if launched.any():
             phase[launched] = self.phases[launch[launched]]
-        kind = self.kinds[events["name"][rows]]
-        # A vague name takes the kind of its operator; all arithmetic in an optimizer step is optimizer.
-        vague = (kind == KINDS.index(Kind.OTHER)) & (operator >= 0)
-        if vague.any():
-            kind[vague] = self.kinds[events["name"][self.tree.rows[operator[vague]]]]
-        mild = np.isin(kind, [KINDS.index(Kind.ELEMENTWISE), KINDS.index(Kind.OTHER)])
+        kind = self._device_kinds(rows, launch, operator)
+        # All arithmetic in an optimizer step is optimizer.
+        mild = np.isin(kind, [KINDS.index(k) for k in (Kind.ELEMENTWISE, Kind.REDUCTION, Kind.OTHER)])
         kind[mild & (phase == PHASES.index(Phase.OPTIMIZER))] = KINDS.index(Kind.OPTIMIZER)
-        number = np.where(events["device"][rows] >= 0, events["device"][rows], events["process"][rows])
+        processes = [
+            int(word) if word.isdigit() else code for code, word in enumerate(events.words["process"])
+        ]
+        process = np.array([*processes, MISSING], dtype=np.int64)[events["process"][rows]]
+        number = np.where(events["device"][rows] >= 0, events["device"][rows], process)
         return Device(
             rows,
             events["start"][rows],
@@ -244,6 +277,28 @@ class Timeline:
             kind,
             phase.astype(np.int64),
         )
+
+    def _device_kinds(self, rows: Integers, launch: Integers, operator: Integers) -> Integers:
+        """Return the kind of each device event: of the operator that launched it, else by its own name.
+
+        Where both say nothing, the calls around decide, from the innermost: operators, then modules.
+        """
+        names, other = self.events["name"], KINDS.index(Kind.OTHER)
+        result = self.kinds[names[rows]]
+        if not len(self.tree.rows):
+            return result
+        own = self.events.where("name", has_own_kind)[rows]
+        launching = np.where(operator >= 0, self.kinds[names[self.tree.rows[operator]]], other)
+        result = np.where(own | (launching == other), result, launching)
+        unknown = (result == other) & (launch >= 0)
+        if unknown.any():
+            is_call = self.events.complete(OPERATOR) | self.events.where(
+                "name", lambda w: w.startswith(MODULE)
+            )
+            of_call = np.where(is_call[self.tree.rows], self.kinds[names[self.tree.rows]], other)
+            around = self.tree.inherited(np.where(of_call == other, -1, of_call))[launch[unknown]]
+            result[unknown] = np.where(around < 0, other, around)
+        return result
 
     def _launches(self, rows: Integers) -> Integers:
         """Find the host call of each device event, by correlation, else by the operator's id."""

@@ -9,14 +9,8 @@ import numpy as np
 
 from backlight.records import Phase
 from backlight.trace.classification import PHASES, RUNTIME, Kind
-from backlight.trace.events import Column, Integers
-from backlight.trace.intervals import Union, union
+from backlight.trace.intervals import union
 from backlight.trace.timeline import Step, Timeline
-
-SYNCHRONISING = re.compile(
-    r"(Device|Stream|Event|Ctx)Synchronize|Memcpy(WithStream|2D|3D|DtoH|HtoD|DtoD)?(_v\d)?$|StreamWaitValue"
-)
-"""Runtime calls that wait for the device."""
 
 MAX_LAUNCH_GAP_NS = 20_000
 """A launched kernel that starts later on an idle device waited for something else."""
@@ -59,9 +53,9 @@ class Causes:
         self._starts = device.start[here]
         launch = device.launch[here]
         self._launched = np.where(launch >= 0, tree.start[launch], -1) if len(tree.rows) else launch
-        runtime = events.complete(RUNTIME)
-        self._syncs = _host(timeline, runtime & _matching(timeline, SYNCHRONISING))
-        self._waits = _host(timeline, ~runtime & _matching(timeline, _WAITING))
+        self._syncs = union(tree.start[timeline.waits], tree.end[timeline.waits])
+        waiting = events.where("name", lambda word: bool(_WAITING.search(word))) & ~events.complete(RUNTIME)
+        self._waits = union(tree.start[waiting[tree.rows]], tree.end[waiting[tree.rows]])
         data = timeline.phases == PHASES.index(Phase.DATA)
         self._data = union(tree.start[data], tree.end[data])
 
@@ -97,15 +91,6 @@ class Causes:
             queued=int(queued[~unknown & (queued > MAX_LAUNCH_GAP_NS)].sum()),
             unknown=int(queued[unknown].sum()),
         )
-
-
-def _matching(timeline: Timeline, pattern: re.Pattern[str]) -> Column:
-    return timeline.events.where("name", lambda word: bool(pattern.search(word)))
-
-
-def _host(timeline: Timeline, mask: Column) -> Union:
-    chosen: Integers = np.flatnonzero(mask[timeline.tree.rows])
-    return union(timeline.tree.start[chosen], timeline.tree.end[chosen])
 
 
 @dataclass(frozen=True)
