@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Context, Option
+from typer import Argument, BadParameter, Context, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import Page, print_json
@@ -116,6 +117,7 @@ def checkpointing(
 
 @command(
     "check", "backlight check train.py", "backlight check --causal --fail-on any train.py",
+    "backlight check --steps 20 --fail-on error train.py",
     script=True,
 )  # fmt: skip
 def check_script(
@@ -136,24 +138,30 @@ def check_script(
     ] = False,
     steps: Annotated[
         int | None,
-        Option(min=1, help="Optimizer steps after which the script is ended; default: the probes."),
+        Option(min=1, help="Optimizer steps to train under the default monitors; default: none."),
     ] = None,
+    out: StoreIn = None,
     as_json: Json = False,
     fail_on: Annotated[
-        str | None, Option(metavar="PROBE,...", help="Exit 1 if one of these probes fails, or any.")
+        str | None,
+        Option(metavar="NAME,...", help="Exit 1 for these probes, rules and severities, or any."),
     ] = None,
 ) -> int:
     """Probe whether the model of a script can learn, at its first step.
 
     The step is replayed in a forked process before its backward, so that the script keeps its state. Without
-    an option, all probes run but those of --causal, which ask whether an output sees no later input.
+    an option, all probes run but those of --causal, which ask whether an output sees no later input. With
+    --steps, the script then trains so many steps, and the findings are printed as well.
     """
     from backlight.cli.render.explanations import print_probes, probes_as_json
+    from backlight.cli.watched_steps import WatchedSteps, split_fail_on
     from backlight.diagnose.probes.observer import ProbeObserver
     from backlight.diagnose.probes.result import Outcome, Probe
     from backlight.launch.observe import end_script
 
-    failing = parse_fail_on(fail_on, list(Probe))
+    failing, finding_fails = split_fail_on(fail_on, list(Probe))
+    if steps is None and out is not None:
+        raise BadParameter("--out stores the steps that --steps asks for: add --steps")
     chosen = {
         Probe.FUTURE: causal, Probe.TARGETS: causal, Probe.THROUGH_TIME: through_time,
         Probe.OVERFIT: one_batch, Probe.LABELS: one_batch, Probe.RECOMPUTATION: recompute,
@@ -162,14 +170,25 @@ def check_script(
     if not probes:
         probes = set(Probe) - {Probe.FUTURE, Probe.TARGETS}
     observer = ProbeObserver(frozenset(probes), steps, end_script)
-    code = _explain(observer, script, context, module=module, quiet=as_json)
-    if not observer.backwards:
-        raise _without_backward(script, code)
-    if as_json:
-        print_json(probes_as_json(observer, script, code))
-    else:
-        print_probes(Page(), observer, code)
-    return int(any(r.outcome is Outcome.FAILED and r.probe in failing for r in observer.results))
+    watched = None if steps is None else WatchedSteps(observer, script, context.args, out)
+    with contextlib.closing(watched) if watched is not None else nullcontext():
+        code = _explain(watched or observer, script, context, module=module, quiet=as_json)
+        if not observer.backwards:
+            raise _without_backward(script, code)
+        recorded = None if watched is None else watched.result()
+        if as_json:
+            print_json(probes_as_json(observer, script, code, recorded and recorded[1]))
+        else:
+            print_probes(Page(), observer, code)
+            if recorded is not None:
+                from backlight.report.terminal import print_findings
+
+                print_findings(*recorded, make_console())
+    if any(result.outcome is Outcome.FAILED and result.probe in failing for result in observer.results):
+        return 1
+    if finding_fails is not None and (recorded is None or any(map(finding_fails, recorded[1]))):
+        return 1  # not measured is not healthy
+    return code if watched is not None else 0
 
 
 @command("nan", "backlight nan train.py", "backlight nan --steps 500 --fail-on any train.py", script=True)

@@ -36,25 +36,41 @@ def ls(
         print_runs(found, make_console())
 
 
-@command("findings", "backlight findings", "backlight findings runs/first --fail-on error,spike")
+@command(
+    "findings", "backlight findings", "backlight findings runs/first --fail-on error,spike",
+    "backlight findings --format sarif > findings.sarif",
+)  # fmt: skip
 def findings(
     path: RunOrLatest = None,
     as_json: Json = False,
     full: Full = False,
+    annotation: Annotated[
+        Literal["github", "junit", "sarif"] | None,
+        Option("--format", metavar="NAME", help="Annotations of a CI job: github, junit or sarif."),
+    ] = None,
     fail_on: Annotated[
         str | None, Option(metavar="NAME,...", help="Exit 1 for these severities and rules, as error,spike.")
     ] = None,
 ) -> int:
-    """Print the findings of a run."""
+    """Print the findings of a run.
+
+    In an annotation, what --fail-on names is a failure; without it, errors are.
+    """
     from backlight.findings.evaluate import findings_of, parse_fail_on
     from backlight.report.terminal import print_findings
     from backlight.store.read.run import open_run
 
+    if as_json and annotation is not None:
+        raise BadParameter("--json and --format exclude one another")
     failing = parse_fail_on(fail_on) if fail_on is not None else None
     run = open_run(given_or_latest(path))
     found = findings_of(run)
     if as_json:
         print_json(found)
+    elif annotation is not None:
+        from backlight.report.annotations import annotations
+
+        write(annotations(annotation, run, found, failing or parse_fail_on("error")))
     else:
         print_findings(run, found, make_console(), full=full)
     return int(failing is not None and any(map(failing, found)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from backlight.cli.console import Page, line_json, source_line
+from backlight.records import Finding, to_json
 from backlight.text import count, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from backlight.diagnose.checkpointing.observer import CheckpointObserver
     from backlight.diagnose.missing_gradients.reasons import MissingGradients, Row
@@ -133,8 +134,10 @@ def print_probes(page: Page, observer: ProbeObserver, code: int) -> None:
     _print_notes(page, observer.notes, code)
 
 
-def probes_as_json(observer: ProbeObserver, script: str, code: int) -> dict[str, Any]:
-    """Return the outcome of each probe as JSON types."""
+def probes_as_json(
+    observer: ProbeObserver, script: str, code: int, findings: Sequence[Finding] | None = None
+) -> dict[str, Any]:
+    """Return the outcome of each probe as JSON types, and the findings of watched steps."""
     return {
         "script": script,
         "exit_code": code,
@@ -143,6 +146,7 @@ def probes_as_json(observer: ProbeObserver, script: str, code: int) -> dict[str,
         "probes": [
             {"probe": r.probe.value, "outcome": r.outcome.value, "text": r.text} for r in observer.results
         ],
+        **({} if findings is None else {"findings": to_json(findings)}),
         "notes": observer.notes,
     }
 

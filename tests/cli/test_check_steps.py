@@ -1,0 +1,106 @@
+"""``backlight check --steps``: probes and watched steps of a script, as a smoke test of training code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+import backlight
+
+ConsoleScript = Callable[..., subprocess.CompletedProcess[str]]
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD((model[0] if "head" in sys.argv else model).parameters(), lr=0.1)
+x, y = torch.randn(32, 8), torch.randint(0, 3, (32,))
+for step in range(10**9):
+    if "crash" in sys.argv and step == 4:
+        raise ValueError("own failure")
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    if "no-step" in sys.argv:
+        sys.exit()
+    optimizer.step()
+"""
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ci" / "backlight.yml"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+CHECK = ("check", "--recompute", "--steps", "20")  # the cheapest probe
+
+
+def test_findings_of_the_steps_fail_the_check(console_script: ConsoleScript, script: Path) -> None:
+    done = console_script(script, *CHECK, "--json", "--fail-on", "warning", "-o", "r", "train.py", "head")
+    assert done.returncode == 1, done.stderr
+    answer = json.loads(done.stdout)
+    assert [finding["rule"] for finding in answer["findings"]] == ["no_update"]
+    assert [probe["probe"] for probe in answer["probes"]] == ["recomputation"]
+    assert backlight.open_run(script / "r").last_step() == 19
+
+
+def test_sound_script_passes_and_leaves_nothing(console_script: ConsoleScript, script: Path) -> None:
+    done = console_script(script, *CHECK, "--fail-on", "warning,any", "train.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "No findings" in done.stdout
+    assert [path.name for path in script.iterdir()] == ["train.py"]
+
+
+def test_failing_script_keeps_its_exit_code(console_script: ConsoleScript, script: Path) -> None:
+    done = console_script(script, *CHECK, "train.py", "crash")
+    assert done.returncode == 1
+    assert "ValueError: own failure" in done.stderr
+    assert "Failed with ValueError" in done.stdout
+
+
+def test_no_step_is_not_healthy(console_script: ConsoleScript, script: Path) -> None:
+    done = console_script(script, *CHECK, "--fail-on", "error", "train.py", "no-step")
+    assert done.returncode == 1
+    assert "no optimizer step was recorded" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--steps", "8", "--fail-on", "typo"), "no severity or rule is called 'typo'.* probes are future"),
+        (("--out", "r"), "--out stores the steps that --steps asks for: add --steps"),
+    ],
+)
+def test_refuses(
+    console_script: ConsoleScript, script: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = console_script(script, "check", *arguments, "train.py")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert re.search(message, done.stderr)
+
+
+def test_example_workflow_runs(console_script: ConsoleScript, script: Path) -> None:
+    workflow = yaml.safe_load(EXAMPLE.read_text())
+    steps = workflow["jobs"]["smoke-test"]["steps"]
+    commands = [line for step in steps for line in step.get("run", "").splitlines() if "backlight " in line]
+    commands = [line for line in commands if not line.startswith("pip")]
+    assert len(commands) == 5
+    for line in commands:
+        _, *arguments = line.partition(">")[0].split()
+        if arguments[0] == "check":
+            arguments[1:1] = ["--recompute"]
+        done = console_script(script, *arguments)
+        assert done.returncode == 0, (line, done.stderr)
+        assert done.stdout or "report" in line
