@@ -38,7 +38,7 @@ def ls(
 
 @command(
     "findings", "backlight findings", "backlight findings runs/first --fail-on error,spike",
-    "backlight findings --format sarif > findings.sarif",
+    "backlight findings --format sarif",
 )  # fmt: skip
 def findings(
     path: RunOrLatest = None,
