@@ -141,7 +141,7 @@ def test_an_option_means_the_same_in_every_command() -> None:
             for option in (o for o in parameter.opts if o.startswith("-")):
                 kind = "a directory or file" if option in {"--out", "-o"} else value_name(parameter, None)
                 kinds.setdefault(option, {})[name] = kind
-    # Two values of --set are possible where sizes are swept; --fail-on and --format take each command's own names.
+    # --set is repeatable where sizes are swept; --fail-on and --format take each command's own names.
     clashes = {o: found for o, found in kinds.items() if len(set(found.values())) > 1}
     assert sorted(clashes) == ["--fail-on", "--format", "--set"]
 
