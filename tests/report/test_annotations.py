@@ -13,7 +13,7 @@ import pytest
 
 from backlight.findings.evaluate import parse_fail_on
 from backlight.records import Evidence, Finding, Severity, Subject
-from backlight.report.annotations import annotations
+from backlight.report.annotations import render_annotations
 from backlight.store.read.run import Run
 from health_runs import write_synthetic
 
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def render(kind: str, run: Run, findings: list[Finding] = FINDINGS, fail_on: str = "error") -> str:
-    return annotations(kind, run, findings, parse_fail_on(fail_on))
+    return render_annotations(kind, run, findings, parse_fail_on(fail_on))
 
 
 def workflow_commands(text: str) -> list[tuple[str, dict[str, str], str]]:

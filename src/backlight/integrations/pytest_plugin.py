@@ -110,7 +110,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     marker = pyfuncitem.get_closest_marker(MARKER)
     if marker is None:
         return (yield)
-    watch: BacklightWatch = pyfuncitem.funcargs[FIXTURE]
+    watch: Any = pyfuncitem.funcargs[FIXTURE]
     with watch(**marker.kwargs):
         yield
     return True

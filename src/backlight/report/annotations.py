@@ -42,7 +42,7 @@ class Location:
     line: int | None
 
 
-def annotations(kind: str, run: Run, findings: Sequence[Finding], failing: Failing) -> str:
+def render_annotations(kind: str, run: Run, findings: Sequence[Finding], failing: Failing) -> str:
     """Return the findings in one of :data:`FORMATS`."""
     source = Source(run, tuple(findings))
     if kind == "github":
@@ -155,16 +155,17 @@ def _sarif(source: Source, failing: Failing) -> str:
     results: list[dict[str, Any]] = []
     for finding in source.findings:
         place = _location(finding, source.run)
-        result = {
+        result: dict[str, Any] = {
             "ruleId": visible(finding.rule),
             "level": "error" if failing(finding) else _SARIF_LEVELS[finding.severity],
             "message": {"text": f"{visible(finding.title)}\n{_text(finding)}"},
             "partialFingerprints": {"subject/v1": _identity(finding)},
         }
         if place is not None:
-            physical: dict[str, Any] = {"artifactLocation": {"uri": quote(place.file)}}
+            artifact = {"uri": quote(place.file)}
             if not place.file.startswith("/"):
-                physical["artifactLocation"]["uriBaseId"] = "%SRCROOT%"
+                artifact["uriBaseId"] = "%SRCROOT%"
+            physical: dict[str, Any] = {"artifactLocation": artifact}
             if place.line is not None:
                 physical["region"] = {"startLine": place.line}
             result["locations"] = [{"physicalLocation": physical}]

@@ -68,9 +68,9 @@ def findings(
     if as_json:
         print_json(found)
     elif annotation is not None:
-        from backlight.report.annotations import annotations
+        from backlight.report.annotations import render_annotations
 
-        write(annotations(annotation, run, found, failing or parse_fail_on("error")))
+        write(render_annotations(annotation, run, found, failing or parse_fail_on("error")))
     else:
         print_findings(run, found, make_console(), full=full)
     return int(failing is not None and any(map(failing, found)))
