@@ -16,6 +16,7 @@ import torch
 
 from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB, Listener
+from backlight.capture.loss_nodes import addends
 from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseClock
 from backlight.capture.unrecorded import UnrecordedSteps
@@ -33,11 +34,14 @@ class StepSummary:
 
     ``backwards_seen`` are those since watching began. ``phases`` are host seconds by phase, ``seconds``
     those of the whole step; ``separated`` says whether forward and loss are among the phases or in the rest.
+    ``forwards`` are those under grad, ``addends`` the values that the losses add up, each None where unknown.
     """
 
     index: int
     backwards: int = 0
     backwards_seen: int = 0
+    forwards: int | None = 0
+    addends: int | None = 0
     loss: torch.Tensor | None = None
     clips: list[tuple[str, float, torch.Tensor | None]] = field(default_factory=list)
     changed_by_hand: int = 0
@@ -233,6 +237,8 @@ class StepTracker(Listener):
         if counted.done:
             self._index += counted.done - 1
             self._open()
+            if counted.done < counted.steps:  # a part of the open step was only counted
+                self._summary.forwards = self._summary.addends = None
         self._summary.backwards += counted.open_backwards
 
     # Events
@@ -268,6 +274,9 @@ class StepTracker(Listener):
         self._skip_capture()
         if torch.is_grad_enabled() and self._stepped and not self._inside:
             self._close()
+        is_outermost = not self._clock.inside(Phase.FORWARD)
+        if torch.is_grad_enabled() and is_outermost and self._summary.forwards is not None:
+            self._summary.forwards += 1
         self._clock.enter(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
 
     def forward_end(self) -> None:
@@ -295,6 +304,8 @@ class StepTracker(Listener):
             known = settled(loss.detach())
             if known is not None:
                 self._summary.loss = known.reshape(()).clone()  # the user may go on adding to theirs
+            more, so_far = addends(roots[0].grad_fn), self._summary.addends
+            self._summary.addends = None if more is None or so_far is None else so_far + more
         self._unscaled_loss = None
 
     def backward_end(self) -> None:

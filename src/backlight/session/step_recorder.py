@@ -337,6 +337,10 @@ class StepRecorder(StepSink):
         scalars["time"] = clock.unix_time()
         scalars["backwards"] = summary.backwards
         scalars["backwards_seen"] = summary.backwards_seen
+        if summary.forwards:
+            scalars["forwards"] = summary.forwards
+        if summary.addends:
+            scalars["addends"] = summary.addends
         spent = self._spent()
         scalars["cost"] = spent - self._spent_before
         self._spent_before = spent

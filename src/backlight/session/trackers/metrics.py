@@ -32,7 +32,7 @@ from backlight.store.format.schema import GRADIENT, UPDATE
 MOST_GROUPS = 32
 """Groups that are made of modules where the user named none."""
 
-_LEFT_OUT = frozenset(("time", "batch", "backwards", "backwards_seen"))
+_LEFT_OUT = frozenset(("time", "batch", "backwards", "backwards_seen", "forwards", "addends"))
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -147,6 +147,8 @@ SCALARS: dict[str, ScalarSchema] = {
         ScalarSchema("scaler/skipped", "1", "1 where the scaler skipped the step, else 0"),
         ScalarSchema("batch", "1", "index of the last batch from a DataLoader"),
         ScalarSchema("backwards", "1", "backward passes in the step (accumulation)"),
+        ScalarSchema("forwards", "1", "forwards of the outermost modules in the step, under grad"),
+        ScalarSchema("addends", "1", "values that the losses of the step add up; a mean is one"),
         ScalarSchema("backwards_seen", "1", "backward passes since watching began; ranks are aligned by it"),
         ScalarSchema("cost", "s", "host time that backlight spent in the step"),
         ScalarSchema("time", "s", "wall-clock time at the end of the step, Unix epoch"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from backlight.capture.batches import tensors
+from backlight.capture.loss_nodes import RESHAPES, Node, inputs_of, kind_of, kinds, shape_of
 from backlight.monitors.correctness.instrument.check import Check
 
 if TYPE_CHECKING:
@@ -19,35 +19,22 @@ if TYPE_CHECKING:
 MAX_NODES = 64
 """Nodes below a loss that are visited."""
 
-Node = Any
-"""A node of the graph; torch's class has no attribute that is read here."""
 
-
-def _kinds(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
-_SHAPE = _kinds(
-    "View UnsafeView Reshape ReshapeAlias Transpose T Permute Squeeze Unsqueeze Slice Select Index Clone "
-    "ToCopy Alias Contiguous Narrow"
-)
-"""Nodes that pass values on in another shape or type."""
-
-_ARITHMETIC = _kinds("Add Sub Mul Div Neg Mean Sum Stack Cat Where MaskedFill Gather Pow Abs")
+_ARITHMETIC = kinds("Add Sub Mul Div Neg Mean Sum Stack Cat Where MaskedFill Gather Pow Abs")
 """Nodes that a total loss is made of."""
 
-CLASS_LOSSES = _kinds("NllLoss NllLoss2D")
+CLASS_LOSSES = kinds("NllLoss NllLoss2D")
 """Nodes of the loss functions that compare log-probabilities with class indices."""
 
-_PROBABILITIES = _kinds("Softmax Sigmoid")
+_PROBABILITIES = kinds("Softmax Sigmoid")
 
-_SCORES = _kinds(
+_SCORES = kinds(
     "Addmm Mm Bmm Linear Convolution NativeBatchNorm CudnnBatchNorm NativeLayerNorm Relu Tanh Gelu"
 )
 """Nodes whose values are no log-probabilities."""
 
-_DIFFERENCES = _kinds("MseLoss SmoothL1Loss HuberLoss")
-_NOT_PREDICTED = _kinds("AccumulateGrad Unsqueeze View Reshape ReshapeAlias Expand Slice Index Select")
+_DIFFERENCES = kinds("MseLoss SmoothL1Loss HuberLoss")
+_NOT_PREDICTED = kinds("AccumulateGrad Unsqueeze View Reshape ReshapeAlias Expand Slice Index Select")
 
 
 class LossGraph(Check):
@@ -96,9 +83,9 @@ def terms(root: Node | None) -> Iterator[tuple[str, Node]]:
         if not pending:
             return
         node = pending.pop(0)
-        kind = _kind(node)
+        kind = kind_of(node)
         yield kind, node
-        if kind in _ARITHMETIC or kind in _SHAPE:
+        if kind in _ARITHMETIC or kind in RESHAPES:
             pending += inputs_of(node)
 
 
@@ -109,20 +96,10 @@ def is_multiple(root: Node | None, loss: Node) -> bool:
         if node is None or node is loss:
             break
         inputs = [one for one in inputs_of(node) if one is not None]
-        if len(inputs) != 1 or not (_kind(node) in _SHAPE or _kind(node) in {"Mul", "Div"}):
+        if len(inputs) != 1 or not (kind_of(node) in RESHAPES or kind_of(node) in {"Mul", "Div"}):
             return False
         node = inputs[0]
     return node is loss
-
-
-def _kind(node: Node | None) -> str:
-    """Return the kind of a node without what torch adds: ``Mean`` of ``MeanBackward1``."""
-    return "" if node is None else re.sub(r"Backward\d*$", "", node.name())
-
-
-def inputs_of(node: Node) -> list[Node | None]:
-    """Return the nodes below a node, None for an input without a gradient."""
-    return [below for below, _ in node.next_functions]
 
 
 def _first(node: Node) -> Node | None:
@@ -132,12 +109,12 @@ def _first(node: Node) -> Node | None:
 def _source(nodes: Sequence[Node | None]) -> str:
     """Return the kind of what made the values of the first of ``nodes``."""
     node = _below_shapes(nodes[0] if nodes else None)
-    return "Softmax" if _is_softmax(node) else _kind(node)
+    return "Softmax" if _is_softmax(node) else kind_of(node)
 
 
 def _below_shapes(node: Node | None) -> Node | None:
     for _ in range(MAX_NODES):
-        if _kind(node) not in _SHAPE:
+        if kind_of(node) not in RESHAPES:
             break
         node = _first(node)
     return node
@@ -145,18 +122,18 @@ def _below_shapes(node: Node | None) -> Node | None:
 
 def _is_softmax(node: Node | None) -> bool:
     """Return whether a node is a softmax, or one that is written out."""
-    kind = _kind(node)
+    kind = kind_of(node)
     if kind == "Exp":
-        return _kind(_below_shapes(_first(node))) == "LogSoftmax"
+        return kind_of(_below_shapes(_first(node))) == "LogSoftmax"
     if kind == "Div" and len(inputs_of(node)) > 1:
         above, below = (_below_shapes(one) for one in inputs_of(node)[:2])
-        return _kind(above) == "Exp" and _kind(below) == "Sum" and _below_shapes(_first(below)) is above
+        return kind_of(above) == "Exp" and kind_of(below) == "Sum" and _below_shapes(_first(below)) is above
     return kind == "Softmax"
 
 
 def _below_nll(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, Any]]]:
     direct = inputs[0] if inputs else None
-    if _kind(direct) == "LogSoftmax":
+    if kind_of(direct) == "LogSoftmax":
         yield from _dimension(direct)
     node = _below_shapes(inputs[0] if inputs else None)
     kind = _source(inputs)
@@ -191,7 +168,7 @@ def _broadcast(node: Node | None, sizes: AbstractSet[int]) -> Iterator[tuple[str
     the difference do. A prediction that was reshaped for the purpose, as for pairwise losses, is left out,
     and so is a target of a size that the batch does not have.
     """
-    kind = _kind(node)
+    kind = kind_of(node)
     if kind != "Sub" and kind not in _DIFFERENCES:
         return
     inputs = inputs_of(node)
@@ -199,7 +176,7 @@ def _broadcast(node: Node | None, sizes: AbstractSet[int]) -> Iterator[tuple[str
     if len(known) != 1:
         return
     prediction = known[0]
-    if _kind(prediction) == "Expand":
+    if kind_of(prediction) == "Expand":
         whole = shape_of(prediction)
         prediction = _first(prediction)
     elif kind == "Sub":
@@ -207,7 +184,7 @@ def _broadcast(node: Node | None, sizes: AbstractSet[int]) -> Iterator[tuple[str
     else:
         return
     shape = shape_of(prediction)
-    if shape is None or whole is None or len(whole) != 2 or _kind(prediction) in _NOT_PREDICTED:
+    if shape is None or whole is None or len(whole) != 2 or kind_of(prediction) in _NOT_PREDICTED:
         return
     n = shape[0] if shape else 0
     m = whole[1] if shape == (n, 1) else whole[0]
@@ -217,10 +194,3 @@ def _broadcast(node: Node | None, sizes: AbstractSet[int]) -> Iterator[tuple[str
             yield "broadcast", facts
         elif {n, m} <= sizes:
             yield "sizes", {**facts, "samples": [n, m]}
-
-
-def shape_of(node: Node | None) -> tuple[int, ...] | None:
-    """Return the shape of the first output of a node; None where torch does not say."""
-    described = getattr(node, "_input_metadata", None)
-    shape = getattr(described[0], "shape", None) if described else None
-    return None if shape is None else tuple(int(size) for size in shape)

@@ -14,16 +14,10 @@ from torch import Tensor
 
 from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB
+from backlight.capture.loss_nodes import Node, inputs_of, shape_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
-from backlight.monitors.correctness.instrument.loss_graph import (
-    CLASS_LOSSES,
-    Node,
-    inputs_of,
-    is_multiple,
-    shape_of,
-    terms,
-)
+from backlight.monitors.correctness.instrument.loss_graph import CLASS_LOSSES, is_multiple, terms
 from backlight.monitors.correctness.model.contradictions import CLASSES
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ a value that is not finite never enters a history.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,9 @@ Marks = Callable[[slice, Integers], tuple[Bools, Bools]]
 
 TAIL = 4
 """Windows at the end of a run that are looked at first: few columns need what lies before them."""
+
+CHUNK = 4096
+"""Rows whose histories are laid out at once."""
 
 MAD_TO_DEVIATION = 1.4826
 """Factor from the median absolute deviation to the standard deviation of a normal distribution."""
@@ -86,6 +89,24 @@ def median_and_deviation(history: Floats, minimum: int = 1) -> tuple[Floats, Flo
     """Return median and robust standard deviation (from the MAD) along the last axis; NaN where too few."""
     median = finite_median(history, minimum)
     return median, MAD_TO_DEVIATION * finite_median(np.abs(history - median[..., None]), minimum)
+
+
+def histories(values_S: Floats, window: int) -> Iterator[tuple[slice, Floats]]:
+    """Yield stretches of rows with the ``window`` values before each of their rows, NaN before the first."""
+    padded = np.concatenate([np.full(window, np.nan), values_S])
+    for start in range(0, len(values_S), CHUNK):
+        stop = min(start + CHUNK, len(values_S))
+        block = padded[start : stop - 1 + window]
+        yield slice(start, stop), np.lib.stride_tricks.sliding_window_view(block, window)
+
+
+def more_than_before(values_S: Floats, window: int) -> Floats:
+    """Return how many times a positive value is the median of the ``window`` before it; at least 1."""
+    more_S = np.ones(len(values_S))
+    if len(values_S) and values_S.min() < values_S.max():
+        for rows, before in histories(values_S, window):
+            more_S[rows] = np.fmax(1.0, values_S[rows] / finite_median(before))
+    return more_S
 
 
 def present(values_SP: Floats, measured_SP: Bools) -> Floats:

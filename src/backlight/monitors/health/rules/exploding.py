@@ -10,7 +10,14 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
-from backlight.monitors.health.model.history import StretchLimits, medians_outrun, present, stretches
+from backlight.findings.step_work import work_of
+from backlight.monitors.health.model.history import (
+    StretchLimits,
+    medians_outrun,
+    more_than_before,
+    present,
+    stretches,
+)
 from backlight.monitors.health.model.score import (
     ExplodingMaskLimits,
     clip_norms,
@@ -41,6 +48,8 @@ def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
     """Find parameters, else the total norm, that explode for several steps or right up to Inf or NaN."""
     frame = run.frame("gradient", "rms")
     columns, medians_SC = outrun(present(frame.values, frame.measured), limits)
+    work_S = work_of(run, frame.steps)
+    medians_SC = medians_SC * more_than_before(work_S, limits.history_window)[:, None]
     part = dataclasses.replace(
         frame,
         names=tuple(frame.names[c] for c in columns),
@@ -54,7 +63,8 @@ def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
     hits_SC[rows] &= ~is_rounding(frame.values[rows], frame.measured[rows])[:, columns]
     begins = {}
     for column in np.flatnonzero(hits_SC.any(axis=0)):
-        begin = _lasting(hits_SC[:, column], rms_SC[:, column], part.measured[:, column], limits)
+        per_work_S = rms_SC[:, column] / work_S
+        begin = _lasting(hits_SC[:, column], per_work_S, part.measured[:, column], limits)
         if begin is not None:
             begins[int(column)] = begin
     if begins:
@@ -140,7 +150,8 @@ def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Findi
     )
     if not len(columns):
         return
-    medians_S = medians_SC[:, 0]
+    work_S = more_than_before(work_of(run, frame.steps), limits.history_window)
+    medians_S = medians_SC[:, 0] * work_S
     with np.errstate(invalid="ignore"):
         hits_S = np.isfinite(norms_S) & (norms_S > factor * clips_S) & (norms_S > factor * medians_S)
     for stretch in stretches(np.flatnonzero(hits_S), limits.spike_gap):

@@ -10,19 +10,19 @@ from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
+from backlight.findings.step_work import WORDS, counts_at, work_of
 from backlight.monitors.health.model.history import (
     StretchLimits,
     finite_median,
+    histories,
     median_and_deviation,
+    more_than_before,
     stretches,
 )
 from backlight.monitors.health.model.score import is_rounding, total_norms
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
-
-CHUNK = 4096
-"""Rows whose histories are laid out at once."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class _Leaps:
     medians: NDArray[np.float64]
     deviations: NDArray[np.float64]
     outliers: NDArray[np.bool_]
+    by_factor: bool
 
 
 @dataclass(frozen=True)
@@ -83,35 +84,32 @@ def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
     loss = run.scalar("loss")
     norms, ratio = total_norms(run, norm_steps), limits.spike_norm_ratio
     both = (
-        leaps("total_norm", "gradient", norm_steps, norms, ratio, limits, _stepping(run, norm_steps)),
+        leaps("total_norm", "gradient", norm_steps, norms, ratio, limits, *_kinds(run, norm_steps)),
         leaps(
-            "loss",
-            loss.unit,
-            loss.steps,
-            loss.values,
-            limits.spike_loss_ratio,
-            limits,
-            _stepping(run, loss.steps),
+            "loss", loss.unit, loss.steps, loss.values, limits.spike_loss_ratio, limits,
+            *_kinds(run, loss.steps),
         ),
-    )
+    )  # fmt: skip
     axis = np.unique(np.concatenate([s.steps for s in both]))
     hits = np.unique(np.concatenate([s.steps[s.outliers] for s in both]))
     groups = stretches(np.searchsorted(axis, hits), limits.spike_gap)
-    spikes = [_describe(axis[group], both) for group in groups]
-    spikes = sorted(spikes, key=lambda s: (-s.height, s.step))
+    described = [_describe(axis[group], both) for group in groups]
+    # A loss of both signs has no size to leap from: alone, it is none that the gradient confirms.
+    spikes = [one for one in described if any(leap.by_factor for leap, _ in one.peaks)]
+    spikes.sort(key=lambda s: (-s.height, s.step))
     for one in spikes[: limits.spike_findings]:
         yield _finding(run, one, len(spikes), len(axis), limits)
 
 
-def _stepping(run: Run, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a number for the set of optimizers that stepped at each step."""
+def _kinds(run: Run, steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return a number for the set of optimizers that stepped at each step, and its work."""
     numbers = {
         name: int(name.split("/")[1]) for name in run.scalar_names("backlight") if name.startswith("lr/")
     }
     sets = np.zeros(len(steps), np.int64)
     for name, number in numbers.items():
         sets |= np.isin(steps, run.scalar(name).steps).astype(np.int64) << min(number, 62)
-    return sets
+    return sets, work_of(run, steps)
 
 
 def leaps(
@@ -122,40 +120,43 @@ def leaps(
     ratio: float,
     limits: SpikeLimits,
     sets: NDArray[np.int64] | None = None,
+    work: NDArray[np.float64] | None = None,
 ) -> _Leaps:
     """Compare each value with the median and MAD of the finite values before it.
 
     Values that are all positive are compared by their logarithms, since gradient norms and losses
     scatter by factors; others as they are. A value is compared with steps of the same optimizers only, by
-    ``sets``: two models that train in turn have losses and norms of their own.
+    ``sets``: two models that train in turn have losses and norms of their own. What a step did more than
+    those before it, by ``work``, divides its value: a sum over more terms is larger.
     """
+    finite = values[np.isfinite(values)]
+    by_factor = len(finite) > 0 and bool((finite >= 0).all())
+    work = np.ones(len(values)) if work is None else work
     if sets is not None and len(kinds := np.unique(sets)) > 1:
         medians, deviations = np.full(len(values), np.nan), np.full(len(values), np.nan)
-        whole = _Leaps(name, unit, steps, values, medians, deviations, sets < 0)
+        whole = _Leaps(name, unit, steps, values, medians, deviations, sets < 0, by_factor)
         for kind in kinds:
             rows = np.flatnonzero(sets == kind)
-            part = leaps(name, unit, steps[rows], values[rows], ratio, limits)
+            part = leaps(name, unit, steps[rows], values[rows], ratio, limits, work=work[rows])
             medians[rows], deviations[rows] = part.medians, part.deviations
             whole.outliers[rows] = part.outliers
         return whole
-    finite = values[np.isfinite(values)]
-    by_factor = len(finite) > 0 and bool((finite >= 0).all())
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = np.log(values) if by_factor else values
-    scaled = np.where(np.isfinite(scaled), scaled, np.nan)
-    padded = np.concatenate([np.full(limits.spike_window, np.nan), scaled])
+
+    def scaled(given: NDArray[np.float64]) -> NDArray[np.float64]:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            result = np.log(given) if by_factor else given
+        return np.where(np.isfinite(result), result, np.nan)
+
     medians, spreads = np.full(len(values), np.nan), np.full(len(values), np.nan)
-    for start in range(0, len(values), CHUNK):
-        stop = min(start + CHUNK, len(values))
-        block = padded[start : stop - 1 + limits.spike_window]
-        histories = np.lib.stride_tricks.sliding_window_view(block, limits.spike_window)
-        medians[start:stop], spreads[start:stop] = median_and_deviation(histories, limits.spike_minimum)
+    for stretch, before in histories(scaled(values), limits.spike_window):
+        medians[stretch], spreads[stretch] = median_and_deviation(before, limits.spike_minimum)
+    comparable = values / more_than_before(work, limits.spike_window)
     with np.errstate(divide="ignore", invalid="ignore"):
-        deviations = (scaled - medians) / spreads
+        deviations = (scaled(comparable) - medians) / spreads
         typical = np.exp(medians) if by_factor else medians
-        far = values - typical > (ratio - 1) * np.abs(typical)
+        far = comparable - typical > (ratio - 1) * np.abs(typical)
         outliers = (deviations > limits.spike_deviations) & far  # False where not finite
-    return _Leaps(name, unit, steps, values, typical, deviations, outliers)
+    return _Leaps(name, unit, steps, values, typical, deviations, outliers, by_factor)
 
 
 @dataclass(frozen=True)
@@ -199,11 +200,20 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
     place = np.flatnonzero(batch.steps == one.step)
     if len(place):
         evidence.append(phrases.scalar("batch", one.step, batch.values[place[0]]))
+    counted = counts_at(run, one.step, limits.spike_window)
+    if counted is not None:
+        evidence.append(phrases.scalar(counted[0], one.step, counted[1]))
     name, carriers = _carriers(run, one.step, limits)
     evidence += carriers
     lasting = f" It lasts until step {one.last}." if one.last != one.step else ""
     rank = f" One of {count} spikes in {recorded} recorded steps." if count > 1 else ""
     carried = f" `{name}` grew most." if name else ""
+    worked = (
+        f" The step has {phrases.number(counted[1])} {WORDS[counted[0]]} (median before: "
+        f"{phrases.number(counted[2])}), which do not explain it."
+        if counted is not None
+        else ""
+    )
     claim = " and ".join(parts)
     titled = " and the ".join(
         "gradient norm" if leap.name == "total_norm" else leap.name for leap, _ in one.peaks
@@ -219,7 +229,7 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
     return Finding(
         severity=Severity.INFO if alone and one.height < limits.spike_norm_hard else Severity.WARNING,
         title=f"Spike in the {titled} at step {one.step}",
-        detail=f"{claim[0].upper()}{claim[1:]}.{lasting}{carried}{rank}",
+        detail=f"{claim[0].upper()}{claim[1:]}.{lasting}{worked}{carried}{rank}",
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name or ""), step=one.step),
         evidence=tuple(evidence),
         fix=(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings.limits import limit
+from backlight.findings.step_work import work_of
 from backlight.monitors.steptime.model.evidence import (
     GARBAGE_COLLECTION,
     BusyLimits,
@@ -56,7 +57,8 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
     """Find steps far above the median, by cause: a garbage collection, or the phase that grew most.
 
     One finding for each cause whose outliers cost a share of the run. A step with an evaluation, where the
-    median step has none, is as long as intended, and its data may be that of the evaluation.
+    median step has none, is as long as intended, and its data may be that of the evaluation. A step with
+    twice the forwards may take twice the time.
     """
     table = steady_phases(run, limits)
     if table is None or is_busy(run, limits):
@@ -69,7 +71,9 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
     if Phase.EVALUATION in table.names:
         seconds = table.phase(Phase.EVALUATION)
         evaluated = (seconds > 0) & (np.median(seconds) == 0)
-    rows = np.flatnonzero((total > limits.outlier_factor * median) & (total - median > least) & ~evaluated)
+    expected = median * np.fmax(1.0, work_of(run, table.steps))
+    far = (total > limits.outlier_factor * expected) & (total - expected > least)
+    rows = np.flatnonzero(far & ~evaluated)
     pauses: dict[int, float] = defaultdict(float)
     for event in run.events(GARBAGE_COLLECTION):
         if event.step is not None and event.attempt == run.attempts[-1].index:
