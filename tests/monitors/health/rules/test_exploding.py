@@ -62,6 +62,19 @@ def test_return_to_the_usual_size_is_no_explosion(synthetic: Any, evaluated: Any
     assert finding.subject.parameter == "actor"
 
 
+def test_more_terms_explain_growth(synthetic: Any, evaluated: Any) -> None:
+    # An agent that fails at once learns from 8 steps an episode, and from 400 once it balances.
+    episodes = np.where(np.arange(80) < 60, 8.0, 400.0)
+    policy = {"a": noise(80) * episodes, "b": noise(80, 1)}
+    policy["a"][:10] *= 3
+    policy["a"][10:60] *= 1e-3  # nearly solved
+    assert evaluated(synthetic(policy), "exploding")
+    assert not evaluated(synthetic(policy, scalars={"forwards": episodes}), "exploding")
+    policy["a"][62:] *= 1e3
+    (finding,) = evaluated(synthetic(policy, scalars={"forwards": episodes}), "exploding")
+    assert (finding.subject.parameter, finding.subject.step) == ("a", 62)
+
+
 def test_clip_norm_counts_only_with_growth(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": noise(80), "b": noise(80, 1)}
     clip = {"clip/norm": [0.1] * 80, "clip/limit": [1e-3] * 80}

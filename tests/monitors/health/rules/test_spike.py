@@ -144,6 +144,31 @@ def test_next_layer_with_an_optimizer_of_its_own_is_no_spike(synthetic: Any, eva
     assert not evaluated(synthetic(rms, scalars=scalars | rates), "spike")
 
 
+def test_more_terms_are_no_spike(synthetic: Any, evaluated: Any) -> None:
+    terms = np.ones(200)
+    terms[100:180:20] = 30
+    norm, loss = noise() * terms, (2 + 0.05 * noise(seed=1)) * terms
+    rms, scalars = series_of(norm, loss=loss)
+    assert len(evaluated(synthetic(rms, scalars=scalars), "spike")) == 4
+    for name in ("forwards", "addends"):
+        assert not evaluated(synthetic(rms, scalars=scalars | {name: 8 * terms}), "spike")
+    loss[140] *= 20
+    (finding,) = evaluated(synthetic(rms, scalars=scalars | {"forwards": 8 * terms}), "spike")
+    assert finding.subject.step == 140
+    assert ("scalars/forwards", 240.0) in [(one.path, one.value) for one in finding.evidence]
+
+
+def test_loss_of_both_signs_leaps_with_the_norm(synthetic: Any, evaluated: Any) -> None:
+    norm, loss = noise(), np.random.default_rng(1).normal(0, 1, 200)
+    loss[120] = 200.0  # what a policy gradient adds up has no size: an unlikely action makes it large
+    rms, scalars = series_of(norm, loss=loss)
+    assert not evaluated(synthetic(rms, scalars=scalars), "spike")
+    assert evaluated(synthetic(rms, scalars={**scalars, "loss": loss + 10}), "spike")
+    norm[120] *= 40
+    (finding,) = evaluated(synthetic(rms, scalars={**scalars, "total_norm": norm}), "spike")
+    assert {"scalars/total_norm", "scalars/loss"} <= {one.path for one in finding.evidence}
+
+
 def test_advice_knows_that_the_script_clips(synthetic: Any, evaluated: Any) -> None:
     norm = noise()
     norm[120] *= 20

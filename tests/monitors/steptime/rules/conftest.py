@@ -32,6 +32,7 @@ def write(
     events: Sequence[tuple[int | None, str, Mapping[str, Any]]] = (),
     fingerprint: Fingerprint | None = None,
     ranks: Sequence[Mapping[str, float]] = (),
+    scalars: Mapping[str, Mapping[int, float]] | None = None,
     seed: int = 0,
 ) -> Run:
     """Write steps whose phases scatter by one percent around ``phases``; ``changes`` set single times."""
@@ -48,6 +49,9 @@ def write(
             for name, level in levels.items():
                 value = level * float(np.exp(random.normal(0, 0.01)))
                 writer.scalar(step, f"phase/{name}", (changes or {}).get((step, name), value))
+        for name, by_step in (scalars or {}).items():
+            for step, value in by_step.items():
+                writer.scalar(step, name, value)
         for step, kind, payload in events:
             writer.event(step, kind, payload)
         if runtime_info is not None:

@@ -99,6 +99,14 @@ def test_steps_with_an_evaluation_are_no_outliers(stored: Any, evaluated: Any) -
     assert evaluated(stored(acting, changes=changes), "outlier_steps")
 
 
+def test_longer_episodes_are_no_outliers(stored: Any, evaluated: Any) -> None:
+    changes = {(step, "backward"): 0.5 for step in (30, 40, 50)}
+    forwards = {step: 100.0 if step in {30, 40, 50} else 5.0 for step in range(60)}
+    assert not evaluated(stored(HEALTHY, changes=changes, scalars={"forwards": forwards}), "outlier_steps")
+    equal = dict.fromkeys(forwards, 5.0)
+    assert evaluated(stored(HEALTHY, changes=changes, scalars={"forwards": equal}), "outlier_steps")
+
+
 def test_scatter_cold_start_and_short_pauses_are_no_outliers(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(HEALTHY, changes={(0, "backward"): 2.0}), "outlier_steps")
     # Far above the median, but a negligible share of the run.
