@@ -31,7 +31,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tes
 
 from overhead import Training  # noqa: E402 - in this directory
 
-from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, findings_on, run_faults, score  # noqa: E402 - in this directory
+from faults.stall_faults import HERE, ISSUED, ONE, RANKS, STALL, Fault, findings_on, run_faults, score  # noqa: E402 - in this directory
 
 
 def heartbeat_cost(count: int = 200_000) -> float:
@@ -76,7 +76,7 @@ def added_time(pairs: int, block: int) -> list[float]:
 def launches(*, everything: bool) -> list[list[Fault]]:
     """Return the faults by launch: those that let go share a process, the others end theirs."""
     one = [f for f in ONE if everything or not f.slow]
-    ranks = [f for f in RANKS if everything or not f.slow]
+    ranks = [f for f in (*RANKS, *ISSUED) if everything or not f.slow]
     together = [
         [f for f in one if not f.alone],
         [f for f in ranks if not f.lasting and not f.name.startswith("ddp_")],

@@ -44,6 +44,12 @@ class Fault:
     pattern: str = ""
     control: str = "all"
     builds: bool = False
+    module: str = ""
+
+    @property
+    def script(self) -> Path:
+        """The script that it is injected into."""
+        return HERE / (self.module or ("one_process.py" if self.world == 1 else "ranks.py"))
 
     @property
     def argument(self) -> str:
@@ -119,9 +125,28 @@ RANKS = (
     ),
     _ranks("ddp_skip", "MISMATCH", slow=True, pattern="with 3 backward passes where the others are at 4"),
 )
+_issued = functools.partial(_ranks, module="issued_collectives.py")
+ISSUED = (
+    _issued(
+        "async_late",
+        "PHASE",
+        phase="other",
+        line="async_late",
+        pattern=r"rank 0, 2 in all_reduce\(16 float32\)",
+    ),
+    _issued("async_skip", "MISMATCH", slow=True, pattern="rank 1 waits in barrier"),
+    _issued("async_size", "MISMATCH", slow=True, pattern=r"rank 1 calls all_reduce\(32 float32\)"),
+    _issued("order", "MISMATCH", slow=True, pattern="of group other"),
+    _issued(
+        "ddp_late", "PHASE", phase="forward", line="late", pattern="rank 0, 2 in the reduction of bucket"
+    ),
+    _issued("fsdp_late", "PHASE", phase="forward", line="late", pattern="rank 0, 2 in all_gather"),
+    _issued("fsdp_skip", "MISMATCH", slow=True, pattern="all_gather"),
+)
 LASTING = {
-    "add", "barrier", "broadcast", "ddp_branch", "ddp_skip", "dtype", "ends", "fewer", "kill", "oom", "raise",
-    "reorder", "shape", "skip", "subgroup", "worker", "worker_killed",
+    "add", "async_size", "async_skip", "barrier", "broadcast", "ddp_branch", "ddp_skip", "dtype", "ends",
+    "fewer", "fsdp_skip", "kill", "oom", "order", "raise", "reorder", "shape", "skip", "subgroup", "worker",
+    "worker_killed",
 }  # fmt: skip
 """Faults that do not end: each needs a launch of its own."""
 
@@ -149,7 +174,7 @@ def run_faults(
     that do not end.
     """
     world = faults[0].world
-    script = HERE / ("one_process.py" if world == 1 else "ranks.py")
+    script = faults[0].script
     options = ["--monitors", "stalls", "--out", str(out), *([] if stall is None else ["--stall", str(stall)])]
     command = [sys.executable, "-m", "backlight", "run", *options, str(script)]
     if world > 1:

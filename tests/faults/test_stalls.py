@@ -17,7 +17,18 @@ import pytest
 from backlight.monitors.stalls.model.diagnosis import STARVED
 from backlight.store.read.run import open_run
 from faults import missing_gradients, non_finite
-from faults.stall_faults import HERE, ONE, RANKS, STALL, Fault, findings_on, run_faults, score, step_of
+from faults.stall_faults import (
+    HERE,
+    ISSUED,
+    ONE,
+    RANKS,
+    STALL,
+    Fault,
+    findings_on,
+    run_faults,
+    score,
+    step_of,
+)
 from ranks.launching import watching
 
 pytestmark = pytest.mark.alone
@@ -31,7 +42,7 @@ FIRST_OF_RANKS = [f for f in ENDING if f.name in {"backward", "evaluation"}]
 
 
 def check(faults: list[Fault], out: Path, **options: float) -> str:
-    script = HERE / ("one_process.py" if faults[0].world == 1 else "ranks.py")
+    script = faults[0].script
     findings, log, _ = run_faults(faults, out, **options)
     wrong = []
     for index, fault in enumerate(faults):
@@ -86,6 +97,17 @@ def test_faults_of_ranks(faults: list[Fault], tmp_path: Path) -> None:
     check(faults, tmp_path / "run")
 
 
+def test_collective_that_is_waited_for_elsewhere(tmp_path: Path) -> None:
+    """The others wait for the handle, at another line: the cause is the rank that has not issued it."""
+    check([f for f in ISSUED if f.name == "async_late"], tmp_path / "run")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [f for f in ISSUED if f.name != "async_late"], ids=lambda f: f.name)
+def test_issued_collectives(fault: Fault, tmp_path: Path) -> None:
+    check([fault], tmp_path / "run")
+
+
 def test_first_backward_of_many_nodes_is_slow(tmp_path: Path) -> None:
     fault = next(f for f in ONE if f.name == "nodes")
     log = check([fault], tmp_path / "run")
@@ -120,7 +142,9 @@ def test_remaining_faults(fault: Fault, tmp_path: Path) -> None:
 def test_every_scenario_is_in_the_readme() -> None:
     text = (HERE / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", text))
-    injected = {f.name for f in (*ONE, *RANKS)} | set(missing_gradients.FAULTS) | set(non_finite.FAULTS)
+    injected = (
+        {f.name for f in (*ONE, *RANKS, *ISSUED)} | set(missing_gradients.FAULTS) | set(non_finite.FAULTS)
+    )
     assert injected <= named
 
 
@@ -132,6 +156,10 @@ def test_every_scenario_is_in_the_readme() -> None:
         # Every rank has the same fault, so that the ranks agree.
         *(pytest.param([f], {"control": True}, id=f.name) for f in RANKS if f.lasting),
         *(pytest.param([f], {"seconds": 0.02}, id=f.name) for f in ONE if f.alone and not f.lasting),
+        *(
+            pytest.param([f], {"control": True} if f.lasting else {"seconds": 0.02}, id=f.name)
+            for f in ISSUED
+        ),
     ],
 )
 def test_other_controls_have_no_finding(faults: list[Fault], options: dict[str, Any], tmp_path: Path) -> None:

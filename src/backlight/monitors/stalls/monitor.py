@@ -23,6 +23,7 @@ from backlight import processes
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.distributed import launch_id, local_rank
 from backlight.monitor import Monitor, RunContext
+from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace
 from backlight.monitors.stalls.instrument.collectives import Collectives
 from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrappers
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
@@ -100,7 +101,8 @@ class StallMonitor(Monitor):
         self._directory = directory
         main = threading.main_thread()
         self.heartbeat = Heartbeat(shared_state, run.scope, self._store_names, self._store_buckets)
-        self._collectives = Collectives(shared_state, self._store_group)
+        trace = CollectiveTrace(self._document("collectives"))
+        self._collectives = Collectives(shared_state, self._store_group, trace.follow)
         self._register_dump()
         self._sampler = StackSampler(
             self.heartbeat,
@@ -108,6 +110,7 @@ class StallMonitor(Monitor):
             self._document("stacks"),
             self._document("graph"),
             self._chores,
+            trace.write,
         )
         shared_state.open(
             rank=run.rank,
@@ -181,11 +184,13 @@ class StallMonitor(Monitor):
             return False
         models = wrappers(self._scope.models or self._run.hub.seen.roots())
         table = self._scope.table
-        rows = {id(tensor): row for row in range(len(table)) if (tensor := table.tensor(row)) is not None}
+        tensors = {row: tensor for row in range(len(table)) if (tensor := table.tensor(row)) is not None}
+        rows = {id(tensor): row for row, tensor in tensors.items()}
         found = [[rows[key] for key in bucket if key in rows] for m in models for bucket in assignment(m).ids]
         if found != self._buckets:
             self._buckets = found
-            self._write("buckets", found)
+            numels = [sum(tensors[row].numel() for row in bucket) for bucket in found]
+            self._write("buckets", {"rows": found, "numels": numels})
         return True
 
     def _store_group(self, key: int, ranks: list[int]) -> None:

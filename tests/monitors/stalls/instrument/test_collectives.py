@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace
 from backlight.monitors.stalls.instrument.collectives import Collectives
+from backlight.monitors.stalls.model.observation import parse_issued
 from backlight.monitors.stalls.model.shared_state import Collective, SharedState, read_state
 
 
@@ -96,3 +99,37 @@ def test_recv_has_a_number_of_its_own(shared_state: SharedState) -> None:
     first, receipt, last = calls(shared_state)
     assert receipt.group != first.group
     assert (first.number, last.number) == (1, 2)
+
+
+def test_handle_of_an_asynchronous_call_is_followed_to_its_end(tmp_path: Path) -> None:
+    """Handles are not kept alive."""
+    trace = CollectiveTrace(tmp_path / "collectives.json")
+
+    class Handle:
+        done = False
+
+        def is_completed(self) -> bool:
+            return self.done
+
+    first, second = Handle(), Handle()
+    trace.follow(3, first)
+    trace.follow(4, second)
+    assert trace.open_calls() == [3, 4]
+    first.done = True
+    assert trace.open_calls() == [4]
+    del second
+    assert trace.open_calls() == []
+    trace.follow(5, 7)  # a handle of a type that cannot be referred to weakly
+    assert trace.open_calls() == []
+
+
+def test_document_holds_what_the_flight_recorder_holds(shared_state: SharedState, tmp_path: Path) -> None:
+    document = tmp_path / "collectives.json"
+    again = dist.new_group([0], group_desc="again")
+    dist.all_reduce(X.clone(), group=again, async_op=True).wait()
+    CollectiveTrace(document).write()
+    found = parse_issued(0, json.loads(document.read_text()))
+    assert found.dump is not None, "this release of torch has no flight recorder for gloo"
+    last = found.dump.records[-1]
+    assert (last.label, last.ranks, last.number, last.operation) == ("again", (0,), 1, "all_reduce")
+    assert (last.inputs, last.completed) == (((4,),), True)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+import types
 
 from backlight.monitors.stalls.instrument.stack_sampler import probe_bytecode, take_sample
 from backlight.monitors.stalls.model.stacks import StackSample, parse_samples, user_frame
@@ -43,6 +44,26 @@ def test_probe_distinguishes_python_from_native_code() -> None:
     assert False not in answers["spin"]
     assert True not in answers["wait"]
     assert answers != {"spin": {None}, "wait": {None}}
+
+
+def test_sample_names_the_function_in_c_that_is_called() -> None:
+    """Also where indices, attributes and arguments make other calls on the line."""
+    held = {"a": [types.SimpleNamespace(lock=threading.Lock())]}
+    held["a"][0].lock.acquire()
+    works = {
+        "acquire": lambda: (held["a"][int("0")].lock.acquire(), None),
+        "sleep": lambda: time.sleep(max(0.5, 0.1)),
+    }
+    for name, work in works.items():
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + 10
+        called = ""
+        while called != name and time.monotonic() < deadline and thread.is_alive():
+            sample = take_sample(0, probed=thread.ident or 0)
+            called = next((t.called for t in sample.threads if t.ident == thread.ident), "")
+        assert called == name
+    held["a"][0].lock.release()
 
 
 def test_sample_holds_the_line_of_every_thread() -> None:

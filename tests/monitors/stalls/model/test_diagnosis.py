@@ -9,8 +9,9 @@ import pytest
 
 from backlight.findings.limits import ThresholdError
 from backlight.monitors.stalls.model.diagnosis import diagnose, estimate_speed
+from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, Dump
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
-from backlight.monitors.stalls.model.observation import Observation
+from backlight.monitors.stalls.model.observation import IssuedCollectives, Observation
 from backlight.monitors.stalls.model.shared_state import Collective, RankStatus, StateSnapshot
 from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack, native_operation
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious, timeout_of
@@ -305,3 +306,60 @@ def test_unknown_threshold_suggests_the_nearest() -> None:
     with pytest.raises(ThresholdError, match=r"no threshold 'flor'; did you mean 'floor'"):
         LIMITS.override({"flor": 1})
     assert LIMITS.override({"floor": 5}).floor == pytest.approx(5.0)
+
+
+def issued(*records: CollectiveRecord, calls: tuple[int, ...] = ()) -> IssuedCollectives:
+    return IssuedCollectives(990 * S, calls, Dump(0, records))
+
+
+OPEN = CollectiveRecord("0", (0, 1), 5, "all_reduce", ((16,),), dtypes=(("Float",), ()), label="default_pg")
+DONE = dataclasses.replace(OPEN, number=4, completed=True)
+
+
+def called(name: str) -> tuple[StackSample, ...]:
+    stack = ThreadStack(MAIN, (TOP,), "MainThread", 4242, runs_bytecode=False, called=name)
+    return tuple(StackSample((990 + i) * S, "sampler", (stack,)) for i in range(4))
+
+
+def test_host_that_waits_for_a_handle_is_blocked_on_the_collective() -> None:
+    state = in_phase(Phase.OTHER, world_size=2)
+    found = diagnose(observation(state, samples=called("wait"), issued=issued(DONE, OPEN)), LIMITS, 30.0)
+    assert found is not None
+    assert (found.kind, found.waits, found.line) == (DiagnosisKind.BLOCKED, True, str(TOP))
+    assert "waits in wait() at train.py:5 in main for all_reduce(16 float32) #5" in found.claim
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "records"),
+    [
+        ("acquire", {}, (OPEN,)),  # another wait of the host, while a collective is open
+        ("wait", {}, (DONE,)),  # every collective has completed
+        ("item", {}, (OPEN,)),  # no device
+        ("wait", {"cpu": 0.9, "thread_cpu": 0.9}, (OPEN,)),  # it computes
+    ],
+)
+def test_other_wait_is_none_for_a_collective(
+    name: str, changes: dict[str, Any], records: tuple[CollectiveRecord, ...]
+) -> None:
+    state = in_phase(Phase.OTHER, world_size=2)
+    one = observation(state, samples=called(name), issued=issued(*records), **changes)
+    found = diagnose(one, LIMITS, 30.0)
+    assert found is not None
+    assert not found.waits
+
+
+@pytest.mark.parametrize("used", [0.0, 1.0], ids=["sleeps", "spins"])  # as drivers do in a synchronisation
+def test_host_that_synchronises_a_device_is_blocked_on_the_collective(used: float) -> None:
+    state = in_phase(Phase.OTHER, world_size=2, device=True)
+    one = observation(state, samples=called("item"), issued=issued(OPEN), cpu=used, thread_cpu=used)
+    found = diagnose(one, LIMITS, 30.0)
+    assert found is not None
+    assert (found.kind, found.waits) == (DiagnosisKind.BLOCKED, True)
+
+
+def test_open_call_names_the_collective_where_there_is_no_flight_recorder() -> None:
+    call = Collective(1, 3, 1, 1, 900 * S, 901 * S, "all_reduce(16 float32) #3", asynchronous=True, index=7)
+    state = in_phase(Phase.OTHER, world_size=2, collectives=(call,))
+    one = observation(state, issued=IssuedCollectives(990 * S, (7,), None))
+    assert one.pending == call.text
+    assert dataclasses.replace(one, issued=IssuedCollectives(990 * S, (6,), None)).pending == ""

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, Dump
 from backlight.monitors.stalls.model.observation import (
+    Buckets,
     ExitReason,
+    IssuedCollectives,
     Observation,
     exit_reason_of,
     name_reductions,
@@ -20,7 +23,7 @@ from backlight.records import Phase
 from backlight.store.read.run import open_run
 from ranks.launching import torchrun, watching
 
-BUCKETS = ((2, 3), (0, 1))
+BUCKETS = Buckets(((2, 3), (0, 1)), (30, 20))
 NAMES = ("first.weight", "first.bias", "head.weight", "head.bias")
 UNKNOWN = "a reduction inside backward"
 
@@ -118,11 +121,23 @@ def test_rank_before_this_backward_lacks_the_first_bucket(state: StateSnapshot) 
     assert reductions(observation(state, 0, "1111"), late)[0].startswith("the reduction of bucket 1 of 2")
 
 
+def test_bucket_whose_reduction_is_recorded_as_open_is_named(state: StateSnapshot) -> None:
+    """By its size: the gradients of both buckets have arrived on both ranks."""
+    records = tuple(
+        CollectiveRecord("0", (0, 1), number, "all_reduce", ((numel,),), completed=number == 1)
+        for number, numel in ((1, 30), (2, 20))
+    )
+    issued = IssuedCollectives(1, (), Dump(0, records))
+    one = dataclasses.replace(observation(state, 0, "1111"), issued=issued)
+    assert reductions(one, observation(state, 1, "1111"))[0].startswith("the reduction of bucket 2 of 2")
+    assert one.pending == "all_reduce(20) #2 of group 0 [0, 1]"
+
+
 def test_undetermined_bucket_is_not_named(state: StateSnapshot) -> None:
     both = reductions(observation(state, 0, "1111"), observation(state, 1, "1111"))
     assert set(both) == {f"{UNKNOWN} (of 2 buckets of DDP that have all their gradients)"}
     assert reductions(observation(state, 0, "0001")) == [UNKNOWN]
-    assert reductions(dataclasses.replace(observation(state, 0, "1111"), buckets=())) == [UNKNOWN]
+    assert reductions(dataclasses.replace(observation(state, 0, "1111"), buckets=Buckets())) == [UNKNOWN]
     assert reductions(observation(state, 0, "1111", phase=Phase.FORWARD)) == [UNKNOWN]
 
 

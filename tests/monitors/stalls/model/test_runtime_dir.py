@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from backlight.monitors.stalls.model import attach, runtime_dir
+from backlight.monitors.stalls.model.observation import Buckets
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.shared_state import PHASES, RankStatus, SharedState, Slot, read_state
 from backlight.monitors.stalls.model.timeouts import StallLimits
@@ -104,8 +105,13 @@ def test_unreadable_neighbour_is_skipped(kind: str, directory: Path) -> None:
     assert attach.attach(os.getpid(), 0.01, native=False).pid == os.getpid()
 
 
-@pytest.mark.parametrize("kind", ["graph", "names", "buckets", "exit", "stacks"])
-@pytest.mark.parametrize("content", ["7", "null", '{"base": 0}', '[{"at": 1}, "nonsense"]', "{", "[[0]]"])
+BUCKETS = '{"rows": [[0]], "numels": [4]}'
+
+
+@pytest.mark.parametrize("kind", ["graph", "names", "buckets", "exit", "stacks", "collectives"])
+@pytest.mark.parametrize(
+    "content", ["7", "null", '{"base": 0}', '[{"at": 1}, "nonsense"]', "{", "[[0]]", BUCKETS, '{"dump": {}}']
+)
 def test_malformed_documents_of_a_rank_are_left_out(kind: str, content: str, tmp_path: Path) -> None:
     observer = RankObserver(tmp_path, 3, StallLimits())
     shared = SharedState(runtime_dir.state_path(tmp_path, 3))
@@ -116,8 +122,8 @@ def test_malformed_documents_of_a_rank_are_left_out(kind: str, content: str, tmp
     observer.poll()
     found = observer.observe()
     observer.close()
-    assert (found.exit_reason, found.graph_build, found.samples) == (None, None, ())
-    assert found.buckets == (((0,),) if (kind, content) == ("buckets", "[[0]]") else ())
+    assert (found.exit_reason, found.graph_build, found.samples, found.issued.dump) == (None, None, (), None)
+    assert found.buckets == (Buckets(((0,),), (4,)) if (kind, content) == ("buckets", BUCKETS) else Buckets())
 
 
 def test_runtime_directory_depends_on_attempt_and_launch(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from backlight.capture.hooks import Patches
 from backlight.monitors.stalls.model.shared_state import SharedState, Slot
 
 CALLS = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all",
-    "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object",
-    "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
-    "scatter_object_list", "recv", "all_reduce_coalesced", "all_gather_coalesced",
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+    "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather",
+    "gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter", "scatter_object_list", "recv", "all_reduce_coalesced",
+    "all_gather_coalesced",
 )  # fmt: skip
 """Functions that no rank of a group may skip; ``recv`` waits for one other rank."""
 
@@ -46,10 +47,20 @@ MAX_TENSORS = 4
 
 
 class Collectives:
-    """Wraps the collective calls while attached; ``on_group(key, ranks)`` is called once per group."""
+    """Wraps the collective calls while attached.
 
-    def __init__(self, shared_state: SharedState, on_group: Callable[[int, list[int]], None]) -> None:
+    ``on_group(key, ranks)`` is called once per group, ``on_handle(call, handle)`` with the handle that an
+    asynchronous call returns and the number of the call among all of this rank.
+    """
+
+    def __init__(
+        self,
+        shared_state: SharedState,
+        on_group: Callable[[int, list[int]], None],
+        on_handle: Callable[[int, Any], None] | None = None,
+    ) -> None:
         self._shared_state = shared_state
+        self._on_handle = on_handle
         self._on_group = on_group
         self._patches = Patches()
         self._numbers: dict[int, int] = {}
@@ -89,6 +100,7 @@ class Collectives:
             blocking = not _argument("async_op", async_at, args, kwargs)
             given = {**usual, **dict(zip(parameters, args, strict=False)), **kwargs}
             index = self._enter(name, _argument("group", group_at, args, kwargs), given, blocking=blocking)
+            number = self._shared_state.slots[Slot.COLLECTIVES] - 1
             here.deep = failed = True
             try:
                 result = original(*args, **kwargs)
@@ -97,6 +109,8 @@ class Collectives:
                 here.deep = False
                 if index is not None:
                     self._shared_state.leave_collective(index, blocking=blocking, failed=failed)
+            if index is not None and not blocking and result is not None and self._on_handle is not None:
+                self._on_handle(number, result)
             return result
 
         return call

@@ -6,6 +6,7 @@ too. It never waits for the training thread, nor the training thread for it.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import gc
 import os
@@ -24,7 +25,7 @@ from backlight import clock
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.model.runtime_dir import write_document
 from backlight.monitors.stalls.model.shared_state import PHASES, Slot, StateSnapshot, read_state
-from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack
+from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack, is_backlight
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious
 from backlight.processes import queued_s, voluntary_switches
 from backlight.records import Phase
@@ -73,6 +74,7 @@ class StackSampler:
         stacks: Path,
         graph_build: Path,
         every_period: Callable[[], None],
+        before_sample: Callable[[], None] = lambda: None,
     ) -> None:
         self._heartbeat = heartbeat
         self._path = heartbeat.shared_state.path
@@ -81,6 +83,7 @@ class StackSampler:
         self._graph_build = graph_build
         self._directory = stacks.parent
         self._every_period = every_period
+        self._before_sample = before_sample
         self._stop = threading.Event()
         self._samples: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
         self._phase_since = 0
@@ -150,6 +153,8 @@ class StackSampler:
             self._phase_since = state.phase_since
             self._samples.clear()
             self._num_written = -1
+        with contextlib.suppress(OSError):
+            self._before_sample()
         ident = state.backward_ident if state.phase is Phase.BACKWARD else state.main_ident
         self._samples.append(asdict(take_sample(state.taken, probed=ident)))
         try:
@@ -222,11 +227,38 @@ def take_sample(now: int, probed: int = 0) -> StackSample:
             # At such an instruction only threads that run Python are switched; elsewhere it may be in a call.
             runs_bytecode = True if 0 <= at < len(code) and code[at] in _SWITCH_OPCODES else None
             frames = tuple(map(_frame, islice(_outwards(frame), MAX_FRAMES)))
-            threads.append(ThreadStack(ident, frames, name, tid, runs_bytecode))
+            called = called_name(frame) if ident == probed and not runs_bytecode else ""
+            threads.append(ThreadStack(ident, frames, name, tid, runs_bytecode, called=called))
     for index, thread in enumerate(threads):
         if thread.ident == probed and not thread.runs_bytecode:
             threads[index] = replace(thread, runs_bytecode=probe_bytecode(thread.tid))
     return StackSample(now, "sampler", tuple(threads))
+
+
+def called_name(frame: FrameType) -> str:
+    """Return the name of the function in C whose call a frame is in, such as ``wait``; empty if not known.
+
+    Of a wrapper of backlight, the name under which it was called.
+    """
+    while frame.f_back is not None and is_backlight(frame.f_code.co_filename):
+        frame = frame.f_back
+    at, name = frame.f_lasti, ""
+    positions = list(frame.f_code.co_positions())
+    if not 0 <= at // 2 < len(positions):
+        return ""
+    begin = positions[at // 2][0], positions[at // 2][2]
+    # The expression `a.b.wait()` begins where `a` does: the last name that is loaded from there is called.
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset >= at:
+            return name
+        where = instruction.positions
+        if (
+            where is not None
+            and (where.lineno, where.col_offset) == begin
+            and isinstance(instruction.argval, str)
+        ):
+            name = instruction.argval
+    return ""
 
 
 def probe_bytecode(tid: int | None) -> bool | None:

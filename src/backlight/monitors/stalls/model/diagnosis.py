@@ -35,6 +35,12 @@ MAX_IDLE_SCHEDULED = 0.2
 MIN_CORE_SHARE = 0.2
 """Share of its runnable time for which a thread had a core, below which its samples show where it waits."""
 
+SYNCHRONIZING = frozenset({
+    "wait", "synchronize", "item", "tolist", "cpu", "numpy", "to", "copy_", "nonzero", "_local_scalar_dense",
+    "_cuda_synchronize", "_accelerator_synchronizeDevice", "wait_tensor",
+})  # fmt: skip
+"""Functions in C in which a host waits for a device."""
+
 STARVED = "it is slow: it waits for a core most of the time, so its stacks do not show what it does"
 """Why nothing follows from the stacks of a thread that hardly ran between them."""
 
@@ -86,6 +92,8 @@ def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = No
         return None
     if state.current_call is not None or (thread is not None and stacks.in_collective(thread)):
         return _in_collective(obs, state, summary)
+    if obs.pending and _synchronizes(obs, state, summary, limits):
+        return _in_synchronization(obs, state, summary)
     if state.phase is not Phase.BACKWARD:
         return _outside_backward(obs, state, summary, limits)
     return _in_backward(obs, state, summary, limits)
@@ -236,6 +244,34 @@ def _in_collective(obs: Observation, state: StateSnapshot, summary: StackSummary
         refuted_if="the call returns without another rank having done anything",
         next_check="find out what the ranks do that are not in this call",
         confidence=HIGH if call is not None else MEDIUM,
+        rank=obs.rank,
+        line=None if frame is None else str(frame),
+        parameter=obs.last_parameter,
+        waits=True,
+    )
+
+
+def _synchronizes(obs: Observation, state: StateSnapshot, summary: StackSummary, limits: StallLimits) -> bool:
+    """Return whether the host waits for a collective or a device, in the same call in every sample."""
+    called = {thread.called for thread in summary.threads}
+    if len(called) != 1 or not summary.same_line or summary.runs_bytecode:
+        return False
+    name = called.pop()
+    # The driver of a device may wait without sleeping.
+    return (name == "wait" and is_idle(obs, limits)) or (state.device and name in SYNCHRONIZING)
+
+
+def _in_synchronization(obs: Observation, state: StateSnapshot, summary: StackSummary) -> Diagnosis:
+    frame = summary.frame
+    call = f"{summary.threads[-1].called}()"
+    where = f" at {frame.location} in {frame.qualified_name}" if frame is not None else ""
+    return Diagnosis(
+        DiagnosisKind.BLOCKED,
+        state.phase,
+        f"BLOCKED: rank {obs.rank} waits in {call}{where} for {obs.pending}; {state.silence_s:.0f} s",
+        refuted_if="that collective has completed, so that the wait is for something else",
+        next_check="find out what the ranks do that have not issued this collective",
+        confidence=MEDIUM,
         rank=obs.rank,
         line=None if frame is None else str(frame),
         parameter=obs.last_parameter,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backlight import clock
+from backlight.monitors.stalls.model.flight_recorder import Dump, parse_dump
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
 from backlight.monitors.stalls.model.stacks import (
@@ -28,8 +29,22 @@ HIGH, MEDIUM, LOW = "high", "medium", "low"
 MAX_MESSAGE_CHARS = 300
 """Characters of an exception's message that are kept."""
 
-Buckets = tuple[tuple[int, ...], ...]
-"""Rows of the parameters in each bucket of DDP, in the order of reduction."""
+
+@dataclass(frozen=True)
+class Buckets:
+    """Buckets of DDP in the order of reduction: rows of the parameters of each, and its size in elements."""
+
+    rows: tuple[tuple[int, ...], ...] = ()
+    numels: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class IssuedCollectives:
+    """Collectives as the process itself has recorded them while it was suspicious."""
+
+    at: int = 0  # monotonic nanoseconds
+    open_calls: tuple[int, ...] = ()  # numbers of asynchronous calls that have not completed
+    dump: Dump | None = None  # of the flight recorder
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,8 @@ class Observation:
     not_collected: tuple[str, ...] = ()  # and why
     workers: str = ""  # state of its child processes, in words
     graph_build: GraphBuild | None = None
-    buckets: Buckets = ()
+    buckets: Buckets = Buckets()
+    issued: IssuedCollectives = IssuedCollectives()
     reducing: str = "a reduction inside backward"  # for which it would wait
     exit_reason: ExitReason | None = None
 
@@ -84,6 +100,16 @@ class Observation:
     def phase(self) -> Phase:
         """The phase of the newest snapshot, ``OTHER`` without one."""
         return self.state.phase if self.state is not None else Phase.OTHER
+
+    @property
+    def pending(self) -> str:
+        """The first collective that this rank has issued and that has not completed, in words; or empty."""
+        records = self.issued.dump.records if self.issued.dump is not None else ()
+        first = next((r for r in records if not r.completed and not r.is_point_to_point), None)
+        if first is not None:
+            return first.text
+        calls = self.state.collectives if self.state is not None else ()
+        return next((c.text for c in calls if c.index in self.issued.open_calls), "")
 
     @property
     def backwards(self) -> int:
@@ -173,7 +199,14 @@ def _where_peers_failed(error: BaseException, stack: ThreadStack, text: str) -> 
 
 def parse_buckets(data: Any) -> Buckets:
     """Return the buckets that a rank has written."""
-    return tuple(tuple(map(int, bucket)) for bucket in data)
+    rows = tuple(tuple(map(int, bucket)) for bucket in data["rows"])
+    return Buckets(rows, tuple(map(int, data["numels"])))
+
+
+def parse_issued(rank: int, data: Any) -> IssuedCollectives:
+    """Return the collectives that a rank has written."""
+    dump = parse_dump(rank, data["dump"], data["groups"]) if data["dump"] is not None else None
+    return IssuedCollectives(int(data["at"]), tuple(map(int, data["open"])), dump)
 
 
 def name_reductions(observations: Sequence[Observation]) -> list[Observation]:
@@ -185,20 +218,36 @@ def name_reductions(observations: Sequence[Observation]) -> list[Observation]:
 
 
 def _reduction(obs: Observation, observations: Sequence[Observation]) -> str:
-    buckets, state = obs.buckets, obs.state
+    buckets, state = obs.buckets.rows, obs.state
     if state is None or state.phase is not Phase.BACKWARD or not buckets:
         return ""
     started = [i for i, bucket in enumerate(buckets) if _is_complete(bucket, state.arrived)]
     if not started:
         return ""
+    pending = _pending_bucket(obs)
+    if pending in started:
+        return _bucket_words(obs, pending)
     lacking = [i for i in started if any(_lacks(other, obs, buckets[i]) for other in observations)]
     if lacking or len(started) == 1:
-        index = (lacking or started)[0]
-        rows = buckets[index]
-        names = [obs.names[row] if row < len(obs.names) else f"parameter {row}" for row in rows]
-        span = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}, {len(names)} parameters"
-        return f"the reduction of bucket {index + 1} of {len(buckets)} ({span})"
+        return _bucket_words(obs, (lacking or started)[0])
     return f"a reduction inside backward (of {len(started)} buckets of DDP that have all their gradients)"
+
+
+def _pending_bucket(obs: Observation) -> int:
+    """Return the bucket whose all-reduce is recorded as open, -1 if that is not known."""
+    records = obs.issued.dump.records if obs.issued.dump is not None else ()
+    pending = next((r for r in records if not r.completed and r.operation == "all_reduce"), None)
+    if pending is None or len(pending.inputs) != 1 or len(pending.inputs[0]) != 1:
+        return -1
+    of_size = [i for i, numel in enumerate(obs.buckets.numels) if numel == pending.inputs[0][0]]
+    return of_size[0] if len(of_size) == 1 else -1
+
+
+def _bucket_words(obs: Observation, index: int) -> str:
+    rows = obs.buckets.rows[index]
+    names = [obs.names[row] if row < len(obs.names) else f"parameter {row}" for row in rows]
+    span = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}, {len(names)} parameters"
+    return f"the reduction of bucket {index + 1} of {len(obs.buckets.rows)} ({span})"
 
 
 def _is_complete(bucket: Sequence[int], arrived: bytes) -> bool:

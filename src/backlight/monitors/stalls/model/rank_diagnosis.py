@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from backlight.monitors.stalls.model.collective_match import diagnose_collectives
 from backlight.monitors.stalls.model.diagnosis import is_steady
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation, in_phase
 from backlight.monitors.stalls.model.postmortem import diagnose_failures
@@ -59,6 +60,7 @@ def diagnose_ranks(
         return _outside(outside, waiting, diagnoses)
     found_here = (
         find_mismatch(observations, groups)
+        or _compare_issued(observations)
         or _absent(observations, groups)
         or _outlier(observations, diagnoses)
     )
@@ -286,13 +288,20 @@ def _outlier(observations: Sequence[Observation], diagnoses: Diagnoses) -> Diagn
     )
 
 
+def _compare_issued(observations: Sequence[Observation]) -> Diagnosis | None:
+    """Compare what the flight recorders of the ranks hold; None where some rank has none."""
+    dumps = {o.rank: o.issued.dump for o in observations if o.issued.dump is not None}
+    return diagnose_collectives(dumps) if len(dumps) == len(observations) else None
+
+
 def _waiting_words(waiting: Sequence[Observation]) -> str:
     if not waiting:
         return ""
     ranks: dict[str, list[int]] = {}
     for obs in waiting:
         call = obs.state.current_call if obs.state is not None else None
-        ranks.setdefault(call.text if call is not None else obs.reducing, []).append(obs.rank)
+        words = obs.reducing if obs.phase is Phase.BACKWARD else obs.pending or obs.reducing
+        ranks.setdefault(call.text if call is not None else words, []).append(obs.rank)
     return ". Waiting for it: " + "; ".join(f"rank {_join(r)} in {call}" for call, r in ranks.items())
 
 

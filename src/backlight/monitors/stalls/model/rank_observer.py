@@ -12,6 +12,7 @@ import os
 import select
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,14 @@ from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
 from backlight.monitors.stalls.model.diagnosis import is_moving
 from backlight.monitors.stalls.model.graph_samples import parse_graph_build
-from backlight.monitors.stalls.model.observation import ExitReason, Observation, parse_buckets
+from backlight.monitors.stalls.model.observation import (
+    Buckets,
+    ExitReason,
+    IssuedCollectives,
+    Observation,
+    parse_buckets,
+    parse_issued,
+)
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot, read_state
 from backlight.monitors.stalls.model.stacks import StackSample
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious, timeout_of
@@ -230,11 +238,18 @@ class RankObserver:
             ended_at=self.ended_at,
             terminated=self.was_terminated,
             names=self._read("names", tuple) or (),
-            buckets=self._read("buckets", parse_buckets) or (),
+            buckets=self._read("buckets", parse_buckets) or Buckets(),
+            issued=self._issued(),
             not_collected=tuple(self._not_collected),
             exit_reason=self.exit_reason,
             **observed,
         )
+
+    def _issued(self) -> IssuedCollectives:
+        """Return the collectives that the process has written since it last progressed."""
+        found = self._read("collectives", partial(parse_issued, self.rank))
+        recent = found is not None and self.state is not None and found.at >= self.state.heartbeat
+        return found if found is not None and recent else IssuedCollectives()
 
     def _stays_stopped(self, pid: int) -> bool:
         """Return whether a stopped process stays so: py-spy stops it for a moment."""

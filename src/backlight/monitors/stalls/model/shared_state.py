@@ -77,6 +77,7 @@ class Collective:
     text: str
     asynchronous: bool = False
     failed: bool = False
+    index: int = -1  # counts all calls of the rank
 
     @property
     def inside(self) -> bool:
@@ -272,7 +273,16 @@ def _read_collectives(raw: bytes, count: int) -> tuple[Collective, ...]:
         written, group, count_in_group, kind, shape, entered, left, *flags, text = _CALL.unpack_from(raw, at)
         if written == number:  # else it was overwritten while it was read
             call = Collective(
-                group, count_in_group, kind, shape, entered, left, _text(text), *map(bool, flags)
+                group,
+                count_in_group,
+                kind,
+                shape,
+                entered,
+                left,
+                _text(text),
+                bool(flags[0]),
+                bool(flags[1]),
+                number,
             )
             found.append(call)
     return tuple(found)

@@ -68,6 +68,7 @@ class ThreadStack:
     runs_bytecode: bool | None = None  # the innermost frame is not in a call
     native: tuple[Frame, ...] = ()  # frames of C code above the Python ones
     holds_gil: bool | None = None
+    called: str = ""  # function in C that the innermost frame calls
 
 
 @dataclass(frozen=True)
@@ -234,13 +235,14 @@ def user_frame(stack: ThreadStack) -> Frame | None:
     candidates = (
         *(f for f in stack.frames if is_user_code(f.file)),
         *(f for f in reversed(stack.frames) if is_third_party(f.file)),
-        *(f for f in stack.frames if not _is_backlight(f)),
+        *(f for f in stack.frames if not is_backlight(f.file)),
     )
     return next(iter(candidates), None)
 
 
-def _is_backlight(frame: Frame) -> bool:
-    return frame.file.replace("\\", "/").startswith(_BACKLIGHT)
+def is_backlight(file: str) -> bool:
+    """Return whether a file belongs to backlight itself."""
+    return file.replace("\\", "/").startswith(_BACKLIGHT)
 
 
 def in_engine(stack: ThreadStack) -> bool:
@@ -336,7 +338,7 @@ def _has(frames: Iterable[Frame], parts: tuple[str, ...]) -> bool:
 def strip_backlight(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """Return the frames of a script alone, without its launcher and the wrappers of backlight."""
     inside = itertools.takewhile(lambda f: not f.file.replace("\\", "/").startswith(_LAUNCHER), frames)
-    return tuple(f for f in inside if not _is_backlight(f))
+    return tuple(f for f in inside if not is_backlight(f.file))
 
 
 def format_sample(sample: StackSample) -> str:

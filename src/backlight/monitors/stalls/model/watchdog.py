@@ -102,6 +102,7 @@ class Watchdog:
         self._started = clock.monotonic()
         self._mismatch = ""
         self._is_mismatch_reported = False
+        self._last: tuple[str, list[int]] = "", []
 
     @cached_property
     def _writer(self) -> WatchdogWriter:
@@ -325,6 +326,10 @@ class Watchdog:
             if is_known:
                 return
         observations = host.observations
+        last = diagnosis.claim, [o.state.progress for o in observations if o.state is not None]
+        if last == self._last:
+            return  # the timeout of another rank has passed, and none has moved since
+        self._last = last
         shown = [o for o in observations if o.rank == diagnosis.rank] or observations[:MAX_EVIDENCE]
         self._emit(diagnosis, [] if is_slow else shown, observations)
         if not is_slow and self._has_peers():
