@@ -31,6 +31,9 @@ PANELS = {
 }  # fmt: skip
 """Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""
 
+_MODULES = {"attach"}
+"""Commands in a module of their own."""
+
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 _ORDER = list(_PANEL_OF)
 
@@ -125,7 +128,8 @@ def load_commands(name: str = "") -> None:
     A watched script starts sooner without the others.
     """
     if name in _PANEL_OF and name != "grok":
-        importlib.import_module(f"backlight.cli.commands.{_PANEL_OF[name].lower()}")
+        module = name if name in _MODULES else _PANEL_OF[name].lower()
+        importlib.import_module(f"backlight.cli.commands.{module}")
     else:
         _load_all()
 

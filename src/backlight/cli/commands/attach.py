@@ -1,0 +1,51 @@
+"""``backlight attach``: diagnose a running process, or dumps of the collectives of a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, BadParameter, Option
+
+from backlight.cli.app import command
+from backlight.cli.console import print_json
+from backlight.cli.options import Json
+
+
+@command(
+    "attach", "backlight attach 4711", "backlight attach 4711 --seconds 10 --no-native",
+    "backlight attach --flight-recorder dumps/ --run runs/first",
+)  # fmt: skip
+def attach(
+    pid: Annotated[int | None, Argument(metavar="[PID]", help="Process id.", show_default=False)] = None,
+    seconds: Annotated[float, Option(metavar="SECONDS", min=0.5, help="Observation time.")] = 2.0,
+    native: Annotated[
+        bool, Option("--native/--no-native", help="Take native stacks, which pauses the process briefly.")
+    ] = True,
+    flight_recorder: Annotated[
+        Path | None, Option(metavar="DIR", help="Dumps of torch's flight recorder, one file per rank.")
+    ] = None,
+    run: Annotated[
+        Path | None, Option(metavar="RUN", help="Run of these dumps, for the steps of its ranks.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Diagnose a running process, or dumps of torch's flight recorder.
+
+    Reports all threads, Python and native, and what is not observable. Of dumps, which rank has not
+    issued a collective, or another one.
+    """
+    from backlight.cli.render.attached import print_attached, print_dumps
+    from backlight.monitors.stalls.model.attach import attach as look_into
+    from backlight.monitors.stalls.model.attached_dumps import attach_dumps
+
+    if (pid is None) == (flight_recorder is None):
+        raise BadParameter("expected either the PID of a process or --flight-recorder DIR")
+    if run is not None and flight_recorder is None:
+        raise BadParameter("--run goes with --flight-recorder DIR; a watched process names its run itself")
+    if flight_recorder is not None:
+        dumps = attach_dumps(flight_recorder, run)
+        print_json(dumps) if as_json else print_dumps(dumps)
+    elif pid is not None:
+        found = look_into(pid, seconds, native=native)
+        print_json(found) if as_json else print_attached(found)
