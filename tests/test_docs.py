@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "docs" / "llms.txt",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 GENERATED = {"gallery.md", "examples/index.md"}

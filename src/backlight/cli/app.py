@@ -26,7 +26,7 @@ PANELS = {
     "Diagnose": (
         "why-no-grad", "check", "nan", "attach", "profile", "memory", "checkpointing", "trace", "test-matrix",
     ),
-    "Runs": ("ls", "findings", "compare", "query", "export", "compact", "join"),
+    "Runs": ("ls", "findings", "compare", "query", "export", "compact", "join", "mcp"),
     "Research": ("spectra", "sweep", "gram", "grok"),
 }  # fmt: skip
 """Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""
@@ -46,7 +46,7 @@ _EXTRAS = {
     "torch": "torch", "pyarrow": "parquet", "msgspec": "trace", "matplotlib": "plots", "submitit": "slurm",
     "starlette": "live", "uvicorn": "live", "tensorboard": "tensorboard", "wandb": "wandb",
     "mlflow": "mlflow", "prometheus_client": "prometheus", "duckdb": "query", "pandas": "frames",
-    "polars": "frames",
+    "polars": "frames", "mcp": "mcp",
 }  # fmt: skip
 """Extra of this distribution by the package that it installs."""
 

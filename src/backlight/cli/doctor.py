@@ -35,6 +35,7 @@ EXTRAS = {
     "stalls": "native stacks of hung processes",
     "parquet": "Parquet export, compact and compacted runs",
     "query": "backlight query",
+    "mcp": "backlight mcp",
     "remote": "a run behind a URL",
     "frames": "to_pandas, to_polars",
     "plots": "backlight report --plots",

@@ -288,3 +288,16 @@ def join(
     for attempt, ranks in sorted(joined.ranks.items()):
         write(f"attempt {attempt}: ranks {', '.join(map(str, sorted(ranks)))}")
     write(f"{joined.files} files copied into {run}" if joined.files else f"{run} holds all of it already")
+
+
+@command("mcp", "backlight mcp", "backlight mcp /scratch/runs")
+def mcp(
+    folder: Annotated[Path, Argument(metavar="DIR", help="Directory of runs.")] = RUNS,
+) -> None:
+    """Serve runs to coding assistants, read-only, over MCP on stdio.
+
+    The assistant starts this command itself; it can read the runs of DIR and nothing else.
+    """
+    from backlight.integrations.mcp_server import serve
+
+    serve(folder)
