@@ -298,6 +298,6 @@ def mcp(
 
     The assistant starts this command itself; it can read the runs of DIR and nothing else.
     """
-    from backlight.integrations.mcp_server import serve
+    from backlight.analysis.mcp_server import serve
 
     serve(folder)

@@ -18,7 +18,7 @@ pytest.importorskip("mcp", reason="needs the MCP SDK")
 import mcp
 from mcp.client.stdio import StdioServerParameters
 
-from backlight.integrations.mcp_server import MAX_BYTES, build_server
+from backlight.analysis.mcp_server import MAX_BYTES, build_server
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.store.write.writer import RunWriter
 from health_runs import write_synthetic
