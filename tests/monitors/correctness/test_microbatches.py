@@ -27,6 +27,7 @@ def watched(path: Path, train: Callable[[], None]) -> Run:
     return run
 
 
+@pytest.mark.usefixtures("read_targets")
 def test_one_shorter_microbatch_per_epoch_is_not_reported(tmp_path: Path) -> None:
     run = watched(
         tmp_path / "run", lambda: accumulate(mean_of_means, ((8, 8), (8, 8), (8, 8), (8, 8), (8, 2)))
@@ -35,6 +36,7 @@ def test_one_shorter_microbatch_per_epoch_is_not_reported(tmp_path: Path) -> Non
     assert evaluate_rules(run) == []
 
 
+@pytest.mark.usefixtures("read_targets")
 @pytest.mark.parametrize(
     ("loss_of", "expected"),
     [

@@ -40,8 +40,12 @@ def check(fault: Fault, findings: Findings, control: Findings) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FOUND)
-def test_error_is_found_and_its_control_is_silent(name: str, tmp_path: Path) -> None:
+def test_error_is_found_and_its_control_is_silent(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     fault = FAULTS[name]
+    if fault.expected["rule"] == "uneven_microbatches":
+        request.getfixturevalue("read_targets")
     injected = watched(tmp_path / "injected", lambda: fault.train(True))
     check(fault, injected, watched(tmp_path / "control", lambda: fault.train(False)))
 
