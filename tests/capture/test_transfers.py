@@ -72,3 +72,13 @@ def test_call_that_raises_is_the_error_of_the_script(reported: list[Any]) -> Non
     with pytest.raises(RuntimeError, match="connection closed by peer"):
         transfers(reported).wrap("allreduce", fails)(GROUP, [torch.ones(3)])
     assert reported == []
+
+
+def test_exchange_is_read_up_to_its_neighbours(reported: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(10, 20)))
+    hooks, x = transfers(reported), torch.arange(10.0)
+    hooks.wrap("alltoall_base", lambda *args: None)(GROUP, torch.empty(10), x, [], [], None)
+    ends = [(one.end, one.ranks, one.tensors[0].numel()) for one in reported]
+    assert ends[:4] == [("send", (11, 12 + n), 1) for n in range(4)]
+    assert sorted(ends[4:]) == [("recv", (rank, 11), 1) for rank in (10, 17, 18, 19)]
+    assert [float(one.tensors[0]) for one in reported[:4]] == [2.0, 3.0, 4.0, 5.0]

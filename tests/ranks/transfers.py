@@ -95,6 +95,27 @@ def send(x: Tensor, step: int) -> None:
 
 
 @loop
+def alltoall(x: Tensor, step: int) -> None:
+    pieces = [x * (step + rank) for rank in range(3)]
+    dist.all_to_all([torch.empty_like(x) for _ in range(3)], pieces)
+
+
+@loop
+def all_to_all_single(x: Tensor, step: int) -> None:
+    dist.all_to_all_single(torch.empty(12), torch.cat([x, 2 * x, 3 * x]))
+
+
+@loop
+def scatter(x: Tensor, step: int) -> None:
+    dist.scatter(x, [x * rank for rank in range(3)] if dist.get_rank() == 0 else None)
+
+
+@loop
+def gather(x: Tensor, step: int) -> None:
+    dist.gather(x, [torch.empty_like(x) for _ in range(3)] if dist.get_rank() == 2 else None, 2)
+
+
+@loop
 def sound(x: Tensor, step: int) -> None:
     """Results that differ on purpose, or are changed as soon as they are there."""
     rank = dist.get_rank()
@@ -109,6 +130,8 @@ def sound(x: Tensor, step: int) -> None:
     work.get_future().wait()
     x.mul_(rank)
     work.wait()
+    everyone = torch.arange(3.0 * (rank + 1)) + step
+    dist.all_to_all_single(torch.empty(6), everyone, [1, 2, 3], [rank + 1] * 3)
     ring = [
         dist.P2POp(dist.isend, x, (rank + 1) % 3),
         dist.P2POp(dist.irecv, torch.empty_like(x), (rank - 1) % 3),

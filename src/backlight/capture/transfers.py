@@ -36,16 +36,32 @@ EQUAL = {
 
 BETWEEN_TWO = ("send", "recv")
 
+EXCHANGES = {
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "scatter": "scatter",
+    "gather": "gather",
+}
+"""Methods that give each rank something else, and the function that calls each."""
+
+_COPIED = ("all_gather", "all_to_all", "gather")
+"""Functions whose results gloo itself copies to where the script wants them, which counts as writing."""
+
+NEIGHBOURS = 4
+"""Next ranks to which the parts of an exchange are read."""
+
 
 @dataclass(frozen=True)
 class Transfer:
     """What this rank sent or got; ``ranks`` are to hold equal values of it.
 
     ``channel`` and ``number``, which counts the calls of a channel, are the same on all of them. ``versions``
-    are those of the tensors when the transfer was started.
+    are those of the tensors when the transfer was started. ``end`` is ``send`` or ``recv`` between two ranks.
     """
 
     call: str
+    end: str
     channel: str
     number: int
     ranks: tuple[int, ...]
@@ -70,12 +86,13 @@ class Transfers:
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(group, *args, **kwargs)
-            transfer = self._counted(method, group, args, kwargs)
-            if transfer is not None and method == "send":
-                self._hub.emit("transferred", transfer)
+            transfers = self._counted(method, group, args, kwargs)
+            for one in transfers:
+                if one.end == "send":
+                    self._hub.emit("transferred", one)
             work = original(group, *args, **kwargs)
-            if transfer is not None and method != "send":
-                self._started(group, work, transfer)
+            if transfers:
+                self._started(group, work, [one for one in transfers if one.end != "send"])
             return work
 
         return call
@@ -115,40 +132,53 @@ class Transfers:
 
     def _counted(
         self, method: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Transfer | None:
-        """Count a call; return the transfer if someone listens."""
+    ) -> list[Transfer]:
+        """Count a call; return its transfers if someone listens."""
         try:
-            channel, peer = str(group.group_name), None
-            if method in BETWEEN_TWO:
+            channel, own = str(group.group_name), group.rank()
+            if method in EXCHANGES:
+                channel += f" {EXCHANGES[method]}"
+            elif method in BETWEEN_TWO:
                 peer, tag = int(args[1]), args[2] if len(args) > 2 else kwargs.get("tag", 0)
-                own = group.rank()
                 ends = (own, peer) if method == "send" else (peer, own)
-                channel = f"{channel} {ends[0]} {ends[1]} {tag}"
+                channel += f" {ends[0]} {ends[1]} {tag}"
             self._numbers[channel] += 1
-            if not self._hub.delivers("transferred") or (peer is not None and ends[0] == ends[1]):
-                return None
-            ranks = tuple(dist.get_process_group_ranks(group))
-            if peer is not None:
-                ranks = ranks[ends[0]], ranks[ends[1]]
-            tensors = tuple(_flat(args[0] if args else next(iter(kwargs.values()))))
-            return Transfer(
-                EQUAL.get(method, method),
-                channel,
-                self._numbers[channel],
-                ranks,
-                dist.get_backend(group),
-                tensors,
-                _versions(tensors),
-            )
-        except Exception:  # noqa: BLE001 - a group that torch does not know, or other arguments
-            return None
+            if not self._hub.delivers("transferred"):
+                return []
+            number, members = self._numbers[channel], tuple(dist.get_process_group_ranks(group))
+            backend = dist.get_backend(group)
 
-    def _started(self, group: Any, work: Any, transfer: Transfer) -> None:
+            def transfer(call: str, end: str, channel: str, ranks: tuple[int, ...], value: Any) -> Transfer:
+                tensors = tuple(_flat(value))
+                return Transfer(call, end, channel, number, ranks, backend, tensors, _versions(tensors))
+
+            if method in EXCHANGES:
+                return [
+                    transfer(
+                        EXCHANGES[method],
+                        "send" if a == own else "recv",
+                        f"{channel} {a} {b}",
+                        (members[a], members[b]),
+                        part,
+                    )
+                    for a, b, part in _parts(EXCHANGES[method], own, len(members), args)
+                    if 0 < (b - a) % len(members) <= NEIGHBOURS
+                ]
+            value = args[0] if args else next(iter(kwargs.values()))
+            if method not in BETWEEN_TWO:
+                return [transfer(EQUAL[method], "", channel, members, value)]
+            if ends[0] == ends[1]:
+                return []
+            return [transfer(method, method, channel, (members[ends[0]], members[ends[1]]), value)]
+        except Exception:  # noqa: BLE001 - a group that torch does not know, or other arguments
+            return []
+
+    def _started(self, group: Any, work: Any, transfers: list[Transfer]) -> None:
         together = self._coalesced.get(id(group))
         if together is None:
-            self._begun(work, [transfer])
+            self._begun(work, transfers)
         else:
-            together.append(transfer)
+            together += transfers
 
     def _begun(self, work: Any, transfers: list[Transfer]) -> None:
         if not transfers:
@@ -160,22 +190,43 @@ class Transfers:
 
     def _arrived(self, transfers: Any) -> None:
         for transfer in transfers:
-            # What the script wrote to since is no longer what arrived; gloo itself copies what it gathers.
-            if transfer.call == "all_gather" or _versions(transfer.tensors) == transfer.versions:
+            # What the script wrote to since is no longer what arrived.
+            if transfer.call in _COPIED or _versions(transfer.tensors) == transfer.versions:
                 self._hub.emit("transferred", transfer)
 
 
 def install_transfers(hub: Hub, patches: Patches) -> None:
-    """Report collectives with equal results, and what is sent from rank to rank."""
+    """Report collectives with equal results, and what goes from rank to rank."""
     if not dist.is_available():
         return
     transfers = Transfers(hub)
-    for method in (*EQUAL, *BETWEEN_TWO):
+    for method in (*EQUAL, *BETWEEN_TWO, *EXCHANGES):
         wrap: Callable[[Any], Any] = functools.partial(transfers.wrap, method)
         patches.replace(dist.ProcessGroup, method, wrap)
     patches.replace(dist.ProcessGroup, "_start_coalescing", transfers.wrap_start)
     patches.replace(dist.ProcessGroup, "_end_coalescing", transfers.wrap_end)
     patches.replace(dist.Work, "wait", transfers.wrap_wait)
+
+
+def _parts(call: str, own: int, size: int, args: tuple[Any, ...]) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield what an exchange takes from this rank and gives it, each with the two ranks of the group."""
+    outputs, inputs = args[:2]
+    if call == "all_to_all":
+        if isinstance(outputs, Tensor):
+            whole, counts = (outputs, inputs), args[2:4]
+            outputs, inputs = (
+                one.split(count or len(one) // size) for one, count in zip(whole, counts, strict=True)
+            )
+        yield from ((own, peer, part) for peer, part in enumerate(inputs))
+        yield from ((peer, own, part) for peer, part in enumerate(outputs))
+        return
+    root = int(args[2].rootRank)
+    if call == "scatter":
+        yield from ((root, peer, part) for peer, part in enumerate(inputs[0])) if own == root else ()
+        yield from ((root, own, part) for part in outputs if own != root)
+    else:
+        yield from ((peer, root, part) for peer, part in enumerate(outputs[0])) if own == root else ()
+        yield from ((own, root, part) for part in inputs if own != root)
 
 
 def _flat(value: Any) -> Iterator[Tensor]:

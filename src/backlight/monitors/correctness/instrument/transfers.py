@@ -61,6 +61,7 @@ class TransferDigests(Check):
             return
         facts = {
             "call": transfer.call,
+            "end": transfer.end,
             "channel": transfer.channel,
             "number": transfer.number,
             "form": [f"{one.numel()} {str(one.dtype).removeprefix('torch.')}" for one in tensors[:4]],

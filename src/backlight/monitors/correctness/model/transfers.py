@@ -10,14 +10,18 @@ from backlight.monitors.correctness.model.digests import MAX_RANKS
 from backlight.store.read.run import Event, Run
 
 TRANSFER = "transfer"
-"""Kind of the event with ``call``, ``channel``, ``number``, ``form``, ``digest`` and ``norm``."""
+"""Kind of the event with ``call``, ``end``, ``channel``, ``number``, ``form``, ``digest`` and ``norm``."""
 
 
 @dataclass(frozen=True)
 class Differing:
-    """A transfer of which ``ranks`` hold other values than the others; ``norms`` are those of all."""
+    """A transfer of which ``ranks`` hold other values than the others; ``norms`` are those of all.
+
+    ``is_pair`` is whether it went from one rank to another, which then is the one of ``ranks``.
+    """
 
     call: str
+    is_pair: bool
     step: int
     ranks: tuple[int, ...]
     norms: dict[int, float]
@@ -59,7 +63,7 @@ def differing(run: Run) -> tuple[list[Differing], int]:
 
 
 def _described(events: dict[int, Event], digests: dict[int, str], norms: dict[int, float]) -> Differing:
-    ends = {str(event.payload["call"]): rank for rank, event in events.items()}
+    ends = {str(event.payload["end"]): rank for rank, event in events.items()}
     counts = list(digests.values())
     if "recv" in ends:
         ranks: tuple[int, ...] = (ends["recv"],)
@@ -67,5 +71,6 @@ def _described(events: dict[int, Event], digests: dict[int, str], norms: dict[in
         right = max(sorted(digests), key=lambda rank: counts.count(digests[rank]))
         ranks = tuple(sorted(rank for rank in digests if digests[rank] != digests[right]))
     first = next(iter(events.values()))
-    call = "recv" if "recv" in ends else str(first.payload["call"])
-    return Differing(call, min(event.step or 0 for event in events.values()), ranks, norms)
+    step = min(event.step or 0 for event in events.values())
+    call = "recv" if first.payload["call"] == "send" else str(first.payload["call"])
+    return Differing(call, "recv" in ends, step, ranks, norms)

@@ -31,7 +31,7 @@ def _finding(found: Sequence[Differing], steps: Sequence[int], compared: int) ->
         severity=Severity.ERROR,
         title=(
             f"{who} received other values than were sent, from step {steps[0]} on"
-            if calls == ["recv"]
+            if all(one.is_pair for one in found)
             else f"{named} gave {who.lower()} other results from step {steps[0]} on"
         ),
         detail=(
