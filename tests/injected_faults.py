@@ -222,8 +222,10 @@ FAULTS: dict[str, Fault] = {
         | {
             "controls": [],
             "copies": [COPY],
-            "device": {"idle": 0.44, "causes": {"host_bound": 0.7, "data": 0.3}},
+            "traced_steps": 10,
+            "device": {"idle": 0.44, "idle_by_step": [0.44] * 10, "causes": {"host_bound": 0.7, "data": 0.3}},
             "exposed_communication": 0.23,
+            "exposed_by_step": [0.23] * 10,
         },
     ),
     "compilation": steptime(

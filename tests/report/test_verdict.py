@@ -204,6 +204,7 @@ def test_headline_reports_step_times(step_times: Source) -> None:
     result = outcome(step_times)
     assert result.headline == "A step takes 51 ms (median)"
     assert result.summary.startswith("No findings. The times of 20 steps were measured.")
+    assert "Rules on phase times were not evaluated: 19 steady steps, 20 are needed." in result.summary
 
 
 def test_step_time_sums_all_phases(step_times: Source) -> None:

@@ -128,9 +128,11 @@ def test_phases_pairs_and_self_time(analysed: Analyse) -> None:
     engine = "autograd::engine::evaluate_function: AddmmBackward0"
     behind = {"Sequence number": 5, "Fwd thread id": 1}
     builder.operator(engine, 200, 100, tid=2, **behind)
-    builder.operator("AddmmBackward0", 205, 90, tid=2, **behind)
+    builder.operator("AddmmBackward0", 205, 60, tid=2, **behind)
     builder.operator("aten::mm", 210, 50, tid=2)
     builder.kernel(GEMM, 215, 300, 200, tid=2)
+    builder.operator("aten::add_", 270, 25, tid=2)  # the engine sums two gradients
+    builder.kernel(ADD, 275, 520, 40, tid=2)
     builder.add("user_annotation", "Optimizer.step#AdamW.step", 400, 100)
     builder.operator("aten::_foreach_mul_", 410, 40, **{"Sequence number": 9, "Fwd thread id": 0})
     builder.kernel(ADD, 420, 600, 30)
@@ -143,12 +145,12 @@ def test_phases_pairs_and_self_time(analysed: Analyse) -> None:
     assert rows["aten::mm", "backward"].device == 200 * US
     assert rows["aten::_foreach_mul_", "optimizer"].device == 30 * US
     phases = {row.name: row.device // US for row in found.phases if row.device}
-    assert phases == {"forward": 100, "backward": 200, "optimizer": 30}
+    assert phases == {"forward": 100, "backward": 240, "optimizer": 30}
     (pair,) = found.pairs
     assert (pair.forward, pair.backward, pair.calls) == ("aten::addmm", "AddmmBackward0", 1)
-    assert (pair.forward_host, pair.backward_host) == (60 * US, 100 * US)
+    assert (pair.forward_host, pair.backward_host) == (60 * US, 60 * US)
     assert (pair.forward_device, pair.backward_device) == (100 * US, 200 * US)
-    assert {row.name for row in found.kinds if row.device} == {"matmul", "optimizer"}
+    assert {row.name for row in found.kinds if row.device} == {"matmul", "optimizer", "elementwise"}
 
 
 def test_copies_with_types_layout_and_line(analysed: Analyse) -> None:

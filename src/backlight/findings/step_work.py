@@ -1,4 +1,4 @@
-"""How much work each step did: sums over more forwards are larger, and take longer."""
+"""What each step did: its optimizers, and how much work, since more forwards take longer."""
 
 from __future__ import annotations
 
@@ -27,6 +27,17 @@ def work_of(run: Run, steps_S: NDArray[np.int64]) -> Floats:
             ratio_S = counted.values[place_S] / np.nanmedian(counted.values)
             work_S = np.fmax(work_S, np.where(counted.steps[place_S] == steps_S, ratio_S, np.nan))
     return np.where(np.isfinite(work_S) & (work_S > 0), work_S, 1.0)
+
+
+def optimizer_sets(run: Run, steps_S: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a number for the set of optimizers that stepped at each step, of shape [S]."""
+    numbers = {
+        name: int(name.split("/")[1]) for name in run.scalar_names("backlight") if name.startswith("lr/")
+    }
+    sets_S = np.zeros(len(steps_S), np.int64)
+    for name, number in numbers.items():
+        sets_S |= np.isin(steps_S, run.scalar(name).steps).astype(np.int64) << min(number, 62)
+    return sets_S
 
 
 def counts_at(run: Run, step: int, window: int) -> tuple[str, float, float] | None:

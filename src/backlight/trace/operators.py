@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.trace.classification import ENGINE, KINDS, MEMCPY, MEMSET, OPERATOR, PHASES, Kind, kind_of
-from backlight.trace.events import Column, Integers
+from backlight.trace.events import MISSING, Column, Integers
 from backlight.trace.intervals import shares
 from backlight.trace.timeline import Step, Timeline
 
@@ -233,11 +233,28 @@ def device_time(costs: Costs) -> Integers:
     return total
 
 
+def _nodes(timeline: Timeline, evaluated: Integers) -> Integers:
+    """Return the node inside each of the engine's evaluations, without the sums of gradients around it."""
+    tree, events = timeline.tree, timeline.events
+    words = events.words["name"]
+    codes = {word: code for code, word in enumerate(words)}
+    bare = np.array([codes.get(word.removeprefix(ENGINE), MISSING) for word in words], dtype=np.int64)
+    names = events["name"][tree.rows]
+    # The node is the first call of its evaluation that has the node's name.
+    is_node = (tree.parent >= 0) & (names == bare[names[tree.parent]]) & (names != names[tree.parent])
+    node = np.arange(len(tree.rows))
+    inside = np.flatnonzero(is_node)[::-1]
+    node[tree.parent[inside]] = inside
+    result: Integers = node[evaluated]
+    return result
+
+
 def pairs(costs: Costs, device: Integers) -> list[Pair]:
     """Return joined operators by name, the most expensive first; ``device`` is from :func:`device_time`."""
     timeline = costs.timeline
     tree, names = timeline.tree, timeline.events["name"]
     ahead, behind = joined(costs)
+    behind = _nodes(timeline, behind)
     words = timeline.events.words["name"]
     key = names[tree.rows[ahead]].astype(np.int64) * len(words) + names[tree.rows[behind]]
     found = []

@@ -82,6 +82,7 @@ class DeviceTime:
 
     name: str
     idle: float
+    idle_by_step: tuple[float, ...]
     causes: dict[str, float]
     busy_ms: float
     launch_bound: bool
@@ -107,6 +108,7 @@ class Operations:
     joined: tuple[JoinedTime, ...]
     device: DeviceTime | None
     exposed_communication: float | None
+    exposed_by_step: tuple[float, ...]
     logits: Logits | None
     trace_sum_error: float
     trace_notes: tuple[str, ...] = ()
@@ -140,6 +142,7 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
         ),
         device=_device(one, scale),
         exposed_communication=exposed_communication(one),
+        exposed_by_step=tuple(row.overlap.exposed / row.duration for row in one.steps if row.duration),
         logits=logits(main),
         trace_sum_error=_sum_error(main),
         trace_notes=one.notes,
@@ -226,7 +229,10 @@ def _device(one: RankAnalysis, scale: float) -> DeviceTime | None:
         statement = f"launch-bound: {statement}"
     elif main and idle > LAUNCH_BOUND_IDLE:
         statement += f", mostly {main.replace('_', ' ')}"
-    return DeviceTime(names, idle, causes, one.device_total * scale, launch_bound, statement)
+    by_step = tuple(
+        row.idle.total / row.duration for row in one.steps if row.device is not None and row.duration
+    )
+    return DeviceTime(names, idle, by_step, causes, one.device_total * scale, launch_bound, statement)
 
 
 def _sum_error(trace: Trace) -> float:

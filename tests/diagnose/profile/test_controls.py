@@ -82,7 +82,7 @@ def outcome(monkeypatch: pytest.MonkeyPatch, without: list[Any], with_it: list[A
 
 def test_faster_control_confirms_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     found, order = outcome(monkeypatch, [10, 11, 10.5, 10], [7, 7.8, 7.3, 7.1])
-    assert found.confirmed
+    assert found.outcome == "confirmed"
     assert found.low < found.ratio < found.high < 1
     assert found.ratio == pytest.approx(0.70, abs=0.02)
     assert found.text.startswith("confirmed: waiting for data takes 30% of a step; with the control (cached")
@@ -91,13 +91,21 @@ def test_faster_control_confirms_the_claim(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_control_without_effect_withdraws_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = outcome(monkeypatch, [10, 11, 10.5], [10.1, 10.8, 10.6])
-    assert not found.confirmed
+    assert found.outcome == "withdrawn"
     assert found.text.startswith("withdrawn: waiting for data takes 30% of a step, but with the control")
+
+
+def test_interval_with_no_effect_and_the_expected_one_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = outcome(monkeypatch, [10, 14, 9], [9, 9, 10])
+    assert found.low < 0.7
+    assert found.high > 1
+    assert found.outcome == "undecided"
+    assert found.text.startswith("undecided: waiting for data takes 30% of a step, but")
 
 
 def test_failed_control_confirms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     found, order = outcome(monkeypatch, [10, 10, 10], ["with the control: the script failed", 1, 1])
-    assert not found.confirmed
+    assert found.outcome == ""
     assert found.ratio is None
     assert found.text.endswith("takes 30% of a step; with the control: the script failed")
     assert order == [False, True]
@@ -192,5 +200,5 @@ def test_slow_loader_is_confirmed_end_to_end(tmp_path: Path) -> None:
         [*command, "--timed", "12", "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     found = {row["name"]: row for row in json.loads(done.stdout)["controls"]}
-    assert found[CACHED_BATCH]["confirmed"]
+    assert found[CACHED_BATCH]["outcome"] == "confirmed"
     assert found[CACHED_BATCH]["ratio"] < 1

@@ -35,7 +35,7 @@ def show(result: ProfileResult, findings: Sequence[Finding] = ()) -> None:
         _copies(result)
         _optimizations(result)
         for control in result.controls:
-            page.say((control.text, "bold" if control.confirmed else ""))
+            page.say((control.text, "bold" if control.outcome == "confirmed" else ""))
         for finding in findings:
             page.say((f"{finding.severity}: ", "bold"), finding.title)
             page.note(finding.fix, "  fix")
@@ -49,7 +49,10 @@ def headline(result: ProfileResult) -> str:
     if step is None:
         return f"step not measured: {result.not_measured[-1]} (first {duration(result.first_ms / 1e3)})"
     half = (step.high_ms - step.low_ms) / 2
-    parts = ", ".join(f"{name.replace('_', ' ')} {p.median_ms:.1f}" for name, p in result.phases.items())
+    # Shares of the median step add up to it; medians of the phases do not.
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {p.share * step.median_ms:.1f}" for name, p in result.phases.items()
+    )
     line = (
         f"step {step.median_ms:.1f} ms ± {half:.1f} ({result.warmup_dropped} warm-up dropped; "
         f"first {duration(result.first_ms / 1e3)}): {parts}"

@@ -1,8 +1,8 @@
 """Test what a profile suggests: run the script again with one change, interleaved with runs without it.
 
-A claim is confirmed by the interval of the ratio of both, or withdrawn. A control changes what is computed or
-learned; it runs in a subprocess whose results are discarded. In the run that it is compared with, the same
-hooks are installed and change nothing.
+A claim is confirmed or withdrawn by the interval of the ratio of both, or undecided. A control changes what
+is computed or learned; it runs in a subprocess whose results are discarded. In the run that it is compared
+with, the same hooks are installed and change nothing.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ CONFIDENCE = 0.95
 DATA_SHARE, CLIP_SHARE, OPTIMIZER_SHARE, COPY_SHARE = 0.1, 0.05, 0.1, 0.05
 """Shares of a step from which data, clipping, the optimizer or the copies of a line are suspected."""
 
+MIN_EFFECT = 0.05
+"""Share of a step that is sought where the most that a control can save is not known."""
+
 SHORT_CALL_MS = 0.1
 """Duration of a mean call below which several threads may cost more than they save."""
 
@@ -73,13 +76,14 @@ class ControlResult(Suspicion):
     """The outcome of a control.
 
     ``ratio`` is the step with the control to the step without, with its interval; all None where it could
-    not be run. ``confirmed`` is whether the interval lies below 1, ``text`` the outcome in words.
+    not be run. ``outcome`` is ``confirmed`` where the interval lies below 1, ``undecided`` where it holds
+    both 1 and the expected effect, else ``withdrawn``; empty where there is none. ``text`` has it in words.
     """
 
     text: str
     pairs: int
     confidence: float = CONFIDENCE
-    confirmed: bool = False
+    outcome: str = ""
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -187,16 +191,21 @@ def _evaluate(
 ) -> ControlResult:
     found = paired_difference(without, with_control, CONFIDENCE)
     bounds = f"{found.ratio:.2f} of the time ({found.low:.2f} to {found.high:.2f}, {pairs} pairs of runs)"
+    effect = 1 - (suspicion.expected or MIN_EFFECT)
     if found.high < 1:
+        outcome = "confirmed"
         saved = f"{1 - found.ratio:.0%} of a step, {1 - found.high:.0%} to {1 - found.low:.0%}"
         text = (
             f"confirmed: {suspicion.claim}; with the control ({suspicion.name}) a step takes {bounds}: "
             f"it costs {saved}"
         )
     else:
-        text = f"withdrawn: {suspicion.claim}, but with the control ({suspicion.name}) a step takes {bounds}"
+        outcome = "undecided" if found.low <= effect else "withdrawn"
+        text = f"{outcome}: {suspicion.claim}, but with the control ({suspicion.name}) a step takes {bounds}"
+        if outcome == "undecided":
+            text += f"; 1 and {effect:.2f} are both possible: raise --pairs or --timed"
     return ControlResult(
-        **vars(suspicion), pairs=pairs, text=text, confirmed=found.high < 1,
+        **vars(suspicion), pairs=pairs, text=text, outcome=outcome,
         ratio=found.ratio, low=found.low, high=found.high,
     )  # fmt: skip
 

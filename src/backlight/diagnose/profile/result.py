@@ -76,6 +76,7 @@ class ProfileResult(BaseModel):
     traced_phases: dict[str, float] | None = None
     trace_sum_error: float | None = None
     exposed_communication: float | None = None
+    exposed_by_step: tuple[float, ...] = ()
     logits: Logits | None = None
     operators: tuple[OperatorTime, ...] | None = None
     kinds: tuple[OperatorTime, ...] | None = None

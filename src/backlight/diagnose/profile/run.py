@@ -27,6 +27,7 @@ from backlight.launch.observe import end_script, explain
 from backlight.launch.script import NoTrainingError
 from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.monitors.steptime.monitor import GarbagePauses
+from backlight.monitors.steptime.rules.bottleneck import BottleneckLimits
 from backlight.trace.events import TraceError
 from backlight.trace.module_times import Attribution, attribute
 from backlight.trace.reader import read_trace
@@ -102,7 +103,7 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
     operations, modules, attention = read if read is not None else (None, None, None)
     parameters = {id(p): p for model in observer.forwards.models for p in model.parameters()}
     count = sum(p.numel() for p in parameters.values())
-    live = observed.live
+    live, unevaluated = observed.live, _unevaluated(options, summary, observed)
     result = ProfileResult(
         script=script,
         arguments=tuple(arguments),
@@ -121,7 +122,7 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
         optimizations=find_optimizations(live, operations, modules) if live is not None else (),
         tracing_overhead=_overhead(summary, observed),
         trace=str(options.trace) if read is not None and options.trace is not None else None,
-        not_measured=tuple(text for text in (*observed.trouble, summary.trouble) if text),
+        not_measured=tuple(filter(None, (*observed.trouble, summary.trouble, *unevaluated))),
         **_throughput_fields(summary, options, count, attention, modules),
         **(_trace_fields(operations) if operations is not None else {}),
         modules=modules.modules if modules is not None else None,
@@ -135,6 +136,22 @@ def _read_trace(path: Path, observed: Observed) -> tuple[Operations, Attribution
     main, lines = split(read_trace(path), steps)
     operations = read_operations(main, lines if observed.has_lines else None)
     return operations, attribute(main.events, steps), find_attention(main, steps)
+
+
+def _unevaluated(options: ProfileOptions, summary: StepProfile, observed: Observed) -> list[str]:
+    """Return which findings on a stored profile are not evaluated, because it has too few steps."""
+    limits, found = BottleneckLimits(), []
+    steady = summary.step.steps if summary.step is not None else 0
+    if options.keep and steady < limits.steady_steps:
+        found.append(
+            f"findings on phase times: {steady} steady steps, {limits.steady_steps} are needed (--timed)"
+        )
+    if options.keep and options.traced and len(observed.traced) < limits.traced_steps:
+        found.append(
+            f"findings on idle time, communication and copies: {len(observed.traced)} traced steps, "
+            f"{limits.traced_steps} are needed (--traced {limits.traced_steps})"
+        )
+    return found
 
 
 def _throughput_fields(

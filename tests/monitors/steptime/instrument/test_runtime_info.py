@@ -49,9 +49,15 @@ def test_for_loop_optimizer_is_found_and_fused_is_not(tmp_path: Path) -> None:
     assert fused.events("runtime_info")[0].payload["optimizers"][0]["fused"] is True
 
 
-def test_optimizers_without_foreach_count_as_foreach() -> None:
+class UserOptimizer(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def test_foreach_of_optimizers_without_the_option_is_not_known() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
-    assert optimizer_groups(torch.optim.LBFGS(parameters))[0]["foreach"] is True
+    assert optimizer_groups(UserOptimizer(parameters, {}))[0]["foreach"] is None
+    assert optimizer_groups(torch.optim.LBFGS(parameters))[0]["foreach"] is None
     assert optimizer_groups(torch.optim.SGD(parameters))[0] == {
         "type": "SGD", "tensors": 1, "fused": False, "foreach": False
     }  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from backlight.records import Severity
+from backlight.store.read.run import open_run
+from backlight.store.write.writer import RunWriter
 from injected_faults import LATE, LOOP, WAITS
 from injected_faults import PHASES as HEALTHY
 
@@ -87,6 +90,21 @@ def test_short_pause_is_not_the_cause_of_a_long_step(stored: Any, evaluated: Any
     changes = {(step, "backward"): 0.5 for step in (48, 50, 52)}
     (found,) = evaluated(stored(HEALTHY, changes=changes, events=events), "outlier_steps")
     assert found.subject.phase == "backward"
+
+
+@pytest.mark.parametrize(("optimizers", "expected"), [(1, 1), (2, 0)])
+def test_a_step_is_compared_with_steps_of_the_same_optimizers(
+    tmp_path: Path, evaluated: Any, optimizers: int, expected: int
+) -> None:
+    """Muon steps in every third step, or all steps are of one optimizer."""
+    writer = RunWriter.create(tmp_path / "run", monitors=("steptime",))
+    for step in range(90):
+        is_muon = step >= 12 and step % 3 == 0
+        writer.scalar(step, "phase/forward", 0.1 + 0.0001 * (step % 7))
+        writer.scalar(step, "phase/optimizer", 0.3 if is_muon else 0.01)
+        writer.scalar(step, f"lr/{int(is_muon) if optimizers == 2 else 0}/0", 0.1)
+    writer.close()
+    assert len(evaluated(open_run(tmp_path / "run"), "outlier_steps")) == expected
 
 
 def test_steps_with_an_evaluation_are_no_outliers(stored: Any, evaluated: Any) -> None:

@@ -10,6 +10,7 @@ from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from injected_faults import LOGITS, STEP
 
+TRACED = STEP | {"traced_steps": 10}
 MEMORY = {"memory": {"peak": 2**30, "capacity": 16 * 2**30}}
 
 
@@ -33,16 +34,32 @@ def copy(line: str, share: float, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_launch_bound(stored: Any, evaluated: Any, device: Any, expected: int) -> None:
-    found = evaluated(stored(profile=STEP | {"device": device}), "bottleneck")
+    device = device and device | {"idle_by_step": [device["idle"]] * 10}
+    found = evaluated(stored(profile=TRACED | {"device": device}), "bottleneck")
     assert len(found) == expected
     for finding in found:
         assert [evidence.value for evidence in finding.evidence] == [0.44, 0.7]
 
 
+@pytest.mark.parametrize(
+    ("steps", "above", "expected"),
+    [(9, 9, 0), (10, 10, 1), (10, 9, 1), (10, 8, 0), (20, 15, 1), (20, 14, 0)],
+)
+def test_claims_from_traces_need_steps_and_a_sign_test(
+    stored: Any, evaluated: Any, steps: int, above: int, expected: int
+) -> None:
+    by_step = [0.5] * above + [0.1] * (steps - above)
+    device = {"idle": 0.5, "idle_by_step": by_step, "causes": {"host_bound": 1.0}}
+    communication = {"exposed_communication": 0.3, "exposed_by_step": by_step}
+    for traced in ({"device": device}, communication):
+        profile = STEP | {"traced_steps": steps} | traced
+        assert len(evaluated(stored(profile=profile), "bottleneck")) == expected
+
+
 def test_launch_bound_fix_for_a_compiled_model(stored: Any, evaluated: Any) -> None:
     compiled = [{"name": "compiled regions", "state": "on", "detail": "(model)"}]
-    device = {"idle": 0.5, "causes": {"launch_gap": 1.0}}
-    profile = STEP | {"optimizations": compiled, "device": device}
+    device = {"idle": 0.5, "idle_by_step": [0.5] * 10, "causes": {"launch_gap": 1.0}}
+    profile = TRACED | {"optimizations": compiled, "device": device}
     (found,) = evaluated(stored(profile=profile), "bottleneck")
     assert found.fix.startswith("The model is compiled already")
 
@@ -53,13 +70,13 @@ def test_copies_are_summed_by_line(stored: Any, evaluated: Any) -> None:
         copy("train.py:12 (step)", 0.03, source="double"),
         copy("a.py:1 (f)", 0.02),
     ]
-    (found,) = evaluated(stored(profile=STEP | {"copies": copies}), "bottleneck")
+    (found,) = evaluated(stored(profile=TRACED | {"copies": copies}), "bottleneck")
     assert found.subject.line == "train.py:12 (step)"
     assert [evidence.value for evidence in found.evidence] == pytest.approx([0.07, 3.5])
     layout = [copy("b.py:2 (g)", 0.2, target="float", contiguous=False)]
-    (other,) = evaluated(stored(profile=STEP | {"copies": layout}), "bottleneck")
+    (other,) = evaluated(stored(profile=TRACED | {"copies": layout}), "bottleneck")
     assert other.subject.line == "b.py:2 (g)"
-    assert not evaluated(stored(profile=STEP | {"copies": copies[2:]}), "bottleneck")
+    assert not evaluated(stored(profile=TRACED | {"copies": copies[2:]}), "bottleneck")
 
 
 def test_logits_are_compared_with_the_peak(stored: Any, evaluated: Any) -> None:
@@ -87,10 +104,13 @@ def test_recomputation_sums_outermost_modules(stored: Any, evaluated: Any) -> No
 
 
 def test_exposed_communication(stored: Any, evaluated: Any) -> None:
-    (found,) = evaluated(stored(profile=STEP | {"exposed_communication": 0.23}), "bottleneck")
+    def profile(share: float | None) -> dict[str, Any]:
+        return TRACED | {"exposed_communication": share, "exposed_by_step": [share or 0.0] * 10}
+
+    (found,) = evaluated(stored(profile=profile(0.23)), "bottleneck")
     assert found.evidence[0].value == 0.23
     for share in (0.02, None):
-        assert not evaluated(stored(profile=STEP | {"exposed_communication": share}), "bottleneck")
+        assert not evaluated(stored(profile=profile(share)), "bottleneck")
 
 
 def test_damaged_profile_is_ignored(stored: Any, evaluated: Any, tmp_path: Any) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
-from backlight.findings.step_work import WORDS, counts_at, work_of
+from backlight.findings.step_work import WORDS, counts_at, optimizer_sets, work_of
 from backlight.monitors.health.model.history import (
     StretchLimits,
     finite_median,
@@ -103,13 +103,7 @@ def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
 
 def _kinds(run: Run, steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return a number for the set of optimizers that stepped at each step, and its work."""
-    numbers = {
-        name: int(name.split("/")[1]) for name in run.scalar_names("backlight") if name.startswith("lr/")
-    }
-    sets = np.zeros(len(steps), np.int64)
-    for name, number in numbers.items():
-        sets |= np.isin(steps, run.scalar(name).steps).astype(np.int64) << min(number, 62)
-    return sets, work_of(run, steps)
+    return optimizer_sets(run, steps), work_of(run, steps)
 
 
 def leaps(

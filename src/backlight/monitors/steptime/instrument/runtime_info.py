@@ -65,7 +65,8 @@ def runtime_info(
 def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return type, number of tensors, and whether fused or foreach is in use, of each parameter group.
 
-    Without a choice torch takes foreach where every tensor is a plain one on an accelerator.
+    Without a choice torch takes foreach where every tensor is a plain one on an accelerator. What an
+    optimizer without these options does is not known: foreach is None.
     """
     groups = []
     for group in optimizer.param_groups:
@@ -78,8 +79,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
                 "type": type(optimizer).__name__,
                 "tensors": len(tensors),
                 "fused": bool(fused),
-                # An optimizer without the choice may do either: nothing is claimed of it.
-                "foreach": bool(foreach) or ("foreach" not in group and "fused" not in group),
+                "foreach": bool(foreach) if "foreach" in group or "fused" in group else None,
             }
         )
     return groups

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.monitors.steptime.model.step_times import join_scalars
+from backlight.monitors.steptime.model.evidence import SteadyLimits
+from backlight.monitors.steptime.model.step_times import find_steady, join_scalars
 from backlight.report.frames import cut
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
@@ -22,8 +23,17 @@ def summary(source: Source) -> Summary | None:
     if source.run.monitors != ("steptime",) or not len(source.step_times):
         return None
     detail = f"The times of {count(len(source.step_times), 'step')} were measured."
+    detail = f"{detail} {_skipped(source.step_times)}".rstrip()
     usual = duration(float(np.median(source.step_times)))
     return Summary(detail, _figures, headline=f"A step takes {usual} (median)")
+
+
+def _skipped(seconds: NDArray[np.float64]) -> str:
+    """Return that rules on times were not evaluated, where there are too few steady steps; else nothing."""
+    steady, needed = len(find_steady(seconds).values), SteadyLimits().steady_steps
+    if steady >= needed:
+        return ""
+    return f"Rules on phase times were not evaluated: {count(steady, 'steady step')}, {needed} are needed."
 
 
 def _figures(source: Source) -> Figures:
@@ -85,6 +95,8 @@ def phases(source: Source) -> Drawn | NotMeasured:
     remarks = [
         "Shares are medians over steps, normalised to one: a slow step has no more weight than another."
     ]
+    if skipped := _skipped(total):
+        remarks.append(skipped)
     if not buckets.exact:
         remarks.append("The stack shows means over ranges of steps; the line the slowest step in each.")
     return Drawn("stack", data, facts, tuple(remarks))

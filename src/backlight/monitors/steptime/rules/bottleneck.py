@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from backlight.findings.limits import limit
 from backlight.monitors.steptime.model.evidence import (
     FORMULAS,
     BusyLimits,
+    StoredProfile,
     info_evidence,
     is_busy,
     percent,
@@ -47,6 +49,9 @@ class BottleneckLimits(BusyLimits):
     data_share: float = limit(0.1, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0)
     data_match: float = limit(
         0.5, "share of the wait that a cached batch must save before data is the cause", high=1.0
+    )
+    traced_steps: int = limit(
+        10, "traced steps that a claim from a trace needs: fewer show no variance", low=6
     )
     launch_idle: float = limit(0.2, "share of a step in which the device is idle", high=1.0)
     launch_host: float = limit(
@@ -98,12 +103,12 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         return
     evidence = [phase_evidence(table, Phase.DATA)]
     wait = f"Waiting for data takes {percent(share)} of a steady step ({len(table.steps)} steps)"
-    control = _control(run)
+    control = _control(run, share)
     if control is None:
         title = f"Waiting for data takes {percent(share)} of a step"
         detail = (
-            f"{wait}. Whether the step would be faster without the wait is not measured: there is no "
-            f"control. Expected gain: at most {percent(share)} of a step."
+            f"{wait}. Whether the step would be faster without the wait is not known: no control decided "
+            f"it. Expected gain: at most {percent(share)} of a step."
         )
         fix = (
             "Run `backlight profile --confirm` on the same script: it repeats the steps with a cached batch."
@@ -133,29 +138,49 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     )
 
 
-def _control(run: Run) -> tuple[Evidence, float] | None:
-    """Return the evidence of a control with a cached batch, and the share of a step that it saved."""
+def _control(run: Run, share: float) -> tuple[Evidence, float] | None:
+    """Return the evidence of a control with a cached batch, and the share of a step that it saved.
+
+    None where there is no control, or where both nothing and ``share`` are possible savings.
+    """
     profile = read_profile(run)
     rows = profile.rows("controls") if profile is not None else []
     row = next((r for r in rows if r.get("name") == CONTROL and r.get("ratio") is not None), None)
     if profile is None or row is None:
         return None
     ratio, high = float(row["ratio"]), row.get("high")
+    if high is not None and float(high) >= 1.0 and float(row.get("low") or 0.0) <= 1.0 - share:
+        return None
     # Within its interval it saved nothing.
     saved = max(0.0, 1.0 - ratio) if high is None or float(high) < 1.0 else 0.0
     return profile.evidence(f"controls/{CONTROL}", ratio, "of a step"), saved
 
 
+def _traced(run: Run, limits: BottleneckLimits) -> StoredProfile | None:
+    """Return the profile of a run with as many traced steps as a claim needs; None where there is none."""
+    profile = read_profile(run)
+    steps = int(profile.content.get("traced_steps") or 0) if profile is not None else 0
+    return profile if steps >= limits.traced_steps else None
+
+
+def _mostly_above(shares: object, least: float) -> bool:
+    """Return whether more of the steps than chance explains have a share above ``least`` (sign test, 5 %)."""
+    values = [float(share) for share in shares] if isinstance(shares, list) else []
+    count, above = len(values), sum(value > least for value in values)
+    return bool(values) and sum(math.comb(count, n) for n in range(above, count + 1)) / 2**count < 0.05
+
+
 def _launches(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     """Find idle time of a device that the launching host causes."""
-    profile = read_profile(run)
+    profile = _traced(run, limits)
     device = profile.content.get("device") if profile is not None else None
     if profile is None or not device:
         return
     idle = float(device.get("idle") or 0.0)
     causes: dict[str, float] = device.get("causes") or {}
     host = sum(causes.get(name, 0.0) for name in HOST_CAUSES)
-    if idle <= limits.launch_idle or host <= limits.launch_host:
+    is_idle = _mostly_above(device.get("idle_by_step"), limits.launch_idle)
+    if not is_idle or idle <= limits.launch_idle or host <= limits.launch_host:
         return
     main = max(HOST_CAUSES, key=lambda name: causes.get(name, 0.0))
     attempt = (
@@ -186,9 +211,11 @@ def _launches(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
 
 def _communication(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     """Find communication that no computation overlaps."""
-    profile = read_profile(run)
+    profile = _traced(run, limits)
     exposed = profile.content.get("exposed_communication") if profile is not None else None
     if profile is None or exposed is None or float(exposed) <= limits.exposed_share:
+        return
+    if not _mostly_above(profile.content.get("exposed_by_step"), limits.exposed_share):
         return
     share = float(exposed)
     yield Finding(
@@ -211,7 +238,7 @@ def _communication(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
 
 def _copies(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     """Find the lines whose copies take more of a step than they should."""
-    profile = read_profile(run)
+    profile = _traced(run, limits)
     if profile is None:
         return
     by_line: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -262,7 +289,9 @@ def _optimizer(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     seconds = table.phase(Phase.OPTIMIZER)
     share = float(np.median(seconds / table.total))
     groups = info.payload.get("optimizers") or ()
-    slow = [group for group in groups if not group["fused"] and not group["foreach"] and group["tensors"] > 1]
+    slow = [
+        group for group in groups if not group["fused"] and group["foreach"] is False and group["tensors"] > 1
+    ]
     if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor or not slow:
         return
     group = max(slow, key=lambda one: int(one["tensors"]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings.limits import limit
-from backlight.findings.step_work import work_of
+from backlight.findings.step_work import optimizer_sets, work_of
 from backlight.monitors.steptime.model.evidence import (
     GARBAGE_COLLECTION,
     BusyLimits,
@@ -56,6 +56,8 @@ class OutlierStepsLimits(BusyLimits):
 def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
     """Find steps far above the median, by cause: a garbage collection, or the phase that grew most.
 
+    A step is compared with those in which the same optimizers stepped: Muon takes longer than AdamW.
+
     One finding for each cause whose outliers cost a share of the run. A step with an evaluation, where the
     median step has none, is as long as intended, and its data may be that of the evaluation. A step with
     twice the forwards may take twice the time.
@@ -63,6 +65,20 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
     table = steady_phases(run, limits)
     if table is None or is_busy(run, limits):
         return
+    for chosen in _alike(run, table, limits):
+        yield from _outliers(run, chosen, limits)
+
+
+def _alike(run: Run, table: PhaseTimes, limits: OutlierStepsLimits) -> Iterator[PhaseTimes]:
+    """Yield the steps of each set of optimizers, of those that have enough of them."""
+    sets = optimizer_sets(run, table.steps)
+    for one in np.unique(sets):
+        rows = np.flatnonzero(sets == one)
+        if len(rows) >= limits.steady_steps:
+            yield PhaseTimes(table.steps[rows], table.names, table.seconds[rows])
+
+
+def _outliers(run: Run, table: PhaseTimes, limits: OutlierStepsLimits) -> Iterator[Finding]:
     total = table.total
     median = float(np.median(total))
     spread = 1.4826 * float(np.median(np.abs(total - median)))
