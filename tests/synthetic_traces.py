@@ -48,6 +48,9 @@ def text_of(events: list[Plain], layout: str = "kineto", **top: Any) -> str:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
 
 
+_LISTS = ("types", "shapes", "strides", "group", "group_name", "dtype")
+"""Columns whose values are kept as their JSON text."""
+
 LAYOUTS = ("kineto", "compact", "pretty", "ascii", "first", "array")
 
 
@@ -93,7 +96,7 @@ def _row(event: Plain) -> Plain:
         elif name == "label":
             label = args.get("name") or args.get("labels") or ""
             row[name] = label if event.get("ph") == "M" else ""
-        elif name in {"types", "shapes", "strides"}:
+        elif name in _LISTS:
             row[name] = [] if value is None else value
         elif kept.coded:
             row[name] = "" if value is None else str(value)
@@ -113,7 +116,7 @@ def _whole(value: Any) -> int:
 
 def comparable(row: Plain) -> Plain:
     """Return a row whose lists, stored as text, are parsed: equal in all layouts."""
-    lists = {name: json.loads(row[name]) if row[name] else [] for name in ("types", "shapes", "strides")}
+    lists = {name: json.loads(row[name]) if row[name] else [] for name in _LISTS}
     return {**row, **lists}
 
 

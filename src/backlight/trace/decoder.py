@@ -26,7 +26,7 @@ _IN_ARGS = {
     for name, kept in COLUMNS.items()
     if kept.key.startswith("args.") and name != "label"
 }
-_LISTS = frozenset({"types", "shapes", "strides"})
+_LISTS = frozenset({"types", "shapes", "strides", "group", "group_name", "dtype"})
 
 
 def _field(name: str, key: str) -> tuple[str, Any, Any]:
@@ -66,7 +66,8 @@ _RARE = {
     b'"Input ': ("types", "shapes", "strides"),
     b'"Call stack"': ("stack",),
     b'"Module Hierarchy"': ("module",),
-    b'"Collective name"': ("collective",),
+    b'"Collective name"': ("collective", "dtype"),
+    b'"Process Group ': ("group", "group_name"),
 }
 """Keys that many traces lack, as in the text, with their columns."""
 

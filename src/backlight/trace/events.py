@@ -60,6 +60,9 @@ COLUMNS: Mapping[str, KeptColumn] = {
     "module": KeptColumn("int32", True, "args.Module Hierarchy"),
     "label": KeptColumn("int32", True, "args.name, args.labels"),
     "collective": KeptColumn("int32", True, "args.Collective name"),
+    "group": KeptColumn("int32", True, "args.Process Group Ranks"),
+    "group_name": KeptColumn("int32", True, "args.Process Group Name"),
+    "dtype": KeptColumn("int32", True, "args.dtype"),
 }
 """The kept columns of an event; ``kind`` is the character code of the Chrome format's ``ph``.
 

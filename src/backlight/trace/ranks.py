@@ -1,4 +1,4 @@
-"""Comparison of the ranks of one run: missing ranks, clocks, and which rank is late."""
+"""Comparison of the ranks of one run: missing ranks, clocks, and which rank of each group is late."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.trace.classification import Kind
+from backlight.trace.classification import OPERATOR
+from backlight.trace.collectives import collectives
 from backlight.trace.events import Integers, TraceError
 from backlight.trace.timeline import Timeline
 
 CLOCK_TOLERANCE_NS = 1_000_000
 """Times of machines whose clocks differ by more are not compared."""
 
+MIN_COMMON_OPERATORS = 0.4
+"""Share of the operators of one rank that the other must have; stages of a pipeline share nearly all."""
+
+Group = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Lateness:
-    """One step over the ranks, in nanoseconds by rank.
+    """One step of one process group, in nanoseconds by rank; ``group`` are its given ranks.
 
     ``waited`` is the time in collectives beyond the shortest stay of any rank, which needs no common clock:
     the rank that comes ``last`` waits least, by ``delay`` less than the median of the others.
     """
 
     step: int
+    group: Group
     duration: dict[int, int]
     waited: dict[int, int]
     last: int
@@ -34,9 +41,10 @@ class Lateness:
 class Ranks:
     """Comparison of the common steps of several ranks.
 
-    ``collectives`` counts those that all given ranks have; ``offsets`` are nanoseconds of each clock ahead of
-    the first rank's, from their ends, which leave together; ``clocks`` is ``"agree"``, ``"disagree"`` or
-    ``"not measured"``; ``notes`` list what is not known.
+    ``collectives`` counts those that all given ranks of their group have; ``offsets`` are nanoseconds of each
+    clock ahead of the first rank's, from their ends, which leave together, for the ranks that collectives
+    connect with it; ``clocks`` is ``"agree"``, ``"disagree"`` or ``"not measured"``; ``steps`` are by group;
+    ``notes`` list what is not known.
     """
 
     given: tuple[int, ...]
@@ -71,7 +79,29 @@ def check_ranks(timelines: list[Timeline]) -> dict[int, Timeline]:
     if len(sizes) > 1:
         stated = ", ".join(f"{size} ranks in {path}" for size, path in sizes.items())
         raise TraceError(f"the files are of different runs: {stated}")
+    _check_operators(timelines)
     return dict(sorted(by_rank.items()))
+
+
+def _check_operators(timelines: list[Timeline]) -> None:
+    """Raise where a file shares hardly any operator with the first: it is of an unrelated training run."""
+    first, *others = timelines
+    names = _operators(first)
+    for other in others:
+        theirs = _operators(other)
+        smaller = min(len(names), len(theirs))
+        common = len(names & theirs)
+        if smaller and common < MIN_COMMON_OPERATORS * smaller:
+            raise TraceError(
+                f"{other.trace.path}: is of another training run than {first.trace.path}: they have {common} "
+                f"operators in common, of {len(theirs)} and {len(names)}; expected one file per rank"
+            )
+
+
+def _operators(timeline: Timeline) -> set[int | str]:
+    events = timeline.events
+    words = events.words["name"]
+    return {words[code] for code in np.unique(events["name"][events.complete(OPERATOR)]) if code >= 0}
 
 
 def ranks(by_rank: dict[int, Timeline]) -> Ranks:
@@ -92,8 +122,13 @@ def ranks(by_rank: dict[int, Timeline]) -> Ranks:
     common = sorted(set.intersection(*numbers))
     if not common:
         notes.append("the ranks have no step of the same number: they cannot be compared step by step")
-    starts, ends, owner = _collectives(by_rank, common)
-    offsets, clocks = _clocks(given, ends)
+    by_group, unknown = _by_group(by_rank, set(common))
+    if unknown:
+        notes.append(
+            f"{unknown:,} collectives do not record their process group, and the run has several: they are "
+            "not compared"
+        )
+    offsets, clocks = _clocks(given, {group: ends for group, (_, ends, _) in by_group.items()})
     if clocks == "disagree":
         worst = max(offsets, key=lambda rank: abs(offsets[rank]))
         notes.append(
@@ -102,68 +137,124 @@ def ranks(by_rank: dict[int, Timeline]) -> Ranks:
         )
     elif clocks == "not measured":
         notes.append("no collective is common to the ranks: whether their clocks agree is not measured")
-    steps = tuple(_lateness(number, given, by_rank, (ends - starts)[owner == number]) for number in common)
-    return Ranks(given, size, missing, len(ends), offsets, clocks, steps if len(ends) else (), tuple(notes))
-
-
-def _collectives(by_rank: dict[int, Timeline], common: list[int]) -> tuple[Integers, Integers, Integers]:
-    """Return start and end of common collectives, int64 [C, ranks], and their step, int64 [C]."""
-    found: list[dict[tuple[int, str, int, int], tuple[int, int]]] = []
-    for timeline in by_rank.values():
-        device, base = timeline.device, timeline.trace.base
-        counts: dict[tuple[int, str], int] = defaultdict(int)
-        mine = {}
-        chosen = np.flatnonzero(device.of_kind(Kind.COMMUNICATION))
-        steps = timeline.step_of(device.start[chosen])
-        for event, index in zip(chosen.tolist(), steps.tolist(), strict=True):
-            number = timeline.steps[index].number if index >= 0 else None
-            if number is None or number not in common:
-                continue
-            name = timeline.name(int(device.rows[event]))
-            mine[number, name, counts[number, name]] = (
-                int(device.start[event]) + base,
-                int(device.end[event]) + base,
-            )
-            counts[number, name] += 1
-        # One more or less of a kind within a step shifts all that follow: that kind is not matched there.
-        found.append({(*key, counts[key[:2]]): times for key, times in mine.items()})
-    keys = sorted(set.intersection(*(set(one) for one in found)))
-    times = np.array([[one[key] for one in found] for key in keys], dtype=np.int64)
-    times = times.reshape(len(keys), len(found), 2)
-    return times[:, :, 0], times[:, :, 1], np.array([key[0] for key in keys], dtype=np.int64)
-
-
-def _clocks(given: tuple[int, ...], ends: Integers) -> tuple[dict[int, int], str]:
-    if len(ends) == 0:
-        return {}, "not measured"
-    differences = ends - ends[:, :1]
-    middle = np.median(differences, axis=0)
-    spread = np.median(np.abs(differences - middle), axis=0)
-    offsets = {rank: int(value) for rank, value in zip(given, middle, strict=True)}
-    off = (np.abs(middle) > CLOCK_TOLERANCE_NS) & (np.abs(middle) > 5 * spread)
-    return offsets, "disagree" if off.any() else "agree"
-
-
-def _lateness(number: int, given: tuple[int, ...], by_rank: dict[int, Timeline], stay: Integers) -> Lateness:
-    duration = {}
-    for rank, timeline in by_rank.items():
-        step = next(step for step in timeline.steps if step.number == number)
-        duration[rank] = step.end - step.start
-    beyond = (
-        (stay - stay.min(axis=1, keepdims=True)).sum(axis=0) if len(stay) else np.zeros(len(given), np.int64)
+    elif len(offsets) < len(given):
+        apart = ", ".join(str(rank) for rank in given if rank not in offsets)
+        notes.append(f"no collective connects rank {given[0]} with {apart}: their clocks are not compared")
+    steps = tuple(
+        _lateness(number, group, by_rank, (ends - starts)[owner == number])
+        for group, (starts, ends, owner) in by_group.items()
+        for number in common
+        if (owner == number).any()
     )
-    waited = {rank: int(value) for rank, value in zip(given, beyond, strict=True)}
+    count = sum(len(ends) for _, ends, _ in by_group.values())
+    return Ranks(given, size, missing, count, offsets, clocks, steps, tuple(notes))
+
+
+def _by_group(
+    by_rank: dict[int, Timeline], common: set[int]
+) -> tuple[dict[Group, tuple[Integers, Integers, Integers]], int]:
+    """Return start and end of common collectives, int64 [C, ranks], and their step, int64 [C], by group.
+
+    A group is that of the given ranks, two or more; the number is that of collectives of no known group.
+    """
+    given = tuple(by_rank)
+    found: dict[Group, dict[int, dict[tuple[int, str, int, int], tuple[int, int]]]] = defaultdict(dict)
+    listed = {rank: collectives(timeline) for rank, timeline in by_rank.items()}
+    several = any(len({one.group for one in mine if one.group}) > 1 for mine in listed.values())
+    unknown = 0
+    for rank, timeline in by_rank.items():
+        base = timeline.trace.base
+        mine: dict[Group, dict[tuple[int, str, int], tuple[int, int]]] = defaultdict(dict)
+        counts: dict[tuple[Group, int, str], int] = defaultdict(int)
+        for one in listed[rank]:
+            if one.step not in common or one.step is None:
+                continue
+            if one.group is None and (several or _has_several(timeline)):
+                unknown += 1
+                continue
+            group = given if one.group is None else tuple(r for r in sorted(one.group) if r in by_rank)
+            if len(group) < 2:
+                continue
+            index = counts[group, one.step, one.name]
+            mine[group][one.step, one.name, index] = (one.start + base, one.end + base)
+            counts[group, one.step, one.name] += 1
+        for group, rows in mine.items():
+            # One more or less of a kind within a step shifts all that follow: that kind is not matched there.
+            found[group][rank] = {(*key, counts[group, key[0], key[1]]): times for key, times in rows.items()}
+    result = {}
+    for group, sides in sorted(found.items(), key=lambda item: (-len(item[0]), item[0])):
+        if set(sides) == set(group):
+            keys = sorted(set.intersection(*(set(side) for side in sides.values())))
+            times = np.array([[sides[r][key] for r in group] for key in keys], dtype=np.int64)
+            times = times.reshape(len(keys), len(group), 2)
+            if keys:
+                owner = np.array([key[0] for key in keys], dtype=np.int64)
+                result[group] = (times[:, :, 0], times[:, :, 1], owner)
+    return result, unknown
+
+
+def _has_several(timeline: Timeline) -> bool:
+    about = timeline.trace.metadata.get("distributedInfo")
+    listed = about.get("pg_config") if isinstance(about, dict) else None
+    return isinstance(listed, list) and len(listed) > 1
+
+
+def _clocks(given: Group, ends: dict[Group, Integers]) -> tuple[dict[int, int], str]:
+    """Return the offsets of the clocks that collectives connect with the first rank's."""
+    if not ends:
+        return {}, "not measured"
+    offsets = {given[0]: 0}
+    is_off, grown = False, True
+    while grown:
+        grown = False
+        for group, times in ends.items():
+            known = [rank for rank in group if rank in offsets]
+            if not known or len(known) == len(group):
+                continue
+            reference = group.index(known[0])
+            differences = times - times[:, reference : reference + 1]
+            middle = np.median(differences, axis=0)
+            spread = np.median(np.abs(differences - middle), axis=0)
+            is_off |= bool(((np.abs(middle) > CLOCK_TOLERANCE_NS) & (np.abs(middle) > 5 * spread)).any())
+            for rank, value in zip(group, middle, strict=True):
+                offsets.setdefault(rank, offsets[known[0]] + int(value))
+            grown = True
+    if len(offsets) == 1 and len(given) > 1:
+        return {}, "not measured"
+    return {rank: offsets[rank] for rank in given if rank in offsets}, "disagree" if is_off else "agree"
+
+
+def _lateness(number: int, group: Group, by_rank: dict[int, Timeline], stay: Integers) -> Lateness:
+    duration = {}
+    for rank in group:
+        step = next(step for step in by_rank[rank].steps if step.number == number)
+        duration[rank] = step.end - step.start
+    beyond = (stay - stay.min(axis=1, keepdims=True)).sum(axis=0)
+    waited = {rank: int(value) for rank, value in zip(group, beyond, strict=True)}
     last = min(waited, key=lambda rank: waited[rank])
     others = [value for rank, value in waited.items() if rank != last]
     delay = int(np.median(others)) - waited[last] if others else 0
-    return Lateness(number, duration, waited, last, delay)
+    return Lateness(number, group, duration, waited, last, delay)
 
 
-def straggler(ranks: Ranks) -> tuple[int, float, int] | None:
-    """Return the rank that most often comes last, its median delay in steps, and in how many steps it did."""
-    if not ranks.steps:
-        return None
-    last = [step.last for step in ranks.steps]
-    rank = max(sorted(set(last)), key=last.count)
-    own = [step.delay / max(step.duration[rank], 1) for step in ranks.steps if step.last == rank]
-    return rank, float(np.median(own)), len(own)
+@dataclass(frozen=True)
+class Straggler:
+    """The rank of a group that most often comes last: in ``count`` of ``steps``, by ``delay`` of a step."""
+
+    group: Group
+    rank: int
+    delay: float
+    count: int
+    steps: int
+
+
+def stragglers(ranks: Ranks) -> list[Straggler]:
+    """Return the rank of each group that most often comes last; ``delay`` is its median."""
+    found = []
+    for group in dict.fromkeys(step.group for step in ranks.steps):
+        steps = [step for step in ranks.steps if step.group == group]
+        last = [step.last for step in steps]
+        rank = max(sorted(set(last)), key=last.count)
+        own = [step.delay / max(step.duration[rank], 1) for step in steps if step.last == rank]
+        found.append(Straggler(group, rank, float(np.median(own)), len(own), len(steps)))
+    return found

@@ -14,13 +14,17 @@ from rich.table import Table
 
 from backlight.cli.console import make_table
 from backlight.terminal import make_console
+from backlight.text import listed
 from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
 from backlight.trace.classification import short
 from backlight.trace.operators import Row
-from backlight.trace.ranks import Ranks, straggler
+from backlight.trace.ranks import Ranks, stragglers
 from backlight.trace.utilization import Idle
 
 _PAGE_WIDTH = 150
+
+GROUPS = 4
+"""Process groups whose steps are printed; --json has them all."""
 
 
 def print_analysis(analysis: Analysis, console: Console, top: int) -> None:
@@ -223,16 +227,16 @@ def _print_ranks(ranks: Ranks, console: Console, top: int) -> None:
         console.print(f"note: {note}", style="yellow")
     if not ranks.steps:
         return
-    shown = ranks.given[:8]
-    table = make_table("waited in collectives, ms", *(f"rank {rank}" for rank in shown), "last", "by ms")
-    for step in ranks.steps[:top]:
-        waits = (_ms(step.waited[rank]) for rank in shown)
-        table.add_row(f"step {step.step}", *waits, f"rank {step.last}", _ms(step.delay))
-    console.print(table)
-    found = straggler(ranks)
-    if found is not None:
-        rank, delay, count = found
-        console.print(
-            f"rank {rank} comes last in {count} of {len(ranks.steps)} steps, by {delay:.1%} of a step; "
-            f"{ranks.collectives} common collectives, clocks {ranks.clocks}"
-        )
+    late = stragglers(ranks)
+    for one in late[:GROUPS]:
+        shown = one.group[:8]
+        table = make_table("waited in collectives, ms", *(f"rank {rank}" for rank in shown), "last", "by ms")
+        for step in [step for step in ranks.steps if step.group == one.group][:top]:
+            waits = (_ms(step.waited[rank]) for rank in shown)
+            table.add_row(f"step {step.step}", *waits, f"rank {step.last}", _ms(step.delay))
+        console.print(table)
+    for one in late:
+        group = "" if len(late) == 1 else f"group of ranks {listed(list(map(str, one.group)), 8)}: "
+        often = f"comes last in {one.count} of {one.steps} steps, by {one.delay:.1%} of a step"
+        console.print(f"{group}rank {one.rank} {often}")
+    console.print(f"{ranks.collectives} common collectives, clocks {ranks.clocks}")

@@ -1,0 +1,101 @@
+"""Collectives of one rank, each with the ranks of its process group."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from backlight.trace.classification import HOST, Kind
+from backlight.trace.events import Integers, Trace
+from backlight.trace.timeline import Timeline
+
+GLOO = "gloo:"
+"""Prefix of the annotation of a collective of gloo, which ends with the collective."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: nanoseconds on the trace's clock, and the ranks of its group, None where unknown."""
+
+    step: int | None
+    name: str
+    group: tuple[int, ...] | None
+    start: int
+    end: int
+
+
+def collectives(timeline: Timeline) -> list[Collective]:
+    """Return the collectives of a rank by start: kernels of its devices, and annotations of gloo."""
+    trace, events, device, tree = timeline.trace, timeline.events, timeline.device, timeline.tree
+    known = _configured(trace)
+    everyone = next(iter(known.values())) if len(set(known.values())) == 1 else None
+    by_code = [_ranks(word, known) for word in events.words["group"]]
+    names = [known.get(_text(word)) for word in events.words["group_name"]]
+
+    def group(row: int, launch: int) -> tuple[int, ...] | None:
+        for at in (row, *(tree.rows[outer] for outer in tree.upwards(launch))):
+            for column, ranks in (("group", by_code), ("group_name", names)):
+                code = int(events[column][at])
+                if code >= 0 and ranks[code] is not None:
+                    return ranks[code]
+        return everyone
+
+    chosen = np.flatnonzero(device.of_kind(Kind.COMMUNICATION))
+    is_gloo = events.where("name", lambda word: word.startswith(GLOO)) & events.complete(HOST)
+    on_host = np.flatnonzero(is_gloo[tree.rows])
+    rows = np.concatenate((device.rows[chosen], tree.rows[on_host]))
+    launches = np.concatenate((device.launch[chosen], on_host))
+    starts = events["start"][rows]
+    steps: Integers = timeline.step_of(starts)
+    found = [
+        Collective(
+            timeline.steps[index].number if index >= 0 else None,
+            timeline.name(row),
+            group(row, launch),
+            start,
+            start + length,
+        )
+        for row, launch, index, start, length in zip(
+            rows.tolist(), launches.tolist(), steps.tolist(), starts.tolist(),
+            events["duration"][rows].tolist(), strict=True,
+        )
+    ]  # fmt: skip
+    return sorted(found, key=lambda one: one.start)
+
+
+def _configured(trace: Trace) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each process group that the file lists, by name."""
+    about = trace.metadata.get("distributedInfo")
+    listed = about.get("pg_config") if isinstance(about, dict) else None
+    rows = [row for row in listed if isinstance(row, dict)] if isinstance(listed, list) else []
+    groups = {str(row.get("pg_name")): _whole(row.get("ranks")) for row in rows}
+    return {name: ranks for name, ranks in groups.items() if ranks}
+
+
+def _whole(ranks: object) -> tuple[int, ...]:
+    is_list = isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks)
+    return tuple(ranks) if is_list and isinstance(ranks, list) else ()
+
+
+@cache
+def _text(word: str) -> str:
+    try:
+        return str(json.loads(word))
+    except ValueError:
+        return word
+
+
+def _ranks(word: str, known: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the ranks in the text ``[0, 1]``; of a long list that is cut off, the group that begins so."""
+    text = _text(word).strip("[] ")
+    cut = text.partition("...")[0].strip(", ")
+    if not cut or not all(part.strip().isdigit() for part in cut.split(",")):
+        return None
+    ranks = tuple(int(part) for part in cut.split(","))
+    if cut == text:
+        return ranks
+    alike = {group for group in known.values() if group[: len(ranks)] == ranks}
+    return alike.pop() if len(alike) == 1 else None
