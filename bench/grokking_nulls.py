@@ -1,10 +1,12 @@
-"""The verdict on grokking must not be given where there is none: more than 100 nulls, and positives found.
+"""The verdict on grokking must not be given where there is none: 400 nulls and more, and positives found.
 
 Nulls that train: the fast oracle with a weight decay of .1, with random labels, with a training share
-of .8 to .9, with a small initialisation; and the linear teacher and student at lambda = 2, far from the
+of .8 to .9, with a curriculum; the linear teacher and student at lambda = 2, far from the
 interpolation threshold, whose accuracy is the share of samples within a tolerance. Nulls that are
 curves: recoveries from instability, zero-filled logs, values carried forward, partial plateaus, noise
-around a threshold, slow ends, logs out of order and repeated.
+around a threshold, slow ends, logs out of order and repeated, epoch-wise double descent, power laws, slow
+lines, nets that fit in five steps, and curricula. Positives: the fast oracle at even and at logarithmic logs,
+sparse parity (two classes, chance .5), and curves.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rich.table import Table
 
 from backlight.experiments import oracle
 from backlight.monitors.grokking.model.detection import detect
-from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict
+from backlight.monitors.grokking.model.verdicts import Detection
 
 CHANCE, SIZE = 1 / 23, 265
 STEPS = np.arange(0, 5001, 10)
@@ -32,12 +34,16 @@ def trained(
     seed: int,
     steps: int,
     every: int = 10,
+    logarithmic: bool = False,
     weight_decay: float = 1.0,
     train_share: float = 0.5,
     control: str = "",
     scale: float = 1.0,
 ) -> Detection:
-    """Train the fast oracle and return its verdict; ``scale`` multiplies its initial weights."""
+    """Train the fast oracle and return its verdict; ``scale`` multiplies its initial weights.
+
+    ``logarithmic`` logs 60 times, evenly over the logarithm of the steps.
+    """
     settings = oracle.SETTINGS
     settings = dataclasses.replace(
         settings,
@@ -49,14 +55,67 @@ def trained(
         for parameter in task.model.parameters():
             parameter.mul_(scale)
     rows = []
+    logs = set(
+        np.geomspace(1, steps, 60).round().astype(int).tolist() if logarithmic else range(0, steps + 1, every)
+    )
     for step in range(steps + 1):
-        if step % every == 0:
+        if step in logs:
             values = task.evaluate(thorough=False)
             rows.append((step, values["train_accuracy"], values["test_accuracy"]))
         task.train_step(step)
     at, train, test = np.array(rows).T
     sizes = len(task.split.train_inputs), len(task.split.test_inputs)
     return detect(at, train, at, test, chance=task.chance, train_size=sizes[0], test_size=sizes[1])
+
+
+def curriculum(seed: int, *, switch: int = 1000, steps: int = 2000) -> Detection:
+    """Train the fast oracle on a third of its pairs, then on all; with the training accuracy of those."""
+    settings = oracle.SETTINGS
+    settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, train_share=0.75))
+    task = oracle.build(settings, seed, "cpu", "")
+    whole, rows = task.split, []
+    first = dataclasses.replace(
+        whole, train_inputs=whole.train_inputs[:132], train_labels=whole.train_labels[:132]
+    )
+    for step in range(steps + 1):
+        task.split = first if step < switch else whole
+        if step % 10 == 0:
+            values = task.evaluate(thorough=False)
+            rows.append((step, values["train_accuracy"], values["test_accuracy"]))
+        task.train_step(step)
+    at, train, test = np.array(rows).T
+    size = len(whole.test_inputs)
+    return detect(at, train, at, test, chance=task.chance, train_size=len(whole.train_inputs), test_size=size)
+
+
+PARITY_BITS, PARITY_PAIRS, PARITY_TEST = 30, 500, 500
+
+
+def sparse_parity(seed: int, *, steps: int = 5000, every: int = 20) -> Detection:
+    """Train a net of one hidden layer on the parity of 3 of 30 bits: two classes, chance .5.
+
+    Hinge loss, full batch, AdamW (Barak et al. 2207.08799, Merrill et al. 2303.11873).
+    """
+    draw = torch.Generator().manual_seed(seed)
+    count = PARITY_PAIRS + PARITY_TEST
+    bits = torch.randint(0, 2, (count, PARITY_BITS), generator=draw).float() * 2 - 1
+    label = bits[:, :3].prod(1)
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(PARITY_BITS, 200), torch.nn.ReLU(), torch.nn.Linear(200, 1), torch.nn.Flatten(0)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
+    rows = []
+    for step in range(steps + 1):
+        if step % every == 0:
+            with torch.no_grad():
+                right = (model(bits) * label > 0).double()
+            rows.append((step, float(right[:PARITY_PAIRS].mean()), float(right[PARITY_PAIRS:].mean())))
+        optimizer.zero_grad()
+        (1 - model(bits[:PARITY_PAIRS]) * label[:PARITY_PAIRS]).relu().mean().backward()
+        optimizer.step()
+    at, train, test = np.array(rows).T
+    return detect(at, train, at, test, chance=0.5, train_size=PARITY_PAIRS, test_size=PARITY_TEST)
 
 
 def linear(seed: int, *, ratio: float, steps: int = 4000, inputs: int = 100) -> Detection:
@@ -79,9 +138,20 @@ def linear(seed: int, *, ratio: float, steps: int = 4000, inputs: int = 100) -> 
     return detect(at, train, at, test, chance=0.0, train_size=samples, test_size=2000)
 
 
+def _counted(share: np.ndarray, draw: np.random.Generator, noise: float = 0.01) -> np.ndarray:
+    """Return shares of SIZE samples with noise."""
+    return np.rint(np.clip(share + draw.normal(0, noise, len(share)), 0.004, 1) * SIZE) / SIZE
+
+
+def _in_decades(at: float, width: float, steps: np.ndarray = STEPS) -> np.ndarray:
+    """Return a logistic rise from 0 to 1 over the logarithm of steps, ``width`` in decades."""
+    away = (np.log10(np.maximum(steps, 1)) - np.log10(at)) / width
+    return 1 / (1 + np.exp(-np.clip(away, -60, 60)))
+
+
 def _rise(at: float, width: float, low: float, high: float, draw: np.random.Generator) -> np.ndarray:
     share = low + (high - low) / (1 + np.exp(-np.clip((STEPS - at) / width, -60, 60)))
-    return np.rint(np.clip(share + draw.normal(0, 0.01, len(STEPS)), 0.004, 1) * SIZE) / SIZE
+    return _counted(share, draw)
 
 
 def _fitted(at: float) -> np.ndarray:
@@ -89,14 +159,26 @@ def _fitted(at: float) -> np.ndarray:
     return np.where(train > 0.995, 1.0, train)
 
 
-def _judged(train: np.ndarray, test: np.ndarray, steps: np.ndarray = STEPS) -> Detection:
-    return detect(steps, train, steps, test, chance=CHANCE, train_size=264, test_size=SIZE)
+def _judged(
+    train: np.ndarray, test: np.ndarray, steps: np.ndarray = STEPS, chance: float = CHANCE
+) -> Detection:
+    return detect(steps, train, steps, test, chance=chance, train_size=264, test_size=SIZE)
 
 
-def delayed(seed: int) -> Detection:
+def delayed(seed: int, chance: float = CHANCE) -> Detection:
     """Evaluate a curve that does grok."""
     draw = np.random.default_rng(seed)
-    return _judged(_fitted(25), _rise(draw.uniform(600, 2500), draw.uniform(10, 80), CHANCE, 1.0, draw))
+    test = _rise(draw.uniform(600, 2500), draw.uniform(10, 80), chance, 1.0, draw)
+    return _judged(_fitted(25), test, chance=chance)
+
+
+def delayed_at_logarithmic_logs(seed: int, logs: int, chance: float = CHANCE) -> Detection:
+    """Evaluate a curve that does grok, logged ``logs`` times from step 1 to 5000, evenly over log steps."""
+    draw = np.random.default_rng(3000 + seed)
+    steps = np.unique(np.geomspace(1, 5000, logs).round().astype(int))
+    share = _in_decades(draw.uniform(600, 2000), draw.uniform(0.02, 0.07), steps)
+    test = _counted(chance + (1 - chance) * share, draw)
+    return _judged(np.where(steps >= 25, 1.0, 0.9 * steps / 25), test, steps, chance)
 
 
 def synthetic(repeats: int = 6) -> Iterator[tuple[str, Detection]]:
@@ -134,6 +216,71 @@ def synthetic(repeats: int = 6) -> Iterator[tuple[str, Detection]]:
         yield "test accuracy only logged late", _judged(fit, late_test)
 
 
+def shapes(repeats: int = 25) -> Iterator[tuple[str, Detection]]:
+    """Yield named nulls of 16 shapes that fit early and are good late, ``repeats`` of each.
+
+    Chance is 1/23, or .5 in those of two classes.
+    """
+    for seed in range(repeats):
+        draw = np.random.default_rng(2000 + seed)
+        fit, way = _fitted(25), 1 - CHANCE
+        late, decades = draw.uniform(500, 2500), np.log10(np.maximum(STEPS, 1))
+
+        # Epoch-wise double descent (Nakkiran et al. 1912.02292): up, down around the fit, up again.
+        def descent(
+            peak: float, trough: float, low: float = CHANCE, width: float = 0.15, late: float = late
+        ) -> np.ndarray:
+            first = peak * _in_decades(10, 0.1) - (peak - trough) * _in_decades(40, 0.08)
+            return low + (1 - low) * (first + (1 - trough) * _in_decades(late, width))
+
+        for name, peak, trough in (
+            ("deep", draw.uniform(0.5, 0.8), draw.uniform(0.05, 0.2)),
+            ("shallow", draw.uniform(0.5, 0.7), draw.uniform(0.3, 0.4)),
+        ):
+            yield f"double descent, {name}", _judged(fit, _counted(descent(peak, trough), draw))
+        sharp = descent(draw.uniform(0.5, 0.8), draw.uniform(0.05, 0.2), width=0.05)
+        yield "double descent, deep, sharp end", _judged(fit, _counted(sharp, draw))
+        two = _counted(descent(draw.uniform(0.6, 0.8), draw.uniform(0.1, 0.2), low=0.5), draw)
+        yield "double descent, two classes", _judged(fit, two, chance=0.5)
+        power = draw.uniform(0.3, 1.5)
+        gone = np.maximum(STEPS, 1) / 25
+        law = CHANCE + way * (1 - np.minimum(1, gone**-power))
+        yield "power law from the fit", _judged(fit, _counted(law, draw))
+        tau, power = draw.uniform(200, 1000), draw.uniform(0.7, 3)
+        yield "power law, slow", _judged(fit, _counted(1 - way * (1 + STEPS / tau) ** -power, draw))
+        yield "exponential", _judged(fit, _counted(1 - way * np.exp(-STEPS / draw.uniform(200, 1200)), draw))
+        line = np.clip((STEPS - 25) / draw.uniform(800, 4000), 0, 1)
+        yield "line", _judged(fit, _counted(CHANCE + way * line, draw))
+        in_log = np.clip((decades - np.log10(25)) / draw.uniform(1, 2.2), 0, 1)
+        yield "line over log steps", _judged(fit, _counted(CHANCE + way * in_log, draw))
+        wide = CHANCE + way * _in_decades(draw.uniform(300, 900), draw.uniform(0.25, 0.5))
+        yield "wide rise", _judged(fit, _counted(wide, draw))
+        soon = np.arange(0, 400)
+        fast_fit = np.where(soon >= 5, 1.0, soon / 5)
+        at, width = draw.uniform(15, 24), draw.uniform(0.5, 2)
+        fast = _counted(CHANCE + way / (1 + np.exp(-np.clip((soon - at) / width, -60, 60))), draw)
+        yield "fits in 5 steps, generalises in 30", _judged(fast_fit, fast, soon)
+        two = _counted(0.5 + 0.5 / (1 + np.exp(-np.clip((soon - at) / width, -60, 60))), draw)
+        yield "fits in 5 steps, two classes", _judged(fast_fit, two, soon, chance=0.5)
+        # A curriculum: the training accuracy drops when other data come, and the test accuracy follows.
+        switch = float(np.round(draw.uniform(500, 2000), -1))
+        again = np.where(switch > STEPS, 1, draw.uniform(0.2, 0.8))
+        again = np.where(switch + draw.uniform(20, 80) > STEPS, again, 1) * fit
+        after = CHANCE + way * np.where(switch > STEPS, 0.05, 1 - np.exp(-(STEPS - switch) / 15))
+        yield "curriculum, one stage", _judged(again, _counted(after, draw))
+        switches = np.round(draw.uniform(0.2, 0.3) * late * np.arange(1, 5), -1)
+        stage = np.searchsorted(switches, STEPS, side="right")
+        new = np.isin(STEPS, switches) | np.isin(STEPS, switches + 10)
+        again = np.where(new, draw.uniform(0.5, 0.85), 1) * fit
+        yield "curriculum, four stages", _judged(again, _counted(CHANCE + way * stage / 4, draw))
+        coin = _counted(np.full(len(STEPS), 0.5), draw, noise=0.03)
+        yield "two classes, memorised", _judged(fit, coin, chance=0.5)
+        logs = np.unique(np.geomspace(1, 5000, 60).round().astype(int))
+        law = 1 - way * (1 + logs / 300) ** -draw.uniform(0.7, 2)
+        fitted = np.where(logs >= 25, 1.0, logs / 25)
+        yield "power law, logarithmic logs", _judged(fitted, _counted(law, draw), logs)
+
+
 def training_nulls(seeds: int) -> Iterator[tuple[str, Detection]]:
     """Yield named nulls that train, ``seeds`` of each kind."""
     for seed in range(seeds):
@@ -142,37 +289,55 @@ def training_nulls(seeds: int) -> Iterator[tuple[str, Detection]]:
         for share in (0.8, 0.85, 0.9):
             yield f"training share {share:g}", trained(seed=seed, steps=600, train_share=share)
         yield "initialisation x 1, weight decay .1", trained(seed=100 + seed, steps=2000, weight_decay=0.1)
+        yield "curriculum, trained", curriculum(seed)
         yield "linear, lambda 2", linear(seed, ratio=2.0)
         yield "linear, lambda 1/2", linear(seed, ratio=0.5)
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--seeds", type=int, default=8, help="of each null that trains")
-    options.add_argument("--repeats", type=int, default=8, help="of each null that is a curve")
-    chosen = options.parse_args()
-    torch.set_num_threads(1)
+def positives(seeds: int, repeats: int) -> Iterator[tuple[str, Detection]]:
+    """Yield named runs that grok, ``seeds`` of those that train and ``repeats`` of the curves."""
+    for seed in range(seeds):
+        yield "fast oracle", trained(seed=seed, steps=2000)
+        yield "fast oracle, logarithmic logs", trained(seed=seed, steps=2000, logarithmic=True)
+        yield "sparse parity, two classes", sparse_parity(seed)
+    for seed in range(repeats):
+        yield "curve", delayed(seed)
+        yield "curve, two classes", delayed(seed, chance=0.5)
+        for logs in (40, 60, 100):
+            yield f"curve, {logs} logarithmic logs", delayed_at_logarithmic_logs(seed, logs)
+        yield "curve, two classes, 60 logarithmic logs", delayed_at_logarithmic_logs(seed, 60, chance=0.5)
+
+
+def _printed(rows: Iterator[tuple[str, Detection]], console: Console) -> tuple[int, int]:
+    """Print the verdicts on each kind of ``rows``; return how many are grokking, and of how many."""
     counted: dict[str, collections.Counter[str]] = {}
-    nulls = false = 0
-    for name, found in (*training_nulls(chosen.seeds), *synthetic(chosen.repeats)):
-        counted.setdefault(name, collections.Counter())[found.verdict.value] += 1
-        nulls += 1
-        false += found.verdict is GrokkingVerdict.GROKKING
-    positives = [trained(seed=seed, steps=2000) for seed in range(chosen.seeds)]
-    curves = [delayed(seed) for seed in range(chosen.repeats)]
-    table = Table("null", "runs", "called grokking", "verdicts", box=None)
+    for name, found in rows:
+        counted.setdefault(name, collections.Counter())[found.words] += 1
+    table = Table("kind", "runs", "grokking", "verdicts", box=None)
     for name, verdicts in counted.items():
         listed = ", ".join(f"{verdict} {amount}" for verdict, amount in verdicts.most_common())
-        table.add_row(name, str(verdicts.total()), str(verdicts["grokking"]), listed)
-    console = Console()
+        table.add_row(name, str(verdicts.total()), str(_grokking(verdicts)), listed)
     console.print(table)
-    console.print(f"{false} of {nulls} nulls called grokking")
-    for name, group in (("fast oracle", positives), ("delayed curves", curves)):
-        found = [d for d in group if d.verdict is GrokkingVerdict.GROKKING]
-        times = [(d.memorised.by, d.generalised.by) for d in found if d.memorised and d.generalised]
-        spans = "; ".join(f"{min(t)} to {max(t)}" for t in zip(*times, strict=True))
-        console.print(f"{name}: {len(found)} of {len(group)} called grokking, t_m and t_g {spans}")
-    if false:
+    return sum(map(_grokking, counted.values())), sum(verdicts.total() for verdicts in counted.values())
+
+
+def _grokking(verdicts: collections.Counter[str]) -> int:
+    return sum(amount for verdict, amount in verdicts.items() if verdict.startswith("grokking"))
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--seeds", type=int, default=8, help="of each run that trains")
+    options.add_argument("--repeats", type=int, default=25, help="of each curve")
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
+    console = Console(width=120)
+    nulls = (*training_nulls(chosen.seeds), *synthetic(chosen.repeats), *shapes(chosen.repeats))
+    false, total = _printed(iter(nulls), console)
+    console.print(f"{false} of {total} nulls called grokking ({false / total:.1%})")
+    found, runs = _printed(positives(chosen.seeds, chosen.repeats), console)
+    console.print(f"{found} of {runs} positives called grokking ({found / runs:.1%})")
+    if false > 0.01 * total or found < 0.9 * runs:
         raise SystemExit(1)
 
 

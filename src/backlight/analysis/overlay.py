@@ -154,8 +154,7 @@ def as_page(overlaid: Overlaid) -> OverlayPage:
     for name, (_, facts, found) in overlaid.runs.items():
         times = ("not evaluated", "", "")
         if found is not None:
-            verdict = "grokking, strong" if found.strong else found.verdict.value
-            times = (verdict, str(found.memorised or ""), str(found.generalised or ""))
+            times = (found.words, str(found.memorised or ""), str(found.generalised or ""))
         rows.append((name, facts.experiment, facts.control, *times))
     remarks = [f"{name} never generalised and could not be aligned." for name in overlaid.left_out]
     remarks += [f"{reason}." for reason in overlaid.reasons.values()]

@@ -44,17 +44,37 @@ def test_oracle_null_is_not_grokking(
     assert nulls.trained(seed=3, steps=steps, **change).verdict in verdict
 
 
+def test_curriculum_is_not_grokking(nulls: ModuleType) -> None:
+    assert nulls.curriculum(0, switch=500, steps=900).verdict is GrokkingVerdict.UNSTABLE
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_sparse_parity_of_two_classes_groks(nulls: ModuleType, seed: int) -> None:
+    found = nulls.sparse_parity(seed)
+    assert found.verdict is GrokkingVerdict.GROKKING
+    assert found.memorised_test < 0.6
+
+
 def test_no_synthetic_null_is_called_grokking(nulls: ModuleType) -> None:
-    found = list(nulls.synthetic(repeats=2))
-    assert len(found) >= 20
+    found = [*nulls.synthetic(repeats=2), *nulls.shapes(repeats=3)]
+    assert len(found) >= 70
     assert [name for name, detection in found if detection.verdict is GrokkingVerdict.GROKKING] == []
     # The nulls must be evaluated: refusing all of them for lack of data would prove nothing.
     verdicts = {detection.verdict for _, detection in found}
     assert len(verdicts) >= 4
 
 
-def test_synthetic_positive_is_grokking(nulls: ModuleType) -> None:
+@pytest.mark.parametrize("chance", [1 / 23, 0.5])
+def test_synthetic_positive_is_grokking(nulls: ModuleType, chance: float) -> None:
     for seed in range(5):
-        found = nulls.delayed(seed)
+        found = nulls.delayed(seed, chance)
         assert found.verdict is GrokkingVerdict.GROKKING
         assert dataclasses.asdict(found)["strong"]
+
+
+@pytest.mark.parametrize("logs", [40, 60, 100])
+@pytest.mark.parametrize("chance", [1 / 23, 0.5])
+def test_logarithmic_logs_are_not_censored(nulls: ModuleType, logs: int, chance: float) -> None:
+    for seed in range(5):
+        found = nulls.delayed_at_logarithmic_logs(seed, logs, chance)
+        assert found.verdict is GrokkingVerdict.GROKKING, found

@@ -35,7 +35,7 @@ def print_examined(found: GrokkingAnalysis, console: Console) -> None:
     console.print(Text.assemble(
         (visible(found.run.path), "bold"), (f"  {visible(', '.join(t for t in facts if t))}", "dim")
     ), soft_wrap=True)  # fmt: skip
-    console.print(f"  {_verdict(detection)}", style=_STYLES.get(detection.verdict, "bold"))
+    console.print(f"  {detection.words}", style=_STYLES.get(detection.verdict, "bold"))
     console.print(f"  {detection.claim}")
     if detection.conditions:
         columns = ("expected", "got", "")
@@ -66,10 +66,6 @@ def print_examined(found: GrokkingAnalysis, console: Console) -> None:
     console.print()
 
 
-def _verdict(detection: Detection) -> str:
-    return "grokking, strong" if detection.strong else detection.verdict.value
-
-
 def _print_control(found: GrokkingAnalysis, console: Console) -> None:
     if found.facts.control:
         return
@@ -81,7 +77,7 @@ def _print_control(found: GrokkingAnalysis, console: Console) -> None:
         )
         return
     theirs = found.control_detection
-    console.print(f"  Control {visible(found.control.path.name)}: {_verdict(theirs)}. {theirs.claim}")
+    console.print(f"  Control {visible(found.control.path.name)}: {theirs.words}. {theirs.claim}")
 
 
 def _print_following(rows: tuple[LeadLag, ...], controlled: bool, console: Console) -> None:
@@ -115,7 +111,7 @@ def print_overlaid(overlaid: Overlaid, console: Console) -> None:
         times = (
             ("", "", "")
             if detection is None
-            else (_verdict(detection), *(str(t or "") for t in (detection.memorised, detection.generalised)))
+            else (detection.words, *(str(t or "") for t in (detection.memorised, detection.generalised)))
         )
         cells = (name, facts.experiment, facts.control, times[0] or "not evaluated", *times[1:])
         table.add_row(*map(visible, cells))

@@ -93,6 +93,7 @@ class Training(AdamWTraining):
     ),
     effect="late robustness",
     expects="",
+    ci_expects="delayed-smooth",
 )
 def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""

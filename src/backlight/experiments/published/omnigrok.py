@@ -66,6 +66,7 @@ class Training(AdamWTraining):
             steps=8000, batch_size=0, lr=2e-3, weight_decay=0.1, log_every=25, thorough_every=200
         ),
     ),
+    ci_expects="delayed-smooth",
 )
 def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""

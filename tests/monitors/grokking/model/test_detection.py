@@ -87,6 +87,62 @@ def test_every_other_verdict(train: np.ndarray, test: np.ndarray, verdict: str, 
     assert (found.verdict, claim in found.claim) == (verdict, True), found
 
 
+def log_rise(at: float, decades: float, low: float = CHANCE) -> np.ndarray:
+    """Return a logistic rise over log steps, ``decades`` from a quarter to three quarters."""
+    away = (np.log10(np.maximum(STEPS, 1)) - np.log10(at)) / decades * 2 * np.log(3)
+    return low + (1 - low) / (1 + np.exp(-np.clip(away, -60, 60)))
+
+
+@pytest.mark.parametrize("decades", [0.1, 0.25, 0.36, 0.44, 0.5])
+@pytest.mark.parametrize("low", [CHANCE, 0.5])
+def test_width_of_rise_is_measured_in_decades(decades: float, low: float) -> None:
+    found = evaluated(fitted(), log_rise(700, decades, low), chance=low)
+    assert found.transition.decades == pytest.approx(decades, abs=0.02)
+    assert found.transition.distance == pytest.approx(np.log10(700 / 40), abs=0.02)
+    sharp = decades <= 0.4
+    assert found.verdict == (GrokkingVerdict.GROKKING if sharp else GrokkingVerdict.DELAYED_SMOOTH)
+    assert found.words == ("grokking, strong" if sharp else "delayed, smooth")
+
+
+def test_rise_that_is_wide_for_its_distance_is_smooth() -> None:
+    # 0.3 decades, at a distance of 0.44: it begins right after memorisation.
+    found = evaluated(fitted(300), log_rise(850, 0.3))
+    assert found.verdict is GrokkingVerdict.DELAYED_SMOOTH
+    assert found.transition.decades < 0.4
+
+
+@pytest.mark.parametrize("low", [CHANCE, 0.5])
+@pytest.mark.parametrize("peak", [0.4, 0.6, 0.8])
+def test_double_descent_is_not_grokking(low: float, peak: float) -> None:
+    first = np.where((STEPS >= 10) & (STEPS < 40), peak, np.where(STEPS < 10, 0, 0.1))
+    late = np.maximum(first, (log_rise(900, 0.1, 0.0)))
+    found = evaluated(fitted(), low + (1 - low) * late, chance=low)
+    assert (found.verdict, "double descent" in found.claim) == ("unstable", True), found
+    # The same without the first rise groks.
+    bare = evaluated(fitted(), low + (1 - low) * np.maximum(log_rise(900, 0.1, 0.0), 0.05), chance=low)
+    assert bare.verdict is GrokkingVerdict.GROKKING
+
+
+def test_delay_of_fewer_steps_than_the_memory_of_an_optimizer_is_none() -> None:
+    steps = np.arange(400)
+    train = np.where(steps >= 5, 1.0, steps / 5)
+    for at, verdict in ((20, "no-delay"), (180, "grokking")):
+        test = CHANCE + (1 - CHANCE) / (1 + np.exp(-np.clip((steps - at) / 1.5, -60, 60)))
+        found = detect(steps, train, steps, test, chance=CHANCE, test_size=SIZE)
+        assert found.verdict == verdict, found
+    assert found.ratio[0] > 5
+
+
+def test_training_data_that_are_fitted_twice_are_no_grokking() -> None:
+    test = np.where(STEPS < 1000, 0.06 + STEPS / 1e6, 0.999)
+    for dip, verdict in ((0.6, "unstable"), (0.95, "grokking")):
+        train = np.where((STEPS >= 1000) & (STEPS < 1040), dip, fitted())
+        assert evaluated(train, test).verdict == verdict
+    # A dip at another time explains nothing.
+    train = np.where((STEPS >= 300) & (STEPS < 320), 0.6, fitted())
+    assert evaluated(train, test).verdict == "grokking"
+
+
 def test_threshold_is_relative_to_plateau() -> None:
     found = evaluated(fitted(), rise(900, 20, high=0.8))
     assert found.verdict is GrokkingVerdict.GROKKING
@@ -140,7 +196,7 @@ def test_recoveries_from_instability_are_not_grokking() -> None:
     test = np.where(STEPS < 200, early, rise(1500, 30, seed=3))
     found = evaluated(fitted(), test)
     assert found.verdict is GrokkingVerdict.UNSTABLE
-    assert "a recovery, not grokking" in found.claim
+    assert "a recovery or double descent, not grokking" in found.claim
 
 
 def test_verdict_that_depends_on_thresholds_is_artefact() -> None:

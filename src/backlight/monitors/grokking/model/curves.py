@@ -14,6 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 Steps = NDArray[np.int64]
 Values = NDArray[np.float64]
 
+LAST_LOGS = 3
+"""Logs that an accuracy must hold at the end of a run that logged ever more rarely."""
+
+LAST_FACTOR = 1.5
+"""Multiple of the step at which the accuracy was reached that those logs must last."""
+
 WILSON_Z = 1.959963984540054
 """Normal quantile of a two-sided 95 % interval."""
 
@@ -96,15 +102,22 @@ def read_curve(steps: ArrayLike, values: ArrayLike, name: str) -> Curve:
 
 
 def first_stay(curve: Curve, level: float, logs: int) -> Interval | None:
-    """Return when ``curve`` first reaches ``level`` and holds it for ``logs`` logs; None if it never does."""
+    """Return when ``curve`` first reaches ``level`` and holds it; None if it never does.
+
+    To hold is to be at least ``level`` at ``logs`` logs in a row. Where logs are spaced logarithmically so
+    many may take a decade: three logs to the end of the run that last half as many steps again are enough.
+    """
     held = curve.values >= level
     if len(held) < logs:
         return None
-    whole = np.convolve(held.astype(np.int64), np.ones(logs, np.int64), "valid") == logs
-    rows = np.flatnonzero(whole)
-    if not len(rows):
+    rows = np.flatnonzero(np.convolve(held.astype(np.int64), np.ones(logs, np.int64), "valid") == logs)
+    last = ends_above(curve, level)
+    if len(rows):
+        row = int(rows[0])
+    elif last >= LAST_LOGS and curve.steps[-1] >= LAST_FACTOR * max(1, curve.steps[-last]):
+        row = len(held) - last
+    else:
         return None
-    row = int(rows[0])
     # Before the first log only the start of training at step 0 is known.
     before = int(curve.steps[row - 1]) if row else min(0, int(curve.steps[0]))
     return Interval(before, int(curve.steps[row]))
@@ -120,9 +133,21 @@ def plateau(curve: Curve, logs: int) -> float:
     """Return the highest running median over ``logs`` logs: a sustained level, not a peak."""
     if not len(curve):
         return math.nan
+    return float(running_median(curve, logs).max())
+
+
+def running_median(curve: Curve, logs: int) -> Values:
+    """Return the median of each ``logs`` logs in a row, ``[S - logs + 1]``; of all if there are fewer."""
     width = min(logs, len(curve))
-    windows = np.lib.stride_tricks.sliding_window_view(curve.values, width)
-    return float(np.median(windows, axis=1).max())
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(curve.values, width), axis=1))
+
+
+def level_in(curve: Curve, start: float, stop: float, logs: int) -> float:
+    """Return the median over steps ``start`` to ``stop``, of fewer than ``logs`` logs the middle's value."""
+    inside = curve.values[(curve.steps >= start) & (curve.steps <= stop)]
+    if len(inside) >= logs:
+        return float(np.median(inside))
+    return float(np.interp((start + stop) / 2, curve.steps, curve.values))
 
 
 def ending(curve: Curve, share: float, logs: int) -> Values:

@@ -1,8 +1,8 @@
 """The verdict on grokking, from the accuracies of a run alone (docs/formulas.md, section 4).
 
 ``grokking`` needs a delay that is long against the time to memorise, starts from a test accuracy below half
-of the way, persists while the training accuracy holds, is covered by many logs, and exists for every training
-threshold from .9 to .99. Everything else has its own verdict.
+of the way, persists while the training accuracy holds, ends in a sharp rise, is covered by many logs, and
+exists for every training threshold from .9 to .99. Everything else has its own verdict.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from numpy.typing import ArrayLike
 
 from backlight.monitors.grokking.model import curves
 from backlight.monitors.grokking.model.curves import Curve, DetectionError, Interval
+from backlight.monitors.grokking.model.transition import lost, refitted, transition_of
 from backlight.monitors.grokking.model.verdicts import (
     Condition,
     Detection,
     GrokkingVerdict,
     SweepPoint,
+    Transition,
     VerdictLimits,
 )
 
@@ -33,8 +35,11 @@ SWEEP_TEST = 3
 NEAR = 1.25
 """A delay below so many times the limit is noted as near it."""
 
+SHARP = "sharp transition"
+"""Name of the condition on the shape of the rise."""
+
 END_SHARE = 0.1
-"""Share of the logs that counts as the end of a run."""
+"""Share of the logs, or of the steps, that counts as the end of a run."""
 
 
 def detect(
@@ -131,9 +136,13 @@ class _Evaluation:
             )
         return curve.without(doubted), curve.without(~doubted)
 
-    def level(self, share: float) -> float:
-        """Return the accuracy at ``share`` of the way from chance to plateau; never above ``share``."""
-        return min(share, self.chance + share * (self.plateau - self.chance))
+    def way(self, share: float) -> float:
+        """Return the accuracy at ``share`` of the way from chance to plateau."""
+        return self.chance + share * (self.plateau - self.chance)
+
+    def level(self) -> float:
+        """Return the accuracy that defines t_generalise, which needs no more than ``test_share`` itself."""
+        return min(self.limits.test_share, self.way(self.limits.test_share))
 
     def verdict(self) -> Detection:
         """Return the verdict: each condition in order, then the sweep."""
@@ -159,7 +168,7 @@ class _Evaluation:
         memorised = curves.first_stay(self.train, limits.train_accuracy, limits.stay_logs)
         if not self.learned:
             return memorised, None
-        return memorised, curves.first_stay(self.test, self.level(limits.test_share), limits.stay_logs)
+        return memorised, curves.first_stay(self.test, self.level(), limits.stay_logs)
 
     def _never_memorised(self) -> Detection:
         values, needed, logs = self.train.values, self.limits.train_accuracy, self.limits.stay_logs
@@ -183,7 +192,7 @@ class _Evaluation:
 
     def _never_generalised(self, memorised: Interval) -> tuple[GrokkingVerdict, str]:
         strong = self.limits.delay_ratio_strong
-        tail = self.learned and curves.ends_above(self.test, self.level(self.limits.test_share))
+        tail = self.learned and curves.ends_above(self.test, self.level())
         if len(self.doubted) and not len(self.test.between(memorised.by, self.last + 1)):
             return GrokkingVerdict.INSUFFICIENT_DATA, (
                 "; after that every test accuracy is exactly 0, as if it was not measured."
@@ -205,13 +214,17 @@ class _Evaluation:
         )
 
     def _rise(self) -> float:
-        """Return how far the test accuracy rose over the last fifth of the logs, chance taken off."""
-        last = curves.ending(self.test, END_SHARE, self.limits.stay_logs)
-        before = self.test.values[: -len(last)][-len(last) :]
-        return float(np.median(last) - np.median(before)) / (1 - self.chance) if len(before) else 0.0
+        """Return how far the test accuracy rose over the last fifth of the steps, chance taken off."""
+        # Of the steps: where logs are spaced logarithmically, a fifth of them is most of a run.
+        end, logs = float(self.test.steps[-1]), self.limits.stay_logs
+        width = END_SHARE * (end - float(self.test.steps[0]))
+        last = curves.level_in(self.test, end - width, end, logs)
+        before = curves.level_in(self.test, end - 2 * width, end - width, logs)
+        return (last - before) / (1 - self.chance)
 
     def _both(self, memorised: Interval, generalised: Interval) -> Detection:
         ratio = _ratio(memorised, generalised)
+        transition = self._transition(memorised, generalised)
         conditions = self._conditions(memorised, generalised)
         sweep = self._sweep()
         verdict, words = self._delayed(memorised, generalised, conditions, sweep)
@@ -224,6 +237,7 @@ class _Evaluation:
             generalised,
             strong=strong,
             ratio=ratio,
+            transition=transition,
             conditions=conditions,
             memorised_test=self._start(memorised, generalised),
             sweep=sweep if verdict in _SWEPT else (),
@@ -239,28 +253,51 @@ class _Evaluation:
         """Evaluate a run that did both, in the order in which a condition makes the next one meaningful."""
         limits = self.limits
         held = {condition.name: condition.held for condition in conditions}
-        if np.median(curves.ending(self.test, END_SHARE, limits.stay_logs)) < self.level(0.5):
+        if np.median(curves.ending(self.test, END_SHARE, limits.stay_logs)) < self.way(0.5):
             return (
                 GrokkingVerdict.UNSTABLE,
                 "The test accuracy did not stay at the level that it had reached.",
             )
         if generalised.by / max(1, memorised.by) < limits.delay_ratio:
             return GrokkingVerdict.NO_DELAY, "The run generalised about when it memorised."
-        if self._recovered(memorised, generalised) or held["training accuracy lasts"] is False:
+        if self._recovered(memorised, generalised):
             return (
                 GrokkingVerdict.UNSTABLE,
-                "Between the two times the run lost an accuracy it had reached: a recovery, not grokking.",
+                "The test accuracy lost, before it rose, what it had reached without a delay: a recovery or "
+                "double descent, not grokking.",
+            )
+        if held["training accuracy lasts"] is False:
+            return (
+                GrokkingVerdict.UNSTABLE,
+                "Between the two times the training accuracy was lost: a recovery, not grokking.",
+            )
+        if self._refitted(memorised, generalised):
+            return (
+                GrokkingVerdict.UNSTABLE,
+                "The test accuracy rose while the run fitted training data for a second time: a curriculum "
+                "or a recovery, not grokking.",
             )
         if held["starts from below"] is False:
             return (
                 GrokkingVerdict.NO_DELAY,
                 "The run was more than half way to generalising when it memorised: slow, but no delay.",
             )
+        if generalised.by - memorised.by < limits.delay_steps:
+            return (
+                GrokkingVerdict.NO_DELAY,
+                f"The run generalised {generalised.by - memorised.by} steps after it memorised: start-up, no "
+                "delay.",
+            )
         doubt = self._doubt(memorised, generalised, held)
         if doubt:
             return GrokkingVerdict.INSUFFICIENT_DATA, doubt
-        if self.level(1.0) < limits.test_share and self._rise() > limits.rising:
+        if self.plateau < limits.test_share and self._rise() > limits.rising:
             return GrokkingVerdict.CENSORED, "The test accuracy still rises at the end."
+        if held[SHARP] is False:
+            return (
+                GrokkingVerdict.DELAYED_SMOOTH,
+                "Delayed, but smooth: the test accuracy rises gradually, without the transition of grokking.",
+            )
         missed = next((point for point in sweep if not point.grokking), None)
         if missed is not None:
             return (
@@ -308,19 +345,35 @@ class _Evaluation:
     def _conditions(self, memorised: Interval, generalised: Interval) -> tuple[Condition, ...]:
         limits = self.limits
         ratio = _ratio(memorised, generalised)
+        transition = self._transition(memorised, generalised)
         trains = self.train.between(memorised.by, generalised.by)
         between = min(len(self.test.between(memorised.by, generalised.by)), len(trains))
-        start, half = self._start(memorised, generalised), self.level(limits.test_share_memorised)
+        start, half = self._start(memorised, generalised), self.way(limits.test_share_memorised)
         level = min(limits.train_stays, limits.train_accuracy)
         lasting = float((trains.values >= level).mean()) if len(trains) else None
         low, _ = curves.wilson(min(1.0, self.plateau), max(1, self.size))
-        needed = self.level(limits.wilson_share)
+        needed = self.way(limits.wilson_share)
         return (
             Condition(
                 "delay",
                 f"t_generalise / t_memorise at least {limits.delay_ratio:g}",
                 _times(ratio),
                 ratio[0] >= limits.delay_ratio,
+            ),
+            Condition(
+                "delay in steps",
+                f"at least {limits.delay_steps}",
+                str(generalised.by - memorised.by),
+                generalised.by - memorised.by >= limits.delay_steps,
+            ),
+            Condition(
+                SHARP,
+                f"middle half of the rise within {limits.transition_decades:g} decades of steps, and within "
+                f"{limits.transition_share:g} of its distance from memorisation",
+                "not observed"
+                if transition is None
+                else f"{transition.decades:.2f} decades, at a distance of {transition.distance:.2f}",
+                None if transition is None else self._sharp(transition),
             ),
             Condition(
                 "logs between",
@@ -348,8 +401,20 @@ class _Evaluation:
             ),
         )
 
+    def _transition(self, memorised: Interval, generalised: Interval) -> Transition | None:
+        start = max(self.chance, self._start(memorised, generalised) or 0.0)
+        return transition_of(self.test, start, self.plateau, memorised.by, self.limits.stay_logs)
+
+    def _sharp(self, transition: Transition) -> bool:
+        limits = self.limits
+        widest = min(limits.transition_decades, limits.transition_share * transition.distance)
+        return transition.decades <= widest
+
     def _sweep(self) -> tuple[SweepPoint, ...]:
-        """Evaluate with other thresholds; all else is as in the verdict itself."""
+        """Evaluate with other thresholds; all else is as in the verdict itself.
+
+        The transition is not: it begins where the run memorised, which the thresholds move.
+        """
         limits = self.limits
         moved = copy.copy(self)
         points = []
@@ -360,18 +425,26 @@ class _Evaluation:
                 holds = (
                     memorised is not None
                     and generalised is not None
-                    and all(condition.held for condition in moved._conditions(memorised, generalised))
+                    and all(
+                        condition.held
+                        for condition in moved._conditions(memorised, generalised)
+                        if condition.name != SHARP
+                    )
                 )
                 points.append(SweepPoint(train, share, memorised, generalised, holds))
         return tuple(points)
 
     def _recovered(self, memorised: Interval, generalised: Interval) -> bool:
-        """Return whether the run was past half of the way without delay and then fell below a quarter."""
-        early = self.test.between(-1, generalised.by)
-        past = np.flatnonzero(early.values > self.level(0.5))
-        if not len(past) or early.steps[past[0]] >= self.limits.delay_ratio * max(1, memorised.by):
-            return False
-        return bool((early.values[past[0] :] < self.level(0.25)).any())
+        """Return whether the test accuracy lost before t_generalise what it had reached without a delay."""
+        early = self.limits.delay_ratio * max(1, memorised.by)
+        return lost(
+            self.test, self.way, early, generalised.by, share=self.limits.lost, size=max(1, self.size)
+        )
+
+    def _refitted(self, memorised: Interval, generalised: Interval) -> bool:
+        limits, way, late = self.limits, self.way, generalised.by
+        fitted, broken = limits.train_accuracy, limits.refit
+        return refitted(self.train, self.test, way, memorised.by, late, fitted=fitted, broken=broken)
 
     def _detection(
         self,
@@ -388,7 +461,7 @@ class _Evaluation:
             memorised=memorised,
             generalised=generalised,
             plateau=self.plateau if has else None,
-            test_accuracy=self.level(self.limits.test_share) if has and self.learned else None,
+            test_accuracy=self.level() if has and self.learned else None,
             chance=self.known_chance,
             test_size=self.size,
             test_size_known=self.size_known,

@@ -40,15 +40,49 @@ class VerdictLimits(Limits, monitor="grokking"):
     delay_ratio: float = limit(
         2.0, "t_generalise / t_memorise from which the delay is grokking", source=_FORMULAS, low=1.0
     )
+    delay_steps: int = _count(
+        100,
+        "steps between the two times: fewer are within the memory of the optimizer, which for Adam's second "
+        "moment is 50 (beta 0.98) to 1000 steps (0.999)",
+        _CHOSEN,
+    )
     delay_ratio_strong: float = limit(
         5.0, "t_generalise / t_memorise from which grokking is called strong", source=_FORMULAS, low=1.0
     )
     logs_between: int = _count(10, "logs between the two times: fewer do not show what happened")
+    transition_decades: float = limit(
+        0.4,
+        "decades of steps from a quarter to three quarters of the rise: a straight line from step 0 takes "
+        "0.48, an exponential approach 0.68, and a power law with an exponent below 1.2 more than 0.4",
+        source=_CHOSEN,
+        low=0.0,
+    )
+    transition_share: float = limit(
+        0.5,
+        "the same as a share of the decades from memorisation to half of the rise: a line in log steps has "
+        "1, a power law that begins at memorisation 1.6 whatever its exponent",
+        source=_CHOSEN,
+        low=0.0,
+    )
     test_share_memorised: float = _share(
         0.5, "share of the way that the test accuracy may have gone when the run memorised"
     )
     train_stays: float = _share(0.97, "training accuracy that must last between the two times")
     train_stays_share: float = _share(0.95, "share of the logs between at which it must")
+
+    # What makes it a recovery instead.
+    lost: float = _share(
+        0.15,
+        "share of the way that the test accuracy had reached without a delay and lost again: a recovery, or "
+        "double descent",
+        _CHOSEN,
+    )
+    refit: float = _share(
+        0.9,
+        "a training accuracy below it is that of other training data: a test accuracy that rises half of the "
+        "way while they are fitted is that of a curriculum",
+        _CHOSEN,
+    )
 
     # The sweep: the verdict must not hang on where the lines are drawn.
     sweep_train_low: float = _share(0.9, "lowest training accuracy of the sweep; train_accuracy to it")
@@ -69,7 +103,7 @@ class VerdictLimits(Limits, monitor="grokking"):
     )
     rising: float = _share(
         0.05,
-        "rise of the test accuracy over the last fifth of the logs from which the end cut it off",
+        "rise of the test accuracy over the last fifth of the steps from which the end cut it off",
         _CHOSEN,
     )
 
@@ -91,6 +125,7 @@ class GrokkingVerdict(enum.StrEnum):
     """The verdicts on the accuracies of a run."""
 
     GROKKING = "grokking"
+    DELAYED_SMOOTH = "delayed-smooth"
     NO_DELAY = "no-delay"
     MEMORISED = "memorised"
     NOT_FITTED = "not-fitted"
@@ -111,6 +146,23 @@ class Condition:
 
 
 @dataclass(frozen=True, slots=True)
+class Transition:
+    """The rise of the test accuracy from where it was at memorisation to its plateau.
+
+    Steps at which it passed a quarter, half and three quarters of the rise, interpolated between logs.
+
+    ``decades`` is log10 of the last step over the first, ``distance`` log10 of the middle one over the time
+    to memorise.
+    """
+
+    quarter: float
+    half: float
+    three_quarters: float
+    decades: float
+    distance: float
+
+
+@dataclass(frozen=True, slots=True)
 class SweepPoint:
     """One point of the sweep: its two thresholds, its times, and whether it would be called grokking."""
 
@@ -127,6 +179,7 @@ class Detection:
 
     ``memorised`` and ``generalised`` are intervals (previous log, this log], None if the run never did.
     ``ratio`` bounds t_generalise / t_memorise by the two intervals; its upper bound may be None.
+    ``transition`` is the rise between the two, None where one of them is missing.
     ``test_accuracy`` is the one that defines t_generalise, ``memorised_test`` the test accuracy when the run
     memorised. ``test_size_known`` is False where ``test_size`` is a lower bound from the values.
     """
@@ -144,7 +197,16 @@ class Detection:
     logs: tuple[int, int]
     last_step: int
     strong: bool = False
+
+    @property
+    def words(self) -> str:
+        """The verdict in words: ``grokking, strong`` or ``delayed, smooth``."""
+        if self.verdict is GrokkingVerdict.DELAYED_SMOOTH:
+            return "delayed, smooth"
+        return "grokking, strong" if self.strong else self.verdict.value
+
     ratio: tuple[float, float | None] | None = None
+    transition: Transition | None = None
     memorised_test: float | None = None
     conditions: tuple[Condition, ...] = ()
     sweep: tuple[SweepPoint, ...] = ()

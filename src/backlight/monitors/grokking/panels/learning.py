@@ -8,7 +8,6 @@ import numpy as np
 
 from backlight.monitors.grokking.model.analysis import GrokkingAnalysis, analyse_if_possible
 from backlight.monitors.grokking.model.curves import Interval
-from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.report.charts import Axis, Line, Span, chart, spans_decades
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
@@ -41,11 +40,6 @@ def analysis_of(source: Source) -> GrokkingAnalysis | None:
     return source.once(_analysis)
 
 
-def verdict_of(detection: Detection) -> str:
-    """Return the verdict in words."""
-    return "grokking, strong" if detection.strong else detection.verdict.value
-
-
 def spans(source: Source, *, named: bool = False) -> tuple[Span, ...]:
     """Return the two times as stretches of a chart, ``named`` in its legend as well."""
     found = analysis_of(source)
@@ -75,7 +69,7 @@ def summary(source: Source) -> Summary | None:
     steps = np.unique(np.concatenate([source.scalar(name).steps for name in names]))
     detail = f"The geometry of gradients was measured at {count(len(steps), 'step')}."
     found = analysis_of(source)
-    headline = f"Verdict on grokking: {verdict_of(found.detection)}" if found else ""
+    headline = f"Verdict on grokking: {found.detection.words}" if found else ""
     return Summary(detail, _figures, headline=headline)
 
 
@@ -86,11 +80,11 @@ def _figures(source: Source) -> Figures:
     accuracy = source.scalar("test_accuracy", source="user")
     last = accuracy.values[-1:]
     theirs = found.control_detection
-    control = verdict_of(theirs) if theirs else "is one" if found.facts.control else "not run"
+    control = theirs.words if theirs else "is one" if found.facts.control else "not run"
     shown = number(float(last[0]), 3) if len(last) else "not measured"
     at = f"at step {number(int(accuracy.steps[-1]))}" if len(last) else ""
     return (
-        ("verdict", verdict_of(found.detection), ""),
+        ("verdict", found.detection.words, ""),
         ("memorised in steps", between(found.detection.memorised), ""),
         ("generalised in steps", between(found.detection.generalised), ""),
         ("last test accuracy", shown, at),
@@ -152,7 +146,7 @@ def learning_curves(source: Source) -> Drawn | NotMeasured:
     if learning is None:
         return Drawn("lines", {"charts": charts}, (), ("There is no verdict: see the findings.",))
     detection = learning.detection
-    facts = [Fact("verdict", verdict_of(detection))]
+    facts = [Fact("verdict", detection.words)]
     facts += [Fact("memorised in steps", between(detection.memorised))]
     facts += [Fact("generalised in steps", between(detection.generalised))]
     remarks = []
@@ -183,7 +177,7 @@ def grokking(source: Source) -> Drawn | NotMeasured:
             "The verdict needs train_accuracy and test_accuracy as shares of samples; none were logged."
         )
     detection, theirs = learning.detection, learning.control_detection
-    rows = [("verdict", f"{verdict_of(detection)}. {detection.claim}")]
+    rows = [("verdict", f"{detection.words}. {detection.claim}")]
     rows += [
         (row.name, f"{_HELD[row.held]}: {row.got}, expected {row.expected}") for row in detection.conditions
     ]
@@ -193,7 +187,7 @@ def grokking(source: Source) -> Drawn | NotMeasured:
         rows.append(("sweep", f"grokking at {lines} lines, training accuracy and way to the plateau"))
         facts.append(Fact("lines of the sweep", lines))
     if theirs is not None:
-        rows.append(("control", f"{verdict_of(theirs)}. {theirs.claim}"))
+        rows.append(("control", f"{theirs.words}. {theirs.claim}"))
     elif learning.facts.control:
         rows.append(("control", "This run is a control itself: its labels are random."))
     else:
