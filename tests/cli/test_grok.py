@@ -81,6 +81,16 @@ def test_control_runs_alongside_the_run(command: Run, tmp_path: Path) -> None:
     assert not np.array_equal(run, other)
 
 
+@pytest.mark.parametrize("more", [(), ("--seeds", "0-1"), ("--slurm", "cluster=local"), ("--resume",)])
+def test_unknown_control_is_refused_before_training(
+    refused: Refused, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    path = tmp_path / "run"
+    errors = refused("grok", "run", "oracle", *SMALL, "--control", "nonsense", "--out", path, *more)
+    assert "control 'nonsense': expected random-labels, or none" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_estimate_reports_what_does_not_fit(command: Run) -> None:
     code, out, errors = command("grok", "estimate", "oracle", "--set", "run.disk_free=900000000000000")
     assert code == 0, errors

@@ -43,6 +43,20 @@ def test_detect_prints_verdict_times_conditions_and_control(command: Command, ru
         assert words in out, words
 
 
+def test_detect_is_readable_in_80_columns(
+    command: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = command("grok", "detect", runs / "oracle")[1].splitlines()
+    assert max(map(len, lines)) <= 80
+    first = next(row for row, line in enumerate(lines) if line.startswith("condition"))
+    conditions = lines[first + 1 : first + 8]
+    assert all(line.rstrip().endswith("holds") for line in conditions), conditions
+    measures = next(row for row, line in enumerate(lines) if line.startswith("measure"))
+    table = lines[measures + 1 : measures + 11]
+    assert all(line.split()[0].strip("_/") and len(line.split()) >= 4 for line in table), table
+
+
 def test_detect_as_json_has_everything(command: Command, runs: Path) -> None:
     code, out, _ = command("grok", "detect", runs / "oracle", runs / "control", "--json")
     first, second = json.loads(out)

@@ -84,6 +84,13 @@ class Configuration:
         return str(yaml.safe_dump(self.as_mapping(), sort_keys=False, allow_unicode=True))
 
 
+def check_control(control: str) -> None:
+    """Raise ConfigurationError if there is no such control; "" is a run that is none."""
+    if control not in CONTROLS:
+        known = [name for name in CONTROLS if name]
+        raise ConfigurationError(f"control {control!r}: expected {' or '.join(known)}, or none")
+
+
 def experiment_of(name: str) -> Experiment[Any]:
     """Return the experiment called ``name``; ``oracle`` is the fast oracle, which is not registered."""
     from backlight.experiments.oracle import ORACLE  # noqa: PLC0415 - imports torch
@@ -165,9 +172,7 @@ def configure(name: str | None, chosen: str | None, *layers: tuple[str, Mapping[
     result = preset(str(name), str(chosen or "ci"))
     for where, values in layers:
         result = _overridden(result, values, where)
-    if result.control not in CONTROLS:
-        expected = ", ".join(map(repr, CONTROLS))
-        raise ConfigurationError(f"control {result.control!r}: expected one of {expected}")
+    check_control(result.control)
     if not -(2**63) <= result.seed < 2**63:
         raise ConfigurationError(f"seed {result.seed}: expected a 64-bit integer")
     for key in ("steps", "log_every", "thorough_every"):

@@ -60,6 +60,9 @@ def run(
     An interrupted run resumes with --resume to the same numbers. Before the start, its cost is compared with
     the free memory and disk.
     """
+    from backlight.experiments.config import check_control
+
+    check_control(control or "")
     options = overlay(changes, steps=steps, seed=seed, device=device)
     request = _Request(name, preset, config, options, out, control or "", degrade)
     if seeds is not None or sweep:

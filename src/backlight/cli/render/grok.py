@@ -11,7 +11,6 @@ from backlight.analysis.overlay import Overlaid, value_at
 from backlight.cli.console import make_table
 from backlight.monitors.grokking.model.analysis import GrokkingAnalysis
 from backlight.monitors.grokking.model.lead_lag import LeadLag
-from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.text import duration, number, size, visible
 
 if TYPE_CHECKING:

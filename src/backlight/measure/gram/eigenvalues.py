@@ -114,16 +114,17 @@ class Spectrum:
             raise ValueError(f"explained: k must be between 1 and {len(self.eigenvalues)}, got {k}")
         return float(self.eigenvalues[:k].sum() / self.trace) if self.trace > 0 else math.nan
 
-    def metrics(self, explained: Sequence[int] = EXPLAINED) -> dict[str, float]:
+    def metrics(self, explained: Sequence[int] = EXPLAINED, *, of_samples: bool = True) -> dict[str, float]:
         """Return every metric by name, without those that need eigenvalues that were not computed.
 
-        ``explained`` lists the numbers of leading eigenvalues for ``explained_<k>``.
+        ``explained`` lists the numbers of leading eigenvalues for ``explained_<k>``. Coherence and noise
+        scale compare samples of one distribution and are left out unless the rows are such (``of_samples``).
         """
         names = ["trace", "frobenius", "spectral", "nuclear", "participation_ratio"]
         if self.complete or bool((self.eigenvalues <= self.tolerance).any()):
             names += ["numerical_rank", "condition", "log_pseudo_determinant"]
         names += ["effective_rank"] if self.complete else []
-        names += ["coherence", "noise_scale"] if not self.centred else []
+        names += ["coherence", "noise_scale"] if of_samples and not self.centred else []
         shares = {f"explained_{k}": self.explained(k) for k in explained if k <= len(self.eigenvalues)}
         return {name: float(getattr(self, name)) for name in names} | shares
 

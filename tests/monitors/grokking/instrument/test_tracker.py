@@ -63,6 +63,10 @@ def test_gradients_products_and_window_against_numpy() -> None:
         truth = np.linalg.eigvalsh(G @ G.T)[::-1]
         assert recorder.arrays[step, "product/k/eigenvalues"] == pytest.approx(truth)
         assert recorder.scalar[step, "product/k/trace"] == pytest.approx(truth.sum())
+    # Rows of a gradient are not samples of one distribution.
+    assert not {n for _, n in recorder.scalar if n.startswith("product/")} & {
+        f"product/{parameter}/{metric}" for parameter in "wkb" for metric in ("coherence", "noise_scale")
+    }
     assert not any(name.startswith("product/b") for _, name in recorder.arrays)
     A = np.stack([flat(step) for step in (4, 6, 8)])
     assert recorder.arrays[8, "window/matrix"] == pytest.approx(A @ A.T)

@@ -73,7 +73,7 @@ class Probe:
         matrix = input_agop(self._model, inputs)
         # ``spectrum`` takes N times a second moment.
         found = spectrum(matrix * len(matrix), device=_eigenvalue_device(measures))
-        metrics = {k: v for k, v in finite(found.metrics()).items() if k not in {"coherence", "noise_scale"}}
+        metrics = finite(found.metrics(of_samples=False))
         recorder.scalars(step, {f"agop/{name}": value for name, value in metrics.items()})
         if measures.matrices:
             record_array(recorder, "agop/matrix", step, matrix.cpu(), ("input", "input"))

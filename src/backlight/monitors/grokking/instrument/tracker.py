@@ -135,7 +135,7 @@ class Tracker:
 
     def _measure_product(self, step: int, name: str, gradient: Tensor) -> None:
         found = product_spectrum(gradient)
-        metrics = finite(found.metrics())
+        metrics = finite(found.metrics(of_samples=False))
         self.recorder.scalars(step, {f"product/{name}/{key}": value for key, value in metrics.items()})
         if self.measures.spectra:
             record_array(self.recorder, f"product/{name}/eigenvalues", step, found.eigenvalues, ("rank",))

@@ -356,7 +356,7 @@ class _Evaluation:
         return (
             Condition(
                 "delay",
-                f"t_generalise / t_memorise at least {limits.delay_ratio:g}",
+                f"at least {limits.delay_ratio:g} times",
                 _times(ratio),
                 ratio[0] >= limits.delay_ratio,
             ),
@@ -368,12 +368,9 @@ class _Evaluation:
             ),
             Condition(
                 SHARP,
-                f"middle half of the rise within {limits.transition_decades:g} decades of steps, and within "
-                f"{limits.transition_share:g} of its distance from memorisation",
-                "not observed"
-                if transition is None
-                else f"{transition.decades:.2f} decades, at a distance of {transition.distance:.2f}",
-                None if transition is None else self._sharp(transition),
+                f"at most {self._widest(transition):.2g} decades",
+                "not observed" if transition is None else f"{transition.decades:.2g} decades",
+                None if transition is None else transition.decades <= self._widest(transition),
             ),
             Condition(
                 "logs between",
@@ -383,20 +380,20 @@ class _Evaluation:
             ),
             Condition(
                 "starts from below",
-                f"test accuracy when it memorised at most {half:.3g}",
+                f"at most {half:.3g}",
                 "not logged" if start is None else f"{start:.3g}",
                 None if start is None else start <= half,
             ),
             Condition(
                 "training accuracy lasts",
-                f"at least {level:g} at {limits.train_stays_share:.0%} of the logs between",
+                f"{level:g} at {limits.train_stays_share:.0%} of logs",
                 "no log between" if lasting is None else f"at {lasting:.1%}",
                 None if lasting is None else lasting >= limits.train_stays_share,
             ),
             Condition(
                 "test set",
-                f"Wilson lower bound of the plateau at least {needed:.3g}",
-                f"{low:.3g} for {'' if self.size_known else 'at least '}{self.size} samples",
+                f"bound at least {needed:.3g}",
+                f"{low:.3g}, {'' if self.size_known else 'at least '}{self.size} samples",
                 low >= needed,
             ),
         )
@@ -405,10 +402,10 @@ class _Evaluation:
         start = max(self.chance, self._start(memorised, generalised) or 0.0)
         return transition_of(self.test, start, self.plateau, memorised.by, self.limits.stay_logs)
 
-    def _sharp(self, transition: Transition) -> bool:
-        limits = self.limits
-        widest = min(limits.transition_decades, limits.transition_share * transition.distance)
-        return transition.decades <= widest
+    def _widest(self, transition: Transition | None) -> float:
+        """Return the decades of steps that a sharp rise may take."""
+        widest, share = self.limits.transition_decades, self.limits.transition_share
+        return widest if transition is None else max(0.0, min(widest, share * transition.distance))
 
     def _sweep(self) -> tuple[SweepPoint, ...]:
         """Evaluate with other thresholds; all else is as in the verdict itself.
