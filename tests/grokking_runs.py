@@ -27,6 +27,7 @@ class Grok:
     accuracies: bool = True
     geometry: bool = True
     seed: int = 0
+    decay: float = 1.0
 
 
 def sigmoid(steps: NDArray[np.int64], at: float, width: float) -> NDArray[np.float64]:
@@ -67,7 +68,8 @@ def write_grokking(writer: RunWriter, plan: Grok) -> None:
     facts = {
         "experiment": "oracle", "control": plan.control, "control_of": plan.control_of,
         "chance": CHANCE, "train_size": 264, "test_size": SIZE, "seed": plan.seed,
-        "settings": {"p": 23}, "sample_unit": "pair", "probe_size": 128,
+        "settings": {"p": 23, "seed": plan.seed, "training": {"weight_decay": plan.decay}},
+        "sample_unit": "pair", "probe_size": 128,
     }  # fmt: skip
     writer.event(0, "grokking", facts)
     steps = np.arange(0, plan.steps + 1, plan.every)

@@ -36,9 +36,8 @@ def test_detect_prints_verdict_times_conditions_and_control(command: Command, ru
         "starts from below",
         "12 of 12",
         "Control control: memorised",
-        "follows, and the control does not",
-        "the control shows the same",
-        "control ends",
+        "No measure is distinguished from its controls by 2 runs and 1 control",
+        "its end",
     ):
         assert words in out, words
 

@@ -118,15 +118,15 @@ def detect(
     runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories.")],
     as_json: Json = False,
     control_run: Annotated[
-        Path | None, Option(metavar="RUN", help="Run directory of the matched control.")
+        list[Path] | None, Option(metavar="RUN", help="Run directory of a matched control (repeatable).")
     ] = None,
     chance: Annotated[float | None, Option(help="Accuracy of guessing; default as recorded.")] = None,
     test_size: Annotated[int | None, Option(help="Number of test samples; default as recorded.")] = None,
 ) -> int:
     """Diagnose grokking in stored runs.
 
-    A control is found among the given runs and in directories next to each. Exit code 2 if a run cannot be
-    evaluated; the others are.
+    Controls and other seeds are found among the given runs and in directories next to each. Exit code 2 if a
+    run cannot be evaluated; the others are.
     """
     from backlight.cli.render.grok import print_examined
     from backlight.monitors.grokking.model.analysis import analyse, neighbours
@@ -134,12 +134,12 @@ def detect(
     from backlight.store.read.run import open_run
 
     opened = [open_run(path) for path in runs]
-    against = open_run(control_run) if control_run is not None else None
+    against = [open_run(path) for path in control_run or ()]
     console, out, failed = make_console(), [], False
     for run in opened:
         try:
             found = analyse(
-                run, [*opened, *neighbours(run.path)], control=against, chance=chance, test_size=test_size
+                run, [*opened, *neighbours(run.path)], controls=against, chance=chance, test_size=test_size
             )
         except DetectionError as error:
             failed = True

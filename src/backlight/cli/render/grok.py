@@ -10,7 +10,7 @@ from rich.text import Text
 from backlight.analysis.overlay import Overlaid, value_at
 from backlight.cli.console import make_table
 from backlight.monitors.grokking.model.analysis import GrokkingAnalysis
-from backlight.monitors.grokking.model.lead_lag import LeadLag
+from backlight.monitors.grokking.model.lead_lag import FOLLOWS
 from backlight.text import duration, number, size, visible
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def print_examined(found: GrokkingAnalysis, console: Console) -> None:
         console.print(f"  {visible(note)}.", style="dim")
     _print_control(found, console)
     if not found.facts.control:  # its test accuracy is noise, which nothing can follow
-        _print_following(found.following, found.control is not None, console)
+        _print_following(found, console)
     console.print()
 
 
@@ -79,27 +79,36 @@ def _print_control(found: GrokkingAnalysis, console: Console) -> None:
     console.print(f"  Control {visible(found.control.path.name)}: {theirs.words}. {theirs.claim}")
 
 
-def _print_following(rows: tuple[LeadLag, ...], controlled: bool, console: Console) -> None:
+def _print_following(found: GrokkingAnalysis, console: Console) -> None:
+    rows = found.following
     if not rows:
         return
     # Without a control every row would repeat what is printed above.
-    of_control = ("control", "control ends", "") if controlled else ()
-    table = make_table("measure", "corr.", "lead", "end", *of_control, folded=("",))
+    of_control = ("control", "its end", "q") if found.controls else ()
+    table = make_table("measure", "corr.", "lead", "end", *of_control)
     for row in rows[:FOLLOWING]:
         end, control_ends = ("" if level is None else number(level, 3) for level in row.levels)
+        q = "" if row.q is None else number(row.q, 2)
         table.add_row(
             visible(row.measure).removeprefix("gram/model/").removeprefix("progress/"),
             _signed(row.correlation),
             f"{row.lead_steps:+,}" if row.lead_logs else "0",
             end,
-            *((_signed(row.control), control_ends, row.conclusion) if controlled else ()),
+            *((_signed(row.control), control_ends, q) if found.controls else ()),
+            style="bold green" if row.conclusion == FOLLOWS else None,
         )
     console.print(table)
-    console.print(
-        "  corr.: rank correlation with the test accuracy after memorisation; lead in steps.", style="dim"
-    )
+    explained = "corr.: rank correlation with the test accuracy after memorisation; lead in steps"
+    if found.controls:
+        explained += (
+            "; control: how far the measure of the controls moves with it, as a share; q: false-discovery "
+            "rate at which the two differ"
+        )
+    console.print(f"  {explained}.", style="dim")
     if len(rows) > FOLLOWING:
         console.print(f"  and {len(rows) - FOLLOWING} more measures; --json has all.", style="dim")
+    if found.controls:
+        console.print(f"  {found.signals()}")
 
 
 def print_overlaid(overlaid: Overlaid, console: Console) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.grokking.model.reader import control_of, detect_run, stated
+from backlight.monitors.grokking.model.reader import controls_of, detect_run, stated
 from backlight.records import Severity
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -68,9 +68,9 @@ def test_control_is_found_by_its_event_and_reported_as_memorised(tmp_path: Path)
     control = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id))
     other = write_grokking_run(tmp_path / "b", Grok(control="random-labels", control_of="else", steps=300))
     plain = write_grokking_run(tmp_path / "c", Grok(steps=300))
-    found = control_of(run, [run, other, plain, control])
+    found = controls_of(run, [run, other, plain, control])[0]
     assert found.run_id == control.run_id
-    assert control_of(run, [run, other, plain]) is None
+    assert controls_of(run, [run, other, plain]) == []
     assert stated(control).control == "random-labels"
     (finding,) = evaluate_rules(control)
     assert (finding.severity, finding.subject.verdict) == (Severity.INFO, "memorised")

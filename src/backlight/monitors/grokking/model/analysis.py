@@ -9,19 +9,22 @@ from typing import Any
 
 from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.monitors.grokking.model.curves import DetectionError, change_points
-from backlight.monitors.grokking.model.lead_lag import LeadLag, lead_lags
+from backlight.monitors.grokking.model.lead_lag import FOLLOWS, LeadLag, lead_lags
+from backlight.monitors.grokking.model.placebo import needed_of_each
 from backlight.monitors.grokking.model.reader import (
     TEST,
     Stated,
-    control_of,
+    controls_of,
     detect_run,
     has_accuracies,
+    seeds_of,
     stated,
 )
 from backlight.monitors.grokking.model.verdicts import Detection, LeadLagLimits, VerdictLimits
 from backlight.records import to_json
 from backlight.store.errors import StoreError
 from backlight.store.read.run import Run, open_run
+from backlight.text import count, listed, visible
 
 MAX_NEIGHBOURS = 200
 """Directories next to a run that are searched for its control."""
@@ -31,16 +34,35 @@ MAX_NEIGHBOURS = 200
 class GrokkingAnalysis:
     """One run with its verdict; ``control`` is the matched run with random labels, where there is one.
 
-    ``changes`` are the change points of the test accuracy, None where ``ruptures`` is not installed.
+    Its measures are compared with those of all ``controls``, together with other ``seeds`` of the run;
+    ``needed`` is the number of each that can find a single measure. ``changes`` are the change points of the
+    test accuracy, None where ``ruptures`` is not installed.
     """
 
     run: Run
     facts: Stated
     detection: Detection
     control: Run | None
+    controls: tuple[Run, ...]
+    seeds: tuple[Run, ...]
+    needed: int
     control_detection: Detection | None
     following: tuple[LeadLag, ...]
     changes: tuple[int, ...] | None
+
+    def signals(self) -> str:
+        """Return the measures that follow while the controls do not, or why none can be named."""
+        runs, controls = len(self.seeds) + 1, len(self.controls)
+        counted = f"{count(runs, 'run')} and {count(controls, 'control')}"
+        names = [visible(row.measure) for row in self.following if row.conclusion == FOLLOWS]
+        if names:
+            return f"Follow, and the controls do not ({counted}): {listed(names, 12)}."
+        if runs < self.needed or controls < self.needed:
+            return (
+                f"No measure is distinguished from its controls by {counted}; {self.needed} seeds of each "
+                f"can do so (--seeds 0-{self.needed - 1} --control random-labels)."
+            )
+        return f"No measure follows that does not in the controls ({counted})."
 
     def as_json(self) -> dict[str, Any]:
         """Return everything but the runs themselves as JSON types."""
@@ -50,6 +72,9 @@ class GrokkingAnalysis:
             "facts": to_json(self.facts),
             **to_json(self.detection),
             "control": None,
+            "controls": [str(control.path) for control in self.controls],
+            "seeds": [str(seed.path) for seed in self.seeds],
+            "needed": self.needed,
             "following": [to_json(row) for row in self.following],
             "change_points": None if self.changes is None else list(self.changes),
         }
@@ -62,30 +87,39 @@ def analyse(
     run: Run,
     candidates: Sequence[Run] = (),
     *,
-    control: Run | None = None,
+    controls: Sequence[Run] = (),
     chance: float | None = None,
     test_size: int | None = None,
 ) -> GrokkingAnalysis:
-    """Evaluate ``run`` and compare its measures with those of its control.
+    """Evaluate ``run`` and compare its measures with those of its controls.
 
-    ``control`` is used whatever its event says; otherwise it is searched among ``candidates``. ``chance`` and
-    ``test_size`` replace what the run states. Without both accuracies it raises :class:`DetectionError`.
+    ``controls`` are used whatever their events say; otherwise they are searched among ``candidates``, as
+    other seeds of the run are. ``chance`` and ``test_size`` replace what the run states. Without both
+    accuracies it raises :class:`DetectionError`.
     """
     overrides = merge_overrides("grokking", run.overrides.get("grokking"))
     limits = limits_of(run)
     detection = detect_run(run, limits, chance=chance, test_size=test_size)
-    found = control if control is not None else control_of(run, candidates)
+    seeds = seeds_of(run, candidates)
+    against = list(controls) or controls_of(run, candidates, seeds)
+    found = next((one for one in against if has_accuracies(one)), None)
     theirs = None
     if found is not None:
         theirs = detect_run(found, limits, chance=chance, test_size=test_size)
     test = run.scalar(TEST, source="user")
+    comparison = with_overrides(LeadLagLimits, overrides)
+    following = lead_lags(run, detection, against, seeds, comparison)
+    tested = sum(row.p is not None for row in following) or len(following)
     return GrokkingAnalysis(
         run=run,
         facts=stated(run),
         detection=detection,
         control=found,
+        controls=tuple(against),
+        seeds=tuple(seeds),
+        needed=needed_of_each(tested, comparison.false_discovery_rate),
         control_detection=theirs,
-        following=lead_lags(run, detection, found, with_overrides(LeadLagLimits, overrides)),
+        following=following,
         changes=change_points(test.steps, test.values),
     )
 
@@ -99,11 +133,8 @@ def analyse_if_possible(run: Run) -> GrokkingAnalysis | None:
     """Analyse a run together with its neighbours; None where its accuracies allow no verdict."""
     if not has_accuracies(run):
         return None
-    found = control_of(run, neighbours(run.path))
-    if found is not None and not has_accuracies(found):
-        found = None
     try:
-        return analyse(run, control=found)
+        return analyse(run, tuple(neighbours(run.path)))
     except DetectionError:
         return None  # the rule ``grokking`` reports why
 

@@ -1,24 +1,29 @@
-"""Correlation of measures with the test accuracy, at their lead or lag, compared with the matched control.
+"""Correlation of measures with the test accuracy, at their lead or lag, compared with matched controls.
 
-A curve that falls for long correlates with any curve that rises for long. Only against a matched control, in
-which nothing can generalise, can a measure be called a signal of grokking (docs/formulas.md, section 4).
+A curve that falls for long correlates with any curve that rises for long. Only against controls, in which
+nothing can generalise, can a measure be called a signal of grokking, and only against enough of them: two
+controls differ as well (docs/formulas.md, section 4).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.monitors.grokking.model import placebo
 from backlight.monitors.grokking.model.reader import TEST
 from backlight.monitors.grokking.model.verdicts import Detection, LeadLagLimits
 from backlight.store.read.run import Run, Scalar
 
 MIN_LOGS = 12
 """Fewest common logs of a measure and the test accuracy."""
+
+FOLLOWS = "follows, and the controls do not"
+"""Conclusion on a measure that signals generalisation."""
 
 LEAD_ADVANTAGE = 0.005
 """Correlation by which a lead or lag must exceed that of no shift to be reported."""
@@ -35,9 +40,12 @@ class LeadLag:
 
     ``correlation`` is Spearman's at ``lead_logs``, the shift at which the values themselves correlate most
     (by Pearson: the ranks of two curves that saturate agree at many shifts), positive where the measure
-    leads, and ``lead_steps`` the median of that shift in steps. ``control`` is that of the control's measure
-    with this run's test accuracy at the same lead. ``levels`` are medians of the measure in the last tenth of
-    the run and of its control; ``levels_differ`` whether the middle 80 % of the two are disjoint there.
+    leads, and ``lead_steps`` the median of that shift in steps.
+    ``control`` is the slope of the controls' measure over the test accuracy of the runs at that lead, as a
+    share of that of the runs: 1 where it moves as far.
+    ``levels`` are medians of the measure in the last tenth of the run, and of its controls. ``runs`` counts
+    the runs, this one and its seeds, and the controls of which ``p`` is the permutation p-value; ``q`` is
+    the false-discovery rate at which it is found.
     """
 
     measure: str
@@ -48,7 +56,9 @@ class LeadLag:
     lead_steps: int = 0
     control: float | None = None
     levels: tuple[float | None, float | None] = (None, None)
-    levels_differ: bool | None = None
+    runs: tuple[int, int] = (1, 0)
+    p: float | None = None
+    q: float | None = None
 
 
 def measures_of(run: Run) -> dict[str, Scalar]:
@@ -60,82 +70,119 @@ def measures_of(run: Run) -> dict[str, Scalar]:
 
 
 def lead_lags(
-    run: Run, detection: Detection, control: Run | None = None, limits: LeadLagLimits | None = None
+    run: Run,
+    detection: Detection,
+    controls: Sequence[Run] = (),
+    seeds: Sequence[Run] = (),
+    limits: LeadLagLimits | None = None,
 ) -> tuple[LeadLag, ...]:
     """Return every measure of ``run`` with its correlation, the strongest first.
 
-    Logs before memorisation are left out, since everything moves then. Without ``control``, the matched run
-    with random labels, no conclusion is drawn.
+    Logs before memorisation are left out, since everything moves then. ``controls`` are runs with random
+    labels and ``seeds`` other seeds of ``run``; too few of them allow no conclusion.
     """
     limits = limits or LeadLagLimits()
     test = run.scalar(TEST, source="user")
     start = detection.memorised.by if detection.memorised else -1
-    of_control: Mapping[str, Scalar] = measures_of(control) if control is not None else {}
+    accuracies = [test, *(other.scalar(TEST, source="user") for other in seeds)]
+    of_seeds, of_controls = ([measures_of(other) for other in group] for group in (seeds, controls))
     rows = [
-        _correlated(name, scalar, test, start, of_control.get(name), limits, control is not None)
+        _correlated(
+            name,
+            _common(scalar, test, start),
+            accuracies,
+            [found[name] for found in of_seeds if name in found],
+            [found[name] for found in of_controls if name in found],
+            limits,
+        )
         for name, scalar in measures_of(run).items()
     ]
-    return tuple(sorted(rows, key=lambda row: (-abs(row.correlation or 0.0), row.measure)))
+    concluded = _concluded(rows, limits)
+    return tuple(sorted(concluded, key=lambda row: (-abs(row.correlation or 0.0), row.measure)))
 
 
 def _correlated(
     name: str,
-    measure: Scalar,
-    test: Scalar,
-    start: int,
-    of_control: Scalar | None,
+    common: tuple[NDArray[np.int64], Floats, Floats],
+    accuracies: Sequence[Scalar],
+    seeds: Sequence[Scalar],
+    controls: Sequence[Scalar],
     limits: LeadLagLimits,
-    has_control: bool,
 ) -> LeadLag:
-    steps, values, accuracy = _common(measure, test, start)
+    """Return one measure, without its conclusion if it follows the test accuracy."""
+    steps, values, accuracy = common
     if len(steps) < MIN_LOGS:
         return LeadLag(name, len(steps), "too few common logs")
-    lead = _lead(values, accuracy, int(limits.lag_share * len(steps)))
+    most = int(limits.lag_share * len(steps))
+    lead = _lead(values, accuracy, most)
     rho = rank_correlation(*_shifted(values, accuracy, lead))
     if rho is None:
         return LeadLag(name, len(steps), "does not move")
     shifts = steps[lead:] - steps[: len(steps) - lead] if lead >= 0 else steps[:lead] - steps[-lead:]
-    control_rho, differ = None, None
-    levels: tuple[float | None, float | None] = (float(np.median(_tail(values))), None)
-    if of_control is not None:
-        control_steps, control_values, control_accuracy = _common(of_control, test, start)
-        if len(control_steps) >= MIN_LOGS:
-            # With the accuracy of this run: that of the control is noise.
-            control_rho = rank_correlation(*_shifted(control_values, control_accuracy, lead))
-            levels = (levels[0], float(np.median(_tail(control_values))))
-            differ = _levels_differ(values, control_values)
+    theirs = _at(controls, steps)
+    curves = np.stack([values, *_at(seeds, steps), *theirs])
+    runs = len(curves) - len(theirs)
+    # What only ever rises: wiggles of a run's own accuracy are those of its own measures as well.
+    reference = np.maximum.accumulate(np.mean([accuracy, *_at(accuracies[1:], steps)], axis=0))
+    level, share, p = None, None, None
+    if theirs:
+        found = placebo.slopes(curves, reference, most)
+        p = placebo.permutation_p(found, runs)
+        of_runs, of_controls = found[:runs, most + lead].mean(), found[runs:, most + lead].mean()
+        share = float(of_controls / of_runs) if of_runs else None
+        level = float(np.median([np.median(_tail(curve)) for curve in theirs]))
     return LeadLag(
         measure=name,
         logs=len(steps),
-        conclusion=_conclusion(rho, control_rho, differ, has_control, limits),
+        conclusion="" if abs(rho) >= limits.correlation else "does not follow the test accuracy",
         correlation=rho,
         lead_logs=lead,
         lead_steps=int(np.median(shifts)) if lead else 0,
-        control=control_rho,
-        levels=levels,
-        levels_differ=differ,
+        control=share,
+        levels=(float(np.median(_tail(values))), level),
+        runs=(runs, len(theirs)),
+        p=p,
     )
 
 
-def _conclusion(
-    rho: float, control_rho: float | None, differ: bool | None, has_control: bool, limits: LeadLagLimits
-) -> str:
-    if abs(rho) < limits.correlation:
-        return "does not follow the test accuracy"
-    if not has_control:
-        return "no conclusion: there is no matched control"
-    if differ is None:
-        return "no conclusion: the control did not measure it"
-    similar = (
-        control_rho is not None
-        and control_rho * rho > 0
-        and abs(control_rho) > abs(rho) - limits.correlation_margin
+def _concluded(rows: Sequence[LeadLag], limits: LeadLagLimits) -> Iterator[LeadLag]:
+    """Yield the rows with their conclusions, at one false-discovery rate over all measures."""
+    tested = [row for row in rows if row.p is not None]
+    adjusted = dict(
+        zip((row.measure for row in tested), false_discoveries([row.p or 0.0 for row in tested]), strict=True)
     )
-    if not differ:
-        return "the control shows the same" if similar else "the control ends at the same level"
-    if similar:
-        return "the control follows as well, and ends at another level"
-    return "follows, and the control does not"
+    for row in rows:
+        q = adjusted.get(row.measure)
+        conclusion = row.conclusion
+        if not conclusion and q is None:
+            conclusion = "no conclusion: no control measured it"
+        elif not conclusion and placebo.smallest_p(*row.runs) > limits.false_discovery_rate:
+            conclusion = "no conclusion: too few runs and controls"
+        elif not conclusion:
+            conclusion = "not distinguished from the controls"
+            if q is not None and q <= limits.false_discovery_rate:
+                small = row.control is not None and row.control <= limits.control_share
+                conclusion = FOLLOWS if small else "the controls follow as well"
+        yield replace(row, conclusion=conclusion, q=q)
+
+
+def false_discoveries(p_values: Sequence[float]) -> list[float]:
+    """Return the false-discovery rate at which each p-value is found (Benjamini and Hochberg, 1995)."""
+    if not p_values:
+        return []
+    from scipy import stats  # noqa: PLC0415 - a second of import that few reports need
+
+    return [float(q) for q in stats.false_discovery_control(p_values)]
+
+
+def _at(others: Sequence[Scalar], steps: NDArray[np.int64]) -> list[Floats]:
+    """Return the values of other runs at ``steps``, interpolated; without those that do not cover them."""
+    found = []
+    for other in others:
+        finite = np.isfinite(other.values)
+        if finite.sum() >= MIN_LOGS and other.steps[finite][-1] >= steps[-1]:
+            found.append(np.interp(steps, other.steps[finite], other.values[finite]))
+    return found
 
 
 def _common(measure: Scalar, test: Scalar, start: int) -> tuple[NDArray[np.int64], Floats, Floats]:
@@ -179,9 +226,3 @@ def rank_correlation(first: Floats, second: Floats) -> float | None:
 
 def _tail(values: Floats) -> Floats:
     return values[-max(5, len(values) // 10) :]
-
-
-def _levels_differ(values: Floats, control_values: Floats) -> bool:
-    low, high = np.quantile(_tail(values), (0.1, 0.9))
-    control_low, control_high = np.quantile(_tail(control_values), (0.1, 0.9))
-    return bool(low > control_high or control_low > high)

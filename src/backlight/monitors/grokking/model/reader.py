@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,12 +110,42 @@ def detect_run(
         raise DetectionError(f"{run.path}: {error}") from None
 
 
-def control_of(run: Run, candidates: Iterable[Run]) -> Run | None:
-    """Return the newest of ``candidates`` that states it is the control of ``run``; None if there is none."""
-    names = {run.run_id, run.name, str(run.path), run.path.name, str(run.path.resolve())} - {""}
-    found = [
-        other
-        for other in candidates
-        if other.run_id != run.run_id and (facts := stated(other)).control and facts.control_of in names
-    ]
-    return max(found, key=lambda other: other.attempts[-1].started, default=None)
+def controls_of(run: Run, candidates: Iterable[Run], seeds: Sequence[Run] = ()) -> list[Run]:
+    """Return the controls of ``run``, the newest first, then those of other ``seeds`` of it."""
+
+    def of(one: Run) -> list[Run]:
+        names = {one.run_id, one.name, str(one.path), one.path.name, str(one.path.resolve())} - {""}
+        found = [
+            other
+            for other in others
+            if other.run_id != one.run_id and (facts := stated(other)).control and facts.control_of in names
+        ]
+        return sorted(found, key=lambda other: other.attempts[-1].started, reverse=True)
+
+    others = list(candidates)
+    return list({other.run_id: other for one in (run, *seeds) for other in of(one)}.values())
+
+
+def seeds_of(run: Run, candidates: Iterable[Run]) -> list[Run]:
+    """Return the runs with both accuracies that were trained as ``run`` was, from another seed each."""
+    trained, facts = _trained_as(run), stated(run)
+    found = {facts.seed: run}
+    for other in candidates:
+        theirs = stated(other)
+        if not trained or other.run_id == run.run_id or theirs.control != facts.control:
+            continue
+        if _trained_as(other) == trained and has_accuracies(other):
+            found.setdefault(theirs.seed, other)
+    return [other for other in found.values() if other is not run]
+
+
+def _trained_as(run: Run) -> Mapping[str, Any]:
+    """Return experiment and settings of the run, without what does not change its training; or nothing."""
+    events = run.events("grokking")
+    payload = events[-1].payload if events else {}
+    settings = payload.get("settings")
+    if not payload.get("experiment") or not isinstance(settings, Mapping):
+        return {}
+    left_out = {"seed", "device", "control", "measures", "run"}
+    kept = {key: value for key, value in settings.items() if key not in left_out}
+    return {"experiment": payload["experiment"], **kept}

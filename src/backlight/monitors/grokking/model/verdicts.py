@@ -110,13 +110,22 @@ class VerdictLimits(Limits, monitor="grokking"):
 
 @dataclass(frozen=True)
 class LeadLagLimits(Limits, monitor="grokking"):
-    """Limits of the comparison of measures with their control."""
+    """Limits of the comparison of measures with their controls."""
 
     correlation: float = _share(
         0.7, "rank correlation with the test accuracy from which a measure is said to follow it", _CHOSEN
     )
-    correlation_margin: float = _share(
-        0.3, "rank correlation by which a measure must exceed that of the control's", _CHOSEN
+    control_share: float = _share(
+        0.5,
+        "change of the controls with the test accuracy, as a share of that of the runs, up to which they are "
+        "said not to follow",
+        _CHOSEN,
+    )
+    false_discovery_rate: float = _share(
+        0.05,
+        "expected share, among measures that are said to follow while the controls do not, of those that do "
+        "not differ from the controls",
+        "Benjamini and Hochberg (1995); bench/grokking_placebo.py",
     )
     lag_share: float = _share(0.25, "longest lead or lag tried, as a share of the logs", _CHOSEN)
 

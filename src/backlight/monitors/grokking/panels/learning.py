@@ -240,8 +240,10 @@ def progress(source: Source) -> Drawn | NotMeasured:
     order=4,
     series=("correlations",),
     note="Rank correlation of each measure with the test accuracy after memorisation, at the lead (+) or lag "
-    "(-) where it is strongest. Any long fall correlates with any long rise: only a measure that the control "
-    "does not follow can signal generalisation. Leads are in steps; ends are medians of the last tenth.",
+    "(-) where it is strongest. Any long fall correlates with any long rise, and two controls differ as "
+    "well: control is how far their measure moves with the accuracy, as a share, and q the false-discovery "
+    "rate at which the two differ, over all measures and leads. Leads are in steps; ends are "
+    "medians of the last tenth.",
     monitor="grokking",
 )
 def correlations(source: Source) -> Drawn | NotMeasured:
@@ -256,13 +258,14 @@ def correlations(source: Source) -> Drawn | NotMeasured:
             f"{row.lead_steps:+,}" if row.lead_logs and row.lead_steps else "0",
             _signed(row.control),
             *("" if level is None else number(level, 3) for level in row.levels),
+            "" if row.q is None else number(row.q, 2),
             visible(row.conclusion),
         ]
         for row in learning.following
     ]
-    heads = ("measure", "correlation", "lead", "control", "end", "control ends", "")
-    data = {"name": "Correlations", "heads": heads, "figures": (1, 2, 3, 4, 5), "rows": rows}
-    remarks = () if learning.control is not None else ("Without a matched control no conclusion is drawn.",)
+    heads = ("measure", "correlation", "lead", "control", "end", "control ends", "q", "")
+    data = {"name": "Correlations", "heads": heads, "figures": (1, 2, 3, 4, 5, 6), "rows": rows}
+    remarks = (learning.signals() if learning.controls else "Without a control no conclusion is drawn.",)
     return Drawn("listing", data, (), remarks)
 
 

@@ -20,8 +20,8 @@ _WARNINGS = {_Verdict.UNSTABLE, _Verdict.THRESHOLD_ARTEFACT, _Verdict.INSUFFICIE
 _WORDS = {
     _Verdict.GROKKING: (
         "The run groks: it generalises long after it memorised",
-        "Run the matched control (`--control random-labels`) and compare: only measures that the control "
-        "does not follow can signal generalisation.",
+        "Run matched controls (`--seeds 0-6 --control random-labels`) and compare: only measures that the "
+        "controls do not follow can signal generalisation.",
         "logs between the two show a test accuracy that rose with the training accuracy, or the run with "
         "another order of test samples gives other times.",
     ),
