@@ -91,7 +91,7 @@ def curriculum(seed: int, *, switch: int = 1000, steps: int = 2000) -> Detection
 PARITY_BITS, PARITY_PAIRS, PARITY_TEST = 30, 500, 500
 
 
-def sparse_parity(seed: int, *, steps: int = 5000, every: int = 20) -> Detection:
+def sparse_parity(seed: int, *, steps: int = 8000, every: int = 20) -> Detection:
     """Train a net of one hidden layer on the parity of 3 of 30 bits: two classes, chance .5.
 
     Hinge loss, full batch, AdamW (Barak et al. 2207.08799, Merrill et al. 2303.11873).
@@ -298,7 +298,7 @@ def positives(seeds: int, repeats: int) -> Iterator[tuple[str, Detection]]:
     """Yield named runs that grok, ``seeds`` of those that train and ``repeats`` of the curves."""
     for seed in range(seeds):
         yield "fast oracle", trained(seed=seed, steps=2000)
-        yield "fast oracle, logarithmic logs", trained(seed=seed, steps=2000, logarithmic=True)
+        yield "fast oracle, logarithmic logs", trained(seed=seed, steps=3000, logarithmic=True)
         yield "sparse parity, two classes", sparse_parity(seed)
     for seed in range(repeats):
         yield "curve", delayed(seed)

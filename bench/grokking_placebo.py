@@ -2,7 +2,7 @@
 
 Trains the fast oracle and its control of random labels from several seeds (or reads the runs in DIRECTORY),
 then compares, for each number of seeds, runs with controls and, as often as asked, controls with other
-controls that are called runs and are given the test accuracies of real ones. Such a comparison is false if any
+controls that are called runs and are given the accuracies of real ones. Such a comparison is false if any
 measure is said to follow.
 """
 

@@ -50,7 +50,7 @@ def test_curriculum_is_not_grokking(nulls: ModuleType) -> None:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_sparse_parity_of_two_classes_groks(nulls: ModuleType, seed: int) -> None:
-    found = nulls.sparse_parity(seed)
+    found = nulls.sparse_parity(seed, steps=4000)
     assert found.verdict is GrokkingVerdict.GROKKING
     assert found.memorised_test < 0.6
 
