@@ -55,7 +55,9 @@ def follow(calls: list[str]) -> Iterator[Callable[..., CallHooks]]:
 
     def following(*modules: nn.Module) -> CallHooks:
         made.append(
-            CallHooks(lambda module, args, kwargs: calls.append("begin"), lambda: calls.append("end"))
+            CallHooks(
+                lambda module, args, kwargs: calls.append("begin"), lambda module, result: calls.append("end")
+            )
         )
         made[-1].follow(modules)
         return made[-1]

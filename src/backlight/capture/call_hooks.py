@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class CallHooks:
-    """Calls ``before(module, args, kwargs)`` and ``after()`` around each call of the modules that it follows.
+    """Calls ``before(module, args, kwargs)`` and ``after(module, result)`` around each call that it follows.
 
-    ``after`` is called also when the module raised. Code that a compiler traces calls neither. Two objects
-    with the same ``before`` and ``after`` report a call once.
+    ``after`` is called also when the module raised, with None for the result. Code that a compiler traces
+    calls neither. Two objects with the same ``before`` and ``after`` report a call once.
     """
 
     def __init__(
-        self, before: Callable[[Any, Any, Any], None], after: Callable[[], None] | None = None
+        self, before: Callable[[Any, Any, Any], None], after: Callable[[Any, Any], None] | None = None
     ) -> None:
         self._pair = before, after
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -85,7 +85,7 @@ def _counted(board: Board, go_on: Callable[..., Any], module: nn.Module, args: A
     return result
 
 
-_Pair = tuple[Callable[[Any, Any, Any], None], Callable[[], None] | None]
+_Pair = tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], None] | None]
 
 _followed: dict[int, tuple[type[nn.Module], Counter[_Pair]]] = {}
 """By ``id`` of a followed module: the class whose ``__call__`` reports it, and what is called, and for how
@@ -126,12 +126,14 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
         pairs = ours._current(self, kind) if ours is not None else ()
         for before, _ in pairs:
             before(self, args, kwargs)
+        result = None
         try:
-            return go_on(self, *args, **kwargs)
+            result = go_on(self, *args, **kwargs)
+            return result
         finally:
             for _, after in pairs:
                 if after is not None:
-                    after()
+                    after(self, result)
 
     return __call__
 

@@ -29,7 +29,9 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:
     HUB.emit("forward_inputs", module, args, kwargs)
 
 
-def _end() -> None:
+def _end(module: nn.Module, result: Any) -> None:
+    if result is not None:
+        HUB.emit("forward_outputs", module, result)
     HUB.emit("forward_end")
 
 

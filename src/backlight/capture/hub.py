@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from backlight import clock
-from backlight.capture import call_hooks, hooks, modules, state_hooks, transfers
+from backlight.capture import call_hooks, hooks, modules, sample_indices, state_hooks, transfers
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.records import Phase
 
@@ -79,6 +79,9 @@ class Listener:
 
     def forward_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The module that is called, and its arguments by position and by name."""
+
+    def forward_outputs(self, module: torch.nn.Module, result: Any) -> None:
+        """What the module returned; before :meth:`forward_end`."""
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Outermost backward starts from ``roots``; empty where it starts from edges of a graph."""
@@ -434,6 +437,7 @@ class Hub:
             hooks.install_clipping,
             hooks.install_grad_scaler,
             hooks.install_dataloader,
+            sample_indices.install_sample_indices,
             state_hooks.install_loading,
             state_hooks.install_modes,
             state_hooks.install_schedules,

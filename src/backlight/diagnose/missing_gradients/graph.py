@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from backlight.diagnose.forked_child import ChildError, in_child
+from backlight.capture.forked_child import ChildError, in_child
 
 if TYPE_CHECKING:
     import torch

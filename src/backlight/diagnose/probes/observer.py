@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from backlight import devices
+from backlight.capture.forked_child import ChildError, in_child, silence
 from backlight.capture.hub import HUB
 from backlight.diagnose.checkpointing.observer import CheckpointObserver
-from backlight.diagnose.forked_child import ChildError, in_child
 from backlight.diagnose.probes.one_batch import probe_one_batch
 from backlight.diagnose.probes.result import Outcome, Probe, ProbeResult
 from backlight.diagnose.probes.sequence import (
@@ -112,9 +111,7 @@ class ProbeObserver(ScriptObserver):
 
 def _in_child(step: Step, probes: frozenset[Probe]) -> list[tuple[str, str, str]]:
     """Answer quietly and on one thread: those of the parent's pool are not in the child."""
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
+    silence()
     torch.set_num_threads(1)
     return _answers(step, probes)
 

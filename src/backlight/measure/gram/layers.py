@@ -101,11 +101,13 @@ def group_norm(module: nn.GroupNorm, x: Tensor, delta: Tensor, n: int) -> ByName
 
 
 def batch_norm(module: Any, x: Tensor, delta: Tensor, n: int) -> ByName:
-    """Return the factors of a batch norm that uses its running statistics."""
+    """Return the factors of a batch norm: in training, what each sample's own rows contribute."""
     x = _promoted_like(x, delta)
-    normal = functional.batch_norm(
-        x, module.running_mean.to(x.dtype), module.running_var.to(x.dtype), eps=module.eps
-    )
+    if module.training or module.running_mean is None:
+        normal = functional.batch_norm(x, None, None, training=True, eps=module.eps)
+    else:
+        running = module.running_mean.to(x.dtype), module.running_var.to(x.dtype)
+        normal = functional.batch_norm(x, *running, eps=module.eps)
     return _by_channel(normal, delta, n)
 
 

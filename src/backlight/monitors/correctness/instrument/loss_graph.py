@@ -1,4 +1,4 @@
-"""The first nodes of the autograd graph below a loss: what was given to the loss function."""
+"""What was given to a loss function, by the nodes of the autograd graph below it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.capture.batches import tensors
 from backlight.capture.loss_nodes import RESHAPES, Node, inputs_of, kind_of, kinds, shape_of
+from backlight.capture.loss_terms import CLASS_LOSSES, MAX_NODES, terms
 from backlight.monitors.correctness.instrument.check import Check
 
 if TYPE_CHECKING:
@@ -15,16 +16,6 @@ if TYPE_CHECKING:
 
     from backlight.monitor import RunContext
     from backlight.monitors.correctness.instrument.check import Schedule
-
-MAX_NODES = 64
-"""Nodes below a loss that are visited."""
-
-
-_ARITHMETIC = kinds("Add Sub Mul Div Neg Mean Sum Stack Cat Where MaskedFill Gather Pow Abs")
-"""Nodes that a total loss is made of."""
-
-CLASS_LOSSES = kinds("NllLoss NllLoss2D")
-"""Nodes of the loss functions that compare log-probabilities with class indices."""
 
 _PROBABILITIES = kinds("Softmax Sigmoid")
 
@@ -74,19 +65,6 @@ def contradictions_below(
             yield from _broadcast(node, sizes)
         elif kind in {"Pow", "Abs"}:
             yield from _broadcast(_first(node), sizes)
-
-
-def terms(root: Node | None) -> Iterator[tuple[str, Node]]:
-    """Yield kind and node of what a total loss is made of, from ``root`` down, up to the loss functions."""
-    pending = [root]
-    for _ in range(MAX_NODES):
-        if not pending:
-            return
-        node = pending.pop(0)
-        kind = kind_of(node)
-        yield kind, node
-        if kind in _ARITHMETIC or kind in RESHAPES:
-            pending += inputs_of(node)
 
 
 def is_multiple(root: Node | None, loss: Node) -> bool:

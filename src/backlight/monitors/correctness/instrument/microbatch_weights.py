@@ -15,9 +15,10 @@ from torch import Tensor
 from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB
 from backlight.capture.loss_nodes import Node, inputs_of, shape_of
+from backlight.capture.loss_terms import CLASS_LOSSES, are_plain, terms
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
-from backlight.monitors.correctness.instrument.loss_graph import CLASS_LOSSES, is_multiple, terms
+from backlight.monitors.correctness.instrument.loss_graph import is_multiple
 from backlight.monitors.correctness.model.contradictions import CLASSES
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 
 MEAN = 1
 """``reduction`` of torch's loss functions that divides by the number of targets; 2 is the sum."""
-
-SHOWS_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
-"""Whether torch shows the hooks of a saved tensor. Where it does not, as torch 2.9, none is read."""
 
 UNEVEN = 1.01
 """Ratio of weights from which on they count as different; below lies rounding."""
@@ -119,9 +117,7 @@ def _part(root: Node | None) -> _Part | None:
         return None
     node = losses[0]
     shape = shape_of(inputs_of(node)[0])
-    # Unpacking what a hook has packed may compute a checkpointed forward again.
-    saved = [getattr(node, f"_raw_saved_{name}", None) for name in ("total_weight", "weight")]
-    is_plain = SHOWS_HOOKS and all(getattr(one, "unpack_hook", one) is None for one in saved)
+    is_plain = are_plain(node, "total_weight", "weight")
     reduction = getattr(node, "_saved_reduction", 0)
     if shape is None or len(shape) < 2 or not reduction or not is_plain or node._saved_weight is not None:
         return None

@@ -9,6 +9,7 @@ import numpy as np
 from backlight.findings import phrases
 from backlight.findings.limits import Limits
 from backlight.monitors.health.model.score import skipped_steps, total_norms
+from backlight.monitors.health.model.spike_samples import samples_at
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run, Scalar
@@ -94,7 +95,8 @@ def _in_gradients(
     ]
     evidence += _before(run, frame, row)
     rank, who, proof = _origin_rank(run, step)
-    evidence += proof
+    samples = samples_at(run, step, step)
+    evidence += [*proof, *samples.evidence]
     return Finding(
         severity=Severity.ERROR,
         title=f"Gradients are NaN or Inf from step {step} on, first in `{name}`",
@@ -102,8 +104,9 @@ def _in_gradients(
             f"At step {step}, NaN or Inf are in "
             f"{phrases.share(len(ill), len(measured), 'measured parameters')}; the last finite recorded step "
             f"is {before}. Nearest to the loss is `{name}` with {nan} NaN and {inf} Inf among {size} values. "
-            f"{_loss_words(loss, step, evidence)}{_later_words(later, after)}{' ' if who else ''}{who}"
-        ),
+            f"{_loss_words(loss, step, evidence)}{_later_words(later, after)}{' ' if who else ''}{who} "
+            f"{samples.said(step)}"
+        ).rstrip(),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step, rank=rank),
         evidence=tuple(evidence),
         fix=_fix(step),

@@ -20,6 +20,7 @@ from backlight.monitors.health.model.history import (
     stretches,
 )
 from backlight.monitors.health.model.score import is_rounding, total_norms
+from backlight.monitors.health.model.spike_samples import Samples, samples_at
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -155,9 +156,10 @@ def leaps(
 
 @dataclass(frozen=True)
 class _Spike:
-    """One spike: its first peak, its last step, its height as a ratio, and the peak of each scalar."""
+    """One spike: its first peak, its first and last step, its height as a ratio, and each scalar's peak."""
 
     step: int
+    first: int
     last: int
     height: float
     peaks: tuple[tuple[_Leaps, int], ...]
@@ -172,7 +174,7 @@ def _describe(steps: NDArray[np.int64], both: tuple[_Leaps, ...]) -> _Spike:
             peaks.append((one, int(rows[np.argmax(one.values[rows] / np.abs(one.medians[rows]))])))
     main, row = peaks[0]
     height = float(main.values[row] / abs(main.medians[row])) if main.medians[row] else float("inf")
-    return _Spike(int(main.steps[row]), int(steps[-1]), height, tuple(peaks))
+    return _Spike(int(main.steps[row]), int(steps[0]), int(steps[-1]), height, tuple(peaks))
 
 
 def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimits) -> Finding:
@@ -199,6 +201,9 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
         evidence.append(phrases.scalar(counted[0], one.step, counted[1]))
     name, carriers = _carriers(run, one.step, limits)
     evidence += carriers
+    samples = samples_at(run, one.first, one.last)
+    evidence += samples.evidence
+    said = samples.said(one.step)
     lasting = f" It lasts until step {one.last}." if one.last != one.step else ""
     rank = f" One of {count} spikes in {recorded} recorded steps." if count > 1 else ""
     carried = f" `{name}` grew most." if name else ""
@@ -223,18 +228,26 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
     return Finding(
         severity=Severity.INFO if alone and one.height < limits.spike_norm_hard else Severity.WARNING,
         title=f"Spike in the {titled} at step {one.step}",
-        detail=f"{claim[0].upper()}{claim[1:]}.{lasting}{worked}{carried}{rank}",
+        detail=f"{claim[0].upper()}{claim[1:]}.{lasting}{worked}{carried}{rank} {said}".rstrip(),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name or ""), step=one.step),
         evidence=tuple(evidence),
-        fix=(
-            f"Inspect the batch of step {one.step}"
-            + (f" (batch index {int(batch.values[place[0]])})" if len(place) else "")
-            + f": if other seeds spike there too, the data is the cause. Otherwise lower {less}."
-        ),
+        fix=_fix(one.step, int(batch.values[place[0]]) if len(place) else None, less, samples),
         refuted_if=(
             "the norm and the loss rise steadily before the step (the run diverges), or the same batch gives "
             "normal values with earlier weights."
         ),
+    )
+
+
+def _fix(step: int, batch: int | None, less: str, samples: Samples) -> str:
+    if samples.stand_out:
+        return f"Look at these samples; correct or remove them. If they are sound, lower {less}."
+    if samples.stand_out is False:
+        return f"Lower {less}: the batch is an ordinary one for these weights."
+    index = "" if batch is None else f" (batch index {batch})"
+    return (
+        f"Inspect the batch of step {step}{index}: if other seeds spike there too, the data is the cause. "
+        f"Otherwise lower {less}."
     )
 
 

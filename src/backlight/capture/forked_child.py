@@ -1,0 +1,124 @@
+"""A function computed in a forked child, which sees what the process holds and can change nothing of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+
+class ChildError(RuntimeError):
+    """The child gave no answer; the message says why."""
+
+
+class ForkedChild:
+    """A child that computes while the process goes on; the answer is what JSON carries.
+
+    The child exits without releasing anything of the parent and without running its exit handlers.
+
+    Raises
+    ------
+    ChildError
+        If the system has no fork.
+    """
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        if not hasattr(os, "fork"):
+            raise ChildError("needs a forked process, which this system does not support")
+        self._inlet, outlet = os.pipe()
+        with warnings.catch_warnings():
+            # The child runs nothing but the function: threads of the parent cannot be missed by it.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if not self._pid:
+            _report(compute, outlet)
+        os.close(outlet)
+        self._begin = time.monotonic()
+        self._parts: list[bytes] = []
+
+    def answer(self, timeout_s: float, *, wait: bool = True) -> Any:
+        """Return the answer, or None where it is not there yet and ``wait`` is False.
+
+        Raises
+        ------
+        ChildError
+            If the function raised, or there is no answer ``timeout_s`` seconds after the child began.
+        """
+        if not self._read(self._begin + timeout_s, wait):
+            return None
+        try:
+            answer = json.loads(b"".join(self._parts))
+        except ValueError as error:
+            raise ChildError(f"ended early: {error}") from None
+        if "error" in answer:
+            raise ChildError(f"failed: {answer['error']}")
+        return answer["answer"]
+
+    def _read(self, deadline: float, wait: bool) -> bool:
+        """Read what there is; return whether that is all."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._inlet, selectors.EVENT_READ)
+            while True:
+                left = deadline - time.monotonic()
+                if not selector.select(max(0.0, left) if wait else 0.0):
+                    if left > 0 and not wait:
+                        return False
+                    self.end()
+                    raise ChildError(f"took longer than {deadline - self._begin:.0f} s")
+                part = os.read(self._inlet, 1 << 20)
+                if not part:
+                    break
+                self._parts.append(part)
+        self._release()
+        return True
+
+    def end(self) -> None:
+        """End the child, whatever it has computed."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        self._release()
+
+    def _release(self) -> None:
+        os.close(self._inlet)
+        with contextlib.suppress(ChildProcessError):  # the script may have reaped every child
+            os.waitpid(self._pid, 0)
+
+
+def in_child(compute: Callable[[], Any], timeout_s: float) -> Any:
+    """Return what ``compute`` returns in a forked child, as JSON carries it.
+
+    Raises
+    ------
+    ChildError
+        If the system has no fork, ``compute`` raises, or there is no answer after ``timeout_s`` seconds.
+    """
+    return ForkedChild(compute).answer(timeout_s)
+
+
+def silence() -> None:
+    """Let the child print nothing, for functions that run code of the user's."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+
+
+def _report(compute: Callable[[], Any], outlet: int) -> None:
+    """Compute, write the answer to ``outlet`` and leave the child without running anything else."""
+    try:
+        gc.freeze()  # a collection would run finalizers of the parent's objects here
+        try:
+            answer = json.dumps({"answer": compute()})
+        except Exception as error:  # noqa: BLE001 - raised by the parent
+            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        data = memoryview(answer.encode())
+        while data:
+            data = data[os.write(outlet, data) :]
+    finally:
+        os._exit(0)

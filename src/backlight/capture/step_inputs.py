@@ -1,0 +1,172 @@
+"""The forward passes of the open step: what each was given, by reference, and the gradient of its outputs.
+
+From these the step can be computed again without its loss function: with the gradients of its outputs, a
+forward and backward pass give what it contributed to the gradient of the step. Nothing is copied but the
+random state, and everything is dropped when the step is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backlight.capture.batches import tensors
+from backlight.capture.hooks import is_transforming, scale_of
+from backlight.capture.hub import HUB, Listener
+from backlight.capture.loss_terms import single_losses
+from backlight.capture.modules import unwrapped
+from backlight.capture.sample_indices import indices_of
+from backlight.devices import is_capturing_graph
+
+HELD_BYTES = 256 << 20
+"""Most bytes of gradients of outputs that are held until the step is over."""
+
+LOADERS = 8
+"""Batches that are remembered between two forward passes."""
+
+
+@dataclass(eq=False)
+class ForwardCall:
+    """One call of an outermost module in a step.
+
+    ``deltas`` are the gradients of its outputs, by their number among the tensors that it returned; ``batch``
+    is the number of the batch of its loader, ``indices`` are the dataset indices of its samples, None where
+    not known. ``losses`` are those of its samples, where a loss function of torch has them.
+    """
+
+    module: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    random: Tensor
+    autocast: tuple[bool, torch.dtype]
+    versions: list[int]
+    batch: int | None = None
+    indices: Sequence[int] | None = None
+    deltas: dict[int, Tensor] = field(default_factory=dict)
+    losses: Tensor | None = None
+    trouble: str = ""
+
+    def inputs(self) -> list[Tensor]:
+        """Return the tensors that it was given."""
+        return [x for _, x in tensors((tuple(self.args), dict(self.kwargs)))]
+
+    def was_changed(self) -> bool:
+        """Return whether a tensor that it was given has been written to since."""
+        return self.versions != [x._version for x in self.inputs()]
+
+    def forget(self) -> None:
+        """Drop every reference; hooks on its outputs may outlive the step."""
+        self.args, self.kwargs, self.deltas, self.losses = (), {}, {}, None
+
+
+class StepInputs(Listener):
+    """Holds the forward passes of the open step, ``calls`` in order.
+
+    ``scaler`` is the one in use, ``loss`` what the last backward began with, under its scale.
+
+    With ``keeps`` False only dataset indices are noted.
+    """
+
+    every_step = False
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self.keeps = keeps
+        self.calls: list[ForwardCall] = []
+        self.scaler: Any = None
+        self.loss: Tensor | None = None
+        self._depth = 0
+        self._inside: ForwardCall | None = None
+        self._given: list[tuple[int, Sequence[int] | None]] = []
+        self._held = 0
+        self._unseen = 0
+
+    def restart(self) -> None:
+        """Drop what is held: a step begins, or nothing more is wanted of this one."""
+        for call in self.calls:
+            call.forget()
+        self.calls, self._inside, self._depth = [], None, 0
+        self._held = self._unseen = 0
+        self.scaler = self.loss = None
+
+    def unrecorded_begin(self) -> None:
+        """Drop what is held: its step ends unseen."""
+        self.restart()
+        self._given = []
+
+    def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
+        """Note the dataset indices of a batch."""
+        self._given = [*self._given[1 - LOADERS :], (index, indices_of(iterator, index))]
+
+    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note a call with gradients."""
+        self._depth += 1
+        if self._depth > 1 or HUB.backward_depth:
+            return
+        given, self._given = self._given, []
+        if not torch.is_grad_enabled() or is_transforming() or is_capturing_graph():
+            return
+        known = given[0] if len(given) == 1 else (None, None)  # of several, no one knows which
+        if not self.keeps:
+            self.calls.append(ForwardCall(module, (), {}, torch.empty(0), (False, torch.float32), [], *known))
+            return
+        found = [x for _, x in tensors((tuple(args), dict(kwargs)))]
+        device = found[0].device.type if found else "cpu"
+        autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        versions = [x._version for x in found]
+        call = ForwardCall(unwrapped(module), args, kwargs, torch.get_rng_state(), autocast, versions, *known)
+        self.calls.append(call)
+        self._inside = call
+
+    def forward_outputs(self, module: nn.Module, result: Any) -> None:
+        """Wait for the gradients of what the outermost call returned.
+
+        A model that returns its loss computes it from the other outputs, whose gradients would count twice.
+        """
+        call = self._inside
+        if self._depth > 1 or call is None:
+            return
+        found = [(number, x) for number, (_, x) in enumerate(tensors(result)) if x.requires_grad]
+        scalars = [(number, x) for number, x in found if x.numel() == 1]
+        for number, output in scalars or found:
+            self._held += output.nbytes
+            if self._held > HELD_BYTES:
+                call.trouble = "the outputs of its forward passes are too large to hold their gradients"
+                return
+            output.register_hook(partial(_arrived, call, number))  # type: ignore[no-untyped-call]  # torch's
+
+    def forward_end(self) -> None:
+        """An outermost call is over."""
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._inside = None
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        """Take the losses of single samples, if one forward belongs to this backward."""
+        self.loss = roots[0].detach() if len(roots) == 1 and roots[0].numel() == 1 else None
+        new, self._unseen = self.calls[self._unseen :], len(self.calls)
+        if self.keeps and len(new) == len(roots) == 1:
+            try:
+                new[0].losses = single_losses(roots[0].grad_fn)
+            except (RuntimeError, AttributeError):  # a release that saves them otherwise
+                new[0].losses = None
+
+    def scaled(self, scaler: Any, loss: Tensor, result: Tensor) -> None:
+        """Remember whose scale the gradients contain."""
+        self.scaler = scaler
+
+    def scale(self) -> float:
+        """Return the loss scale of this step, 1 without a scaler."""
+        found = None if self.scaler is None else scale_of(self.scaler)
+        return 1.0 if found is None else float(found)
+
+
+def _arrived(call: ForwardCall, number: int, delta: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        return
+    kept = call.deltas.get(number)
+    call.deltas[number] = delta.detach() if kept is None else kept + delta.detach()

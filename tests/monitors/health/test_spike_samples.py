@@ -1,0 +1,263 @@
+"""A spike names its samples: injected ones, a control, and shares against one backward per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+import backlight
+from backlight.capture.forward import Forwards
+from backlight.capture.hub import HUB
+from backlight.capture.step_inputs import StepInputs
+from backlight.findings.evaluate import evaluate_rules
+from backlight.monitors.health.instrument.sample_shares import samples_of_step
+from backlight.monitors.health.model.spike_samples import SAMPLES
+from backlight.records import Finding
+from backlight.store.read.run import Run, open_run
+
+STEPS, SPIKE, N, BAD = 40, 35, 16, 5
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(STEPS * N, 8)
+    return x, (x @ torch.randn(8, 4)).argmax(1)
+
+
+def classifier() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def order(at: int, bad: int) -> list[int]:
+    """Return an order of all samples in which ``bad`` lies at position ``at``."""
+    found = torch.randperm(STEPS * N, generator=torch.Generator().manual_seed(1)).tolist()
+    found.remove(bad)
+    found.insert(at, bad)
+    return found
+
+
+def train(
+    path: Path,
+    model: nn.Module,
+    batches: Iterator[Any] | DataLoader[Any],
+    loss_of: Callable[[Any], Tensor],
+    *,
+    rate: Callable[[int], float] = lambda step: 0.01,
+    parts: int = 1,
+) -> Run:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with backlight.watch(model, optimizer, run=path, monitors=("health",), every=1, quiet=True):
+        for number, batch in enumerate(batches):
+            (loss_of(batch) / parts).backward()
+            if (number + 1) % parts == 0:
+                optimizer.param_groups[0]["lr"] = rate(number // parts)
+                optimizer.step()
+                optimizer.zero_grad()
+    return open_run(path)
+
+
+def spike(run: Run) -> Finding:
+    found = [f for f in evaluate_rules(run) if f.rule == "spike" and f.subject.step == SPIKE]
+    assert found
+    return found[0]
+
+
+def event(run: Run) -> Any:
+    (found,) = [e for e in run.events(SAMPLES) if e.step == SPIKE]
+    return found.payload
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_corrupted_image_is_named_by_its_dataset_index(tmp_path: Path, workers: int) -> None:
+    x, y = data()
+    x[123] *= 1000
+    loader = DataLoader(Samples(x, y), batch_size=N, sampler=order(SPIKE * N + BAD, 123), num_workers=workers)
+    model = classifier()
+    run = train(tmp_path / "run", model, loader, lambda b: functional.cross_entropy(model(b[0]), b[1]))
+    found = spike(run)
+    assert f"Sample {BAD} of {N} (dataset index 123) carries 100 %" in found.detail
+    assert any(e.path == f"events/{SAMPLES}, share of sample {BAD}" for e in found.evidence)
+    (call,) = event(run)["calls"]
+    assert call["indices"] == order(SPIKE * N + BAD, 123)[SPIKE * N : (SPIKE + 1) * N]
+    assert call["top"][0]["without"] < 3 * event(run)["usual_norm"]
+
+
+def test_wrong_label_is_named_by_its_loss(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    y = torch.randint(0, 4, (STEPS * N,))
+    x = 6 * functional.one_hot(y, 8).float() + 0.1 * torch.randn(STEPS * N, 8)
+    model = nn.Linear(8, 4)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(4, 8))  # learned
+    y[7] = (y[7] + 1) % 4
+    loader = DataLoader(Samples(x, y), batch_size=N, sampler=order(SPIKE * N + BAD, 7))
+    run = train(tmp_path / "run", model, loader, lambda b: functional.cross_entropy(model(b[0]), b[1]))
+    assert f"Sample {BAD} of {N} (dataset index 7) carries 101 %" in spike(run).detail
+    assert event(run)["calls"][0]["highest"][0]["index"] == 7
+
+
+class Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.tokens(ids))
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_long_run_of_one_token_is_named_by_sample_and_positions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batches = Language(), []
+    with torch.no_grad():
+        model.tokens.weight[11] *= 200  # a token that is never trained on
+    for step in range(STEPS):
+        ids = torch.randint(0, 11, (N, 32))
+        if step == SPIKE:
+            ids[BAD, 20:31] = 11
+        batches.append((ids, (ids + 1) % 11))
+    run = train(tmp_path / "run", model, iter(batches), lambda b: model(*b)[1])
+    top = event(run)["calls"][0]["top"][0]
+    assert top["sample"] == BAD
+    assert 20 <= top["first"] <= top["last"] <= 30
+    assert f"Sample {BAD} of {N} carries" in spike(run).detail
+    assert "of 32 hold" in spike(run).detail
+
+
+def test_batch_of_copies_is_named(tmp_path: Path) -> None:
+    x, y = data()
+    indices = order(0, 9)
+    indices[SPIKE * N : (SPIKE + 1) * N] = [9] * N
+    x[9] *= 4
+    model = classifier()
+    loader = DataLoader(Samples(x, y), batch_size=N, sampler=indices)
+    run = train(tmp_path / "run", model, loader, lambda b: functional.cross_entropy(model(b[0]), b[1]))
+    assert f"{N} copies of one sample of {N} (dataset index 9) carry 100 %" in spike(run).detail
+
+
+def test_leap_of_the_learning_rate_names_no_sample(tmp_path: Path) -> None:
+    x, y = data()
+    model = classifier()
+    loader = DataLoader(Samples(x, y), batch_size=N, sampler=order(0, 0))
+    run = train(
+        tmp_path / "run",
+        model,
+        loader,
+        lambda b: functional.cross_entropy(model(b[0]), b[1]),
+        rate=lambda step: 60.0 if step == SPIKE - 1 else 0.01 if step < SPIKE else 1e-9,
+    )
+    found = [f for f in evaluate_rules(run) if f.rule == "spike"]
+    assert found
+    assert all("No sample stands out" in f.detail for f in found)
+    assert event(run)["calls"][0]["share"] == pytest.approx(1, abs=1e-4)
+
+
+def test_microbatch_of_an_accumulation_is_named(tmp_path: Path) -> None:
+    x, y = data()
+    x[123] *= 1000
+    x, y = torch.cat([x, x]), torch.cat([y, y])
+    indices = [*order(SPIKE * 2 * N + N + BAD, 123)]
+    indices = [*indices, *(i for i in range(STEPS * N) if i != 123), 124][: STEPS * 2 * N]
+    indices.remove(123)
+    indices.insert(SPIKE * 2 * N + N + BAD, 123)
+    model = classifier()
+    loader = DataLoader(Samples(x, y), batch_size=N, sampler=indices)
+    loss = lambda b: functional.cross_entropy(model(b[0]), b[1])  # noqa: E731
+    run = train(tmp_path / "run", model, loader, loss, parts=2)
+    assert f"Sample {BAD} of {N} of forward pass 2 (dataset index 123) carries" in spike(run).detail
+    assert event(run)["difference"] < 1e-5
+
+
+def test_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    x, y = data()
+    x[123, 2] = torch.nan
+    model = classifier()
+    loader = DataLoader(Samples(x, y), batch_size=N, sampler=order(SPIKE * N + BAD, 123))
+    run = train(tmp_path / "run", model, loader, lambda b: functional.cross_entropy(model(b[0]), b[1]))
+    (found,) = [f for f in evaluate_rules(run) if f.rule == "non_finite"]
+    assert f"gradient of sample {BAD} of {N} (dataset index 123) is not finite" in found.detail
+    assert "Its input holds NaN or Inf." in found.detail
+
+
+# The decomposition
+
+ZOO: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "dropout": lambda: (
+        nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3)),
+        torch.randn(7, 6),
+    ),
+    "convolution": lambda: (
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)),
+        torch.randn(7, 1, 6, 6),
+    ),
+    "recurrent": lambda: (Recurrent(), torch.randn(7, 5, 4)),  # has no kernel
+}
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_shares_are_those_of_one_backward_per_sample(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = ZOO[name]()
+    model, x, y = model.double(), x.double(), torch.randint(0, 3, (7,))
+    inputs, forwards = StepInputs(), Forwards()
+    HUB.add(inputs)
+    forwards.follow([model])
+    state = torch.get_rng_state()
+    try:
+        functional.cross_entropy(model(x), y).backward()
+    finally:
+        forwards.leave()
+        HUB.remove(inputs)
+    named = dict(model.named_parameters())
+    found = samples_of_step(
+        inputs.calls, list(named.values()), [p.grad for p in named.values()], list(named),
+        scale=1.0, loss_scale=1.0, world_size=1,
+    )  # fmt: skip
+    rows = []
+    for n in range(7):
+        torch.set_rng_state(state)
+        loss = functional.cross_entropy(model(x), y, reduction="none")[n] / 7
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(named.values()))]))
+    A = torch.stack(rows)
+    G = A.sum(0)
+    assert found["difference"] < 1e-12
+    assert found["covered"] == pytest.approx(1)
+    (call,) = found["calls"]
+    assert len(call["top"]) == 7
+    chosen = torch.zeros(7, dtype=torch.bool)
+    for one in call["top"]:
+        chosen[one["sample"]] = True
+        assert one["norm"] == pytest.approx(float(A[one["sample"]].norm()), rel=1e-9)
+        assert one["share"] == pytest.approx(float(A[one["sample"]] @ G / (G @ G)), abs=1e-9)
+        assert one["without"] == pytest.approx(float((G - A[chosen].sum(0)).norm()), abs=1e-7)
+        with torch.no_grad():
+            torch.set_rng_state(state)
+            loss = functional.cross_entropy(model(x), y, reduction="none")[one["sample"]]
+        assert one["loss"] == pytest.approx(float(loss))
