@@ -21,6 +21,7 @@ from backlight.monitors.health.instrument.sample_shares import samples_of_step
 from backlight.monitors.health.model.spike_samples import SAMPLES
 from backlight.records import Finding
 from backlight.store.read.run import Run, open_run
+from ranks.launching import run_ranks
 
 STEPS, SPIKE, N, BAD = 40, 35, 16, 5
 
@@ -261,3 +262,38 @@ def test_shares_are_those_of_one_backward_per_sample(name: str) -> None:
             torch.set_rng_state(state)
             loss = functional.cross_entropy(model(x), y, reduction="none")[one["sample"]]
         assert one["loss"] == pytest.approx(float(loss))
+
+
+ON_TWO_RANKS = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+import backlight
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+x, y = torch.randn(1280, 8), torch.randint(0, 4, (1280,))
+x[35 * 32 + 16 + 5] *= 1000  # the second half of batch 35, sample 5
+indices = [i for b in range(40) for i in range(32 * b + 16 * rank, 32 * b + 16 * rank + 16)]
+model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with backlight.watch(model, optimizer, run=sys.argv[1], monitors=("health",), every=1, quiet=True):
+    for a, b in DataLoader(TensorDataset(x, y), batch_size=16, sampler=indices):
+        functional.cross_entropy(model(a), b).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_rank_of_the_sample_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ON_TWO_RANKS)
+    done = run_ranks(tmp_path, "train.py", str(tmp_path / "run"))
+    assert [process.returncode for process in done] == [0, 0], done
+    run = open_run(tmp_path / "run")
+    assert f"Sample 5 of 16 on rank 1 (dataset index {35 * 32 + 21:,}) carries" in spike(run).detail
+    found = [e.payload["calls"][0]["share"] for e in run.events(SAMPLES) if e.step == SPIKE]
+    assert len(found) == 2
+    assert sum(found) == pytest.approx(1, abs=1e-4)

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import pathlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,8 @@ class SpikeSamplesMonitor(Monitor):
         """Hold the inputs of each step by reference."""
         self._run = run
         self._inputs = StepInputs()
-        self._norms: dict[tuple[int, int], LiveHistory] = {}
-        self._losses: dict[tuple[int, int], LiveHistory] = {}
+        self._norms: defaultdict[tuple[int, int], LiveHistory] = defaultdict(_history)
+        self._losses: defaultdict[tuple[int, int], LiveHistory] = defaultdict(_history)
         self._child: tuple[int, dict[str, Any], ForkedChild] | None = None
         self._known: dict[int, list[dict[str, Any]]] = {}
         self._left, self._last, self._was_ill = MAX_STEPS, -LIMITS.spike_gap - 1, False
@@ -108,12 +109,12 @@ class SpikeSamplesMonitor(Monitor):
             first, self._was_ill = not self._was_ill and self._inputs.scaler is None, True
             return {"cause": "non_finite"} if first else {}
         norm = math.sqrt(float((floats[measured, _NORM] ** 2).sum()))
-        norms = self._norms.setdefault(key, _history())
+        norms = self._norms[key]
         cause = {}
         if norms.leaps(norm, LIMITS.spike_norm_ratio):
             cause = {"cause": "norm", "norm": norm, "usual_norm": norms.median}
         if loss is not None:
-            losses = self._losses.setdefault(key, _history())
+            losses = self._losses[key]
             if losses.leaps(loss, LIMITS.spike_loss_ratio):
                 cause = {"cause": "loss", **cause, "loss": loss, "usual_loss": losses.median}
         return cause

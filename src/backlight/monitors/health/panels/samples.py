@@ -1,0 +1,64 @@
+"""The samples of a spike: a table of those with the largest shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backlight.monitors.health.model.spike_samples import SAMPLES
+from backlight.report.panel import Drawn, NotMeasured, panel
+from backlight.report.source import Source
+from backlight.text import count, number, visible
+
+ROWS = 24
+"""Samples that are listed."""
+
+HEAD = (
+    "Step",
+    "Rank",
+    "Forward pass",
+    "Sample",
+    "Dataset index",
+    "Copies",
+    "Share",
+    "Norm",
+    "Loss",
+    "Norm without",
+)
+
+
+@panel(
+    "spike_samples",
+    title="Samples of spikes",
+    order=45,
+    series=(f"events/{SAMPLES}",),
+    note="Share of the squared gradient norm, and the norm without a sample and those above it.",
+    monitor="health",
+    place="details",
+)
+def spike_samples(source: Source) -> Drawn | NotMeasured:
+    """List the samples with the largest shares of each step that was decomposed."""
+    rows: list[list[str]] = []
+    remarks = []
+    events = source.run.events(SAMPLES)
+    for event in events:
+        found = [_row(event, call, top) for call in event.payload.get("calls") or () for top in call["top"]]
+        rows += [row for _, row in sorted(found, key=lambda pair: -pair[0])]
+        if event.payload.get("reason"):
+            remarks.append(f"Step {event.step}: {visible(str(event.payload['reason']))}.")
+    if not rows and not remarks:
+        none = "No step was decomposed: neither gradients nor loss leapt at a recorded step."
+        return Drawn("words", {"text": source.reason(SAMPLES, otherwise=none)})
+    if not rows:
+        return NotMeasured(" ".join(remarks))
+    if len(rows) > ROWS:
+        remarks.append(f"{count(len(rows) - ROWS, 'more sample')} were decomposed.")
+    table = {"title": "", "columns": list(HEAD), "numbers": list(range(len(HEAD))), "rows": rows[:ROWS]}
+    return Drawn("figures", {"tables": [table]}, (), tuple(remarks))
+
+
+def _row(event: Any, call: Any, top: Any) -> tuple[float, list[str]]:
+    shown = (top["index"], top["copies"], None, top["norm"], top["loss"], top["without"])
+    index, copies, _, *numbers = ("" if one is None else number(one) for one in shown)
+    at = (event.step, event.rank, call["number"] + 1, top["sample"])
+    share = f"{100 * top['share']:.0f} %"
+    return top["share"], [*map(str, at), index, copies, share, *numbers]
