@@ -46,8 +46,10 @@ def spike_samples(source: Source) -> Drawn | NotMeasured:
         if event.payload.get("reason"):
             remarks.append(f"Step {event.step}: {visible(str(event.payload['reason']))}.")
     if not rows and not remarks:
+        if not source.run.has("gradient"):
+            return NotMeasured(source.reason("gradient", otherwise="No gradient was recorded."))
         none = "No step was decomposed: neither gradients nor loss leapt at a recorded step."
-        return Drawn("words", {"text": source.reason(SAMPLES, otherwise=none)})
+        return Drawn("words", {"text": none})
     if not rows:
         return NotMeasured(" ".join(remarks))
     if len(rows) > ROWS:
