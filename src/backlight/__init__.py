@@ -73,5 +73,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'backlight' has no attribute {name!r}")
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """Register the cell magic ``%%backlight``: ``%load_ext backlight`` in a notebook."""
+    importlib.import_module("backlight.integrations.cell_magic").register(shell)
+
+
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])

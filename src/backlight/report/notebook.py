@@ -6,7 +6,8 @@ Everything from a run is escaped: no name can become markup.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from backlight.records import Finding, Severity
 from backlight.report.source import Source
@@ -48,6 +49,47 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
         )
     parts.append(f"<div><small><code>backlight report {_safe(run.path)}</code></small></div>")
     return f'<div style="line-height:1.45">{"".join(parts)}</div>'
+
+
+def live_html(
+    path: Path, state: str, steps: int, scalars: Mapping[str, float], findings: Sequence[Finding]
+) -> str:
+    """Return what a cell shows while it trains: state, steps, loss, total norm, findings so far."""
+    names = {"loss": "loss", "total_norm": "gradient norm"}
+    figures = [f"{label} {number(scalars[name])}" for name, label in names.items() if name in scalars]
+    head = " · ".join(
+        (f"<strong>backlight</strong> {_safe(state)}", *map(_safe, (count(steps, "step"), *figures)))
+    )
+    rows = [
+        f'<div><strong style="color:{_COLOURS[finding.severity]}">{finding.severity.value}</strong> '
+        f"{_safe(finding.title)} <small>({_safe(finding.rule)})</small></div>"
+        for finding in by_severity(findings)[:MOST]
+    ]
+    rest = len(findings) - MOST
+    if rest > 0:
+        rows.append(f"<div><small>and {count(rest, 'more finding')}</small></div>")
+    if not findings and state != "running":
+        rows.append(
+            "<div>No findings. Only recorded data was checked.</div>"
+            if steps
+            else "<div>Nothing was measured.</div>"
+        )
+    where = f"<div><small><code>backlight.open_run({_safe(repr(str(path)))}).report()</code></small></div>"
+    return f'<div style="line-height:1.45"><div>{head}</div>{"".join(rows)}{where}</div>'
+
+
+class InlineReport(str):
+    """The page of a run, shown inline by a notebook: a document of its own, which requests nothing."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        style = "width:100%;height:80vh;min-height:600px;border:1px solid #8884"
+        page = html.escape(self, quote=True)
+        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" title="report" style="{style}"></iframe>'
+
+    def __repr__(self) -> str:
+        return f"<report, {len(self):,} characters of HTML; as the last line of a cell it is shown inline>"
 
 
 def findings_html(run: Run, findings: Sequence[Finding]) -> str:

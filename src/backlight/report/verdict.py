@@ -132,9 +132,12 @@ def ending(run: Run) -> str:
     if event is None:
         return "Failed"
     rank = f" on rank {event.rank}" if run.attempts[-1].world_size > 1 else ""
+    is_interrupt = stop is None and event.payload.get("type") == "KeyboardInterrupt"
     step = "" if event.step is None else f" at step {number(event.step)}"
     if stop is not None:
         return f"Stopped on {visible(stop.payload.get('rule'))}{step}"
+    if is_interrupt:
+        return f"Interrupted{step}{rank}"
     return f"Failed with {visible(event.payload.get('type', 'an exception'))}{step}{rank}"
 
 

@@ -13,6 +13,7 @@ from backlight import clock
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding, Severity
 from backlight.registry import RULES
+from backlight.session.notebook import notebook_shell
 from backlight.standard_error import write_text
 from backlight.text import count, printable, visible
 
@@ -45,8 +46,8 @@ class PrintMonitor(Monitor):
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
-        """Return the monitor unless nothing is to be printed."""
-        return None if settings.quiet else cls()
+        """Return the monitor unless nothing is to be printed, or the cell of a notebook shows it."""
+        return None if settings.quiet or notebook_shell() is not None else cls()
 
     def check_process(self, *, is_script: bool) -> None:
         """Remember whether a command runs the script."""

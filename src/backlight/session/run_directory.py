@@ -11,6 +11,7 @@ from backlight.findings.evaluate import evaluate_rules
 from backlight.notifier import Notifier
 from backlight.records import OTHERS, Finding, Made
 from backlight.registry import RULES
+from backlight.session.notebook import notebook_name, notebook_shell
 from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError, RunHeldError
 from backlight.store.format.hdf5_pieces import Filters
@@ -31,7 +32,10 @@ OTHER_RANKS_TIMEOUT_S = 2.0
 def chosen_path(run: str | os.PathLike[str] | None, script: str) -> tuple[Path, bool]:
     """Return the run directory, and whether another one may be taken where it exists by then."""
     launch = launch_id() if rank_and_size()[1] > 1 else None
-    return (default_path(script, launch), launch is None) if run is None else (Path(run), False)
+    in_notebook = notebook_shell() is not None and launch is None
+    if run is not None:
+        return Path(run), in_notebook  # a cell that runs again makes another run
+    return default_path(notebook_name() if in_notebook else script, launch), launch is None
 
 
 def open_writer(

@@ -23,6 +23,7 @@ from backlight.session.arguments import check_samples, listed, loggable
 from backlight.session.attached_run import AttachedRun
 from backlight.session.closing_line import print_result
 from backlight.session.monitor_set import MonitorSet, check_use_of_samples, requested_monitors
+from backlight.session.notebook import STARTED, notebook_name, notebook_shell
 from backlight.session.run_directory import chosen_path, open_writer
 from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
@@ -75,6 +76,8 @@ class Watch:
         self._samples = samples
         self._summary = summary and not settings.quiet
         self._is_script = bool(script)
+        if notebook_shell() is not None:  # its arguments are those of the kernel
+            script = script or f"{notebook_name()}.ipynb"
         self._script = script or (sys.argv[0] if sys.argv else "")
         self._arguments = arguments if script else tuple(sys.argv[1:])
         self._models, self._optimizers, self._depth = list(models), list(optimizers), 0
@@ -114,12 +117,15 @@ class Watch:
         A watch that runs already is left as it is.
         """
         if not self._depth:
+            STARTED.add(self)
             self.__enter__()
             atexit.register(self._stop_at_exit)
         return self
 
-    def stop(self) -> None:
+    def stop(self, error: BaseException | None = None) -> None:
         """Detach everything, evaluate the rules and close the run; nothing where that is done already.
+
+        ``error`` is the exception that ended the training run, if one did.
 
         Raises
         ------
@@ -128,7 +134,7 @@ class Watch:
         """
         self._require_start("stop")
         atexit.unregister(self._stop_at_exit)
-        self.__exit__(None, None, None)
+        self.__exit__(None if error is None else type(error), error, None)
 
     def _stop_at_exit(self) -> None:
         error = uncaught_exception()
@@ -187,7 +193,8 @@ class Watch:
             return
         self._error = failure(error)
         with self._notifier.shield():
-            if attached.close(self._error) and self._summary and attached.found is not None:
+            closed = attached.close(self._error)
+            if closed and self._summary and attached.found is not None and notebook_shell() is None:
                 print_result(self.path, attached.found, self.step)
 
     # Public

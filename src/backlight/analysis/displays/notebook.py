@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from backlight.analysis.report import source_of
 from backlight.findings.evaluate import Findings, findings_of
 from backlight.registry import DISPLAYS
-from backlight.report.notebook import findings_html, run_html
+from backlight.report.notebook import InlineReport, findings_html, run_html
+from backlight.report.page import render_page
 from backlight.store.read.run import Run
 
 
@@ -12,6 +14,12 @@ from backlight.store.read.run import Run
 def show_run(run: Run) -> str:
     """Return a run with its findings as HTML."""
     return run_html(run, findings_of(run))
+
+
+@DISPLAYS.register("report")
+def show_report(run: Run) -> str:
+    """Return the page of a run, which a notebook shows inline."""
+    return InlineReport(render_page(source_of(run)))
 
 
 @DISPLAYS.register("findings")

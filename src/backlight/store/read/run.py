@@ -266,6 +266,10 @@ class Run:
         """Return the HTML that a notebook displays: status, verdict, curves and findings."""
         return DISPLAYS["run"](self)
 
+    def report(self) -> str:
+        """Return the report as HTML; a notebook shows it inline, offline."""
+        return DISPLAYS["report"](self)
+
     def scalar(
         self, name: str, source: str = "backlight", *, attempt: int | None = None, rank: int | None = None
     ) -> Scalar:
