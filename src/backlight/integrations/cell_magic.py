@@ -37,10 +37,10 @@ def register(shell: Any) -> None:
         shell.user_ns["watch"] = watching
         with watching:
             result = shell.run_cell(cell)
-            error = result.error_before_exec or result.error_in_exec
-            if error is not None:
-                error._render_traceback_ = list  # the cell has shown it: raised again, it stops "Run all"
-                raise error
+            failure = result.error_before_exec or result.error_in_exec
+            if failure is not None:
+                failure._render_traceback_ = list  # the cell has shown it: raised again, it stops "Run all"
+                raise failure
 
     backlight.__doc__ = f"Watch the training run in this cell.\n\n{_parser().format_help()}"
     shell.register_magic_function(backlight, "cell", "backlight")

@@ -31,8 +31,9 @@ class NotebookMonitor(Monitor):
 
     def attach(self, run: RunContext) -> None:
         """Show the run."""
-        from IPython.display import display  # noqa: PLC0415 - imported by the notebook
+        import IPython.display  # noqa: PLC0415 - imported by the notebook
 
+        display: Any = IPython.display.display
         self._run = run
         self._step, self._scalars = -1, dict[str, float]()
         self._findings: tuple[Finding, ...] = ()
