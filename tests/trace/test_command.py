@@ -37,7 +37,7 @@ def made(tmp_path: Path) -> list[Path]:
 
 
 def test_command_prints_tables(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, *made)
+    code, out, _ = call(capsys, *made, "--full")
     assert code == 0
     expected = (
         "aten::[bold]mm",
@@ -47,10 +47,20 @@ def test_command_prints_tables(made: list[Path], capsys: pytest.CaptureFixture[s
         "rank 1 comes last in 2 of 2 steps",
     )
     assert [text for text in expected if text not in out] == []
-    code, out, _ = call(capsys, made[0], "--step", "4", "--rows", "1")
+    code, out, _ = call(capsys, made[0], "--step", "4", "--rows", "1", "--full")
     assert code == 0
     assert "comes last" not in out
     assert "... 1 more" in out
+
+
+def test_command_prints_a_verdict_first(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, made[0])
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("rank 0: step 0.9 ms, device idle 44.4 %: mostly ")
+    assert sum(line.startswith("  ") for line in lines) <= 10
+    assert "Tables: --full. All rows: --json" in lines
+    assert "ampere_sgemm" not in out
 
 
 def test_command_prints_json(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from backlight.trace.annotations import Annotation, by_annotation
 from backlight.trace.copies import Copy, Transfer, copies, transfers
 from backlight.trace.critical_path import CriticalPath, Paths
+from backlight.trace.device_queues import Launches, Stream, launches, streams
 from backlight.trace.events import Trace, TraceError
 from backlight.trace.operators import (
     Costs,
@@ -22,6 +23,15 @@ from backlight.trace.operators import (
     pairs,
 )
 from backlight.trace.ranks import Ranks, check_ranks, ranks
+from backlight.trace.rates import (
+    CollectiveRate,
+    CopyRate,
+    OperatorRate,
+    collective_rates,
+    copy_rates,
+    operator_rates,
+)
+from backlight.trace.sequences import Sequence, sequences
 from backlight.trace.timeline import Step, Timeline
 from backlight.trace.utilization import Causes, Idle, Overlap, overlap
 
@@ -65,6 +75,13 @@ class RankAnalysis:
     transfers: tuple[Transfer, ...]
     copies: tuple[Copy, ...]
     pairs: tuple[Pair, ...]
+    annotations: tuple[Annotation, ...]
+    launches: tuple[Launches, ...]
+    streams: tuple[Stream, ...]
+    sequences: tuple[Sequence, ...]
+    operator_rates: tuple[OperatorRate, ...]
+    copy_rates: tuple[CopyRate, ...]
+    collective_rates: tuple[CollectiveRate, ...]
     notes: tuple[str, ...]
 
 
@@ -76,7 +93,7 @@ class Analysis:
     ranks: Ranks | None
 
 
-def analyse(traces: Sequence[Trace], *, step: int | None = None) -> Analysis:
+def analyse(traces: list[Trace], *, step: int | None = None) -> Analysis:
     """Analyse one trace, or one for each of several ranks; ``step`` is the number of the only step, if any.
 
     A :class:`TraceError` is raised where the traces do not belong together, or have no such step.
@@ -92,17 +109,18 @@ def analyse(traces: Sequence[Trace], *, step: int | None = None) -> Analysis:
 
 def analyse_rank(timeline: Timeline, number: int | None = None) -> RankAnalysis:
     """Analyse one trace; a :class:`TraceError` is raised where it has no step of that number."""
-    steps = _chosen(timeline, number)
+    steps = chosen_steps(timeline, number)
     costs = Costs(timeline, steps)
     launched = device_time(costs)
     devices = timeline.trace.device_names
     used = np.unique(timeline.device.device).tolist()
+    rows = tuple(_step_rows(timeline, steps, used))
     return RankAnalysis(
         path=timeline.trace.path,
         rank=timeline.trace.rank,
         events=len(timeline.events),
         devices={device: devices.get(device, "") for device in used},
-        steps=tuple(_step_rows(timeline, steps, used)),
+        steps=rows,
         host_total=costs.host_total,
         device_total=costs.device_total,
         outside_steps=len(timeline.device.rows) - len(costs.device_rows) if number is None else 0,
@@ -113,11 +131,19 @@ def analyse_rank(timeline: Timeline, number: int | None = None) -> RankAnalysis:
         transfers=tuple(transfers(costs)),
         copies=tuple(copies(costs, launched)),
         pairs=tuple(pairs(costs, launched)),
-        notes=(*timeline.trace.notes, *_notes(timeline, costs)),
+        annotations=tuple(by_annotation(costs, launched)),
+        launches=tuple(launches(costs)),
+        streams=tuple(streams(costs)),
+        sequences=tuple(sequences(costs)),
+        operator_rates=tuple(operator_rates(costs)),
+        copy_rates=tuple(copy_rates(costs)),
+        collective_rates=tuple(collective_rates(costs)),
+        notes=(*timeline.trace.notes, *_notes(timeline, costs, rows)),
     )
 
 
-def _chosen(timeline: Timeline, number: int | None) -> list[Step]:
+def chosen_steps(timeline: Timeline, number: int | None) -> list[Step]:
+    """Return all steps, or the one of a number; a :class:`TraceError` is raised where there is none."""
     if number is None:
         return timeline.steps
     chosen = [step for step in timeline.steps if step.number == number]
@@ -144,8 +170,13 @@ def _step_rows(timeline: Timeline, steps: list[Step], devices: list[int]) -> lis
     return rows
 
 
-def _notes(timeline: Timeline, costs: Costs) -> list[str]:
+def _notes(timeline: Timeline, costs: Costs, rows: tuple[StepRow, ...]) -> list[str]:
     notes = []
+    if costs.device_total and not any(row.critical_path.device for row in rows):
+        notes.append(
+            "the host never waits for the device in these steps: the critical path is on the host alone, and "
+            "ends with it, not with the device"
+        )
     if timeline.steps[0].number is None:
         notes.append(
             "no ProfilerStep annotations: the whole trace counts as one window. "

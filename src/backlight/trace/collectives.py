@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from backlight.trace.classification import HOST, Kind
-from backlight.trace.events import Integers, Trace
+from backlight.trace.events import ITEM_BYTES, MISSING, Integers, Trace
 from backlight.trace.timeline import Timeline
 
 GLOO = "gloo:"
@@ -18,10 +18,16 @@ GLOO = "gloo:"
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: nanoseconds on the trace's clock, and the ranks of its group, None where unknown."""
+    """One collective: nanoseconds on the trace's clock, and the ranks of its group, None where unknown.
+
+    ``operation`` is what torch calls it, such as ``allreduce``, empty where that is not recorded; ``bytes``
+    is what a rank gives, None where unknown.
+    """
 
     step: int | None
     name: str
+    operation: str
+    bytes: int | None
     group: tuple[int, ...] | None
     start: int
     end: int
@@ -43,6 +49,20 @@ def collectives(timeline: Timeline) -> list[Collective]:
                     return ranks[code]
         return everyone
 
+    def recorded(column: str, row: int, launch: int) -> int:
+        values = events[column]
+        around = (int(values[tree.rows[outer]]) for outer in tree.upwards(launch))
+        return next((value for value in (int(values[row]), *around) if value >= 0), MISSING)
+
+    def size(row: int, launch: int) -> int | None:
+        elements, code = recorded("elements", row, launch), recorded("dtype", row, launch)
+        item = ITEM_BYTES.get(_text(events.words["dtype"][code]).lower()) if code >= 0 else None
+        return elements * item if elements > 0 and item else None
+
+    def operation(row: int, launch: int) -> str:
+        code = recorded("collective", row, launch)
+        return events.words["collective"][code] if code >= 0 else ""
+
     chosen = np.flatnonzero(device.of_kind(Kind.COMMUNICATION))
     is_gloo = events.where("name", lambda word: word.startswith(GLOO)) & events.complete(HOST)
     on_host = np.flatnonzero(is_gloo[tree.rows])
@@ -54,6 +74,8 @@ def collectives(timeline: Timeline) -> list[Collective]:
         Collective(
             timeline.steps[index].number if index >= 0 else None,
             timeline.name(row),
+            operation(row, launch),
+            size(row, launch),
             group(row, launch),
             start,
             start + length,

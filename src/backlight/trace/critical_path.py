@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,16 @@ class CriticalPath:
         return sum(self.host.values()) + sum(self.device.values()) + self.launch + self.synchronisation
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a path: ``where`` is host, launch, device or wait; ``name`` is that of its device event."""
+
+    where: str
+    name: str
+    start: int
+    end: int
+
+
 class Paths:
     """Walks the critical paths of a trace."""
 
@@ -82,37 +93,56 @@ class Paths:
             self._phases.append((code, taken))
 
     def of(self, step: Step) -> CriticalPath:
-        """Walk the path of one step."""
-        device = self._timeline.device
+        """Return the path of one step by where its time went."""
         on_device: Counter[int] = Counter()
         host: list[tuple[int, int]] = []
-        launch = synchronisation = 0
+        between = {"launch": 0, "wait": 0}
+        for where, event, start, end in self._walk(step):
+            if where == "host":
+                host.append((start, end))
+            elif where == "device":
+                on_device[event] += end - start
+            else:
+                between[where] += end - start
+        return self._sum(on_device, host, between["launch"], between["wait"])
+
+    def parts(self, step: Step) -> list[Part]:
+        """Return the parts of the path of one step by time; those without length are left out."""
+        timeline = self._timeline
+        return [
+            Part(where, where if event < 0 else timeline.name(int(timeline.device.rows[event])), start, end)
+            for where, event, start, end in reversed(list(self._walk(step)))
+            if end > start
+        ]
+
+    def _walk(self, step: Step) -> Iterator[tuple[str, int, int, int]]:
+        """Yield where, device event (-1 for none), start and end of each part, from the end of the step."""
+        device = self._timeline.device
         time, event = step.end, -1
         while time > step.start:
             if event < 0:
                 wait, event = self._wait(time, step.start)
                 if event < 0:
-                    host.append((step.start, time))
+                    yield "host", -1, step.start, time
                     break
                 end = min(int(device.end[event]), wait)
-                host.append((wait, time))
-                synchronisation += wait - end
+                yield "host", -1, wait, time
+                yield "wait", event, end, wait
                 time = end
                 continue
             begin = max(int(device.start[event]), step.start)
-            on_device[event] += time - begin
+            yield "device", event, begin, time
             time = begin
             before = self._before(time, event)
             ended = max(int(device.end[before]), step.start) if before >= 0 else step.start
             launched = int(self._launch[event])
             if launched > ended or before < 0:
                 launched = min(max(launched, step.start), time)
-                launch += time - launched
+                yield "launch", event, launched, time
                 time, event = launched, -1
             else:
-                launch += time - ended
+                yield "launch", event, ended, time
                 time, event = ended, before
-        return self._sum(on_device, host, launch, synchronisation)
 
     def _wait(self, time: int, floor: int) -> tuple[int, int]:
         """Return when the last wait before ``time`` returned, and the event that it was for."""

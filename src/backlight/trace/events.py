@@ -69,6 +69,13 @@ COLUMNS: Mapping[str, KeptColumn] = {
 ``label`` is the text of metadata events: names of processes and threads.
 """
 
+ITEM_BYTES = {
+    "double": 8, "float": 4, "bfloat16": 2, "half": 2, "complexfloat": 8, "long": 8, "long int": 8, "int": 4,
+    "short": 2, "bool": 1, "signed char": 1, "unsigned char": 1, "char": 1, "byte": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+}  # fmt: skip
+"""Bytes of an element by the name of its type, in lower case and without ``c10::``."""
+
 COMPLETE = ord("X")
 
 

@@ -22,7 +22,8 @@ class Row:
 
     ``host`` nanoseconds leave out the operators called inside. Of ``device`` nanoseconds a moment shared by
     several events counts once: computation goes before copies and copies before communication, so that rows
-    add up to the union; ``busy`` is the sum of durations. ``share`` is that of the device, or without one of
+    add up to the union; ``busy`` is the sum of durations, of which ``shortest``, ``longest`` and the standard
+    ``deviation`` are given as well. ``share`` is that of the device, or without one of
     the host.
     """
 
@@ -34,6 +35,9 @@ class Row:
     device: int
     busy: int
     share: float
+    shortest: int = 0
+    longest: int = 0
+    deviation: float = 0.0
 
 
 class Costs:
@@ -42,7 +46,7 @@ class Costs:
     def __init__(self, timeline: Timeline, steps: list[Step]) -> None:
         self.timeline = timeline
         tree, device = timeline.tree, timeline.device
-        numbers = [timeline.steps.index(step) for step in steps]
+        self.step_indices = numbers = [timeline.steps.index(step) for step in steps]
         self.host_rows = np.flatnonzero(np.isin(timeline.step_of(tree.start), numbers))
         launched = device.launch >= 0
         moments = device.start.copy()
@@ -87,6 +91,7 @@ class Costs:
         keys, inverse = np.unique(np.concatenate((host_key, device_key)), return_inverse=True)
         host, device = inverse[: len(host_key)], inverse[len(host_key) :]
         inner = self.timeline.tree.inner[self.host_rows]
+        spread = _spread(device, self.durations, len(keys))
         columns = zip(
             keys.tolist(),
             np.bincount(device if counted is None else host[counted], minlength=len(keys)).tolist(),
@@ -94,14 +99,26 @@ class Costs:
                 _sums(index, values, len(keys)).tolist()
                 for index, values in ((host, inner), (device, self.shares), (device, self.durations))
             ),
+            *(values.tolist() for values in spread),
             strict=True,
         )
         rows = [
-            Row(*label(key), calls, own, part, busy, self.share(own, part))
-            for key, calls, own, part, busy in columns
+            Row(*label(key), calls, own, part, busy, self.share(own, part), *spread)
+            for key, calls, own, part, busy, *spread in columns
             if key >= 0
         ]
         return sorted(rows, key=lambda row: (row.share, row.host), reverse=True)
+
+
+def _spread(groups: Integers, values: Integers, count: int) -> tuple[Integers, Integers, Column]:
+    """Return smallest, largest and standard deviation of the values of each group, 0 for an empty one."""
+    low, high = np.full(count, np.iinfo(np.int64).max), np.zeros(count, np.int64)
+    np.minimum.at(low, groups, values)
+    np.maximum.at(high, groups, values)
+    size = np.maximum(np.bincount(groups, minlength=count), 1)
+    middle = np.bincount(groups, values, count) / size
+    deviation = np.sqrt(np.bincount(groups, (values - middle[groups]) ** 2, count) / size)
+    return np.minimum(low, high), high, deviation
 
 
 def _sums(groups: Integers, values: Integers, count: int) -> Integers:

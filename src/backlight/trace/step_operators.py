@@ -15,7 +15,7 @@ import numpy as np
 
 from backlight.trace.analysis import RankAnalysis, analyse, exposed_communication, idle_causes, idle_share
 from backlight.trace.classification import HOST, OPERATOR
-from backlight.trace.events import Events, Trace, TraceError
+from backlight.trace.events import ITEM_BYTES, Events, Trace, TraceError
 from backlight.trace.operators import NO_OPERATOR, Row
 from backlight.trace.timeline import Timeline, device_work
 
@@ -258,8 +258,6 @@ def _sum_error(trace: Trace) -> float:
 
 _LOSSES = ("aten::cross_entropy_loss", "aten::_log_softmax", "aten::log_softmax")
 
-_SIZES = {"double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2}
-
 
 @dataclass(frozen=True)
 class Logits:
@@ -283,4 +281,5 @@ def logits(trace: Trace) -> Logits | None:
         return None
     largest = max(found, key=math.prod)
     kind = found[largest]
-    return Logits(largest, kind.removeprefix("c10::").lower(), _SIZES.get(kind, 4))
+    name = kind.removeprefix("c10::").lower()
+    return Logits(largest, name, ITEM_BYTES.get(name, 4))

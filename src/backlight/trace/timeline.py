@@ -198,6 +198,11 @@ class Timeline:
         found = [KINDS.index(kind_of(word)) for word in self.events.words["name"]]
         return np.array([*found, KINDS.index(Kind.OTHER)], dtype=np.int64)
 
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """Names of the kinds in the order of their codes."""
+        return tuple(kind.value for kind in KINDS)
+
     @cached_property
     def waits(self) -> Mask:
         """Whether each index of the tree is a call of the runtime that waits for the device, bool [H].

@@ -323,6 +323,13 @@ def trace(
     out: Annotated[
         Path | None, Option("--out", "-o", metavar="FILE", help="File to write, .html or .md.")
     ] = None,
+    full: Annotated[bool, Option("--full", help="Print all tables, not the verdict alone.")] = False,
+    against: Annotated[
+        Path | None, Option(metavar="FILE", help="Second trace; print what changed, per step.")
+    ] = None,
+    overlay: Annotated[
+        Path | None, Option(metavar="FILE", help="Trace to write with critical path and counters.")
+    ] = None,
     cache: Annotated[bool, Option("--cache", help="Keep events as Parquet next to each file.")] = False,
     jobs: Annotated[
         int | None, Option(min=1, help="Concurrent processes; default up to 4 for large files.")
@@ -333,16 +340,35 @@ def trace(
     Reports steps, idle time and its causes, operators, copies and ranks.
     """
     from backlight.cli.render.trace import print_analysis, save_page
-    from backlight.trace.analysis import analyse
+    from backlight.cli.render.trace_details import print_diff
+    from backlight.trace.analysis import analyse, analyse_rank
     from backlight.trace.cache import open_trace
+    from backlight.trace.events import TraceError
+    from backlight.trace.perfetto import save_overlay
     from backlight.trace.reader import default_workers
+    from backlight.trace.timeline import Timeline
+    from backlight.trace.trace_diff import diff
 
+    if len(files) > 1 and (against is not None or overlay is not None):
+        raise TraceError(f"--against and --overlay: expected one trace before them, got {len(files)}")
+    if against is not None:
+        files = [*files, against]
     traces = [open_trace(f, cache=cache, workers=jobs or default_workers(f)) for f in files]
+    if overlay is not None:
+        added = save_overlay(Timeline(traces[0]), overlay, step)
+        write(f"written: {overlay} ({added:,} events added)", file=sys.stderr)
+    if against is not None:
+        found = diff(*(analyse_rank(Timeline(one), step) for one in traces))
+        if as_json:
+            print_json({"unit": "ns", **to_json(found)})
+        else:
+            print_diff(found, make_console(), rows)
+        return 0
     analysis = analyse(traces, step=step)
     if as_json:
         print_json({"unit": "ns", **to_json(analysis)})
     else:
-        print_analysis(analysis, make_console(), rows)
+        print_analysis(analysis, make_console(), rows, full=full)
     if out is not None:
         save_page(analysis, out, rows)
         write(f"written: {out}", file=sys.stderr)

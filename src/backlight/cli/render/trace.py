@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from backlight.cli.console import make_table
+from backlight.cli.render.trace_details import detail_tables, ms
 from backlight.terminal import make_console
 from backlight.text import listed
 from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
@@ -20,6 +21,7 @@ from backlight.trace.classification import short
 from backlight.trace.operators import Row
 from backlight.trace.ranks import Ranks, stragglers
 from backlight.trace.utilization import Idle
+from backlight.trace.verdict import CAUSES, facts, verdict
 
 _PAGE_WIDTH = 150
 
@@ -27,12 +29,21 @@ GROUPS = 4
 """Process groups whose steps are printed; --json has them all."""
 
 
-def print_analysis(analysis: Analysis, console: Console, top: int) -> None:
-    """Print the tables of every rank, and what the ranks say together."""
+def print_analysis(analysis: Analysis, console: Console, top: int, *, full: bool = True) -> None:
+    """Print of every rank what limits it, then at most ten lines, or the tables; then the ranks together."""
     for one in analysis.traces:
-        _print_rank(one, console, top)
+        console.print(f"{'' if one.rank is None else f'rank {one.rank}: '}{verdict(one)}", style="bold")
+        if full:
+            _print_rank(one, console, top)
+            continue
+        for line in facts(one):
+            console.print(f"  {line}")
+        for note in one.notes:
+            console.print(f"note: {note}", style="dim")
+    if not full:
+        console.print("Tables: --full. All rows: --json", style="dim")
     if analysis.ranks is not None:
-        _print_ranks(analysis.ranks, console, top)
+        _print_ranks(analysis.ranks, console, top, full=full)
 
 
 def save_page(analysis: Analysis, path: Path, top: int) -> None:
@@ -83,12 +94,9 @@ def _print_rank(one: RankAnalysis, console: Console, top: int) -> None:
         console.print(_copies(one, top))
     if one.pairs:
         console.print(_pairs(one, top))
+    for table in detail_tables(one, top):
+        console.print(table)
     console.print()
-
-
-def _ms(nanoseconds: float) -> str:
-    value = nanoseconds / 1e6
-    return f"{value:,.1f}" if value >= 10 else f"{value:.3f}"
 
 
 def _part(part: float, whole: float) -> str:
@@ -104,15 +112,15 @@ def _steps(steps: Sequence[StepRow], top: int) -> Table:
         table.add_row(f"... {len(steps) - top} more", *[""] * 6)
     if len(steps) > 2:
         middle = np.median([row.duration for row in steps])
-        table.add_row("median", _ms(float(middle)), *[""] * 5)
+        table.add_row("median", ms(float(middle)), *[""] * 5)
     return table
 
 
 def _step_cells(row: StepRow) -> list[str]:
     if row.device is None:
-        return [_ms(row.duration), "not measured", *["-"] * 4]
+        return [ms(row.duration), "not measured", *["-"] * 4]
     return [
-        _ms(row.duration),
+        ms(row.duration),
         _part(row.busy, row.duration),
         _part(row.idle.total, row.duration),
         _part(row.overlap.computation, row.duration),
@@ -121,24 +129,15 @@ def _step_cells(row: StepRow) -> list[str]:
     ]
 
 
-_CAUSES = {
-    "host_bound": "host-bound: the next kernel was not launched yet",
-    "synchronisation": "synchronisation: the host had waited for the device",
-    "data": "data: the host waited for a DataLoader",
-    "communication": "communication: the host waited for a collective",
-    "launch_gap": "launch: within 20 us of the launch",
-    "queued": "queued: launched, waiting for another stream or rank",
-    "unknown": "unknown: no launch in the trace",
-}
-
-
 def _idle(steps: Sequence[StepRow]) -> Table:
     table = make_table("the device is idle because of", "ms", "of all steps")
     length = sum(row.duration for row in steps)
     for field in fields(Idle):
         spent = sum(getattr(row.idle, field.name) for row in steps)
         if spent:
-            table.add_row(_CAUSES[field.name], _ms(spent), _part(spent, length))
+            table.add_row(
+                f"{field.name.replace('_', '-')}: {CAUSES[field.name]}", ms(spent), _part(spent, length)
+            )
     return table
 
 
@@ -153,7 +152,7 @@ def _critical(steps: Sequence[StepRow]) -> Table:
     table = make_table("critical path of the steps", "ms", "share")
     for name, spent in parts.most_common():
         if spent:
-            table.add_row(name, _ms(spent), _part(spent, total))
+            table.add_row(name, ms(spent), _part(spent, total))
     return table
 
 
@@ -164,17 +163,21 @@ def _rows(
     table = make_table(title, *extra, calls, "host ms", "device ms", f"of {where}")
     for row in rows[:top]:
         cells = [row.phase] if phase else []
-        numbers = (f"{row.calls:,}", _ms(row.host), _ms(row.device), f"{row.share:.1%}")
+        numbers = (f"{row.calls:,}", ms(row.host), ms(row.device), f"{row.share:.1%}")
         table.add_row(short(row.name), *cells, *numbers)
     _add_rest(table, rows, top, len(extra) + 3)
     return table
 
 
 def _kernels(rows: Sequence[Row], top: int) -> Table:
-    table = make_table("kernel", "kind", "calls", "ms", "of device")
+    table = make_table("kernel", "kind", "calls", "ms", "of device", "min us", "max us", "sigma us")
     for row in rows[:top]:
-        table.add_row(short(row.name), row.kind, f"{row.calls:,}", _ms(row.device), f"{row.share:.1%}")
-    _add_rest(table, rows, top, 3)
+        spread = (f"{value / 1e3:,.1f}" for value in (row.shortest, row.longest, row.deviation))
+        cells = (row.kind, f"{row.calls:,}", ms(row.device), f"{row.share:.1%}", *spread)
+        table.add_row(short(row.name), *cells)
+    if len(rows) > top:
+        rest = sum(row.share for row in rows[top:])
+        table.add_row(f"... {len(rows) - top} more", *[""] * 3, f"{rest:.1%}", *[""] * 3)
     return table
 
 
@@ -188,7 +191,7 @@ def _transfers(one: RankAnalysis, top: int) -> Table:
     table = make_table("copies by the device", "calls", "MB", "ms")
     for row in one.transfers[:top]:
         size = "not recorded" if row.bytes is None else f"{row.bytes / 1e6:,.1f}"
-        table.add_row(row.name, f"{row.calls:,}", size, _ms(row.device))
+        table.add_row(row.name, f"{row.calls:,}", size, ms(row.device))
     return table
 
 
@@ -202,7 +205,7 @@ def _copies(one: RankAnalysis, top: int) -> Table:
         elements = "-" if row.elements is None else f"{row.elements:,}"
         table.add_row(
             types, layouts[row.contiguous], f"{row.calls:,}", elements,
-            _ms(row.device if device else row.host), f"{row.share:.1%}", row.line or "-",
+            ms(row.device if device else row.host), f"{row.share:.1%}", row.line or "-",
         )  # fmt: skip
     return table
 
@@ -216,11 +219,11 @@ def _pairs(one: RankAnalysis, top: int) -> Table:
         behind = row.backward_device if device else row.backward_host
         ratio = f"{behind / ahead:.1f}" if ahead else "-"
         name = f"{short(row.forward)} / {short(row.backward)}"
-        table.add_row(name, f"{row.calls:,}", _ms(ahead), _ms(behind), ratio)
+        table.add_row(name, f"{row.calls:,}", ms(ahead), ms(behind), ratio)
     return table
 
 
-def _print_ranks(ranks: Ranks, console: Console, top: int) -> None:
+def _print_ranks(ranks: Ranks, console: Console, top: int, *, full: bool) -> None:
     size = "" if ranks.world_size is None else f" of {ranks.world_size}"
     console.print(f"{len(ranks.given)}{size} ranks", style="bold")
     for note in ranks.notes:
@@ -228,12 +231,12 @@ def _print_ranks(ranks: Ranks, console: Console, top: int) -> None:
     if not ranks.steps:
         return
     late = stragglers(ranks)
-    for one in late[:GROUPS]:
+    for one in late[: GROUPS if full else 0]:
         shown = one.group[:8]
         table = make_table("waited in collectives, ms", *(f"rank {rank}" for rank in shown), "last", "by ms")
         for step in [step for step in ranks.steps if step.group == one.group][:top]:
-            waits = (_ms(step.waited[rank]) for rank in shown)
-            table.add_row(f"step {step.step}", *waits, f"rank {step.last}", _ms(step.delay))
+            waits = (ms(step.waited[rank]) for rank in shown)
+            table.add_row(f"step {step.step}", *waits, f"rank {step.last}", ms(step.delay))
         console.print(table)
     for one in late:
         group = "" if len(late) == 1 else f"group of ranks {listed(list(map(str, one.group)), 8)}: "

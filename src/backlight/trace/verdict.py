@@ -1,0 +1,123 @@
+"""What limits the steps of a trace, in one line, and the facts behind it in at most ten."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+
+from backlight.text import percent
+from backlight.trace.analysis import RankAnalysis, exposed_communication, idle_share
+from backlight.trace.classification import short
+from backlight.trace.utilization import Idle
+
+IDLE_SHARE = 0.2
+"""Share of a step from which idle time is what limits it, where communication does not."""
+
+EXPOSED_SHARE = 0.2
+"""Share of a step from which communication without computation is what limits it."""
+
+SHOWN = 3
+"""Kinds, operators and parts of the path that a line names."""
+
+CAUSES = {
+    "host_bound": "the next kernel was not launched yet",
+    "synchronisation": "the host had waited for the device",
+    "data": "the host waited for a DataLoader",
+    "communication": "the host waited for a collective",
+    "launch_gap": "launch latency",
+    "queued": "launched work waited for another stream or rank",
+    "unknown": "the launch is not in the trace",
+}
+
+
+def verdict(one: RankAnalysis) -> str:
+    """Return what limits the steps, in one line."""
+    lengths = _lengths(one)
+    what = (
+        f"step {_ms(float(np.median(lengths)))}"
+        if one.steps[0].number is not None
+        else (f"trace of {_ms(float(np.median(lengths)))}")
+    )
+    idle, exposed = idle_share(one), exposed_communication(one) or 0.0
+    if idle is None:
+        top = one.kinds[0] if one.kinds else None
+        where = f": {top.name} takes {percent(top.share)} of the host's time" if top else ""
+        return f"{what}, no device{where}"
+    causes = _causes(one)
+    if exposed >= max(EXPOSED_SHARE, idle):
+        return f"{what}, limited by communication: {percent(exposed)} of it with no computation"
+    if idle >= IDLE_SHARE and causes:
+        name, spent = next(iter(causes.items()))
+        whole = sum(causes.values())
+        part = percent(spent / whole)
+        return f"{what}, device idle {percent(idle)}: mostly {CAUSES[name]} ({part} of the idle time)"
+    top = one.kinds[0]
+    busy = f"limited by the device (busy {percent(1 - idle)})"
+    return f"{what}, {busy}: {top.name} is {percent(top.share)} of its time"
+
+
+def facts(one: RankAnalysis) -> list[str]:
+    """Return at most ten lines behind the verdict."""
+    lengths = _lengths(one)
+    causes, path = _causes(one), _path(one)
+    whole, length = sum(row.duration for row in one.steps) or 1, sum(path.values()) or 1
+    exposed = exposed_communication(one)
+    lines = {
+        "steps": f"{len(lengths)}, {_ms(min(lengths))} to {_ms(max(lengths))}" if len(lengths) > 1 else "",
+        f"{'device' if one.device_total else 'host'} time": _shares([(r.name, r.share) for r in one.kinds]),
+        "phases": _shares([(row.name, row.share) for row in one.phases]),
+        "operators": _shares([(short(row.name, 28), row.share) for row in one.operators[:2]]),
+        "idle, of the steps": _shares([(name.replace("_", "-"), ns / whole) for name, ns in causes.items()]),
+        "communication alone": "" if exposed is None else f"{percent(exposed)} of a step",
+        "critical path": _shares([(name, spent / length) for name, spent in path.items()]),
+        "copies": next((f"{row.line}, {percent(row.share)}" for row in one.copies if row.line), ""),
+        "launches": _launches(one),
+        "full queue": _full_queue(one),
+    }
+    return [f"{name}: {text}" for name, text in lines.items() if text]
+
+
+def _launches(one: RankAnalysis) -> str:
+    most = max(one.launches, key=lambda row: row.calls, default=None)
+    if most is None:
+        return ""
+    shorter = sum(row.short for row in one.launches) / sum(row.calls for row in one.launches)
+    return f"median delay {_ms(most.delay.median)}; {percent(shorter)} of the kernels are shorter than theirs"
+
+
+def _full_queue(one: RankAnalysis) -> str:
+    longest = max(one.streams, key=lambda row: row.full, default=None)
+    if longest is None or not longest.full:
+        return ""
+    return f"stream {longest.stream} for {_ms(longest.full)}: the host runs ahead as far as it can"
+
+
+def _lengths(one: RankAnalysis) -> list[int]:
+    return list({row.number: row.duration for row in one.steps}.values())
+
+
+def _causes(one: RankAnalysis) -> dict[str, int]:
+    spent = {f.name: sum(getattr(row.idle, f.name) for row in one.steps) for f in fields(Idle)}
+    return {name: ns for name, ns in sorted(spent.items(), key=lambda item: -item[1]) if ns}
+
+
+def _path(one: RankAnalysis) -> dict[str, int]:
+    parts: dict[str, int] = {}
+    for path in {id(row.critical_path): row.critical_path for row in one.steps}.values():
+        for name, spent in (
+            *((f"host {name}", ns) for name, ns in path.host.items()),
+            *((f"device {name}", ns) for name, ns in path.device.items()),
+            ("launch", path.launch),
+            ("return from waits", path.synchronisation),
+        ):
+            parts[name] = parts.get(name, 0) + spent
+    return dict(sorted(parts.items(), key=lambda item: -item[1]))
+
+
+def _shares(rows: list[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {percent(share)}" for name, share in rows[:SHOWN] if share > 0)
+
+
+def _ms(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:.3g} ms"

@@ -1,0 +1,161 @@
+"""Details of a trace with known values: annotations, launches, queues, streams, sequences, rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from backlight.trace.analysis import RankAnalysis, analyse
+from backlight.trace.device_queues import FULL_QUEUE, Spread
+from backlight.trace.reader import read_trace
+from backlight.trace.verdict import facts, verdict
+from synthetic_traces import REAL, SKIP_REASON, TraceBuilder
+
+Analyse = Callable[[TraceBuilder], RankAnalysis]
+US = 1000
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.fixture
+def analysed(tmp_path: Path) -> Analyse:
+    def analysed(builder: TraceBuilder) -> RankAnalysis:
+        return analyse([read_trace(builder.write(tmp_path / "made.json"))]).traces[0]
+
+    return analysed
+
+
+def test_annotations_of_one_name_count_once_where_nested(analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    builder.add("user_annotation", "block", 10, 300)
+    builder.add("user_annotation", "attention", 20, 100)
+    builder.kernel("ampere_sgemm", 30, 40, 60)
+    builder.add("user_annotation", "block", 150, 100)
+    builder.kernel("ampere_sgemm", 160, 170, 20)
+    builder.add("user_annotation", "block", 400, 50)
+    found = {row.name: row for row in analysed(builder).annotations}
+    assert (found["block"].calls, found["block"].host, found["block"].device) == (3, 350 * US, 80 * US)
+    assert (found["attention"].host, found["attention"].device) == (100 * US, 60 * US)
+    assert found["attention"].share == pytest.approx(0.75)
+
+
+def test_launches_queues_and_streams(analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    builder.kernel("ampere_sgemm", 0, 100, 100)  # call 0 to 5, delay 95
+    builder.kernel("ampere_sgemm", 10, 200, 100)  # delay 185
+    builder.kernel("ampere_sgemm", 20, 300, 4)  # delay 275, shorter than its launch
+    builder.kernel(NCCL, 30, 40, 500, stream=20)  # delay 5
+    found = analysed(builder)
+    (row,) = found.launches
+    assert (row.name, row.calls, row.short) == ("cudaLaunchKernel", 4, 1)
+    assert row.call == Spread(5 * US, 5 * US, 5 * US, 5 * US)
+    assert (row.delay.min, row.delay.median, row.delay.max) == (5 * US, 140 * US, 275 * US)
+    queues = {one.stream: one for one in found.streams}
+    assert [one.stream for one in found.streams] == [20, 7]
+    assert (queues[7].events, queues[7].busy, queues[7].longest) == (3, 204 * US, 3)
+    # One from 0, two from 10, three from 20 to 100, two to 200, one to 300.
+    assert queues[7].mean == pytest.approx((10 + 20 + 240 + 200 + 100) / 300)
+    assert queues[7].kinds == {"matmul": 204 * US}
+    assert queues[20].kinds == {"communication": 500 * US}
+    assert queues[7].full == 0
+
+
+def test_time_at_a_full_queue(analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 10_000)
+    for number in range(FULL_QUEUE):
+        builder.kernel("ampere_sgemm", number, 5000 + 2 * number, 1, took=0.5)
+    (stream,) = analysed(builder).streams
+    assert stream.longest == FULL_QUEUE
+    assert stream.full == (5000 - (FULL_QUEUE - 1)) * US  # from the last launch to the first begin
+
+
+def test_sequences_that_repeat(analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 5000)
+    at = 10
+    for _ in range(6):
+        for name, length in (("gemm_a", 10), ("softmax_b", 20), ("gemm_c", 30)):
+            builder.kernel(name, at, at + 5, length)
+            at += 50
+    builder.kernel("other_d", at, at + 5, 10)
+    (found,) = analysed(builder).sequences
+    assert (found.kernels, found.count) == (("gemm_a", "softmax_b", "gemm_c"), 6)
+    assert found.device == 6 * 60 * US
+
+
+def test_spread_of_kernels(analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 5000)
+    for number, length in enumerate((10, 20, 30)):
+        builder.kernel("ampere_sgemm", 100 * number, 100 * number + 10, length)
+    (row,) = analysed(builder).kernels
+    assert (row.shortest, row.longest) == (10 * US, 30 * US)
+    assert row.deviation == pytest.approx((200 / 3) ** 0.5 * US)
+
+
+def test_rates_of_operators_copies_and_collectives(analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    shapes = {"Input Dims": [[64, 128], [128, 256]], "Input type": ["c10::BFloat16", "c10::BFloat16"]}
+    builder.operator("aten::mm", 10, 20, **shapes)
+    builder.kernel("ampere_sgemm", 15, 40, 8)
+    shapes = {"Input Dims": [[64, 128], [64, 128], []], "Input type": ["float", "float", "Scalar"]}
+    builder.operator("aten::add", 50, 20, **shapes)
+    builder.kernel("elementwise_kernel", 55, 70, 4)
+    builder.kernel("Memcpy HtoD (Pinned -> Device)", 100, 110, 10, category="gpu_memcpy", bytes=20_000)
+    builder.kernel("Memcpy HtoD (Pinned -> Device)", 130, 140, 10, category="gpu_memcpy", bytes=60_000)
+    about = {"Process Group Ranks": "[0, 1, 2, 3]", "Collective name": "allreduce", "dtype": "BFloat16"}
+    builder.operator("record_param_comms", 200, 20, **about, **{"In msg nelems": 1_000_000})
+    builder.kernel(NCCL, 205, 220, 100, stream=20)
+    found = analysed(builder)
+    by_name = {row.name: row for row in found.operator_rates}
+    product, sum_ = by_name["aten::mm"], by_name["aten::add"]
+    assert product.tflops == pytest.approx(2 * 64 * 128 * 256 / 8e-6 / 1e12)
+    moved = 2 * (64 * 128 + 128 * 256 + 64 * 256)
+    assert product.tbytes == pytest.approx(moved / 8e-6 / 1e12)
+    assert sum_.tflops is None
+    assert sum_.tbytes == pytest.approx(3 * 4 * 64 * 128 / 4e-6 / 1e12)
+    (copy,) = found.copy_rates
+    assert (copy.min, copy.mean, copy.max) == pytest.approx((2.0, 4.0, 6.0))
+    (collective,) = found.collective_rates
+    assert (collective.name, collective.ranks, collective.bytes) == ("allreduce", 4, 2_000_000)
+    assert collective.bus == pytest.approx(2 * 3 / 4 * 2_000_000 / 100_000)
+
+
+def test_asynchronous_run_states_that_its_path_is_on_the_host(analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    builder.kernel("ampere_sgemm", 10, 20, 1000)
+    assert any("the host never waits for the device" in note for note in analysed(builder).notes)
+    builder.add("cuda_runtime", "cudaDeviceSynchronize", 30, 1000)
+    builder.step(2, 1000, 1200)
+    assert not any("never waits" in note for note in analysed(builder).notes)
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"),
+    [(10, "limited by the device"), (500, "mostly the next kernel was not launched yet")],
+)
+def test_verdict_names_what_limits_the_step(analysed: Analyse, launch: float, expected: str) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    builder.kernel("ampere_sgemm", launch, launch + 5, 990 - launch)
+    found = analysed(builder)
+    assert expected in verdict(found)
+    assert len(facts(found)) <= 10
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
+def test_real_queue_is_full_where_launches_block() -> None:
+    found = analyse([read_trace(REAL / "training_one_gpu.json.gz")]).traces[0]
+    (stream,) = found.streams
+    assert stream.longest == FULL_QUEUE
+    assert stream.full > 200e6
+    (launches,) = found.launches
+    assert launches.calls == 4350
+    assert sum(row.count for row in found.sequences) > 100
+    assert len(facts(found)) <= 10

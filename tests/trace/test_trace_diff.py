@@ -1,0 +1,120 @@
+"""The difference of two traces, and the overlay that Perfetto opens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from backlight.cli import app as application
+from backlight.trace.analysis import RankAnalysis, analyse
+from backlight.trace.critical_path import Paths
+from backlight.trace.events import TraceError
+from backlight.trace.perfetto import TRACK, save_overlay
+from backlight.trace.reader import read_trace
+from backlight.trace.timeline import Timeline
+from backlight.trace.trace_diff import diff
+from synthetic_traces import LAYOUTS, REAL, SKIP_REASON, TraceBuilder, write
+
+
+def made(matmul: float, *, steps: int = 2, extra: bool = False) -> TraceBuilder:
+    """Steps with one matrix product of ``matmul`` microseconds."""
+    builder = TraceBuilder()
+    for step in range(steps):
+        begin = 1000 * step
+        builder.step(step, begin, 900)
+        builder.operator("aten::mm", begin + 10, 30)
+        builder.kernel("ampere_sgemm", begin + 15, begin + 50, matmul)
+        if extra:
+            builder.operator("aten::gelu", begin + 60, 30)
+            builder.kernel("elementwise_kernel", begin + 65, begin + 700, 40)
+        builder.add("cuda_runtime", "cudaStreamSynchronize", begin + 100, 400)
+    return builder
+
+
+def analysis_of(builder: TraceBuilder, path: Path) -> RankAnalysis:
+    return analyse([read_trace(builder.write(path))]).traces[0]
+
+
+def test_difference_is_per_step_and_adds_up(tmp_path: Path) -> None:
+    first = analysis_of(made(400), tmp_path / "a.json")
+    second = analysis_of(made(300, steps=4, extra=True), tmp_path / "b.json")
+    found = diff(first, second)
+    assert (found.where, found.steps) == ("device", (2, 4))
+    assert found.total == (400_000, 340_000)
+    rows = {row.name: row for row in found.operators}
+    assert (rows["aten::mm"].time, rows["aten::mm"].change) == ((400_000, 300_000), -100_000)
+    assert (rows["aten::gelu"].calls, rows["aten::gelu"].change) == ((0, 1), 40_000)
+    for table in (found.kinds, found.operators, found.kernels):
+        assert sum(row.change for row in table) == pytest.approx(found.total[1] - found.total[0])
+        assert abs(table[0].change) == max(abs(row.change) for row in table)
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
+def test_trace_does_not_differ_from_itself() -> None:
+    one = analyse([read_trace(REAL / "alexnet.json.gz")]).traces[0]
+    found = diff(one, one)
+    assert {row.change for table in (found.kinds, found.operators, found.kernels) for row in table} == {0.0}
+    assert found.total[0] == one.device_total
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = made(400).write(tmp_path / "a.json"), made(300).write(tmp_path / "b.json.gz")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_info:
+            application.main(["trace", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return int(exit_info.value.code or 0), captured.out, captured.err
+
+    code, out, _ = call(first, "--against", second)
+    assert code == 0
+    assert "device per step 0.400 ms to 0.300 ms (-0.100 ms)" in out
+    code, out, _ = call(first, "--against", second, "--json")
+    assert json.loads(out)["operators"][0]["time"] == [400_000, 300_000]
+    code, _, errors = call(first, second, "--against", second)
+    assert code == 2
+    assert "expected one trace before them, got 2" in errors
+    code, _, errors = call(first, "--overlay", tmp_path / "overlay.json")
+    assert code == 0
+    assert "events added" in errors
+    code, _, errors = call(first, "--overlay", first)
+    assert code == 2
+    assert "is the trace itself" in errors
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_overlay_keeps_the_trace_and_adds_the_path(tmp_path: Path, layout: str, suffix: str) -> None:
+    source = write(tmp_path / "trace.json.gz", made(400).events, layout)
+    target = tmp_path / f"overlay{suffix}"
+    timeline = Timeline(read_trace(source))
+    added = save_overlay(timeline, target)
+    data = gzip.decompress(target.read_bytes()) if suffix.endswith("gz") else target.read_bytes()
+    document = json.loads(data)
+    events = document if isinstance(document, list) else document["traceEvents"]
+    original = json.loads(gzip.decompress(source.read_bytes()))
+    assert events[added:] == (original if isinstance(original, list) else original["traceEvents"])
+    path = [event for event in events[:added] if event["ph"] == "X"]
+    assert {event["pid"] for event in events[:added]} == {TRACK}
+    assert sum(event["dur"] for event in path) == pytest.approx(2 * 900)
+    assert {event["args"]["where"] for event in path} == {"host", "device", "launch", "wait"}
+    assert any(event["ph"] == "C" for event in events[:added])
+
+
+def test_parts_of_the_path_follow_each_other(tmp_path: Path) -> None:
+    timeline = Timeline(read_trace(made(400).write(tmp_path / "a.json")))
+    for step in timeline.steps:
+        parts = Paths(timeline).parts(step)
+        assert (parts[0].start, parts[-1].end) == (step.start, step.end)
+        assert all(one.end == other.start for one, other in pairwise(parts))
+
+
+def test_overlay_of_a_missing_step_is_refused(tmp_path: Path) -> None:
+    timeline = Timeline(read_trace(made(400).write(tmp_path / "a.json")))
+    with pytest.raises(TraceError, match="has no step 9"):
+        save_overlay(timeline, tmp_path / "b.json", 9)
+    assert not (tmp_path / "b.json").exists()
