@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from collections import defaultdict
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,6 +152,51 @@ def test_verdict_names_what_limits_the_step(analysed: Analyse, launch: float, ex
     found = analysed(builder)
     assert expected in verdict(found)
     assert len(facts(found)) <= 10
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
+@pytest.mark.parametrize("name", ["alexnet", "training_one_gpu", "b200_eager", "mi300_vit"])
+def test_queues_launches_and_bandwidths_against_a_plain_loop(name: str) -> None:
+    path = REAL / f"{name}.json.gz"
+    plain = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal)["traceEvents"]
+    complete = [event for event in plain if event.get("ph") == "X" and "args" in event]
+    calls: dict[int, tuple[int, int]] = {}
+    for event in complete:
+        if event["cat"] in {"cuda_runtime", "cuda_driver", "hip_runtime"} and event["args"].get(
+            "correlation"
+        ):
+            calls.setdefault(event["args"]["correlation"], span(event))
+    work = [event for event in complete if event["cat"] in {"kernel", "gpu_memcpy", "gpu_memset"}]
+    moments: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    delays, rates = [], defaultdict(list)
+    for event in work:
+        start, end = span(event)
+        size, call = event["args"].get("bytes", 0), calls.get(event["args"].get("correlation", 0))
+        if size and event["cat"] != "kernel":
+            rates[event["name"]].append(size / max(end - start, 1))
+        if call is not None:
+            moments[event["args"]["stream"]] += [(call[0], -1), (start, 1)]
+            if event["cat"] == "kernel":
+                delays.append(max(start - call[1], 0))
+    longest = {}
+    for stream, changes in moments.items():
+        length = 0
+        for _, change in sorted(changes):
+            length -= change
+            longest[stream] = max(longest.get(stream, 0), length)
+    found = analyse([read_trace(path)]).traces[0]
+    inside = {one.stream: one.longest for one in found.streams}
+    assert inside == longest
+    assert max(row.delay.max for row in found.launches) == max(delays)
+    assert sum(row.calls for row in found.launches) == len(delays)
+    assert {row.name: row.max for row in found.copy_rates} == pytest.approx(
+        {kind: max(values) for kind, values in rates.items()}
+    )
+
+
+def span(event: dict[str, Any]) -> tuple[int, int]:
+    start = int(Decimal(event["ts"]) * 1000)
+    return start, start + int(Decimal(event["dur"]) * 1000)
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)

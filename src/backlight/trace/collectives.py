@@ -49,7 +49,11 @@ def collectives(timeline: Timeline) -> list[Collective]:
                     return ranks[code]
         return everyone
 
+    lacking = {name for name in ("elements", "dtype", "collective") if not (events[name] >= 0).any()}
+
     def recorded(column: str, row: int, launch: int) -> int:
+        if column in lacking:
+            return MISSING
         values = events[column]
         around = (int(values[tree.rows[outer]]) for outer in tree.upwards(launch))
         return next((value for value in (int(values[row]), *around) if value >= 0), MISSING)
