@@ -1,7 +1,8 @@
 """Numbers of ``backlight trace`` beside those of HolisticTraceAnalysis on real traces.
 
 HolisticTraceAnalysis runs in its own process, since it is no dependency: ``--hta PYTHON`` names an
-interpreter that has it (0.5.0). It keeps whole microseconds in some tables, and leaves out kernels without a launch.
+interpreter that has it (0.5.0). It keeps whole microseconds in some tables, and leaves out kernels without
+a launch.
 
     python bench/trace_oracle.py --hta PYTHON ../shared/data/traces/training_one_gpu.json.gz
 """
