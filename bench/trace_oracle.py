@@ -1,4 +1,4 @@
-"""Numbers of ``backlight trace`` beside those of HolisticTraceAnalysis on real traces.
+"""Numbers of ``backlight trace`` next to those of HolisticTraceAnalysis on real traces.
 
 HolisticTraceAnalysis runs in its own process, since it is no dependency: ``--hta PYTHON`` names an
 interpreter that has it (0.5.0). It keeps whole microseconds in some tables, and leaves out kernels without
@@ -81,9 +81,9 @@ def main() -> None:
         if not result:
             print(f"{path}: {(done.stderr.strip().splitlines() or ['no result'])[-1]}", file=sys.stderr)
             continue
-        theirs, ours = json.loads(result[0].removeprefix("RESULT ")), own(path)
-        for name in dict.fromkeys([*ours, *theirs]):
-            one, other = ours.get(name), theirs.get(name)
+        theirs, measured = json.loads(result[0].removeprefix("RESULT ")), own(path)
+        for name in dict.fromkeys([*measured, *theirs]):
+            one, other = measured.get(name), theirs.get(name)
             shown = ["-" if value is None else f"{value:,.6g}" for value in (one, other)]
             apart = f"{abs(one - other) / max(abs(other), 1e-9):.2%}" if one and other else "-"
             table.add_row(path.name, name, *shown, apart)
