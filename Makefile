@@ -12,7 +12,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 # They assert on shares of time: one that fails is tried once more, in a fresh process.
 ALONE := tests/diagnose/test_matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups
 
-.PHONY: demo test test-full lint coverage setups bench docs clean
+.PHONY: demo test test-full lint coverage setups compatibility bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo  ## install, train a small transformer on real text, show findings and report
@@ -42,6 +42,9 @@ docs: $(VENV)/.dev  ## the documentation site in build/site; its commands run wh
 
 setups: $(VENV)/.dev  ## every monitor in every training setup; writes the table of docs/setups.md
 	$(ONE_THREAD) $(BIN)/python tests/setups/table.py
+
+compatibility: $(VENV)/.dev  ## other releases of torch, Python and frameworks; writes the table of docs/compatibility.md; hours
+	$(BIN)/python tests/compatibility/table.py
 
 bench: $(VENV)/.dev  ## every speed claim, interleaved with a peer
 	for file in bench/*.py; do OMP_WAIT_POLICY=PASSIVE $(BIN)/python $$file || exit 1; done

@@ -26,8 +26,8 @@ from backlight.store.write.database import SQLITE_VERSION
 OLDEST_TORCH = (2, 9)
 """Oldest release of torch that can be watched."""
 
-NEWEST_TORCH = (2, 13)
-"""Newest release of torch that the tests have run with."""
+NEWEST_TORCH = (2, 15)
+"""Newest release of torch that the tests have run with: see docs/compatibility.md."""
 
 EXTRAS = {
     "live": "backlight open",
