@@ -37,7 +37,7 @@ class Cell:
     @property
     def folder(self) -> str:
         """Name of its folder."""
-        return re.sub(r"[^\w.]+", "-", self.name)
+        return re.sub(r"[^\w.]+", "-", self.name.lower())
 
 
 def _least(distribution: str) -> str:

@@ -1,12 +1,12 @@
 """Run the tests with other releases, store the results, and write the table of docs/compatibility.md.
 
-python tests/compatibility/table.py                     every cell: a virtual environment and a test run each, hours
-python tests/compatibility/table.py --only "torch 2.15" cells whose name holds this text
-python tests/compatibility/table.py --read              count what the folders of the cells hold, run nothing
-python tests/compatibility/table.py --stored            the table alone, from the stored results
+python tests/compatibility/table.py                      every cell, which takes hours
+python tests/compatibility/table.py --only "torch 2.15"  cells whose name holds this text
+python tests/compatibility/table.py --read               count what the folders of the cells hold, run nothing
+python tests/compatibility/table.py --stored             the table alone, from the stored results
 
-A cell that was run keeps its folder in build/compatibility: the environment, and one log per test run
-(pytest-reportlog). The last outcome of a test counts, so that a log of tests that were run again can be added.
+A cell that was run keeps its folder in build/compatibility: the environment, and one log per test run (by
+pytest-reportlog). The last outcome of a test counts, so a log of tests that were run again can be added.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from compatibility.cells import CELLS, FRAMEWORK_CELLS, ROOT, TORCH_CELLS, Cell  # noqa: E402 - found by now
+from compatibility.cells import CELLS, FRAMEWORK_CELLS, ROOT, TORCH_CELLS, Cell
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -54,7 +54,10 @@ def install(cell: Cell, folder: Path) -> str:
     if interpreter is None:
         return f"no python{cell.python} in PATH"
     packages = ["-e", f"{ROOT}[dev]", "pytest-reportlog", *cell.requirements]
-    commands = ([interpreter, "-m", "venv", folder / "venv"], [python, "-m", "pip", "install", "-q", *packages])
+    commands = (
+        [interpreter, "-m", "venv", folder / "venv"],
+        [python, "-m", "pip", "install", "-q", *packages],
+    )
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -35,5 +35,6 @@ def test_single_rank_is_complete_and_missing_run_is_not(tmp_path: Path) -> None:
 
 
 def test_rank_without_a_file_is_not_awaited(tmp_path: Path) -> None:
-    RunWriter.create(tmp_path / "run", rank=0, world_size=2, run_id="alone")
+    writer = RunWriter.create(tmp_path / "run", rank=0, world_size=2, run_id="alone")
     assert wait_for_ranks(tmp_path / "run", 0)
+    writer.close()

@@ -183,6 +183,7 @@ def test_failing_callback_is_ignored(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     writer.flush()
     assert writer.lost is not None
+    writer.close()
 
 
 def test_arrays_and_evidence_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
