@@ -2,14 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+CORES := $(shell nproc 2>/dev/null || echo 2)
+# Half more than cores: many tests wait for a process, a timeout or a lock.
+JOBS ?= $(shell echo $$(( ($(CORES) * 3 + 1) / 2 )))
 # One thread per worker: tests run in parallel, and sums do not depend on the number of cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Tests start some hundred processes: bytecode is written, whatever the environment says.
 TESTS := $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --dist worksteal
 # Directories of the tests marked `alone`, so that pytest collects nothing else (tests/test_architecture.py).
-# They assert on shares of time: one that fails is tried once more, in a fresh process.
+# They assert on shares of time: each has a core, and one that fails is tried once more, with the machine to itself.
+ALONE_JOBS ?= $(shell echo $$(( $(CORES) > 1 ? 2 : 1 )))
 ALONE := tests/diagnose/test_matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups
 
 .PHONY: demo test test-full lint coverage setups compatibility bench docs clean
@@ -20,7 +23,7 @@ demo: $(VENV)/.demo  ## install, train a small transformer on real text, show fi
 
 test: $(VENV)/.dev  ## every mechanism at least once; `make lint` checks style, types and import contracts
 	$(TESTS) $(PARALLEL) -m "not full and not alone"
-	$(TESTS) -m "alone and not full" $(ALONE) || $(TESTS) --last-failed -m "alone and not full" $(ALONE)
+	$(TESTS) -n $(ALONE_JOBS) --dist loadfile -m "alone and not full" $(ALONE) || $(TESTS) --last-failed -m "alone and not full" $(ALONE)
 
 test-full: $(VENV)/.dev  ## the whole matrices and fault suites as well
 	$(TESTS) $(PARALLEL) -m "not alone"

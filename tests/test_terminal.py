@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 import csv
 import io
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,13 +74,13 @@ def hostile_run(tmp_path: Path) -> Path:
         ["export", f"{HOSTILE}.xyz"],
     ],
 )
-def test_commands_print_no_control_character(arguments: list[str], hostile_run: Path) -> None:
-    command, *rest = arguments
-    where = hostile_run.parent if command == "ls" else hostile_run
-    done = subprocess.run(
-        [sys.executable, "-m", "backlight", command, str(where), *rest], capture_output=True, check=False
-    )
-    text = (done.stdout + done.stderr).decode()
+def test_commands_print_no_control_character(
+    arguments: list[str], hostile_run: Path, command: Callable[..., tuple[int, str, str]]
+) -> None:
+    name, *rest = arguments
+    _, output, errors = command(name, hostile_run.parent if name == "ls" else hostile_run, *rest)
+    text = output + errors
+    assert text
     assert "Traceback" not in text
     for character in HOSTILE:
         assert character.isprintable() or character not in text, repr(text)
@@ -102,13 +101,9 @@ def test_csv_cells_are_no_formulas() -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_exported_csv(raw: bool, hostile_run: Path) -> None:
+def test_exported_csv(raw: bool, hostile_run: Path, command: Callable[..., tuple[int, str, str]]) -> None:
     out = hostile_run.parent / "out.csv"
-    subprocess.run(
-        [sys.executable, "-m", "backlight", "export", str(hostile_run), str(out), "--table", "scalars"]
-        + ["--raw"] * raw,
-        check=True,
-    )
+    assert command("export", hostile_run, out, "--table", "scalars", *["--raw"] * raw)[0] == 0
     with out.open(newline="") as file:
         names = {row["name"] for row in csv.DictReader(file)}
     assert ("=1+1" if raw else "'=1+1") in names

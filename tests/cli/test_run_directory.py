@@ -60,22 +60,23 @@ def recorded(folder: Path, run_of_train: Path) -> Path:
 
 
 def test_a_run_is_refused_without_resume_before_the_script_begins(
-    recorded: Path, console_script: Console
+    recorded: Path, command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (recorded / "other.py").write_text(TRAIN)
     before = content(recorded)
-    same = console_script(recorded, "run", "-o", "runs/x", "train.py")
-    other = console_script(recorded, "run", "-o", "runs/x", "--resume", "other.py")
-    assert same.stderr == (
+    monkeypatch.chdir(recorded)
+    same = command("run", "-o", "runs/x", "train.py")
+    other = command("run", "-o", "runs/x", "--resume", "other.py")
+    assert same[2] == (
         "backlight: runs/x: holds a run of train.py already (finished); choose another --out, or continue "
         "this run with --resume (resume=True)\n"
     )
-    assert other.stderr == (
+    assert other[2] == (
         "backlight: runs/x: holds another training run (of train.py, this script is other.py); choose "
         "another --out\n"
     )
     for refused in (same, other):
-        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused[:2] == (2, "")
     assert content(recorded) == before
 
 
@@ -155,13 +156,13 @@ def test_scripts_that_start_at_once_get_a_directory_each(folder: Path) -> None:
             cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True,
         )
-        for _ in range(4)
+        for _ in range(3)
     ]  # fmt: skip
     for process in starts:
         output, errors = process.communicate(timeout=250)
         assert (process.returncode, output) == (0, "begun\ntrained 2\n"), errors
     runs = [backlight.open_run(path) for path in (folder / "runs").iterdir()]
-    assert len(runs) == 4
+    assert len(runs) == 3
     assert all(run.status is RunStatus.FINISHED and run.last_step() == 3 for run in runs)
     assert all(len(run.attempts) == 1 for run in runs)
 

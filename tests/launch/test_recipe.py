@@ -1,8 +1,7 @@
 """Recipes: checks before the call, settings, checkpoints."""
 
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -206,15 +205,15 @@ def test_invalid_settings_are_refused(pairs: list[str], message: str) -> None:
         parse_settings(pairs)
 
 
-@pytest.mark.parametrize("command", ["gram", "spectra", "memory --fake", "sweep --set dim=2,4"])
-def test_a_training_script_is_refused_with_a_minimal_recipe_and_not_run(tmp_path: Path, command: str) -> None:
+@pytest.mark.parametrize("line", ["gram", "spectra", "memory --fake", "sweep --set dim=2,4"])
+def test_a_training_script_is_refused_with_a_minimal_recipe_and_not_run(
+    tmp_path: Path, line: str, command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = write_recipe(tmp_path, "import torch\nloss = torch.zeros(())\nprint('trained')\n")
-    done = subprocess.run(
-        [Path(sys.executable).with_name("backlight"), *command.split(), script],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    first, _, shown = done.stderr.partition("\n\n")
+    monkeypatch.chdir(tmp_path)
+    code, output, errors = command(*line.split(), script)
+    assert (code, output) == (2, "")
+    first, _, shown = errors.partition("\n\n")
     assert first == (
         f"backlight: {script}: is a script, not a recipe; expected a file that defines build_model, batches "
         "and loss, such as:"
