@@ -454,7 +454,7 @@ def test_products_in_float32_add_less_than_rounding_of_gradients(name: str, trai
 def test_products_in_float32_raise_reported_tolerance() -> None:
     net = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
     x, y = images(7)
-    double = backlight.gram(net, labels, (x.float(), y))
+    double = backlight.gram(net, labels, (x.float(), y), products=torch.float64)
     single = backlight.gram(net, labels, (x.float(), y), products=torch.float32)
     close(single.matrix, double.matrix, 1e-5)
     assert not torch.equal(single.matrix, double.matrix)
