@@ -24,7 +24,7 @@ def train(path: Path, steps: int = 40, **optimizer: Any) -> backlight.Run:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(60)))
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, **optimizer)
     # The model is tiny, and other tests may take its core.
-    floors = {"steptime": {"optimizer_floor": 0.0, "busy_share": 1.0}}
+    floors = {"steptime": {"optimizer_floor": 0.0, "busy_share": 1.0, "steady_steps": 5}}
     with backlight.watch(model, adamw, run=path, monitors=("steptime",), every=1, thresholds=floors):
         for _ in range(steps):
             adamw.zero_grad()
