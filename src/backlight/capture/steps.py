@@ -176,6 +176,18 @@ class StepTracker(Listener):
         if self._max_steps is not None and self.done >= self._max_steps:
             raise StopTraining(0)
 
+    def mark_step(self) -> None:
+        """End the step of an update that no optimizer of torch made; collect the gradients that are left."""
+        if self._counted is not None:
+            HUB.resume()
+        self._skip_capture()
+        self._is_plain = False
+        if self._recording:
+            self._refresh()
+            self._collect(self._scope.parameters(), None)
+        self._stepped.add(0)
+        self._close()
+
     def call_before_steps(self, action: Callable[[], None]) -> None:
         """Call ``action`` before the first backward of each step from here on."""
         self._before_steps = action

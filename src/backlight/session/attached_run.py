@@ -227,7 +227,7 @@ class AttachedRun:
         failed = self._error is not None or self.stopped_by is not None
         with self._notifier.shield():
             self.monitors.call("on_all_stored", failed=failed)
-            if nothing := why_no_step(self.tracker):
+            if nothing := why_no_step(self.tracker, self._scope):
                 self._notifier.unmeasured("gradient", nothing)
                 self.removed = nothing if self._is_script and holds_nothing(writer) else ""
             if self._error is not None:

@@ -23,6 +23,7 @@ from backlight.store.write.attempt import JOIN_TIMEOUT_S, default_path
 from backlight.store.write.writer import RunWriter
 
 if TYPE_CHECKING:
+    from backlight.capture.parameters import Scope
     from backlight.capture.steps import StepTracker
 
 OTHER_RANKS_TIMEOUT_S = 2.0
@@ -136,14 +137,15 @@ def final_findings(writer: RunWriter, *, failed: bool) -> list[Finding]:
     return findings
 
 
-def why_no_step(tracker: StepTracker) -> str:
-    """Return why no step was seen, empty if one was."""
+def why_no_step(tracker: StepTracker, scope: Scope) -> str:
+    """Return why no step was seen, or no parameter; empty if both were."""
     if tracker.done:
-        return ""
+        known = scope.parameters()
+        return "" if known else "no optimizer holds a model: give it to the watch, backlight.watch(model)"
     count = tracker.backwards
     return (
         f"{count} backward passes were seen, but no step of a torch.optim optimizer that holds the "
-        "model: in a loop that updates by hand, call backlight.collect"
+        "model: call watch.mark_step() after each update that is made by hand or by an engine"
         if count
         else "neither a backward pass nor an optimizer step was seen"
     )

@@ -288,6 +288,21 @@ class Watch:
         """What the evaluation at the end found; None before, without one, and where other ranks matter."""
         return None if self._attached is None or rank_and_size()[1] > 1 else self._attached.found
 
+    def mark_step(self) -> None:
+        """End a step: call it after each update that no ``torch.optim`` optimizer makes.
+
+        Gradients that are still in ``.grad`` are recorded. The update itself is not measured.
+
+        Raises
+        ------
+        RuntimeError
+            If the watch was never started.
+        """
+        self._require_start("mark_step")
+        if self._depth and self._attached is not None and not self._attached.is_abandoned:
+            with self._notifier.shield():
+                self._attached.tracker.mark_step()
+
     def check_limit(self) -> None:
         """Raise :class:`StopTraining` once the requested steps are done."""
         self._require_start("check_limit")
