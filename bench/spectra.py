@@ -6,8 +6,10 @@ alignment, intervals, null. The echo of every identifiable direction is compared
 decompositions of all replicates and all references (of ``--full`` replicates, if fewer), aligned among all
 directions. The peak of memory is how far the process rose above what it held, replicates included, next to
 what all factors of all replicates take. Last, the Hungarian alignment of 1024 directions.
+``--null`` measures instead how often directions are found where there are none: in a language model that was
+trained on uniformly random tokens, and in noise with structure.
 
-    OMP_WAIT_POLICY=PASSIVE python bench/spectra.py [--replicates 64] [--full 16] [--quick]
+    OMP_WAIT_POLICY=PASSIVE python bench/spectra.py [--replicates 64] [--full 16] [--quick] [--null]
 """
 
 from __future__ import annotations
@@ -135,6 +137,93 @@ def hungarian(size: int = 1024) -> dict[str, float]:
     return medians
 
 
+class LanguageModel(torch.nn.Module):
+    """A transformer of one layer, without dropout, of ``tokens`` tokens."""
+
+    def __init__(self, tokens: int = 32, width: int = 32, length: int = 16) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(tokens, width)
+        self.position = torch.nn.Embedding(length, width)
+        self.block = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
+        self.head = torch.nn.Linear(width, tokens, bias=False)
+        self.length = length
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits of ``x`` ``[N, T]``."""
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        hidden = self.embed(x) + self.position.weight[: x.shape[1]]
+        return self.head(self.block(hidden, src_mask=mask, is_causal=True))
+
+
+def language(seed: int, *, random: bool, count: int = 8, steps: int = 200) -> dict[str, tuple[int, int]]:
+    """Return directions found and candidates by matrix, of replicates of 16 sequences each.
+
+    Tokens are uniformly random, or each follows its predecessor by a fixed random table, with noise.
+    """
+    torch.manual_seed(seed)
+    model = LanguageModel()
+    following = torch.randint(0, 32, (32,))
+
+    def loss() -> Tensor:
+        x = torch.randint(0, 32, (16, model.length + 1))
+        if not random:
+            for t in range(model.length):
+                x[:, t + 1] = torch.where(torch.rand(16) < 0.8, following[x[:, t]], x[:, t + 1])
+        out = model(x[:, :-1])
+        return torch.nn.functional.cross_entropy(out.flatten(0, 1), x[:, 1:].flatten())
+
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(steps if random else 20):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    replicas = [torch.autograd.grad(loss(), list(matrices.values())) for _ in range(count)]
+    found = {}
+    for name, of_layer in zip(matrices, zip(*replicas, strict=True), strict=True):
+        echo = spectral_echo(of_layer, layer=name)
+        found[name] = (echo.identifiable, echo.candidates)
+    return found
+
+
+def structured(seed: int, kind: str, count: int = 8) -> tuple[int, int]:
+    """Return directions found and candidates in noise without signal whose entries are not independent."""
+    torch.manual_seed(seed)
+    p, q = 64, 128
+    if kind == "few samples: rank 4 each":
+        G = torch.randn(count, p, 4) @ torch.randn(count, 4, q)
+    elif kind == "rows of unequal variance":
+        G = torch.randn(count, p, q) * torch.logspace(0, 2, p)[:, None]
+    elif kind == "heavy tails (t, 2 degrees)":
+        G = torch.distributions.StudentT(2.0).sample((count, p, q))
+    elif kind == "one column of noise shared":
+        G = torch.randn(count, p, q) + 8 * torch.randn(count, p, 1) * torch.ones(q)
+    else:
+        G = torch.randn(count, p, q)
+    echo = spectral_echo(list(G))
+    return echo.identifiable, echo.candidates
+
+
+STRUCTURES = (
+    "independent entries", "few samples: rank 4 each", "rows of unequal variance",
+    "heavy tails (t, 2 degrees)", "one column of noise shared",
+)  # fmt: skip
+
+
+def nulls(console: Console, seeds: int = 10) -> None:
+    """Print how often directions are found where there are none, and where there are some."""
+    table = Table("replicates of", "matrices", "above the noise edge", "found", box=None)
+    for name, random in (("a model on random tokens", True), ("a model on tokens with a rule", False)):
+        rows = [row for seed in range(seeds) for row in language(seed, random=random).values()]
+        table.add_row(name, str(len(rows)), *(str(sum(row[k] > 0 for row in rows)) for k in (1, 0)))
+    for kind in STRUCTURES:
+        rows = [structured(seed, kind) for seed in range(10 * seeds)]
+        table.add_row(
+            f"noise: {kind}", str(len(rows)), *(str(sum(row[k] > 0 for row in rows)) for k in (1, 0))
+        )
+    console.print(table)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -142,7 +231,12 @@ def main() -> int:
     parser.add_argument("--replicates", type=int, default=64)
     parser.add_argument("--full", type=int, default=16, help="replicates of the full computation; 0: none")
     parser.add_argument("--quick", action="store_true", help="R = 8, 512 x 2048 and 512 x 512")
+    parser.add_argument("--null", action="store_true", help="directions found where there are none")
     options = parser.parse_args()
+    if options.null:
+        torch.set_num_threads(1)
+        nulls(Console(width=100))
+        return 0
     shapes = tuple((p // 2, q // 2) for p, q in SHAPES) if options.quick else SHAPES
     count = 8 if options.quick else options.replicates
     console = Console()

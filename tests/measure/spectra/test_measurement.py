@@ -203,7 +203,7 @@ def test_number_of_directions_is_limited():
     G = injected(60, 100, 6, [8, 5, 3])
     whole, two = spectral_echo(G), spectral_echo(G, max_directions=2)
     np.testing.assert_allclose(two.echo[:2], whole.echo[:2], atol=1e-3)
-    assert (two.measured, two.identifiable) == (2, 3)
+    assert (two.measured, two.identifiable, two.candidates, whole.identifiable) == (2, 2, 3, 3)
     assert np.isnan(two.echo[2:]).all()
 
 

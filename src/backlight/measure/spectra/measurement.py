@@ -39,7 +39,8 @@ class SpectralEcho:
     replicates: int  # R
     method: str  # of the decompositions: "svd", "gram" or "randomized"
     noise: Noise
-    identifiable: int  # k directions can be found in one replicate: the first k of every array
+    identifiable: int  # k directions are found in one replicate: the first k of every array
+    candidates: int  # directions whose singular value exceeds what noise of independent entries makes
     measured: int  # K directions were measured
     stable_rank: float | None  # of the mean of all replicates; None where that is zero
     mean: Directions  # directions of that mean, C = 1; at least the identifiable ones
@@ -90,6 +91,12 @@ def _padded(result: SpectralEcho, D: int) -> SpectralEcho:
 
 # The echo of a block of directions costs their number squared.
 _MAX_BLOCK = 128
+
+FOUND_RESIDUAL = 0.5
+"""Misfit of ``Z_ab = ζ_a ζ_b`` up to which a direction counts as found.
+
+Each of R pairs that share nothing has a misfit near 1; replicates that share a direction by echo .7 have .2.
+"""
 
 
 def spectral_echo(
@@ -280,6 +287,17 @@ class _Work:
         return torch.stack([x[:, order] for x, order in zip(columns_RnJ, chosen, strict=True)])
 
 
+def _is_found(Z_1RR: Float64, null: float) -> bool:
+    """Return whether replicates share a direction or block: more than chance shows, and alike in all pairs.
+
+    That a singular value exceeds the edge is not enough: the noise of few samples is no noise of independent
+    entries, and has large singular values of its own in every replicate.
+    """
+    low = float(estimate.interval_of_pooled(Z_1RR)[0, 0])
+    misfit = float(estimate.residual(Z_1RR, estimate.triple(Z_1RR))[0])
+    return low > max(0.0, np.nan_to_num(null)) and misfit <= FOUND_RESIDUAL
+
+
 def _result(work: _Work, rank: float | None) -> SpectralEcho:
     wide, level, plan = work.wide, work.level, work.plan
     R, K, D = len(wide), plan.directions, wide.shape[0]
@@ -295,12 +313,17 @@ def _result(work: _Work, rank: float | None) -> SpectralEcho:
     blocks = clusters(strength_K[: min(plan.identifiable, K)], level.sigma)
     echo_K = estimate.triple_mean(Z_KRR)
     block_K = np.full(K, np.nan)
+    found = None
     for begin, end in blocks:
+        # Of a larger block only its first direction is asked.
+        Z_1RR = Z_KRR[begin : begin + 1]
         if end - begin == 1:
             block_K[begin] = echo_K[begin]
         elif end - begin <= _MAX_BLOCK:
             Z_1RR = estimate.block_reverb(left_RpK, right_RqK, [(begin, end)])
             block_K[begin:end] = estimate.triple_mean(Z_1RR)
+        if found is None and not _is_found(Z_1RR, null_K[begin]):
+            found = begin
     values_RK = np.take_along_axis(work.values_RJ, work.permutation_RK, 1)
     D_KRR = work.cross_diagonal(left_RpK, right_RqK)
     tail = (1 - CONFIDENCE) / 2
@@ -315,7 +338,8 @@ def _result(work: _Work, rank: float | None) -> SpectralEcho:
         replicates=R,
         method=plan.method,
         noise=level,
-        identifiable=plan.identifiable,
+        identifiable=min(plan.identifiable, K) if found is None else found,
+        candidates=plan.identifiable,
         measured=K,
         stable_rank=rank,
         mean=plan.mean,
