@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from backlight.measure.noise_scale import noise_scale
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.monitors.spectra import panels as shared
 from backlight.monitors.spectra.model.echo_records import record_layer
 from backlight.monitors.spectra.panels import (
+    FAR,
     FIELDS,
     explorer,
     frobenius,
@@ -209,7 +211,7 @@ def test_drift_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
 def test_notes_name_noise_and_the_batch(tmp_path: Path) -> None:
     weak = Source(write_spectra_run(tmp_path / "weak", Injected(steps=(0, 10), strengths={UP: (8.0,)})))
     assert any(
-        "In 2 of 3 layers no direction exceeds" in note for note in drawn(weak, "spectra_layers").remarks
+        "In 2 of 3 layers no direction is found" in note for note in drawn(weak, "spectra_layers").remarks
     )
     strengths = {name: (100.0,) for name in STRENGTHS}
     plan = Injected(steps=(0,), strengths=strengths)
@@ -228,6 +230,28 @@ def test_noise_scale_of_layers_together_is_that_of_their_joint_gradient(tmp_path
     R, mean, square = len(whole), whole.mean(0), float(whole.square().sum(1).mean())
     share = (R * float(mean.square().sum()) - square) / ((R - 1) * square)
     expected = plan.batch * (1 - share) / share
-    assert joint_noise_scale(histories) == pytest.approx(expected, rel=1e-4)
+    found = joint_noise_scale(histories)
+    assert found.value == pytest.approx(expected, rel=1e-4)
+    products = (whole @ whole.sum(0)).numpy()
+    direct = noise_scale(whole.square().sum(1).numpy(), products, plan.batch)
+    assert found.interval == pytest.approx(direct.interval, rel=1e-3)
     layers = [history.last["noise_scale"] for history in histories]
     assert not math.isclose(expected, sorted(layers)[len(layers) // 2], rel_tol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("strength", "words"),
+    [(3.0, "most of each step is noise"), (100.0, "a smaller batch would give nearly the same steps")],
+)
+def test_claim_about_batch_needs_interval_that_excludes_it(
+    tmp_path: Path, strength: float, words: str
+) -> None:
+    plan = Injected(steps=(0,), strengths={name: (strength,) for name in STRENGTHS})
+    source = Source(write_spectra_run(tmp_path / "run", plan))
+    scale = joint_noise_scale(spectra_of(source))
+    batch = plan.batch * spectra_of(source)[0].last.replicates
+    (note,) = [note for note in drawn(source, "spectra_signal").remarks if note.startswith("The batch")]
+    far = scale.interval.low > FAR * batch or scale.interval.high * FAR < batch
+    assert (words in note) == far, (note, scale)
+    listed = drawn(source, "spectra_layers").data["rows"]
+    assert all(" to " in row[4] or " or more" in row[4] for row in listed), listed

@@ -14,6 +14,7 @@ from backlight.text import count, number, percent
 if TYPE_CHECKING:
     from backlight.diagnose.recipe_gram import RecipeGram
     from backlight.measure.gram.eigenvalues import Spectrum
+    from backlight.measure.noise_scale import NoiseScale
 
 _METRICS = {
     "trace": "mean squared norm of a sample's gradient",
@@ -31,10 +32,12 @@ def show(found: RecipeGram, rows: int) -> None:
     head = f"{count(found.gram.samples, 'sample')}, {count(found.parameters, 'parameter')}"
     page.say((head, "bold"), f", mean loss {number(found.loss)}")
     metrics = found.second_moment.metrics()
+    scales = found.gram.noise_scales()
     table = make_table("metric", "value", "meaning", folded=("meaning",))
     for name, meaning in _METRICS.items():
         if name in metrics:
-            table.add_row(name.replace("_", " "), number(metrics[name]), meaning)
+            more = f"; {_interval(scales['model'])}" if name == "noise_scale" and "model" in scales else ""
+            table.add_row(name.replace("_", " "), number(metrics[name]), meaning + more)
     console.print(table)
     if found.gram.unchecked:
         page.note(f"that samples are independent was not checked: {found.gram.unchecked}")
@@ -82,12 +85,27 @@ def as_object(found: RecipeGram) -> dict[str, Any]:
         "second_moment": _spectrum(found.second_moment),
         "covariance": _spectrum(found.covariance),
         "blocks": {name: _spectrum(spectrum) for name, spectrum in found.blocks.items()},
+        "noise_scales": {
+            name: {
+                "value": _finite(one.value),
+                "low": _finite(one.interval.low),
+                "high": _finite(one.interval.high),
+            }
+            for name, one in found.gram.noise_scales().items()
+        },
     }
 
 
 def _spectrum(spectrum: Spectrum) -> dict[str, Any]:
     metrics = {name: _finite(value) for name, value in spectrum.metrics().items()}
     return {**metrics, "eigenvalues": [_finite(float(value)) for value in spectrum.eigenvalues]}
+
+
+def _interval(scale: NoiseScale) -> str:
+    low, high = scale.interval
+    if math.isnan(low) or math.isinf(low):
+        return "no interval"
+    return f"95 %: {number(low, 3)} " + ("or more" if math.isinf(high) else f"to {number(high, 3)}")
 
 
 def _finite(value: float) -> float | None:

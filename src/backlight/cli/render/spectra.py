@@ -94,7 +94,7 @@ def notes(outcome: SpectraResult) -> list[str]:
 
 
 def _table(known: dict[str, Layer], measured: Sequence[Measurement]) -> Table:
-    table = make_table("layer", "shape", "found", "signal", "noise scale", "stable rank")
+    table = make_table("layer", "shape", "found", "signal", "noise scale", "95 %", "stable rank")
     table.columns[0].min_width = 20
     chosen = sorted(measured, key=lambda one: -one["signal_share"])
     for one in chosen[:SHOWN]:
@@ -105,6 +105,7 @@ def _table(known: dict[str, Layer], measured: Sequence[Measurement]) -> Table:
             f"{one.identifiable} of {layer.directions}",
             f"{one['signal_share']:.3f}",
             _number(one["noise_scale"]),
+            _bounds(one["noise_scale_low"], one["noise_scale_high"]),
             _number(one["stable_rank_gradient"]),
         )
     return table
@@ -122,6 +123,12 @@ def _number(value: float) -> str:
     if math.isnan(value):
         return "-"
     return "no signal" if math.isinf(value) else f"{value:.3g}"
+
+
+def _bounds(low: float, high: float) -> str:
+    if math.isnan(low):
+        return "-"
+    return f"{low:.3g} or more" if math.isinf(high) else f"{low:.3g}-{high:.3g}"
 
 
 def _finite(value: float) -> float | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from backlight import devices
+from backlight.measure.noise_scale import Interval, noise_scale
 from backlight.measure.spectra.shrinkage import bulk_edge
 from backlight.measure.stats.kernels import promoted
 
@@ -207,6 +208,8 @@ class Noise:
     variance: float  # of one entry: sum_a |G_a - mean|^2 / ((R - 1) p q)
     mean_square: float  # T, mean over the replicates of their sum of squares
     signal_share: float  # rho = (R |mean|^2 - T) / ((R - 1) T); may be below 0 without signal
+    squares: tuple[float, ...] = ()  # R squared norms
+    products: tuple[float, ...] = ()  # R inner products with the sum of all
 
     @property
     def sigma(self) -> float:
@@ -236,6 +239,10 @@ class Noise:
             return math.inf
         return max(0.0, batch * (1 - self.signal_share) / self.signal_share)
 
+    def noise_scale_interval(self, batch: float) -> Interval:
+        """Return the 95 % interval of :meth:`noise_scale`, a jackknife over the replicates."""
+        return noise_scale(self.squares, self.products, batch).interval
+
     def share_at(self, replicates: int) -> float:
         """Return the signal share of the mean of so many replicates, ``1 / (1 + (1/rho - 1)/n)``."""
         rho = self.signal_share
@@ -254,7 +261,17 @@ def noise_about(replicates: Replicates, mean: Tensor) -> Noise:
     variance = deviation / ((count - 1) * p * q)
     # R |mean|^2 - T = (R - 1) T - sum |G_a - mean|^2: exact where all replicates agree.
     share = 1 - deviation / ((count - 1) * mean_square)
-    return Noise(count, (p, q), variance, mean_square, share)
+    products = tuple(count * _product(replicates.one(a), mean) for a in range(count))
+    return Noise(count, (p, q), variance, mean_square, share, replicates.squares, products)
+
+
+def _product(x_pq: Tensor, y_pq: Tensor) -> float:
+    """Return the inner product of two matrices, in the type of the second one, piece by piece."""
+    sums = []
+    for axis, begin, length in _pieces(x_pq):
+        x, y = x_pq.narrow(axis, begin, length), y_pq.narrow(axis, begin, length)
+        sums.append(x.to(y.dtype).mul_(y).sum() if x.dtype != y.dtype else (x * y).sum())
+    return float(torch.stack(sums).sum())
 
 
 def check_distinct(replicates: Replicates, sigma2: float) -> None:

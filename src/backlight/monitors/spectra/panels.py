@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.measure.noise_scale import Interval, NoiseScale, noise_scale
 from backlight.measure.spectra.shrinkage import muon
 from backlight.monitors.spectra.model.layer_history import CHECKPOINT, LayerHistory, layer_histories
 from backlight.report.charts import Axis, Line, chart
@@ -228,7 +229,7 @@ def _figures(source: Source) -> Figures:
     first_step, last_step = (number(int(steps[at])) for at in (0, -1))
     none = "not measured"
     known = [one for one in found if not math.isnan(one.last["noise_scale"])]
-    scale = joint_noise_scale(known) if known else 0.0
+    scale = joint_noise_scale(known) if known else None
 
     replicates = number(most) if fewest == most else f"{number(fewest)} to {number(most)}"
     return (
@@ -236,7 +237,11 @@ def _figures(source: Source) -> Figures:
         ("steps", number(len(steps)), f"{first_step} to {last_step}"),
         ("replicates", replicates, "at the last step of each layer"),
         ("signal share", _median_of(found, "signal_share") or none, "median of the layers"),
-        ("noise scale", number(scale, 3) if scale else none, "samples, of the layers together"),
+        (
+            "noise scale",
+            number(scale.value, 3) if scale else none,
+            f"samples, of the layers together; {_bounds(*scale.interval)}" if scale else "",
+        ),
     )
 
 
@@ -274,6 +279,13 @@ RANK_CHARTS = tuple(
     )
 )
 
+FAR = 4.0
+"""Factor by which the interval of the noise scale must exclude the batch for a claim about it.
+
+At a quarter of the noise scale a fifth of the expected squared norm of a step is signal, at four times four
+fifths (rho = 1 / (1 + B_simple / B)).
+"""
+
 FEW_REPLICATES = 8
 """Replicates below which single ones dominate the mean over their pairs."""
 
@@ -281,6 +293,7 @@ FEW_REPLICATES = 8
 def batch_of(source: Source) -> str:
     """Return how the batch of the last step compares with the noise scale of its layers; empty if unknown.
 
+    Only where the interval excludes the batch by a factor of :data:`FAR` is it said to be far from it.
     Replicates that were drawn at a checkpoint are no step's batch.
     """
     found = spectra_of(source)
@@ -290,32 +303,56 @@ def batch_of(source: Source) -> str:
     at = [one for one in found if one.last.step == step and not math.isnan(one.last["noise_scale"])]
     if not at or math.isnan(at[0].last["batch"]):
         return ""
-    each = at[0].last["batch"]
-    batch, scale = each * at[0].last.replicates, joint_noise_scale(at)
+    batch, scale = at[0].last["batch"] * at[0].last.replicates, joint_noise_scale(at)
     layers = count(len(at), "measured layer")
-    if math.isinf(scale):
+    if math.isinf(scale.value):
         return f"The batch of {number(batch)} samples shows no signal in the gradient of {layers} together."
+    said = f"the interval does not exclude a batch within a factor of {FAR:g}"
+    if scale.interval.low > FAR * batch:
+        said = "most of each step is noise"
+    elif scale.interval.high * FAR < batch:
+        said = "a smaller batch would give nearly the same steps"
+    elif math.isnan(scale.interval.low):
+        said = "without an interval they are not compared"
+    elif scale.interval.low <= batch <= scale.interval.high:
+        said = "within the interval"
     return (
-        f"The batch of {number(batch)} samples, at a noise scale of {number(scale, 3)} samples of the "
-        f"gradient of {layers} together."
+        f"The batch of {number(batch)} samples, at a noise scale of {number(scale.value, 3)} "
+        f"({_bounds(*scale.interval)}) samples of the gradient of {layers} together: {said}."
     )
 
 
-def joint_noise_scale(histories: Sequence[LayerHistory]) -> float:
+def _bounds(low: float, high: float) -> str:
+    """Return an interval in words."""
+    if math.isnan(low):
+        return "no interval"
+    return f"{number(low, 3)} or more" if math.isinf(high) else f"{number(low, 3)} to {number(high, 3)}"
+
+
+def joint_noise_scale(histories: Sequence[LayerHistory]) -> NoiseScale:
     """Return the noise scale of the gradient of several layers, ``tr Sigma / |G|^2``, at their last steps.
 
-    Noise and signal of the layers add up, weighted by their squared norms; a median of layers would weigh
-    the smallest like the largest. Infinite where no signal was found.
+    Squared norms and products add up over layers; a median of layers would weigh the smallest like the
+    largest. Layers of another number of replicates or another batch, or runs of an earlier release, have a
+    value without an interval.
     """
+    last = [history.last for history in histories]
+    alike = len({(one["batch"], len(one.squares), one.step) for one in last}) == 1
+    if alike and len(last[0].squares) > 1:
+        squares, products = (np.sum([getattr(one, of) for one in last], axis=0) for of in _MOMENTS)
+        return noise_scale(squares, products, last[0]["batch"])
     noise = signal = 0.0
     for history in histories:
-        last, layer = history.last, history.layer
-        entries = last["noise_sigma"] ** 2 * layer.rows * layer.columns
-        share = last["signal_share"]
-        noise += entries * last["batch"]
+        entries = history.last["noise_sigma"] ** 2 * history.layer.rows * history.layer.columns
+        share = history.last["signal_share"]
+        noise += entries * history.last["batch"]
         # T = sigma^2 p q / (1 - rho), of which rho is signal.
         signal += entries * share / (1 - share) if share < 1 else math.inf
-    return noise / signal if signal > 0 else math.inf
+    none = Interval(math.nan, math.nan)
+    return NoiseScale(noise / signal if signal > 0 else math.inf, none, math.nan, none, 0)
+
+
+_MOMENTS = ("squares", "products")
 
 
 @panel(
@@ -339,13 +376,16 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
         noise += last.identifiable == 0
         numbers = [last[name] for name in COLUMNS.values()]
         shown = ["not measured" if math.isnan(value) else number(value, 3) for value in numbers]
+        if not math.isnan(last["noise_scale_low"]):
+            bounds = _bounds(last["noise_scale_low"], last["noise_scale_high"])
+            shown[list(COLUMNS).index("Noise scale")] += f" ({bounds})"
         rows.append([visible(history.name), shape_of(history.layer), number(last.step), *shown])
     remarks = []
     if len(found) > MAX_LAYERS:
         remarks.append(f"{len(found):,} layers were measured; the first {MAX_LAYERS} are listed.")
     if noise:
         remarks.append(
-            f"In {noise} of {count(len(rows), 'layer')} no direction exceeds the noise of one replicate: "
+            f"In {noise} of {count(len(rows), 'layer')} no direction is found in one replicate: "
             "measure with more samples in each."
         )
     if few:

@@ -67,6 +67,8 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
         "edge": "gradient",
         "signal_share": "1",
         "noise_scale": "samples",
+        "noise_scale_low": "samples",
+        "noise_scale_high": "samples",
         "identifiable": "1",
         "measured": "1",
         "aspect_ratio": "1",
@@ -80,9 +82,9 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Numbers of a whole layer, with their units. ``batch`` is the samples of one replicate, ``noise_scale``
-in that unit; ``stable_rank_gradient`` is that of the mean over the replicates. ``drift_left`` and
-``drift_right`` are the mean squared cosines between the subspaces of the ``drift_directions`` strongest
-directions of that mean and those of the step before that was measured. NaN where not measured."""
+in that unit, with its 95 % interval; ``stable_rank_gradient`` is that of the mean over the replicates.
+``drift_left`` and ``drift_right`` are the mean squared cosines between the subspaces of the
+``drift_directions`` strongest directions of that mean and those of the step before that was measured. NaN where not measured."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ class Layer(Record):
 class Measurement(Record):
     """A layer at a step, in the :data:`NUMBERS` of the whole layer, NaN where not measured.
 
-    ``blocks`` are ranges of directions that noise turns into one another.
+    ``blocks`` are ranges of directions that noise turns into one another. ``squares`` and ``products`` are
+    the squared norm of each replicate, and its inner product with the sum of all; both add up over layers.
     """
 
     parameter: str
@@ -120,6 +123,8 @@ class Measurement(Record):
     method: str = ""
     estimator: str = ""
     blocks: tuple[tuple[int, int], ...] = ()
+    squares: tuple[float, ...] = ()
+    products: tuple[float, ...] = ()
 
     def __getitem__(self, name: str) -> float:
         """Return one of the numbers."""

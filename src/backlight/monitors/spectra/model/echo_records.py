@@ -66,6 +66,7 @@ def record_measured(
     """
     ranks = {"gradient": result.stable_rank, **(stable_ranks or {})}
     p, q = result.shape
+    low, high = result.noise.noise_scale_interval(batch) if batch > 0 else (math.nan, math.nan)
     numbers = {
         "replicates": float(result.replicates),
         "batch": float(batch),
@@ -73,6 +74,8 @@ def record_measured(
         "edge": result.noise.edge,
         "signal_share": result.noise.signal_share,
         "noise_scale": result.noise.noise_scale(batch) if batch > 0 else math.nan,
+        "noise_scale_low": low,
+        "noise_scale_high": high,
         "identifiable": float(result.identifiable),
         "measured": float(result.measured),
         "aspect_ratio": min(p, q) / max(p, q),
@@ -89,6 +92,9 @@ def record_measured(
         "estimator": "triple",
         "blocks": result.blocks,
         "numbers": numbers,
+        # Of each replicate; both add up over layers.
+        "squares": result.noise.squares,
+        "products": result.noise.products,
     }
     writer.event(step, MEASURED, payload)
 

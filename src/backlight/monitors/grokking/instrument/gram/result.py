@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from backlight.measure.gram.eigenvalues import Spectrum, eigenpairs, spectrum
+from backlight.measure.noise_scale import NoiseScale, noise_scale
 from backlight.monitors.grokking.instrument.gram.checks import Coverage, GramError
 
 DETAILS = ("parameter", "layer", "block", "model")
@@ -107,6 +108,19 @@ class Gram:
             unused = {name for name, check in self.coverage.items() if check.method == "unused"}
             self._means.update({name: None if name in unused else g[0] for name, g in found.items()})
         return self._means
+
+    def noise_scales(self) -> dict[str, NoiseScale]:
+        """Return the simple noise scale in samples, with its 95 % interval, of ``model`` and each layer.
+
+        A jackknife over the N samples; a single sample has none. Layers need a Gram by layer.
+        """
+        if self.samples < 2:
+            return {}
+        layers = self.per_layer if self.detail in {"parameter", "layer"} else {}
+        return {
+            name: noise_scale(K.diagonal().cpu().numpy(), K.sum(1).cpu().numpy(), 1)
+            for name, K in {"model": self.matrix, **layers}.items()
+        }
 
     @property
     def per_parameter(self) -> dict[str, Tensor]:
