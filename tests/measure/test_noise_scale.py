@@ -68,8 +68,8 @@ def test_gram_of_linear_regression_has_the_noise_scale_of_its_closed_form() -> N
     assert scales["model"].value == pytest.approx(expected, rel=1e-9)
     assert scales["0"].value == pytest.approx(expected, rel=1e-9)
     assert scales["model"].interval.low < expected < scales["model"].interval.high
-    # The mean of the population, in closed form: x ~ N(1/2, I), y ~ N(0, 1) independent of x.
-    weight, bias = model[0].weight.detach().numpy()[0], float(model[0].bias)
+    # The population: its mean gradient in closed form for x ~ N(1/2, I) and y ~ N(0, 1) independent of x.
+    weight, bias = model[0].weight.detach().numpy()[0], float(model[0].bias.detach())
     offset = weight.sum() / 2 + bias
     mean = 2 * np.append(weight + offset / 2, offset)
     centred = np.random.default_rng(0).normal(size=(200_000, 6)) + 0.5

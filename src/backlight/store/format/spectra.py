@@ -84,7 +84,8 @@ NUMBERS: Mapping[str, str] = MappingProxyType(
 """Numbers of a whole layer, with their units. ``batch`` is the samples of one replicate, ``noise_scale``
 in that unit, with its 95 % interval; ``stable_rank_gradient`` is that of the mean over the replicates.
 ``drift_left`` and ``drift_right`` are the mean squared cosines between the subspaces of the
-``drift_directions`` strongest directions of that mean and those of the step before that was measured. NaN where not measured."""
+``drift_directions`` strongest directions of that mean and those of the step before that was measured. NaN
+where not measured."""
 
 
 @dataclass(frozen=True)

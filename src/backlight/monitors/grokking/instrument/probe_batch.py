@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.measure.gram.eigenvalues import spectrum
+from backlight.measure.noise_scale import noise_scale
 from backlight.monitors.grokking.instrument.gradient_history import record_array
 from backlight.monitors.grokking.instrument.gram.agop import input_agop
 from backlight.monitors.grokking.instrument.gram.gram import gram
@@ -103,6 +104,9 @@ def _record_grams(step: int, found: Gram, measures: Measures, recorder: Recorder
         centred = found.spectrum(scope=scope, centred=True, device=device)
         values = {f"gram/{scope}/{name}": value for name, value in finite(whole.metrics()).items()}
         values |= {f"gram/{scope}/centred/{name}": v for name, v in finite(centred.metrics()).items()}
+        if found.samples > 1:
+            low, high = noise_scale(matrix.diagonal().cpu().numpy(), matrix.sum(1).cpu().numpy(), 1).interval
+            values |= finite({f"gram/{scope}/noise_scale_low": low, f"gram/{scope}/noise_scale_high": high})
         recorder.scalars(step, values)
         if measures.spectra:
             record_array(recorder, f"gram/{scope}/eigenvalues", step, whole.eigenvalues, ("rank",))

@@ -63,7 +63,11 @@ class LeadLag:
 
 def measures_of(run: Run) -> dict[str, Scalar]:
     """Return the measures of the whole model by name: geometry, and progress measures."""
-    names = [n for n in run.scalar_names("backlight") if n.startswith(MODEL_MEASURES)]
+    names = [
+        n
+        for n in run.scalar_names("backlight")
+        if n.startswith(MODEL_MEASURES) and not n.endswith(("_low", "_high"))
+    ]
     found = {name: run.scalar(name) for name in sorted(names)}
     progress = sorted(n for n in run.scalar_names("user") if n.startswith("progress/"))
     return found | {name: run.scalar(name, source="user") for name in progress}

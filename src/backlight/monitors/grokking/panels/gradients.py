@@ -68,7 +68,15 @@ SECOND_MOMENT = (
     # A chart of its own: it is far above the others.
     ("Numerical rank", "directions", (("model/numerical_rank", "numerical rank"),)),
     ("Coherence", "share", (("model/coherence", "coherence"),)),
-    ("Noise scale", "samples", (("model/noise_scale", "noise scale"),)),
+    (
+        "Noise scale",
+        "samples",
+        (
+            ("model/noise_scale", "noise scale"),
+            ("model/noise_scale_low", "95 %, low"),
+            ("model/noise_scale_high", "95 %, high"),
+        ),
+    ),
 )
 """Charts: title, label of the axis, scalars below ``gram/`` with their labels."""
 
