@@ -260,6 +260,58 @@ def _query(pid: int, method: str, default: Any) -> Any:
         return default
 
 
+def lock_holders(path: Path) -> list[int] | None:
+    """Return the processes that hold an advisory lock on a file, None where that is not observable."""
+    try:
+        found = path.stat()
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    rows = [line.split() for line in lines if "->" not in line]  # an arrow marks those that wait
+    holders = sorted({int(row[4]) for row in rows if len(row) > 5 and row[5] == file})
+    return None if any(pid <= 0 for pid in holders) else holders  # of another container
+
+
+def openers(path: Path) -> list[int] | None:
+    """Return the processes of this user that have a file open, None where there is no such file."""
+    try:
+        wanted = _identity(path.stat())
+    except OSError:
+        return None
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                descriptors = (process / "fd").iterdir()
+                if any(_opens(descriptor, wanted) for descriptor in descriptors):
+                    found.append(int(process.name))
+    return sorted(found)
+
+
+def _opens(descriptor: Path, wanted: tuple[int, int]) -> bool:
+    try:
+        return _identity(descriptor.stat()) == wanted
+    except OSError:
+        return False
+
+
+def current_call(pid: int, tid: int) -> tuple[int, int] | None:
+    """Return number and first argument of the system call that a thread is in, None where it is not known."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        words = Path(f"/proc/{pid}/task/{tid}/syscall").read_text(encoding="ascii").split()
+        return int(words[0]), int(words[1], 16)
+    return None
+
+
+def open_file(pid: int, number: int) -> str:
+    """Return the path of an open file of a process by its descriptor, empty where it is not known."""
+    try:
+        return str(Path(f"/proc/{pid}/fd/{number}").readlink())
+    except OSError:
+        return ""
+
+
 def format_threads(pid: int, limit: int = 200) -> str:
     """Return state, CPU time and wait of every thread as a table of text."""
     lines = ["tid      state  cpu_s    waits_for            name"]

@@ -14,6 +14,7 @@ from backlight.cli.options import Json
 
 @command(
     "attach", "backlight attach 4711", "backlight attach 4711 --seconds 10 --no-native",
+    "backlight attach --job 4711",
     "backlight attach --flight-recorder dumps/ --run runs/first",
 )  # fmt: skip
 def attach(
@@ -22,6 +23,9 @@ def attach(
     native: Annotated[
         bool, Option("--native/--no-native", help="Take native stacks, which pauses the process briefly.")
     ] = True,
+    job: Annotated[
+        bool, Option("--job", help="All ranks of the job of PID on this machine, in one diagnosis.")
+    ] = False,
     flight_recorder: Annotated[
         Path | None, Option(metavar="DIR", help="Dumps of torch's flight recorder, one file per rank.")
     ] = None,
@@ -30,14 +34,15 @@ def attach(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Diagnose a running process, or dumps of torch's flight recorder.
+    """Diagnose a running process or job, or dumps of torch's flight recorder.
 
-    Reports all threads, Python and native, and what is not observable. Of dumps, which rank has not
-    issued a collective, or another one.
+    Reports all threads, Python and native, and what is not observable. Of a job, which ranks have
+    the same stack; of dumps, which rank has not issued a collective, or another one.
     """
-    from backlight.cli.render.attached import print_attached, print_dumps
+    from backlight.cli.render.attached import print_attached, print_dumps, print_job
     from backlight.monitors.stalls.model.attach import attach as look_into
     from backlight.monitors.stalls.model.attached_dumps import attach_dumps
+    from backlight.monitors.stalls.model.attached_job import attach_job
 
     if (pid is None) == (flight_recorder is None):
         raise BadParameter("expected either the PID of a process or --flight-recorder DIR")
@@ -46,6 +51,9 @@ def attach(
     if flight_recorder is not None:
         dumps = attach_dumps(flight_recorder, run)
         print_json(dumps) if as_json else print_dumps(dumps)
+    elif pid is not None and job:
+        ranks = attach_job(pid, seconds)
+        print_json(ranks) if as_json else print_job(ranks)
     elif pid is not None:
         found = look_into(pid, seconds, native=native)
         print_json(found) if as_json else print_attached(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from backlight.monitors.stalls.model.attached_job import span
 from backlight.monitors.stalls.model.emit import claim_of
 from backlight.monitors.stalls.model.stacks import format_sample
 from backlight.terminal import make_console
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from backlight.monitors.stalls.model.attach import Attached
     from backlight.monitors.stalls.model.attached_dumps import AttachedDumps
+    from backlight.monitors.stalls.model.attached_job import AttachedJob
     from backlight.monitors.stalls.model.observation import Diagnosis
 
 
@@ -31,6 +33,20 @@ def print_attached(found: Attached) -> None:
         console.print(format_sample(sample))
     for what in found.unseen:
         console.print(f"not observable: {what}")
+
+
+def print_job(found: AttachedJob) -> None:
+    """Print the diagnosis of a job, and the ranks that have the same stack."""
+    console = make_console(soft_wrap=True)
+    _print_diagnosis(console, found.diagnosis)
+    for group in found.groups:
+        console.print(f"rank {span(group.ranks)}: {group.words}")
+        for frame in group.frames:
+            console.print(f'  File "{frame.file}", line {frame.line} in {frame.function}')
+    if found.elsewhere:
+        console.print(f"not on this machine, or not started: rank {span(found.elsewhere)}")
+    for reason in found.unseen:
+        console.print(f"not observable: {reason}")
 
 
 def print_dumps(found: AttachedDumps) -> None:

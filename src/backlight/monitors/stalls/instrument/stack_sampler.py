@@ -23,6 +23,7 @@ from typing import Any
 
 from backlight import clock
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
+from backlight.monitors.stalls.model.named_waits import DEPTH, variables_of
 from backlight.monitors.stalls.model.runtime_dir import write_document
 from backlight.monitors.stalls.model.shared_state import PHASES, Slot, StateSnapshot, read_state
 from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack, is_backlight
@@ -228,11 +229,20 @@ def take_sample(now: int, probed: int = 0) -> StackSample:
             runs_bytecode = True if 0 <= at < len(code) and code[at] in _SWITCH_OPCODES else None
             frames = tuple(map(_frame, islice(_outwards(frame), MAX_FRAMES)))
             called = called_name(frame) if ident == probed and not runs_bytecode else ""
-            threads.append(ThreadStack(ident, frames, name, tid, runs_bytecode, called=called))
+            stack = ThreadStack(ident, frames, name, tid, runs_bytecode, called=called)
+            threads.append(replace(stack, variables=_texts(frame, variables_of(stack))))
     for index, thread in enumerate(threads):
         if thread.ident == probed and not thread.runs_bytecode:
             threads[index] = replace(thread, runs_bytecode=probe_bytecode(thread.tid))
     return StackSample(now, "sampler", tuple(threads))
+
+
+def _texts(frame: FrameType, names: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """Return the texts that local variables of these names hold in a stack."""
+    if not names:
+        return ()
+    found = ((name, f.f_locals.get(name)) for f in islice(_outwards(frame), DEPTH) for name in names)
+    return tuple((name, text) for name, text in found if type(text) is str)
 
 
 def called_name(frame: FrameType) -> str:

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
-from backlight.monitors.stalls.model.diagnosis import STARVED, diagnose, is_idle, is_starved, wait_words
+from backlight.monitors.stalls.model.diagnosis import (
+    HELD,
+    STARVED,
+    diagnose,
+    is_idle,
+    is_starved,
+    name_native_function,
+    wait_words,
+)
+from backlight.monitors.stalls.model.named_waits import (
+    WaitCause,
+    find_named_wait,
+    name_wait,
+    variables_of,
+)
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.shared_state import read_state
@@ -46,6 +60,7 @@ class Attached:
     unseen: tuple[str, ...]  # what is not observable, and why
     spins: bool = False  # the main thread ran, and held the interpreter lock on one line in every sample
     idle: bool = False  # it used no core and queued for none
+    cause: WaitCause | None = None  # of its wait, where that has a name
 
 
 def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> Attached:
@@ -99,27 +114,32 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
     if pid in before and pid in after and after[pid].slices:
         ran = (after[pid].ran_ns - before[pid].ran_ns) / 1e9 / passed
         starved = is_starved(ran, ran + (after[pid].queued_ns - before[pid].queued_ns) / 1e9 / passed)
-    diagnosis = _diagnose_unwatched(pid, samples, natives, cpu, starved=starved)
-    main = [_main_thread(sample, pid) for sample in samples]
+    diagnosis, cause = _diagnose_unwatched(pid, samples, natives, cpu, starved=starved), None
+    if samples and diagnosis.kind in {DiagnosisKind.BLOCKED, DiagnosisKind.UNKNOWN}:
+        cause = _find_cause(pid, samples, natives)
+        if cause is not None:
+            diagnosis = _for_cause(diagnosis, cause)
+    main = [main_thread(sample, pid) for sample in samples]
     # The whole stack: the user's line alone also stays the same throughout a long import.
     held = {thread.frames if thread is not None and thread.holds_gil else None for thread in main}
     spins = len(samples) > 1 and len(held) == 1 and None not in held and not starved
     idle = sum(cpu.values()) <= MAX_IDLE_CORES and not starved
     shown = (*samples[-1:], *natives)
     threads = processes.format_threads(pid)
-    return Attached(pid, diagnosis, threads, shown, tuple(unseen), spins=spins, idle=idle)
+    return Attached(pid, diagnosis, threads, shown, tuple(unseen), spins=spins, idle=idle, cause=cause)
 
 
 def _diagnose_unwatched(
     pid: int, samples: list[StackSample], natives: list[StackSample], cpu: dict[int, float], *, starved: bool
 ) -> Diagnosis:
     """Diagnose a process by its stacks and CPU usage (cores by thread) alone, which decides less."""
-    threads = [t for sample in samples if (t := _main_thread(sample, pid)) is not None]
+    threads = [t for sample in samples if (t := main_thread(sample, pid)) is not None]
     used = sum(cpu.values())
     frames = [stacks.user_frame(t) for t in threads]
     frame = frames[-1] if frames else None
     phase = (stacks.phase_of(threads[-1]) if threads else None) or Phase.OTHER
     at = f" at {frame.location} in {frame.qualified_name}" if frame is not None else ""
+    function = next((name for s in natives if (name := stacks.native_function(s, pid))), "")
     kind, confidence, refuted_if = DiagnosisKind.UNKNOWN, LOW, "a longer observation decides"
     if not threads:
         words = "no stacks could be taken"
@@ -131,7 +151,8 @@ def _diagnose_unwatched(
     elif used <= MAX_IDLE_CORES:
         doing = wait_words(processes.wait_reason(pid, pid))
         kind, confidence, refuted_if = DiagnosisKind.BLOCKED, HIGH, "it moves on by itself"
-        words = f"in {phase}, the main thread {doing}{at}"
+        held = HELD if all(t.holds_gil for t in threads) else ""
+        words = f"in {phase}, the main thread {doing}{held}{at}"
     elif cpu.get(pid, used) >= 0.6 and stacks.in_native_backward(threads[-1]):
         operation = next((op for sample in natives if (op := stacks.native_operation(sample))), None)
         now = f", now in {operation}" if operation else ""
@@ -139,7 +160,9 @@ def _diagnose_unwatched(
     else:
         words = f"it computes{at} in every sample; "
         words += "an endless loop and a long call are not distinguishable from outside"
-    return Diagnosis(
+        if all(t.holds_gil for t in threads) and function:
+            words = f"it computes{HELD}{at} in every sample"
+    diagnosis = Diagnosis(
         kind,
         phase,
         f"{kind}: {words}; CPU {100 * used:.0f} %",
@@ -148,9 +171,42 @@ def _diagnose_unwatched(
         confidence=confidence,
         line=str(frame) if frame is not None else None,
     )
+    return name_native_function(diagnosis, function)
 
 
-def _main_thread(sample: StackSample, pid: int) -> ThreadStack | None:
+def _find_cause(pid: int, samples: list[StackSample], natives: list[StackSample]) -> WaitCause | None:
+    """Return what the main thread waits for, where its innermost frames are the same in every sample."""
+    threads = [main_thread(sample, pid) for sample in samples]
+    stack = threads[-1]
+    if stack is None or any(t is None or t.frames[:1] != stack.frames[:1] for t in threads):
+        return None
+    inside = [f.function for n in natives if (t := main_thread(n, pid)) is not None for f in t.native]
+    if find_named_wait(stack) is None and (
+        processes.current_call(pid, pid) == (0, 0) or any("builtin_input" in name for name in inside)
+    ):
+        stack = replace(stack, called="input")
+    elif variables_of(stack):
+        sample, _ = stacks.dump_by_py_spy(pid, variables=True)
+        stack = (main_thread(sample, pid) if sample is not None else None) or stack
+    return name_wait(pid, pid, stack)
+
+
+def _for_cause(diagnosis: Diagnosis, cause: WaitCause) -> Diagnosis:
+    """Return a diagnosis with the cause of the wait; what computes elsewhere is waited for, not hung."""
+    kind = DiagnosisKind.PASS if cause.progresses else DiagnosisKind.BLOCKED
+    at = f" (at {diagnosis.line})" if diagnosis.line else ""
+    return replace(
+        diagnosis,
+        kind=kind,
+        claim=f"{kind}: {cause.words}{at}",
+        refuted_if="it moves on by itself",
+        next_check="attach again later" if cause.progresses else cause.fix,
+        confidence=HIGH,
+    )
+
+
+def main_thread(sample: StackSample, pid: int) -> ThreadStack | None:
+    """Return the stack of the main thread of a process."""
     return next((t for t in sample.threads if t.tid == pid), sample.threads[0] if sample.threads else None)
 
 
@@ -197,6 +253,8 @@ def _attach_watched(pid: int, directory: Path, rank: int, duration_s: float, *, 
             observer.take_native_samples()
             obs = observer.observe()
             diagnosis = diagnose(obs, limits, duration_s) or diagnosis
+        elif diagnosis is not None and HELD in diagnosis.claim and native:
+            diagnosis = name_native_function(diagnosis, observer.find_native_function())
     finally:
         request.unlink(missing_ok=True)
         observer.close()
@@ -212,7 +270,7 @@ def _attach_watched(pid: int, directory: Path, rank: int, duration_s: float, *, 
         )
     shown = (*obs.samples[-1:], *obs.native_samples)
     threads, idle = processes.format_threads(pid), is_idle(obs, limits)
-    return Attached(pid, diagnosis, threads, shown, obs.not_collected, idle=idle)
+    return Attached(pid, diagnosis, threads, shown, obs.not_collected, idle=idle, cause=obs.cause)
 
 
 def _threads(pid: int) -> dict[int, processes.Thread]:

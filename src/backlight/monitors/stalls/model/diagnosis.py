@@ -14,6 +14,7 @@ from pathlib import Path
 
 from backlight.monitors.stalls.model import stacks
 from backlight.monitors.stalls.model.graph_samples import find_largest_share
+from backlight.monitors.stalls.model.named_waits import WaitCause
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation, in_phase
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
 from backlight.monitors.stalls.model.stacks import Frame, ThreadStack
@@ -34,6 +35,9 @@ MAX_IDLE_SCHEDULED = 0.2
 
 MIN_CORE_SHARE = 0.2
 """Share of its runnable time for which a thread had a core, below which its samples show where it waits."""
+
+HELD = " in C code that holds the interpreter lock"
+"""Words of a claim that the name of the function in C completes."""
 
 SYNCHRONIZING = frozenset({
     "wait", "synchronize", "item", "tolist", "cpu", "numpy", "to", "copy_", "nonzero", "_local_scalar_dense",
@@ -82,6 +86,8 @@ def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = No
         return None
     summary = summarize_stacks(obs, limits)
     thread = summary.thread
+    if obs.cause is not None and state.silence_s >= timeout_s:
+        return None if obs.cause.progresses else _for_cause(obs, obs.cause, state, summary)
     if thread is not None:
         is_exempt = state.phase is not Phase.BACKWARD and stacks.phase_of(thread) in EXEMPT_PHASES
         if is_exempt or stacks.is_compiling(thread):
@@ -97,6 +103,13 @@ def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = No
     if state.phase is not Phase.BACKWARD:
         return _outside_backward(obs, state, summary, limits)
     return _in_backward(obs, state, summary, limits)
+
+
+def name_native_function(diagnosis: Diagnosis, function: str) -> Diagnosis:
+    """Return a diagnosis with the function in C that holds the interpreter lock, where it reports such."""
+    if not function:
+        return diagnosis
+    return dataclasses.replace(diagnosis, claim=diagnosis.claim.replace(HELD, f"{HELD} ({function})", 1))
 
 
 def is_moving(state: StateSnapshot, timeout_s: float) -> bool:
@@ -251,6 +264,22 @@ def _in_collective(obs: Observation, state: StateSnapshot, summary: StackSummary
     )
 
 
+def _for_cause(obs: Observation, cause: WaitCause, state: StateSnapshot, summary: StackSummary) -> Diagnosis:
+    frame = summary.frame
+    where = f"; at {frame.location} in {frame.qualified_name}" if frame is not None else ""
+    return Diagnosis(
+        DiagnosisKind.BLOCKED,
+        state.phase,
+        f"BLOCKED: rank {obs.rank} makes no progress: {cause.words}{where}; {state.silence_s:.0f} s",
+        refuted_if="it moves on by itself, so that what it waits for was only slow",
+        next_check=cause.fix,
+        confidence=HIGH,
+        rank=obs.rank,
+        line=None if frame is None else str(frame),
+        parameter=obs.last_parameter,
+    )
+
+
 def _synchronizes(obs: Observation, state: StateSnapshot, summary: StackSummary, limits: StallLimits) -> bool:
     """Return whether the host waits for a collective or a device, in the same call in every sample."""
     called = {thread.called for thread in summary.threads}
@@ -342,10 +371,8 @@ def _in_backward(
         return _busy_in_native_code(obs, state, known, tail)
     if not (summary.same_line or (summary.same_function and state.node_since)):
         return _unknown(known, "its stacks differ, or too few could be taken", tail)
-    # Nothing of the sampler since the last heartbeat: the interpreter lock is held.
-    silent = all(sample.source != "sampler" for sample in obs.samples if sample.at >= state.heartbeat)
-    if summary.runs_bytecode or silent:
-        held = " in C code that holds the interpreter lock" if silent and not summary.runs_bytecode else ""
+    if summary.runs_bytecode or obs.holds_interpreter:
+        held = "" if summary.runs_bytecode else HELD
         return dataclasses.replace(
             known,
             kind=DiagnosisKind.SPIN,
@@ -377,6 +404,8 @@ def _blocked(
     for_ranks = summary.native and state.world_size > 1
     if for_ranks:
         words = f"waits in native code of backward, where it waits for {obs.reducing}"
+    if obs.samples and obs.holds_interpreter and not summary.native:
+        words += HELD
     if not summary.same_line and not summary.native and summary.threads:
         where = f"{where or inside} (not the same line in every sample)"
     return dataclasses.replace(

@@ -12,6 +12,7 @@ from typing import Any
 from backlight import clock
 from backlight.monitors.stalls.model.flight_recorder import Dump, parse_dump
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
+from backlight.monitors.stalls.model.named_waits import WaitCause
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
 from backlight.monitors.stalls.model.stacks import (
     Frame,
@@ -88,6 +89,7 @@ class Observation:
     graph_build: GraphBuild | None = None
     buckets: Buckets = Buckets()
     issued: IssuedCollectives = IssuedCollectives()
+    cause: WaitCause | None = None  # of its wait, by frames and system state
     reducing: str = "a reduction inside backward"  # for which it would wait
     exit_reason: ExitReason | None = None
 
@@ -110,6 +112,14 @@ class Observation:
             return first.text
         calls = self.state.collectives if self.state is not None else ()
         return next((c.text for c in calls if c.index in self.issued.open_calls), "")
+
+    @property
+    def holds_interpreter(self) -> bool:
+        """Whether the sampler thread could not run since the last heartbeat: the interpreter lock is held."""
+        state = self.state
+        return state is not None and all(
+            s.source != "sampler" for s in self.samples if s.at >= state.heartbeat
+        )
 
     @property
     def backwards(self) -> int:

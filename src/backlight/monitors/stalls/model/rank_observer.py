@@ -20,6 +20,7 @@ from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
 from backlight.monitors.stalls.model.diagnosis import is_moving
 from backlight.monitors.stalls.model.graph_samples import parse_graph_build
+from backlight.monitors.stalls.model.named_waits import name_wait
 from backlight.monitors.stalls.model.observation import (
     Buckets,
     ExitReason,
@@ -49,6 +50,9 @@ CPU_WINDOW_S = 1.6
 
 RECENT_S = 1.5
 """Age of the snapshots from which the speed of backward is estimated."""
+
+NATIVE_TIMEOUT_S = 10.0
+"""Time in which py-spy reads the symbols of torch, on a busy machine."""
 
 RESUME_CHECKS = 10
 """Tenths of a second that a process has to continue after py-spy has stopped it."""
@@ -197,17 +201,28 @@ class RankObserver:
             else:
                 self._dumps.append(sample)
 
-    def take_native_samples(self, count: int = 2) -> None:
+    def take_native_samples(self, count: int = 2, timeout_s: float = 2.0) -> None:
         """Take native stacks with py-spy, which pauses the process for each."""
         if self.state is None or self.ended:
             return
         self._ran_py_spy = True
         for _ in range(count):
-            sample, reason = stacks.dump_by_py_spy(self.state.pid, native=True, timeout_s=2.0)
+            sample, reason = stacks.dump_by_py_spy(self.state.pid, native=True, timeout_s=timeout_s)
             if sample is None:
                 self._not_collected[reason] = None
                 return
             self._native.append(sample)
+
+    def find_native_function(self) -> str:
+        """Return the function in C that the main thread is in, empty where it has moved on meanwhile."""
+        before = self.state
+        if before is None:
+            return ""
+        self.take_native_samples(1, NATIVE_TIMEOUT_S)
+        now = read_state(self._path)
+        if not self._native or now is None or now.progress != before.progress:
+            return ""
+        return stacks.native_function(self._native[-1], before.main_tid)
 
     def observe(self) -> Observation:
         """Return the present observation of the rank."""
@@ -229,6 +244,9 @@ class RankObserver:
                 process is not None and process.is_stopped and self._stays_stopped(state.pid)
             )
             observed["workers"] = _worker_words(state.pid)
+            if self._usages and tid:
+                stack = stacks.find_working_thread(samples[-1], state.working_ident) if samples else None
+                observed["cause"] = name_wait(state.pid, tid, stack)
         return Observation(
             rank=self.rank,
             history=tuple(self._history),

@@ -69,6 +69,7 @@ class ThreadStack:
     native: tuple[Frame, ...] = ()  # frames of C code above the Python ones
     holds_gil: bool | None = None
     called: str = ""  # function in C that the innermost frame calls
+    variables: tuple[tuple[str, str], ...] = ()  # texts in local variables of known waits
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def parse_samples(data: Any) -> tuple[StackSample, ...]:
 
 def _parse_thread(data: Any) -> ThreadStack:
     frames = {name: parse_frames(data[name]) for name in ("frames", "native")}
-    return ThreadStack(**{**data, **frames})
+    variables = tuple((str(name), str(text)) for name, text in data.get("variables", ()))
+    return ThreadStack(**{**data, **frames, "variables": variables})
 
 
 _THREAD = re.compile(
@@ -145,9 +147,21 @@ def parse_py_spy(data: Iterable[Mapping[str, Any]], at: int = 0) -> StackSample:
                 None,
                 tuple(native),
                 item.get("owns_gil"),
+                variables=_texts(item.get("frames", ())),
             )
         )
     return StackSample(at, "py-spy", tuple(threads))
+
+
+def _texts(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """Return the local variables that py-spy shows as texts."""
+    found = []
+    for frame in frames:
+        for variable in frame.get("locals") or ():
+            shown = str(variable.get("repr") or "")
+            if len(shown) > 1 and shown[0] == shown[-1] == '"':
+                found.append((str(variable.get("name")), shown[1:-1]))
+    return tuple(found)
 
 
 # Dumping
@@ -207,11 +221,12 @@ def run_py_spy(pid: int, *options: str, timeout_s: float = 5.0) -> tuple[str, st
 
 
 def dump_by_py_spy(
-    pid: int, *, native: bool = False, timeout_s: float = 5.0
+    pid: int, *, native: bool = False, variables: bool = False, timeout_s: float = 5.0
 ) -> tuple[StackSample | None, str]:
     """Dump stacks with py-spy, which pauses the process only if ``native``; return None and the reason."""
     at = clock.monotonic_ns()
-    text, reason = run_py_spy(pid, "--native" if native else "--nonblocking", timeout_s=timeout_s)
+    options = ["--native" if native else "--nonblocking", *(["--locals"] if variables else [])]
+    text, reason = run_py_spy(pid, *options, timeout_s=timeout_s)
     if not text:
         return None, reason
     try:
@@ -274,6 +289,13 @@ def native_operation(sample: StackSample) -> str | None:
                 if name.endswith("::apply") and "Backward" in name:
                     return name.split("::")[-2]
     return None
+
+
+def native_function(sample: StackSample, tid: int) -> str:
+    """Return the innermost named function in C above the Python frames of a thread; empty where none is."""
+    thread = next((t for t in sample.threads if t.tid == tid), None)
+    names = (frame.function.split("(")[0] for frame in (thread.native if thread is not None else ()))
+    return next((name for name in names if name and not name.startswith("0x")), "")
 
 
 _COMPILER_FILES = (

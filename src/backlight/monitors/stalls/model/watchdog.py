@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING, TextIO, cast
 from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.borrowed_stderr import STDERR, BorrowedStderr, ancestors
-from backlight.monitors.stalls.model.diagnosis import diagnose, summarize_stacks
+from backlight.monitors.stalls.model.diagnosis import (
+    HELD,
+    diagnose,
+    name_native_function,
+    summarize_stacks,
+)
 from backlight.monitors.stalls.model.emit import ReportedStall, emit, find_resolution, log
 from backlight.monitors.stalls.model.observation import Diagnosis, Observation, name_reductions
 from backlight.monitors.stalls.model.peers import ANSWERED, DIAGNOSED, LEFT, HostObservation, Peers
@@ -303,6 +308,9 @@ class Watchdog:
                 self._reports[one.rank].is_dead = True
         if diagnosis is None:
             return
+        if HELD in diagnosis.claim and diagnosis.rank in self._ranks:
+            # From inside nothing can name the function in C.
+            diagnosis = name_native_function(diagnosis, self._ranks[diagnosis.rank].find_native_function())
         cause = self._ranks.get(diagnosis.rank) if diagnosis.rank is not None else None
         if cause is not None and cause.died and cause.was_terminated and self._all_done():
             # The whole job was ended on purpose.
