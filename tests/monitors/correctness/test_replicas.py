@@ -32,6 +32,11 @@ ROUNDED = [4.0, 4.0, 4.0, 4.0 + 1e-6, 4.0 + 2e-6, 4.0 + 2e-6]
         (GROWING, PARTING, {"by": ""}, "warning"),
         (GROWING, [4.0, 4.1, 4.2, 4.4, 4.5, 4.6], {"by": ""}, None),  # equal through two updates only
         ([4.0] * 6, [5.0] * 6, {"by": ""}, None),
+        # Plain tensors of one name and shape under tensor or expert parallelism (Megatron, NeMo): biases that
+        # begin at zero on all ranks, experts that are initialised alike, and those that stay so while the
+        # learning rate is zero.
+        ([0.0, 0.1, 0.2, 0.3, 0.4, 0.5], [0.0, 0.2, 0.3, 0.5, 0.6, 0.8], {"by": ""}, None),
+        ([4.0, 4.0, 4.0, 4.0, 4.4, 4.5], [4.0, 4.0, 4.0, 4.0, 4.5, 4.7], {"by": ""}, None),
     ],
 )
 def test_what_parted_is_reported(

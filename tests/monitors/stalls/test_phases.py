@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,17 @@ def test_watched_model_compiles_as_often_as_an_unwatched_one(tmp_path: Path, dir
         watched = train(watched=True)
     assert plain[0] == watched[0] == 1
     assert torch.equal(plain[1], watched[1])
+
+
+def test_longest_time_between_phases_is_recorded(tmp_path: Path, directory: Path) -> None:
+    """A rollout before the first update counts, and short pauses after it do not lower it."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", monitors="stalls"):
+        begin = time.monotonic()
+        time.sleep(0.2)
+        rollout_s = time.monotonic() - begin
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert read_shared_state(directory).longest_other_s >= rollout_s

@@ -278,6 +278,13 @@ def test_no_diagnosis(obs: Observation) -> None:
         ("/x/torch/_inductor/compile_fx.py", "compile_fx_backward", True),
         ("/x/torch/_inductor/compile_fx.py", "cudagraphify.<locals>.run", False),
         ("/x/torch/_inductor/output_code.py", "CompiledFxGraph.__call__", False),
+        # max-autotune benchmarks kernels at their first launch
+        ("/x/torch/_inductor/runtime/benchmarking.py", "InductorBenchmarker.benchmark_gpu", True),
+        ("/x/torch/_inductor/runtime/triton_heuristics.py", "CachingAutotuner.benchmark_all_configs", True),
+        ("/x/torch/_inductor/runtime/triton_heuristics.py", "CachingAutotuner._precompile_worker", True),
+        ("/x/torch/_inductor/select_algorithm.py", "AlgorithmSelectorCache.autotune", True),
+        ("/x/torch/_inductor/autotune_process.py", "TuningProcessPool.autotune", True),
+        ("/x/torch/_inductor/runtime/triton_heuristics.py", "CachingAutotuner.run", False),
     ],
 )
 def test_backward_that_compiles_has_no_diagnosis_and_compiled_code_has(
@@ -285,6 +292,18 @@ def test_backward_that_compiles_has_no_diagnosis_and_compiled_code_has(
 ) -> None:
     stacks = samples(Frame("/x/pickle.py", 1, "dumps"), Frame(file, 2, function), ENGINE, TOP)
     assert (diagnose(observation(samples=stacks, wait="a lock"), LIMITS) is None) is silent
+
+
+def test_rollouts_of_minutes_between_steps_are_ordinary() -> None:
+    """Many short pauses between the updates of one rollout make the mean small; the longest one counts."""
+    rollout = in_phase(Phase.OTHER, longest_other_s=400.0)
+    assert timeout_of(in_phase(Phase.OTHER), LIMITS) == LIMITS.floor_other
+    assert timeout_of(rollout, LIMITS) == pytest.approx(800.0)
+    assert diagnose(observation(rollout), LIMITS) is None  # 500 s, before a typical time is known
+    assert diagnose(observation(in_phase(Phase.OTHER)), LIMITS) is not None
+    prepared = in_phase(Phase.OTHER, longest_other_s=9000.0)
+    assert timeout_of(prepared, LIMITS) == pytest.approx(3600.0)
+    assert timeout_of(in_phase(Phase.DATA, longest_other_s=400.0), LIMITS) == LIMITS.floor_data
 
 
 def test_timeout_follows_the_run_and_backward_always_has_one() -> None:

@@ -21,6 +21,11 @@ def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
         assert bool(evaluated(busy, "bottleneck")) == (waited == 0.2)
     one = {"cores": 2, "threads": 1, "local_ranks": 1, "workers": 4}
     assert not evaluated(stored(runtime_info=one), "bottleneck")
+    # As on Colab and Kaggle: two cores, one device, workers. Without a measured wait nothing is known.
+    device = {"cores": 2, "threads": 2, "local_ranks": 1, "workers": 4, "memory": {"where": "device"}}
+    assert not evaluated(stored(runtime_info=device), "bottleneck")
+    assert not evaluated(stored(runtime_info=device | {"core_wait": 0.01}), "bottleneck")
+    assert evaluated(stored(runtime_info=device | {"core_wait": 0.2}), "bottleneck")
     alone = {"cores": 4, "threads": 4, "local_ranks": 1, "workers": 0}
     assert not evaluated(stored(runtime_info=alone), "bottleneck")
 

@@ -284,6 +284,8 @@ class Heartbeat(Listener):
             usual = slots[at]
             # A moving mean that a single stall cannot raise far.
             slots[at] = took if not usual else usual + (min(took, 4 * usual) - usual) // 10
+            if old == _OTHER and took > slots[Slot.LONGEST_OTHER]:
+                slots[Slot.LONGEST_OTHER] = took
             slots[Slot.PHASE] = phase
             slots[Slot.PHASE_SINCE] = now
         slots[Slot.PROGRESS] += 1

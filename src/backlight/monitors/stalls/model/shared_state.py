@@ -31,14 +31,14 @@ PHASES = tuple(Phase)
 """Phases by their number in the page."""
 
 _MAGIC = 0x42_41_43_4B_4C_49_54_45
-_LAYOUT = 3
+_LAYOUT = 4
 
 Slot = enum.IntEnum(
     "Slot",
     "MAGIC LAYOUT PID RANK WORLD_SIZE STATUS MAIN_IDENT MAIN_TID TIMEOUT DEVICE DISTRIBUTED ROWS "
     "HEARTBEAT PROGRESS PHASE PHASE_SINCE STEP FORWARDS BACKWARDS RAISED SAMPLER COLLECTIVES INSIDE "
     "BACKWARD_IDENT NODES_TOTAL NODES_DONE POSITION_HOOKS ROW REACHED EXPECTED NODE_SINCE NODE_CALLS "
-    "TYPICAL",  # the last, one per phase
+    "LONGEST_OTHER TYPICAL",  # the last, one per phase
     start=0,
 )
 """Positions in the page, in units of eight bytes."""
@@ -121,6 +121,7 @@ class StateSnapshot:
     timeout_s: float | None  # of the user
     forwards: int
     typical: dict[Phase, float]  # moving mean of the duration of each phase, in seconds
+    longest_other_s: float = 0.0  # longest time between phases so far
     collectives: tuple[Collective, ...] = ()
     raised: int = 0  # backward passes that ended with an exception
     arrived: bytes = field(default=b"", repr=False)  # a byte per row, 1 where the gradient has arrived
@@ -259,6 +260,7 @@ def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
         "device": bool(slots[Slot.DEVICE]),
         "distributed": bool(slots[Slot.DISTRIBUTED]),
         "timeout_s": slots[Slot.TIMEOUT] / 1e9 or None,
+        "longest_other_s": slots[Slot.LONGEST_OTHER] / 1e9,
         "typical": {p: slots[Slot.TYPICAL + i] / 1e9 for i, p in enumerate(PHASES)},
         "collectives": _read_collectives(raw, slots[Slot.COLLECTIVES]),
         "arrived": raw[_ROWS_AT : _ROWS_AT + min(slots[Slot.ROWS], MAX_ROWS)],

@@ -311,9 +311,22 @@ _COMPILER_FILES = (
     "torch/_inductor/codegen/",
     "torch/_inductor/scheduler.py",
     "torch/_inductor/async_compile.py",
+    "torch/_inductor/select_algorithm.py",
+    "torch/_inductor/autotune_process.py",
+    "torch/_inductor/runtime/benchmarking.py",
+    "torch/_inductor/runtime/compile_tasks.py",
+    "torch/_inductor/runtime/coordinate_descent_tuner.py",
     "torch/_inductor/codecache.py",
     "torch/utils/cpp_extension.py",
     "triton/compiler/compiler.py",
+)
+_COMPILER_FUNCTIONS = (
+    ("torch/_inductor/compile_fx.py", ("compile",)),
+    # Its `run` launches a kernel, unless it tunes or compiles first.
+    (
+        "torch/_inductor/runtime/triton_heuristics.py",
+        ("compile", "bench", "autotune_to", "make_launcher", "_tuning"),
+    ),
 )
 _COMPILER_PACKAGES = ("torch/_dynamo/", "torch/_inductor/", "torch/_functorch/")
 
@@ -322,7 +335,11 @@ def is_compiling(stack: ThreadStack) -> bool:
     """Return whether a thread is inside a compiler of torch, or imports it, which may take minutes."""
     imports = _has(stack.frames, ("<frozen importlib",)) and _has(stack.frames, _COMPILER_PACKAGES)
     # The same file also runs compiled code: its function names decide.
-    inside = any("torch/_inductor/compile_fx.py" in f.file and "compile" in f.function for f in stack.frames)
+    inside = any(
+        part in f.file and any(word in f.function for word in words)
+        for f in stack.frames
+        for part, words in _COMPILER_FUNCTIONS
+    )
     return imports or inside or _has(stack.frames, _COMPILER_FILES)
 
 

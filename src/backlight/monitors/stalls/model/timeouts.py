@@ -11,6 +11,12 @@ from backlight.records import Phase
 EXEMPT_PHASES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT})
 """Phases without a timeout: their duration depends on the amount of data, or on the disk."""
 
+TIMES_LONGEST = 2.0
+"""Multiple of the longest time between phases so far up to which another is ordinary."""
+
+MAX_LONGEST_S = 3600.0
+"""Most seconds that follow from it: a script may have prepared for hours."""
+
 _COMPUTING = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 
 
@@ -54,6 +60,10 @@ def timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
     floor = {Phase.DATA: limits.floor_data, Phase.OTHER: limits.floor_other}.get(
         state.phase, limits.floor_forward
     )
+    if state.phase is Phase.OTHER:
+        # Rollouts of reinforcement learning last for minutes, with many short pauses between them that make
+        # up the mean. The first one may come before the first backward.
+        return max(floor, usual, min(TIMES_LONGEST * state.longest_other_s, MAX_LONGEST_S))
     return max(floor, usual)
 
 

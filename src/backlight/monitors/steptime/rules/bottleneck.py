@@ -333,6 +333,9 @@ def _threads(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         return
     if waited is not None and float(waited) < limits.waited_share:
         return
+    # With a device the threads of torch are idle: only a measured wait shows that they compete.
+    if waited is None and (facts.get("memory") or {}).get("where") == "device":
+        return
     better = max(1, cores // ranks - workers)
     yield Finding(
         severity=Severity.INFO,
