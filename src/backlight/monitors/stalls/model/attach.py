@@ -18,7 +18,6 @@ from backlight.monitors.stalls.model.diagnosis import (
     STARVED,
     diagnose,
     is_idle,
-    is_starved,
     name_native_function,
     wait_words,
 )
@@ -31,6 +30,7 @@ from backlight.monitors.stalls.model.named_waits import (
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.shared_state import read_state
+from backlight.monitors.stalls.model.stack_summary import is_starved
 from backlight.monitors.stalls.model.stacks import StackSample, ThreadStack
 from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.records import DiagnosisKind, Phase

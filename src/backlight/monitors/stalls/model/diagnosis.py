@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from backlight.monitors.stalls.model import stacks
@@ -17,7 +16,12 @@ from backlight.monitors.stalls.model.graph_samples import find_largest_share
 from backlight.monitors.stalls.model.named_waits import WaitCause
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation, in_phase
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
-from backlight.monitors.stalls.model.stacks import Frame, ThreadStack
+from backlight.monitors.stalls.model.stack_summary import (
+    MAX_IDLE_SCHEDULED,
+    StackSummary,
+    is_starved,
+    summarize_stacks,
+)
 from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, StallLimits, timeout_of
 from backlight.records import DiagnosisKind, Phase
 
@@ -29,12 +33,6 @@ PAUSE_FACTOR = 2.0
 
 MIN_PAUSE_S = 0.3
 """Silence that is always ordinary: snapshots are this far apart."""
-
-MAX_IDLE_SCHEDULED = 0.2
-"""Share of the time on a core or in its queue above which a thread does not just wait."""
-
-MIN_CORE_SHARE = 0.2
-"""Share of its runnable time for which a thread had a core, below which its samples show where it waits."""
 
 HELD = " in C code that holds the interpreter lock"
 """Words of a claim that the name of the function in C completes."""
@@ -50,23 +48,6 @@ STARVED = "it is slow: it waits for a core most of the time, so its stacks do no
 
 COMPETES_PER_S = 50.0
 """Time slices per second above which a thread does not just wait for a lock."""
-
-
-@dataclass(frozen=True)
-class StackSummary:
-    """The stack samples of the current phase, taken together."""
-
-    threads: tuple[ThreadStack, ...]
-    same_line: bool
-    same_function: bool
-    frame: Frame | None
-    native: bool
-    runs_bytecode: bool | None
-
-    @property
-    def thread(self) -> ThreadStack | None:
-        """The working thread in the newest sample."""
-        return self.threads[-1] if self.threads else None
 
 
 def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = None) -> Diagnosis | None:
@@ -129,33 +110,6 @@ def is_steady(obs: Observation, since: int) -> bool:
     # A step that hangs right after some heartbeats has moved a moment ago as well.
     longest = max(later - earlier for earlier, later in itertools.pairwise(times))
     return obs.state.silence_s <= max(PAUSE_FACTOR * longest / 1e9, MIN_PAUSE_S)
-
-
-def summarize_stacks(obs: Observation, limits: StallLimits) -> StackSummary:
-    """Summarise the samples of the current phase: the working thread in each, and what stays the same."""
-    state = obs.state
-    ident = state.working_ident if state is not None else 0
-    since = max(state.phase_since, state.heartbeat) if state is not None else 0
-    samples = [sample for sample in obs.samples if sample.at >= since]
-    threads = [stacks.find_working_thread(sample, ident) for sample in samples]
-    if not any(threads):
-        threads = [sample.threads[-1] for sample in samples if sample.threads]
-    known = tuple(t for t in threads if t is not None)
-    enough = len(known) >= limits.looks and (samples[-1].at - samples[0].at) / 1e9 >= limits.window
-    enough = enough and not is_starved(obs.thread_cpu, obs.scheduled)  # it has hardly run between the samples
-    frames = [stacks.user_frame(t) for t in known]
-    newest = frames[-1] if frames else None
-    bytecode = [t.runs_bytecode for t in known if t.runs_bytecode is not None]
-    return StackSummary(
-        threads=known,
-        same_line=enough and all(f == newest for f in frames),
-        same_function=enough
-        and newest is not None
-        and all(f is not None and (f.file, f.function) == (newest.file, newest.function) for f in frames),
-        frame=newest,
-        native=bool(known) and all(stacks.in_native_backward(t) for t in known),
-        runs_bytecode=any(bytecode) if any(bytecode) or 3 * len(bytecode) >= 2 * len(known) > 0 else None,
-    )
 
 
 def _ended(obs: Observation) -> Diagnosis:
@@ -459,13 +413,6 @@ def is_idle(obs: Observation, limits: StallLimits) -> bool:
     used = _used_cpu(obs)
     queues = obs.scheduled is not None and obs.scheduled > MAX_IDLE_SCHEDULED
     return used is not None and used <= limits.idle and not queues and (obs.cpu is None or obs.cpu <= 1.0)
-
-
-def is_starved(ran: float | None, scheduled: float | None) -> bool:
-    """Return whether a thread, by its shares of the time, hardly got the core that it wanted."""
-    if ran is None or scheduled is None:
-        return False
-    return scheduled > MAX_IDLE_SCHEDULED and ran < MIN_CORE_SHARE * scheduled
 
 
 def _is_busy(obs: Observation, limits: StallLimits) -> bool:

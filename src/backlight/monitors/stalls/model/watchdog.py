@@ -27,7 +27,6 @@ from backlight.monitors.stalls.model.diagnosis import (
     HELD,
     diagnose,
     name_native_function,
-    summarize_stacks,
 )
 from backlight.monitors.stalls.model.emit import ReportedStall, emit, find_resolution, log
 from backlight.monitors.stalls.model.observation import Diagnosis, Observation, name_reductions
@@ -39,6 +38,7 @@ from backlight.monitors.stalls.model.rank_diagnosis import (
 )
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.shared_state import read_state
+from backlight.monitors.stalls.model.stack_summary import summarize_stacks
 from backlight.monitors.stalls.model.stacks import is_compiling
 from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, StallLimits
 from backlight.records import DiagnosisKind
