@@ -15,7 +15,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 ALONE_JOBS ?= $(shell echo $$(( $(CORES) > 1 ? 2 : 1 )))
 ALONE := tests/diagnose/test_matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups
 
-.PHONY: demo test test-full lint coverage setups compatibility bench docs clean
+.PHONY: demo test test-full test-gpu lint coverage setups compatibility bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo  ## install, train a small transformer on real text, show findings and report
@@ -39,6 +39,9 @@ coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 	$(BIN)/coverage erase
 	$(TESTS) $(PARALLEL) -m "not full and not alone" --cov --cov-report=
 	$(BIN)/coverage report
+
+test-gpu: $(VENV)/.dev  ## what needs a GPU, within 9 minutes; writes docs/gpu.md
+	$(ONE_THREAD) $(BIN)/python bench/gpu.py
 
 docs: $(VENV)/.dev  ## the documentation site in build/site; its commands run while it is built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

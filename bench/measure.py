@@ -113,25 +113,28 @@ def _status(path: Path, field: str) -> int:
     return int(lines[field].split()[0])
 
 
-def timed(methods: dict[str, Method], repeats: int) -> dict[str, float]:
-    """Return the median milliseconds of each method; interleaved."""
+def timed(methods: dict[str, Method], repeats: int, settle: Method = lambda: None) -> dict[str, float]:
+    """Return the median milliseconds of each method, until ``settle`` returns; interleaved."""
     took: dict[str, list[float]] = {name: [] for name in methods}
     for method in methods.values():
         method()
+    settle()
     for _ in range(repeats):
         for name, method in methods.items():
             begin = time.perf_counter()
             method()
+            settle()
             took[name].append(time.perf_counter() - begin)
     return {name: 1e3 * stdlib_statistics.median(values) for name, values in took.items()}
 
 
 def table_for(
-    title: str, shapes: list[tuple[int, ...]], repeats: int, rare: int, dtype: torch.dtype
+    title: str, shapes: list[tuple[int, ...]], repeats: int, rare: int, dtype: torch.dtype, device: str
 ) -> Table:
     """Measure everything for one list of shapes."""
     torch.manual_seed(0)
-    tensors = [torch.randn(shape).mul_(1e-3).to(dtype) for shape in shapes]
+    tensors = [torch.randn(shape).mul_(1e-3).to(device, dtype) for shape in shapes]
+    settle = torch.accelerator.synchronize if device != "cpu" else lambda: None
     begin = time.perf_counter()
     statistics(tensors, tier="compiled")
     first = time.perf_counter() - begin
@@ -159,7 +162,7 @@ def table_for(
     for name in ("ms", "x", "extra MB"):
         table.add_column(name, justify="right", no_wrap=True)
     for methods, count in ((often, repeats), (seldom, rare)):
-        found = timed(methods, count)
+        found = timed(methods, count, settle)
         for name, value in found.items():
             if methods is seldom and name == FOREACH:
                 continue
@@ -183,20 +186,20 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15, help="turns of the fast methods")
     parser.add_argument("--rare", type=int, default=3, help="turns of the slow methods")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--small", action="store_true", help="the model of a million only")
     options = parser.parse_args()
     console = Console()
     dtype = getattr(torch, options.dtype)
     for threads in options.threads:
         torch.set_num_threads(threads)
-        named = f"{options.dtype}, {threads} thread{'s' if threads > 1 else ''}"
+        threaded = f"{threads} thread{'s' if threads > 1 else ''}"
+        named = f"{options.dtype}, {threaded if options.device == 'cpu' else options.device}"
+        sets = [("a million in 50 tensors", million(), 10 * options.repeats, 20)]
         if not options.small:
-            console.print(
-                table_for(f"GPT-2 small, {named}", gpt2_small(), options.repeats, options.rare, dtype)
-            )
-        console.print(
-            table_for(f"a million in 50 tensors, {named}", million(), 10 * options.repeats, 20, dtype)
-        )
+            sets.insert(0, ("GPT-2 small", gpt2_small(), options.repeats, options.rare))
+        for title, shapes, repeats, rare in sets:
+            console.print(table_for(f"{title}, {named}", shapes, repeats, rare, dtype, options.device))
     return 0
 
 

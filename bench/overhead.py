@@ -59,7 +59,7 @@ class Training:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         if self.device != "cpu":
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         return time.perf_counter() - wall, time.process_time() - processor
 
 
@@ -111,7 +111,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     training = Training(options.device)
     step = statistics.median(training.step()[0] for _ in range(12))
-    where = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {options.threads} threads"
+    where = options.device if options.device != "cpu" else f"CPU, {options.threads} threads"
     table = Table(
         title=f"added to a step of the demo model ({step * 1e3:.0f} ms, {where}), {options.pairs} pairs"
     )
