@@ -43,6 +43,11 @@ def print_job(found: AttachedJob) -> None:
         console.print(f"rank {span(group.ranks)}: {group.words}")
         for frame in group.frames:
             console.print(f'  File "{frame.file}", line {frame.line} in {frame.function}')
+    for problem in found.nccl.problems if found.nccl is not None else ():
+        name = " ".join(filter(None, (problem.communicator, problem.status)))
+        console.print(
+            f"NCCL {found.nccl.version if found.nccl else ''} reports {name}: {' '.join(problem.lines)}"
+        )
     if found.elsewhere:
         console.print(f"not on this machine, or not started: rank {span(found.elsewhere)}")
     for reason in found.unseen:

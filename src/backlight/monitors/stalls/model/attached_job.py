@@ -16,6 +16,7 @@ from itertools import groupby
 
 from backlight import processes
 from backlight.monitors.stalls.model.attach import Attached, ProcessNotFoundError, attach, main_thread
+from backlight.monitors.stalls.model.nccl_ras import RasStatus, read_ras
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
 from backlight.monitors.stalls.model.stacks import (
     Frame,
@@ -65,6 +66,7 @@ class AttachedJob:
     pids: dict[int, int]  # by rank
     elsewhere: tuple[int, ...]
     unseen: tuple[str, ...]
+    nccl: RasStatus | None = None  # what NCCL itself reports
 
 
 def span(ranks: Sequence[int]) -> str:
@@ -137,7 +139,8 @@ def attach_job(pid: int, duration_s: float = 2.0) -> AttachedJob:
     elsewhere = tuple(rank for rank in range(world_size) if rank not in pids)
     groups = _group(found)
     unseen = tuple(dict.fromkeys(reason for one in found.values() for reason in one.unseen))
-    return AttachedJob(_diagnose(found, groups, elsewhere, environment), groups, pids, elsewhere, unseen)
+    diagnosis = _diagnose(found, groups, elsewhere, environment)
+    return AttachedJob(diagnosis, groups, pids, elsewhere, unseen, read_ras(environment))
 
 
 def _group(found: Mapping[int, Attached]) -> tuple[StackGroup, ...]:
