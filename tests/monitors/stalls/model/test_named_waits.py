@@ -317,11 +317,12 @@ def test_function_in_c_that_holds_the_interpreter_lock(call: str, function: str,
         hold()
     """)
     wait_until_in(process, "hold")
-    found = attach(process.pid, 0.8).diagnosis
+    attached = attach(process.pid, 0.8)
+    found = attached.diagnosis
     match = re.search(
         r"in C code that holds the interpreter lock \((\w*)\) at <string>:5 in hold", found.claim
     )
-    if STARVED in found.claim:
-        pytest.skip("the machine is too busy for the process to run")
+    if STARVED in found.claim or any("native stacks" in reason for reason in attached.unseen):
+        pytest.skip("the machine is too busy: the process hardly ran, or py-spy did not answer in time")
     assert match is not None, found.claim
     assert function in match[1]
