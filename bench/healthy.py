@@ -82,7 +82,7 @@ def execute(
     return child.returncode, lines[-1] if lines else ""
 
 
-def watched(program: Program, clones: Path, work: Path, seconds: float) -> dict[str, Any]:
+def watched(program: Program, clones: Path, work: Path, seconds: float, every: int | None) -> dict[str, Any]:
     """Run one program under `backlight run`; return its steps and findings, or why there are none."""
     try:
         folder, script = prepared(program, clones, work)
@@ -90,7 +90,8 @@ def watched(program: Program, clones: Path, work: Path, seconds: float) -> dict[
         return {"name": program.name, "problem": str(error)}
     out = folder / "backlight-run"
     arguments = shlex.split(program.arguments)
-    starter = [sys.executable, "-m", "backlight", "run", "--out", str(out), str(script), *arguments]
+    often = [] if every is None else ["--every", str(every)]
+    starter = [sys.executable, "-m", "backlight", "run", "--out", str(out), *often, str(script), *arguments]
     environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(folder)}
     code, last = execute(starter, folder, environment, seconds)
     try:
@@ -159,6 +160,11 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="part of the names of programs to run")
     parser.add_argument("--seconds", type=float, default=90.0, help="time per program")
+    parser.add_argument(
+        "--every",
+        type=int,
+        help="record every Nth step; 1 gives the rules most to judge, on a busy machine too",
+    )
     parser.add_argument("--weights", action="store_true", help="compare weights, watched and unwatched")
     parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
     options = parser.parse_args()
@@ -185,7 +191,7 @@ def main() -> None:
         return
 
     def run(program: Program) -> None:
-        result = watched(program, clones, work, options.seconds)
+        result = watched(program, clones, work, options.seconds, options.every)
         results[program.name] = result
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps([*results.values()], indent=1) + "\n")

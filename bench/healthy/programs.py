@@ -12,6 +12,12 @@ PYRO, OPACUS, DLRM, TIMM = (
     "facebookresearch/dlrm",
     "huggingface/pytorch-image-models",
 )
+TUTORIAL, NLP, MINIMAL_RL, TWO_LAYERS = (
+    "yunjey/pytorch-tutorial",
+    "graykode/nlp-tutorial",
+    "seungeunrho/minimalRL",
+    "jcjohnson/pytorch-examples",
+)
 LIGHTNING, PYG = "Lightning-AI/pytorch-lightning", "pyg-team/pytorch_geometric"
 
 
@@ -44,6 +50,19 @@ def _gan(name: str, script: str = "", arguments: str = "--n_epochs 8 --n_cpu 0")
 
 def _rl(name: str, arguments: str) -> Program:
     return Program(f"CleanRL {name}", CLEANRL, f"cleanrl/{name}.py", arguments, folder=".")
+
+
+def _tutorial(path: str) -> Program:
+    name = f"pytorch-tutorial {path.partition('/')[2]}"
+    return Program(name, TUTORIAL, f"tutorials/{path}/main.py", data={"../../data": "mnist"})
+
+
+def _nlp(path: str) -> Program:
+    return Program(f"nlp-tutorial {path.partition('/')[2]}", NLP, f"{path}.py")
+
+
+def _minimal(name: str) -> Program:
+    return Program(f"minimalRL {name}", MINIMAL_RL, f"{name}.py")
 
 
 _DIGITS = {"../data": "mnist"}
@@ -159,5 +178,35 @@ PROGRAMS = (
     _gan("relativistic_gan"),
     _gan("sgan"),
     _gan("softmax_gan"),
+    _tutorial("01-basics/feedforward_neural_network"),
+    _tutorial("01-basics/linear_regression"),
+    _tutorial("01-basics/logistic_regression"),
+    _tutorial("02-intermediate/convolutional_neural_network"),
+    _tutorial("02-intermediate/recurrent_neural_network"),
+    _tutorial("02-intermediate/bidirectional_recurrent_neural_network"),
+    _tutorial("02-intermediate/language_model"),
+    _tutorial("03-advanced/generative_adversarial_network"),
+    _tutorial("03-advanced/variational_autoencoder"),
+    _nlp("1-1.NNLM/NNLM"),
+    _nlp("1-2.Word2Vec/Word2Vec-Skipgram(Softmax)"),
+    _nlp("2-1.TextCNN/TextCNN"),
+    _nlp("3-2.TextLSTM/TextLSTM"),
+    _nlp("4-1.Seq2Seq/Seq2Seq"),
+    _nlp("4-2.Seq2Seq(Attention)/Seq2Seq(Attention)"),
+    _nlp("5-1.Transformer/Transformer"),
+    _nlp("5-2.BERT/BERT"),
+    _minimal("REINFORCE"),
+    _minimal("actor_critic"),
+    _minimal("dqn"),
+    _minimal("ppo"),
+    _minimal("ppo-lstm"),
+    _minimal("ddpg"),
+    _minimal("sac"),
+    _minimal("vtrace"),
+    Program("two layers, nn", TWO_LAYERS, "nn/two_layer_net_nn.py"),
+    Program("two layers, optim", TWO_LAYERS, "nn/two_layer_net_optim.py"),
+    Program("two layers, dynamic", TWO_LAYERS, "nn/dynamic_net.py"),
+    Program("bigram", "karpathy/ng-video-lecture", "bigram.py"),
+    Program("x-transformers copy", "lucidrains/x-transformers", "train_copy.py"),
 )  # fmt: skip
 """The programs, in the order in which they run."""

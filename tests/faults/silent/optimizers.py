@@ -91,6 +91,22 @@ def head_in_no_optimizer(injected: bool) -> None:
         optimizer.step()
 
 
+@fault(rule="trained_tensors", severity="info", step=1, kind="target", names="copy of Sequential")
+def target_network_with_gradients(injected: bool) -> None:
+    """An agent whose target network is copied from the trained one now and then."""
+    model, target = perceptron(), perceptron()
+    target.load_state_dict(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for number, (x, _) in enumerate(batches()):
+        with torch.set_grad_enabled(injected):
+            goal = 1.0 + 0.9 * target(x).amax(1)
+        optimizer.zero_grad()
+        F.smooth_l1_loss(model(x)[:, 0], goal).backward()
+        optimizer.step()
+        if number % 5 == 4:
+            target.load_state_dict(model.state_dict())
+
+
 @control
 def head_that_the_script_updates_itself() -> None:
     body, head = nn.Linear(4, 8), nn.Linear(8, 3)

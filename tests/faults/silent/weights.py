@@ -89,6 +89,22 @@ def slow_weights(injected: bool) -> None:
 
 
 @control
+def targets_with_an_optimizer_that_never_steps() -> None:
+    """Each network of an agent makes its optimizer when it is built; targets follow the trained one."""
+    model, target = perceptron(), perceptron()
+    target.load_state_dict(model.state_dict())
+    optimizer, _ = (torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, target))
+    for x, _ in batches():
+        with torch.no_grad():
+            goal = 1.0 + 0.9 * target(x).amax(1)
+        optimizer.zero_grad()
+        F.smooth_l1_loss(model(x)[:, 0], goal).backward()
+        optimizer.step()
+        for own, mean in zip(model.parameters(), target.parameters(), strict=True):
+            mean.data.copy_(0.9 * mean.data + 0.1 * own.data)
+
+
+@control
 def clipped_weights() -> None:
     """A Wasserstein critic, whose weights are clipped."""
     averaged(lambda model, *_: [own.clamp_(-0.2, 0.2) for own in model.parameters()])

@@ -66,9 +66,10 @@ def test_loss_that_does_not_fall(
         (np.where(np.arange(120) < 100, FLAT, 1.0), 10),  # a plateau at chance that ends
         (0.5 + noise(120, 0.1), 10),  # goes on with a trained model
         (noise(120, 1.0), None),  # an actor
+        (np.linspace(-0.1, 0.1, 120) + noise(120), None),  # an actor whose advantages shrink
         (np.full(120, np.nan), 10),
     ],
-    ids=["falling", "regression", "short", "plateau", "resumed", "actor", "nan"],
+    ids=["falling", "regression", "short", "plateau", "resumed", "actor", "rising actor", "nan"],
 )
 def test_healthy_or_unknown_loss_is_not_reported(
     losses: np.ndarray, classes: int | None, tmp_path: Path

@@ -34,12 +34,12 @@ class TrainedTensors(Check):
     """``trained_tensors``: gradients that no optimizer uses, tensors of optimizers that no module uses.
 
     ``unregistered``: modules in plain containers. ``copy``: the optimizer has no gradient at all, and a model
-    of the same shapes has them. ``outside``: a whole model in training mode has
-    gradients, and nothing updates it. ``replaced``: the optimizer holds tensors without a gradient that no
-    module uses, and parameters of the model have one and are in no optimizer. ``frozen``: a tensor that was
-    trained does not require a gradient any more, and the optimizer goes on with the gradient that it had.
-    ``shared``: one module is several children of one container. ``untied``: two parameters are trained apart
-    that were one, or that the configuration of the model ties.
+    of the same shapes has them. ``outside``: a whole model in training mode has gradients, nothing updates
+    it; ``target`` if it began as a copy of a trained one. ``replaced``: the optimizer holds tensors without a
+    gradient that no module uses, and parameters of the model have one and are in no optimizer. ``frozen``: a
+    tensor that was trained does not require a gradient any more, and the optimizer goes on with the gradient
+    that it had. ``shared``: one module is several children of one container. ``untied``: two parameters are
+    trained apart that were one, or that the configuration of the model ties.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
@@ -52,6 +52,7 @@ class TrainedTensors(Check):
         )
         self._trained: dict[int, weakref.ref[torch.Tensor]] = {}
         self._untied: set[tuple[str, ...]] = set()
+        self._copies: dict[int, weakref.ref[nn.Module]] = {}  # of trained models, by id
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the line."""
@@ -179,6 +180,8 @@ class TrainedTensors(Check):
             others = trained(model, held)
             now = [Seen.of(p) for p in others]
             self._others |= {id(p): seen for p, seen in zip(others, now, strict=True)}
+            if others and not step:
+                self._note_copy(model, own)
             # Models of an earlier run may be around, with the gradients that they had.
             new = [
                 (old, seen)
@@ -196,6 +199,25 @@ class TrainedTensors(Check):
             if is_outside and not any(id(n.parameter) in held for n in named_parameters(model)):
                 self._report_outside(model, new, step, facts)
 
+    def _note_copy(self, model: nn.Module, own: Sequence[torch.Tensor]) -> None:
+        """Note that a model has the weights of a trained one, as the target network of an agent does."""
+        held = {id(p) for p in own}
+        mine = [local(n.parameter.detach()).reshape(-1)[:SAMPLE] for n in named_parameters(model)]
+        for other in holding(HUB.seen.roots(), held):
+            if other is model or type(other) is not type(model):
+                continue
+            theirs = [local(n.parameter.detach()).reshape(-1)[:SAMPLE] for n in named_parameters(other)]
+            forms = [[(one.shape, one.device) for one in each] for each in (mine, theirs)]
+            if forms[0] != forms[1] or len({device for _, device in forms[0]}) > 1:
+                continue
+            reference = weakref.ref(model)
+
+            def note(values: NDArray[np.generic], reference: weakref.ref[nn.Module] = reference) -> None:
+                if values.all() and (known := reference()) is not None:
+                    self._copies[id(known)] = reference
+
+            self.when_known(torch.stack([a.eq(b).all() for a, b in zip(mine, theirs, strict=True)]), note)
+
     def _report_outside(
         self, model: nn.Module, new: Sequence[tuple[Seen, Seen]], step: int, facts: dict[str, Any]
     ) -> None:
@@ -205,7 +227,9 @@ class TrainedTensors(Check):
 
         def report(values: NDArray[np.generic]) -> None:
             if not values.any():  # else the script updates them by hand
-                self.report("trained_tensors", step, kind="outside", **facts)
+                copied = self._copies.get(id(model))
+                kind = "target" if copied is not None and copied() is model else "outside"
+                self.report("trained_tensors", step, kind=kind, **facts)
 
         self.when_known(changed, report)
 

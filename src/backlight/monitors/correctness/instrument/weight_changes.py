@@ -56,6 +56,7 @@ class WeightChanges(Check):
         self._before: Tensor | None = None  # the step that is in progress, or the last one
         self._after: Tensor | None = None  # that step; None once compared
         self._forward: Tensor | None = None
+        self._has_gradient = np.zeros(0, np.bool_)  # of those that are followed, as the optimizer began
         self._step = 0
         self._comparisons = 0
         self._steps = 0
@@ -72,6 +73,8 @@ class WeightChanges(Check):
         self._after = self._forward = None
         is_plain = not has_closure and not HUB.backward_depth and self.run.scope.holds(optimizer)
         self._before = self._read() if self.due and is_plain else None
+        tensors = [self._tensor(row) for _, row, *_ in self._followed] if self._before is not None else []
+        self._has_gradient = np.array([p is not None and p.grad is not None for p in tensors], np.bool_)
         self._step = self.run.clock.index
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
@@ -168,12 +171,14 @@ class WeightChanges(Check):
             return
         self._comparisons += 1
         step, comparisons = self._step, self._comparisons
-        names = [name for name, *_ in self._followed]
+        # Weights without a gradient may be those of an average that the script keeps.
+        trained = self._has_gradient
+        names = [name for (name, *_), one in zip(self._followed, trained, strict=True) if one]
         with torch.no_grad():
             table = _comparison(before, after, now)
 
         def report(known: NDArray[np.generic]) -> None:
-            if (facts := _described(known.astype(float), names)) is not None:
+            if (facts := _described(known.astype(float)[trained], names)) is not None:
                 self.report(
                     "weights_changed",
                     step,

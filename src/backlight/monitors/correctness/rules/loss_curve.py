@@ -68,7 +68,7 @@ def loss_not_falling(run: Run, limits: LossLimits) -> Iterator[Finding]:
         detail = f"{stated}; equal probabilities for all {classes} classes give {phrases.number(chance)}."
         fix = "Lower the learning rate, and look at the steps at which the loss leaves its lowest value."
         refuted_if = "the data becomes harder on purpose during the run."
-    elif medians[1:].min() >= first:
+    elif medians[1:].min() >= first and values.min() >= 0:  # one of both signs has no size: an actor's
         title = "The loss never falls below its start"
         detail = f"{stated}, and none has a lower one than the first."
         fix = "Train on one batch: if that loss does not fall, the loop or the learning rate is the cause."

@@ -102,6 +102,23 @@ def _outside(found: Sequence[Event]) -> Finding:
     )
 
 
+def _target(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[0].payload
+    model, amount = facts["model"], int(facts["count"])
+    return Finding(
+        severity=Severity.INFO,
+        title=f"The copy of {model} in the loss gets gradients that are not used",
+        detail=(
+            f"At {observed(steps)} backward gave gradients to {count(amount, 'parameter')} of a {model} that "
+            "began with the weights of the trained one. No optimizer holds them, as for a target network."
+        ),
+        subject=Subject(module=model, step=steps[0]),
+        evidence=(evidence_of(found, amount, "parameters"),),
+        fix="Call it under `torch.no_grad()`: that saves its backward and the memory of its gradients.",
+        refuted_if="the copy is to be trained: then give its parameters to an optimizer.",
+    )
+
+
 def _replaced(found: Sequence[Event]) -> Finding:
     facts = found[0].payload
     names, amount, stale = facts["parameters"], int(facts["count"]), int(facts["stale"])
@@ -186,6 +203,7 @@ _CASES = {
     "unregistered": _unregistered,
     "copy": _copy,
     "outside": _outside,
+    "target": _target,
     "replaced": _replaced,
     "frozen": _frozen,
     "shared": _shared,
