@@ -93,13 +93,13 @@ def targets_with_an_optimizer_that_never_steps() -> None:
     """Each network of an agent makes its optimizer when it is built; targets follow the trained one."""
     model, target = perceptron(), perceptron()
     target.load_state_dict(model.state_dict())
-    optimizer, _ = (torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, target))
+    optimizers = [torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, target)]
     for x, _ in batches():
         with torch.no_grad():
             goal = 1.0 + 0.9 * target(x).amax(1)
-        optimizer.zero_grad()
+        optimizers[0].zero_grad()
         F.smooth_l1_loss(model(x)[:, 0], goal).backward()
-        optimizer.step()
+        optimizers[0].step()
         for own, mean in zip(model.parameters(), target.parameters(), strict=True):
             mean.data.copy_(0.9 * mean.data + 0.1 * own.data)
 
