@@ -209,6 +209,5 @@ PROGRAMS = (
     Program("two layers, optim", TWO_LAYERS, "nn/two_layer_net_optim.py"),
     Program("two layers, dynamic", TWO_LAYERS, "nn/dynamic_net.py"),
     Program("bigram", "karpathy/ng-video-lecture", "bigram.py"),
-    Program("x-transformers copy", "lucidrains/x-transformers", "train_copy.py"),
 )  # fmt: skip
 """The programs, in the order in which they run."""
