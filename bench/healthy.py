@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--every",
         type=int,
-        help="record every Nth step; 1 gives the rules most to judge, on a busy machine too",
+        help="record every Nth step; 1 records most on a busy machine",
     )
     parser.add_argument("--weights", action="store_true", help="compare weights, watched and unwatched")
     parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
