@@ -28,7 +28,7 @@ def write(
     steps: int = 60,
     changes: Mapping[tuple[int, str], float] | None = None,
     profile: Mapping[str, Any] | None = None,
-    runtime_info: Mapping[str, Any] | None = None,
+    runtime_info: Mapping[str, Any] | None = {},  # written as it is; None of a run that goes on
     events: Sequence[tuple[int | None, str, Mapping[str, Any]]] = (),
     fingerprint: Fingerprint | None = None,
     ranks: Sequence[Mapping[str, float]] = (),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from backlight.monitors.steptime.model.evidence import RUNTIME_INFO
 from backlight.records import Severity
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -81,6 +82,7 @@ def test_one_or_two_outliers_and_a_busy_machine_have_no_finding(stored: Any, eva
     changes = {(step, "backward"): 0.5 for step in (30, 40, 50)}
     assert evaluated(stored(HEALTHY, changes=changes, runtime_info={"core_wait": 0.01}), "outlier_steps")
     assert not evaluated(stored(HEALTHY, changes=changes, runtime_info={"core_wait": 0.2}), "outlier_steps")
+    assert not evaluated(stored(HEALTHY, changes=changes, runtime_info=None), "outlier_steps")  # goes on
     del changes[30, "backward"]
     assert not evaluated(stored(HEALTHY, changes=changes), "outlier_steps")
 
@@ -103,6 +105,7 @@ def test_a_step_is_compared_with_steps_of_the_same_optimizers(
         writer.scalar(step, "phase/forward", 0.1 + 0.0001 * (step % 7))
         writer.scalar(step, "phase/optimizer", 0.3 if is_muon else 0.01)
         writer.scalar(step, f"lr/{int(is_muon) if optimizers == 2 else 0}/0", 0.1)
+    writer.event(89, RUNTIME_INFO, {})
     writer.close()
     assert len(evaluated(open_run(tmp_path / "run"), "outlier_steps")) == expected
 

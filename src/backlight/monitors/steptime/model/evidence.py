@@ -109,10 +109,13 @@ def steady_phases(run: Run, limits: SteadyLimits, rank: int | None = None) -> Ph
 
 
 def is_busy(run: Run, limits: BusyLimits) -> bool:
-    """Return whether other programs took the cores of the training thread, so that its times mean little."""
+    """Return whether other programs took the cores of the training thread, so that its times mean little.
+
+    A run that goes on, or was killed, has not recorded it: nothing is claimed from its times.
+    """
     info = read_runtime_info(run)
     waited = info.payload.get("core_wait") if info is not None else None
-    return waited is not None and float(waited) > limits.busy_share
+    return info is None or (waited is not None and float(waited) > limits.busy_share)
 
 
 def phase_evidence(table: PhaseTimes, name: str) -> Evidence:
