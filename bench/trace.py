@@ -2,11 +2,12 @@
 
 A real trace is repeated to the wished size: each repetition is moved in time and gets ids of its own,
 so that it reads as one long recording. Every candidate runs in a process of its own, interleaved; given
-are medians of seconds and of peak resident memory (of several processes: the sum of their peaks), and
-their ratios to backlight. HolisticTraceAnalysis
-0.5.0 is asked for what it has of our tables: parsing, time by kernel type, overlap of communication,
-idle time. Where it is not installed, ``--hta PYTHON`` names an interpreter that has it; otherwise its
-rows are left out.
+are medians of seconds, of processor seconds with those of its processes, and of peak resident memory (of
+several processes: the sum of their peaks); the ratios are of processor seconds and memory to backlight.
+``--decoders`` adds decoders of JSON on their own: what a reader could be built on. HolisticTraceAnalysis
+0.5.0 is asked for what it has of these tables: parsing, time by kernel type, overlap of communication, idle
+time. Where it is not installed, ``--hta PYTHON`` names an interpreter that has it; otherwise its rows are
+left out.
 
     python bench/trace.py --trace ../shared/data/traces/training_one_gpu.json.gz --megabytes 210
 """
@@ -54,6 +55,42 @@ JSON = """
 import json
 events = len(json.load(open(path))["traceEvents"])
 """
+DECODERS = {
+    "orjson": """
+import orjson
+events = len(orjson.loads(open(path, "rb").read())["traceEvents"])
+""",
+    "msgspec, untyped": """
+import msgspec
+events = len(msgspec.json.decode(open(path, "rb").read())["traceEvents"])
+""",
+    "msgspec, typed, one shot": """
+import gc, msgspec
+from backlight.trace.decoder import Event
+gc.disable()
+Whole = msgspec.defstruct("Whole", [("traceEvents", list[Event])])
+events = len(msgspec.json.decode(open(path, "rb").read(), type=Whole).traceEvents)
+""",
+    "simdjson, parsed alone": """
+import simdjson
+parser = simdjson.Parser()
+events = len(parser.parse(open(path, "rb").read())["traceEvents"])
+""",
+    "pyarrow, into columns": """
+import io, pyarrow as pa, pyarrow.json as pj
+text = open(path, "rb").read()
+start = text.index(b'"traceEvents": [') + 16
+body = text[start : text.index(b"\\n  ],", start)].replace(b"}},\\n  {{", b"}}\\n{{")
+whole = ("External id", "correlation", "Sequence number", "Fwd thread id", "stream", "device", "bytes")
+args = pa.struct([(name, pa.int64()) for name in whole])
+times = [(name, pa.decimal128(20, 3)) for name in ("ts", "dur")]
+words = [(name, pa.string()) for name in ("ph", "cat", "name")]
+schema = pa.schema([*words, *times, ("id", pa.int64()), ("args", args)])
+parse = pj.ParseOptions(explicit_schema=schema, newlines_in_values=True, unexpected_field_behavior="ignore")
+options = pj.ReadOptions(use_threads=False, block_size=4 << 20)
+events = pj.read_json(io.BytesIO(body), read_options=options, parse_options=parse).num_rows
+""",
+}
 HTA_READ = """
 import logging
 logging.disable(logging.CRITICAL)
@@ -73,14 +110,16 @@ analysis.get_idle_time_breakdown(ranks=[0], visualize=False)
 TIMED = """
 import sys, time, json as _json, os, resource
 path, folder = sys.argv[1], sys.argv[2]
-start = time.perf_counter()
+start, used = time.perf_counter(), time.process_time()
 {body}
 seconds = time.perf_counter() - start
-child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+children = resource.getrusage(resource.RUSAGE_CHILDREN)
+child = children.ru_maxrss
+processor = time.process_time() - used + children.ru_utime + children.ru_stime
 own = int([l for l in open("/proc/self/status") if l.startswith("VmHWM")][0].split()[1])
 sys.stdout.flush()
 peak = own + child * {workers} if {workers} > 1 else max(own, child)
-print("\\nRESULT " + _json.dumps([seconds, peak / 1024, events]))
+print("\\nRESULT " + _json.dumps([seconds, processor, peak / 1024, events]))
 """
 
 
@@ -120,16 +159,16 @@ def _moved(events: bytes, turn: int, period: int, ids: int) -> bytes:
     return _SHIFTED.sub(change, events)
 
 
-def timed(python: str, body: str, path: Path, workers: int = 1) -> tuple[float, float, int] | str:
-    """Return seconds, megabytes at the peak and events of one candidate, or what went wrong."""
+def timed(python: str, body: str, path: Path, workers: int = 1) -> tuple[float, float, float, int] | str:
+    """Return seconds, processor seconds, peak megabytes and events of one candidate, or what went wrong."""
     program = TIMED.format(body=body.format(workers=workers), workers=workers)
     done = subprocess.run(
         [python, "-c", program, str(path), str(path.parent)], capture_output=True, text=True, check=False
     )
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
-            seconds, megabytes, events = json.loads(line.removeprefix("RESULT "))
-            return seconds, megabytes, events
+            seconds, processor, megabytes, events = json.loads(line.removeprefix("RESULT "))
+            return seconds, processor, megabytes, events
     return (done.stderr.strip().splitlines() or ["no result"])[-1]
 
 
@@ -141,6 +180,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=210)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--decoders", action="store_true", help="decoders of JSON on their own as well")
     parser.add_argument("--hta", default=sys.executable, metavar="PYTHON")
     options = parser.parse_args()
     if not options.trace.exists():
@@ -163,7 +203,9 @@ def main() -> None:
             "HolisticTraceAnalysis, read": (options.hta, HTA_READ, path, 1),
             "HolisticTraceAnalysis, read and its tables": (options.hta, HTA_FULL, path, 1),
         }
-        results: dict[str, list[tuple[float, float, int]]] = {}
+        if options.decoders:
+            candidates |= {name: (sys.executable, body, path, 1) for name, body in DECODERS.items()}
+        results: dict[str, list[tuple[float, float, float, int]]] = {}
         for _ in range(options.times):
             for name, (python, body, file, workers) in candidates.items():
                 result = timed(python, body, file, workers)
@@ -176,22 +218,23 @@ def main() -> None:
     print(f"first reading with the Parquet written: {writing:.1f} s, start of Python included")
 
 
-def _print(results: dict[str, list[tuple[float, float, int]]], title: str) -> None:
+def _print(results: dict[str, list[tuple[float, float, float, int]]], title: str) -> None:
     table = Table(title=title)
     table.add_column("candidate")
-    for column in ("seconds", "x", "peak MB", "x", "events"):
+    for column in ("seconds", "processor s", "x", "peak MB", "x", "events"):
         table.add_column(column, justify="right")
     reference = {}
     for name, runs in results.items():
         seconds = statistics.median(run[0] for run in runs)
-        memory = statistics.median(run[1] for run in runs)
-        reference[name] = (seconds, memory)
+        processor = statistics.median(run[1] for run in runs)
+        memory = statistics.median(run[2] for run in runs)
+        reference[name] = (processor, memory)
         base = reference[
             "backlight, read and all tables, one core" if "tables" in name else "backlight, read, one core"
         ]
         table.add_row(
-            name, f"{seconds:.2f}", f"{seconds / base[0]:.2f}", f"{memory:,.0f}", f"{memory / base[1]:.2f}",
-            f"{runs[0][2]:,}",
+            name, f"{seconds:.2f}", f"{processor:.2f}", f"{processor / base[0]:.2f}",
+            f"{memory:,.0f}", f"{memory / base[1]:.2f}", f"{runs[0][3]:,}",
         )  # fmt: skip
     Console().print(table)
 

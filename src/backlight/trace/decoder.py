@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 from functools import cache
-from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -75,21 +74,23 @@ _NOT_NUMBERS = re.compile(rb'(":\s*)-?(?:inf(?:inity)?|nan)(?=\s*[,}\]])', re.IG
 
 
 class Vocabulary(dict[Any, int]):
-    """Codes of strings in the order of their first use; an empty one is MISSING."""
+    """Codes of strings in the order of their first use; an empty one is MISSING, a number is its text."""
 
     def __init__(self) -> None:
         super().__init__({"": MISSING, None: MISSING, b"": MISSING})
+        self.listed: list[str | bytes] = []
 
     def __missing__(self, word: Any) -> int:
-        self[word] = code = len(self) - 3
+        if isinstance(word, int):
+            self[word] = code = self[str(word)]
+            return code
+        self[word] = code = len(self.listed)
+        self.listed.append(word)
         return code
 
     def words(self) -> list[str]:
         """Return the strings in the order of their codes."""
-        return [
-            word.decode("utf-8", "replace") if isinstance(word, bytes) else str(word)
-            for word in islice(self, 3, None)
-        ]
+        return [word.decode("utf-8", "replace") if isinstance(word, bytes) else word for word in self.listed]
 
 
 class Columns:
@@ -136,8 +137,7 @@ class Columns:
             if not COLUMNS[name].coded:
                 column[rows] = _integers(args, name)
                 continue
-            values: Iterable[Any] = map(attrgetter(name), args)
-            column[rows] = self._codes(name, map(bytes, values) if name in _LISTS else values, len(args))
+            self._fill(column, name, rows, args)
         columns["label"] = np.full(count, MISSING, np.int32)
         for row in np.flatnonzero(columns["kind"] == _METADATA):
             one = all_args[row]
@@ -145,10 +145,14 @@ class Columns:
         return {name: column.astype(COLUMNS[name].dtype, copy=False) for name, column in columns.items()}
 
     def _codes(self, name: str, words: Iterable[Any], count: int) -> Column:
-        known = self.vocabularies[name]
-        if name in {"process", "thread"}:
-            words = map(str, words)
-        return np.fromiter(map(known.__getitem__, words), np.int32, count)
+        return np.fromiter(map(self.vocabularies[name].__getitem__, words), np.int32, count)
+
+    def _fill(self, column: Column, name: str, rows: Integers, args: list[Any]) -> None:
+        """Set the codes of what ``args`` state; most events state none of these."""
+        nothing, known = getattr(_NO_ARGS, name), self.vocabularies[name]
+        stated = [(at, value) for at, value in enumerate(map(attrgetter(name), args)) if value is not nothing]
+        words = (bytes(value) if name in _LISTS else value for _, value in stated)
+        column[rows[[at for at, _ in stated]]] = [known[word] for word in words]
 
 
 @cache
@@ -159,9 +163,9 @@ def _columns_of_this_process() -> Columns:
 def decode_in_worker(text: bytes) -> tuple[int, dict[str, Column], dict[str, list[Any]]]:
     """Decode a chunk; return this process, the columns, and the words that are new to this process."""
     columns = _columns_of_this_process()
-    known = {name: len(words) for name, words in columns.vocabularies.items()}
+    known = {name: len(words.listed) for name, words in columns.vocabularies.items()}
     part = columns.of_text(text)
-    fresh = {name: list(islice(columns.vocabularies[name], start, None)) for name, start in known.items()}
+    fresh = {name: columns.vocabularies[name].listed[start:] for name, start in known.items()}
     return os.getpid(), part, fresh
 
 

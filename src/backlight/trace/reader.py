@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -14,11 +13,12 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
+from backlight.processes import available_cores
 from backlight.trace import chunks
 from backlight.trace.decoder import Columns, decode_in_worker, leniently, repaired
 from backlight.trace.events import COLUMNS, MISSING, Column, EventBuilder, Trace, TraceError
 
-MIN_PARALLEL_BYTES = 64 * 2**20
+MIN_PARALLEL_BYTES = 128 * 2**20
 """Smaller texts are decoded faster by one process."""
 
 _GZIP_RATIO = 12
@@ -68,7 +68,9 @@ def default_workers(path: str | Path) -> int:
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     size = path.stat().st_size * (_GZIP_RATIO if packed else 1)
-    return min(4, os.cpu_count() or 1) if size >= MIN_PARALLEL_BYTES else 1
+    cores = available_cores()
+    # This process reads and joins: with two cores, another one gains less than its start costs.
+    return min(4, cores) if cores > 2 and size >= MIN_PARALLEL_BYTES else 1
 
 
 class _Read:
