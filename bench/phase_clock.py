@@ -38,10 +38,10 @@ def clock(training: Training, pairs: int) -> tuple[list[float], list[float]]:
             if on:
                 tracker.start()
                 forwards.follow([training.model])
-                before = tracker.spent
+                before = HUB.spent
             seconds[on] = training.step()[0]
             if on:
-                share = (tracker.spent - before) / seconds[on]
+                share = (HUB.spent - before) / seconds[on]
                 HUB.remove(tracker)
                 forwards.leave()
         if number >= 4:

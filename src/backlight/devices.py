@@ -75,9 +75,10 @@ def name_of(device: str | int | torch.device | None = None) -> str:
 
 def is_capturing_graph() -> bool:
     """Return whether a graph of kernels is being captured, where nothing of backlight may run."""
-    if not is_in_use():
+    found = kind()
+    if found is None or not is_in_use():
         return False
-    if kind() == "cuda":
+    if found == "cuda":
         return bool(torch.cuda.is_current_stream_capturing())
     return bool(getattr(torch.accelerator.current_stream(), "is_capturing", lambda: False)())
 

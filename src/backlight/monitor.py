@@ -216,8 +216,6 @@ class Monitor:
         Whether it makes use of ``watch(samples=...)``; the setting that cannot do without, empty for none.
     samples_for:
         The setting that makes use of them, for the error where none does.
-    spent:
-        Seconds that its hooks have taken so far.
     """
 
     name: ClassVar[str]
@@ -227,7 +225,6 @@ class Monitor:
     samples_for: ClassVar[str] = ""
     uses_samples: bool = False
     needs_samples: str = ""
-    spent: float = 0.0
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Monitor | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from backlight.capture.unrecorded import FORWARDS, NUMBERS, PHASE, PROGRESS, Board
+from backlight.capture.unrecorded import FORWARDS, NUMBERS, PHASE, PROGRESS
 from backlight.records import Phase
 
 if TYPE_CHECKING:
@@ -70,21 +70,6 @@ _FORWARD, _LOSS, _BACKWARD, _EVALUATION = (
     NUMBERS[phase] for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.EVALUATION)
 )
 
-
-def _counted(board: Board, go_on: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a module in a step that is only counted."""
-    is_training = torch.is_grad_enabled()
-    board[PROGRESS] += 1
-    if board[PHASE] == _BACKWARD:  # a checkpointed model is computed again
-        return go_on(module, *args, **kwargs)
-    board[PHASE] = _FORWARD if is_training else _EVALUATION
-    board[FORWARDS] += 1
-    result = go_on(module, *args, **kwargs)
-    board[PHASE] = _LOSS if is_training else _EVALUATION
-    board[PROGRESS] += 1
-    return result
-
-
 _Pair = tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], None] | None]
 
 _followed: dict[int, tuple[type[nn.Module], Counter[_Pair]]] = {}
@@ -121,8 +106,20 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
         if ours is not None and (hub := ours.HUB_COUNTING[0]) is not None:
             if id(self) not in ours._followed:
                 return go_on(self, *args, **kwargs)
-            if torch.is_grad_enabled() or not hub.ends_for_evaluation():
-                return ours._counted(hub.board, go_on, self, args, kwargs)
+            is_training = torch.is_grad_enabled()
+            if is_training or not hub.ends_for_evaluation():
+                board = hub.board
+                board[PROGRESS] += 1
+                if board[PHASE] == _BACKWARD:  # a checkpointed model is computed again
+                    return go_on(self, *args, **kwargs)
+                board[PHASE] = _FORWARD if is_training else _EVALUATION
+                board[FORWARDS] += 1
+                if original is None:
+                    result = super(kind, self).__call__(*args, **kwargs)  # type: ignore[misc]
+                else:
+                    result = original(self, *args, **kwargs)
+                board[PHASE] = _LOSS if is_training else _EVALUATION
+                return result
         pairs = ours._current(self, kind) if ours is not None else ()
         for before, _ in pairs:
             before(self, args, kwargs)

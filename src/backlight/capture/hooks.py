@@ -84,17 +84,14 @@ def install_backward(hub: Hub, patches: Patches) -> None:
             unrecorded = hub.unrecorded
             if unrecorded is not None and not hub.backward_depth and not torch.compiler.is_compiling():
                 board = unrecorded.board
-                board[PROGRESS] += 1
                 board[PHASE] = _BACKWARD
-                hub.backward_depth += 1
+                hub.backward_depth = 1
                 try:
                     original(tensors, *args, **kwargs)
                 finally:
-                    hub.backward_depth -= 1
-                    unrecorded.open_backwards += 1
+                    hub.backward_depth = 0
                     board[PHASE] = _OTHER
                     board[BACKWARDS] += 1
-                    board[PROGRESS] += 1
                 return
             if not hub.active or torch.compiler.is_compiling():
                 original(tensors, *args, **kwargs)
@@ -314,7 +311,6 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
                 item = original(self)
                 if board[PHASE] == _DATA:
                     board[PHASE] = _OTHER
-                board[PROGRESS] += 1
                 return item
             if not hub.active:
                 return original(self)
@@ -353,6 +349,21 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
 _not_compiled: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
+def _skipped_by_compiler(function: Any) -> Any:
+    """Keep a function, but not what it calls, out of compiled code without a wrapper around each call.
+
+    As ``torch._dynamo.skip`` does, without the import of the compiler.
+    """
+    frames = torch._C._dynamo.eval_frame
+    try:
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, skip)
+    except (AttributeError, TypeError):  # not in this release of torch
+        return _not_compiled(function)
+    function._torchdynamo_disable = True
+    return function
+
+
 def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
     """Report optimizer steps to the hub; return the handles that remove the hooks.
 
@@ -374,14 +385,42 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     patches.replace(torch.optim.Optimizer, "__init__", wrap_init)
 
-    @_not_compiled
+    @_skipped_by_compiler
     def begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unrecorded = hub.unrecorded
+        if (
+            unrecorded is not None
+            and unrecorded.optimizer == id(optimizer)
+            and len(args) == 1
+            and not kwargs
+            and not unrecorded.may_nest
+        ):
+            unrecorded.board[PHASE] = _OPTIMIZER
+            return None
+        return observed_begin(optimizer, args, kwargs)
+
+    @_skipped_by_compiler
+    def end(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        unrecorded = hub.unrecorded
+        if unrecorded is None or (unrecorded.may_nest and _is_nested(optimizer)):
+            observed_end(optimizer)
+            return
+        board = unrecorded.board
+        unrecorded.closed = board[BACKWARDS]
+        board[PHASE] = _OTHER
+        board[PROGRESS] += 1
+        board[STEPS] += 1
+        unrecorded.done += 1
+        if unrecorded.done >= unrecorded.steps:
+            hub.resume()
+
+    @_not_compiled
+    def observed_begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _is_nested(optimizer):
             return None
         unrecorded = hub.unrecorded
         if unrecorded is not None:
             if len(args) == 1 and not kwargs and unrecorded.optimizer == id(optimizer):
-                unrecorded.board[PROGRESS] += 1
                 unrecorded.board[PHASE] = _OPTIMIZER
                 return None
             hub.resume()
@@ -407,21 +446,21 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
         return (args[0], reporting, *args[2:]), kwargs
 
     @_not_compiled
-    def end(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _is_nested(optimizer):
-            return
-        unrecorded = hub.unrecorded
-        if unrecorded is not None:
-            unrecorded.board[PROGRESS] += 1
-            unrecorded.board[PHASE] = _OTHER
-            unrecorded.board[STEPS] += 1
-            if unrecorded.end_step():
-                hub.resume()
-            return
-        if hub.active:
+    def observed_end(optimizer: Any) -> None:
+        if hub.active and not _is_nested(optimizer):
             hub.emit("optimizer_end", optimizer)
 
     return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
+
+
+def hooked_steps(kind: type[torch.optim.Optimizer]) -> list[Any]:
+    """Return the ``step`` of each class of an optimizer around which torch has put its hooks."""
+    found = []
+    for base in kind.__mro__:
+        step = base.__dict__.get("step")
+        if getattr(step, "hooked", False):
+            found.append(step)
+    return found
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
@@ -429,14 +468,10 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
 
     torch puts its hooks around the step of every class of which there is an instance.
     """
-    hooked, code = 0, None
-    for kind in type(optimizer).__mro__:
-        step: Any = kind.__dict__.get("step")
-        if getattr(step, "hooked", False):
-            hooked, code = hooked + 1, step.__code__
-    if hooked < 2:
+    hooked = hooked_steps(type(optimizer))
+    if len(hooked) < 2:
         return False
-    count = 0
+    code, count = hooked[-1].__code__, 0
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and count < 2:
         count += frame.f_code is code and frame.f_locals.get("self") is optimizer

@@ -21,29 +21,8 @@ from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.records import Phase
 
 
-def guarded(
-    owner: Any,
-    on_error: Callable[[Any, Exception], None],
-    method: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call a method, the only guard and stopwatch around listeners and monitors.
-
-    ``owner.spent`` grows by the seconds; ``on_error(owner, error)`` is called if it raises.
-    """
-    begin = clock.perf_counter()
-    try:
-        return method(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - never break the user's training
-        on_error(owner, error)
-        return None
-    finally:
-        owner.spent += clock.perf_counter() - begin
-
-
 class UserError(BaseException):
-    """Carries an exception of the user's code through :func:`guarded`, back to the user's code."""
+    """Carries an exception of the user's code through :meth:`Hub.emit`, back to the user's code."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -54,12 +33,10 @@ class Listener:
     """Receives the raw events of the process; each method does nothing here.
 
     An exception removes the listener and never reaches the training script; only a :class:`BaseException`
-    that is no :class:`Exception`, such as a requested end of the script, passes through. ``spent`` are the
-    host seconds that its methods have taken so far. One that needs the events of recorded steps only sets
-    ``every_step`` to False.
+    that is no :class:`Exception`, such as a requested end of the script, passes through. One that needs the
+    events of recorded steps only sets ``every_step`` to False.
     """
 
-    spent = 0.0
     every_step: ClassVar[bool] = True
 
     def unrecorded_begin(self) -> None:
@@ -226,9 +203,11 @@ class SeenOptimizers:
         self._in_use.add(id(optimizer))
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
-        if all(reference() is not optimizer for reference in self._references):
-            self._in_use.discard(id(optimizer))  # the id of one that is gone
-            self._references.append(weakref.ref(optimizer))
+        for reference in self._references:
+            if reference() is optimizer:
+                return
+        self._in_use.discard(id(optimizer))  # the id of one that is gone
+        self._references.append(weakref.ref(optimizer))
 
     def scan(self) -> None:
         """Look for optimizers that were made before the hooks were there."""
@@ -283,7 +262,7 @@ class Hub:
 
     ``loader_workers`` is the largest number of workers of a DataLoader that was asked for a batch since the
     hooks were installed; None before the first. ``unrecorded`` counts steps while no event is delivered, on
-    ``board``.
+    ``board``. ``spent`` are the host seconds that all listeners have taken so far.
     """
 
     def __init__(self) -> None:
@@ -293,6 +272,8 @@ class Hub:
         self.backward_depth = 0
         self.grad_depth = 0
         self.own_passes = 0
+        self.spent = 0.0
+        self._is_emitting = False
         self.loader_workers: int | None = None
         self.unrecorded: UnrecordedSteps | None = None
         self.board: Board = [0] * BOARD_LENGTH
@@ -321,7 +302,8 @@ class Hub:
             return False
         self.emit("unrecorded_begin")
         call_hooks.HUB_COUNTING[0] = self
-        self.unrecorded = UnrecordedSteps(id(optimizer), steps, self.board, ended)
+        may_nest = len(hooks.hooked_steps(type(optimizer))) > 1
+        self.unrecorded = UnrecordedSteps(id(optimizer), steps, self.board, ended, may_nest)
         return True
 
     def resume(self) -> None:
@@ -352,7 +334,7 @@ class Hub:
         """Deliver events again after the step in progress; from any thread."""
         unrecorded = self.unrecorded
         if unrecorded is not None:
-            unrecorded.steps = 0
+            unrecorded.end_soon()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -402,19 +384,32 @@ class Hub:
         return found
 
     def emit(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method ``event`` of every listener; one that raises is removed, and its error reported."""
+        """Call the method ``event`` of every listener; one that raises is removed, and its error reported.
+
+        This is the only guard around listeners, and the only stopwatch: one for all, since a listener that
+        has nothing to do is over sooner than the clock is read.
+        """
         receivers = self._receivers.get(event)
         if self.own_passes or receivers == () or self.unrecorded is not None:
             return
         if receivers is None:
             receivers = self._receivers_of(event)
+        is_inner, self._is_emitting = self._is_emitting, True
+        begin = clock.perf_counter()
         try:
             for listener, method in receivers:
-                guarded(listener, self._drop, method, *args, **kwargs)
+                try:
+                    method(*args, **kwargs)
+                except Exception as error:  # noqa: BLE001 - never break the user's training
+                    self._drop(listener, error)
             return
         except UserError as carried:
-            error = carried.error
-        raise error  # outside the handler, so that it is as the user's code raised it
+            raised = carried.error
+        finally:
+            self._is_emitting = is_inner
+            if not is_inner:
+                self.spent += clock.perf_counter() - begin
+        raise raised  # outside the handler, so that it is as the user's code raised it
 
     def _drop(self, listener: Listener, error: Exception) -> None:
         on_error = self._on_error.get(id(listener), listener.dropped)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from backlight import clock
-from backlight.capture.hub import Listener
+from backlight.capture.hub import HUB, Listener
 from backlight.devices import is_capturing_graph
 
 
@@ -113,7 +113,7 @@ class Microbatches(Listener):
         except Exception as error:  # noqa: BLE001 - never break the user's training
             self._failed = True
             self._sink.trouble(error)
-        self.spent += clock.perf_counter() - begin
+        HUB.spent += clock.perf_counter() - begin
 
 
 def _passed(microbatches: Microbatches, key: int, gradient: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,14 @@ class ParameterTable:
         # An id may have been taken over by a new tensor after the old one was freed.
         return row if row is not None and self._references[row]() is tensor else None
 
+    def rows_of(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+        """Return the row of each tensor, as :meth:`row` does."""
+        rows, references = [self.rows.get(id(tensor)) for tensor in tensors], self._references
+        return [
+            row if row is not None and references[row]() is tensor else None
+            for row, tensor in zip(rows, tensors, strict=True)
+        ]
+
     def place_gradient(self, row: int, gradient: torch.Tensor) -> bool:
         """Note where ``gradient`` sits in the whole; True if that is news.
 
@@ -73,9 +81,9 @@ class ParameterTable:
         self.records = (*self.records[:row], replace(record, gradient=placement), *self.records[row + 1 :])
         return True
 
-    def missing(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def missing(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether some tensor has no row, so that the table is out of date."""
-        return any(self.row(tensor) is None for tensor in tensors)
+        return None in self.rows_of(tensors)
 
 
 def build_table(
@@ -220,6 +228,7 @@ class Scope:
     ) -> None:
         self.models = list(models)
         self._given = list(optimizers)
+        self._given_ids = {id(optimizer) for optimizer in optimizers}
         self._changes = -1
         self._groups: tuple[int, ...] = ()
         self._numbers: dict[int, int] = {}
@@ -271,15 +280,16 @@ class Scope:
 
     def _signature(self) -> tuple[int, ...]:
         # Cheap enough for every step: a changed group is another list or has another length.
-        alive = self._given or HUB.optimizers.alive()
-        return tuple(
-            key for o in alive for g in o.param_groups for key in (id(o), id(g["params"]), len(g["params"]))
-        )
+        found: list[int] = []
+        for optimizer in self._given or HUB.optimizers.alive():
+            for group in optimizer.param_groups:
+                found += (id(optimizer), id(group["params"]), len(group["params"]))
+        return tuple(found)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the scope covers ``optimizer``."""
         if self._given:
-            return any(optimizer is given for given in self._given)
+            return id(optimizer) in self._given_ids
         if id(optimizer) not in self._numbers:
             self.refresh()
         return id(optimizer) in self._numbers

@@ -95,7 +95,8 @@ class PhaseClock:
         self._after_forward = 0.0
 
     def _change(self) -> None:
-        phase = Phase.LOSS if self._is_after_forward else self._enclosing()
+        within = self._open[-1] if self._open else Phase.OTHER
+        phase = Phase.LOSS if self._is_after_forward else within
         if phase is not self.phase:
             self.phase = phase
             if self._on_change is not None:

@@ -243,7 +243,7 @@ class StepTracker(Listener):
     def _resumed(self, counted: UnrecordedSteps) -> None:
         self._counted = None
         self._clock.restart()
-        self.backwards += counted.backwards + counted.open_backwards
+        self.backwards += counted.backwards
         if counted.done < counted.steps:  # something else came than plain steps
             self._plain_steps = 0
         if counted.done:
@@ -313,9 +313,9 @@ class StepTracker(Listener):
         if self._recording and roots and roots[0].numel() == 1:
             scaled = self._unscaled_loss
             loss = scaled[1] if scaled is not None and scaled[0] == id(roots[0]) else roots[0].detach()
-            known = settled(loss.detach())
+            known = settled(loss)
             if known is not None:
-                self._summary.loss = known.reshape(()).clone()  # the user may go on adding to theirs
+                self._summary.loss = known.clone()  # the user may go on adding to theirs
             more, so_far = addends(roots[0].grad_fn), self._summary.addends
             self._summary.addends = None if more is None or so_far is None else so_far + more
         self._unscaled_loss = None
@@ -478,11 +478,12 @@ class StepTracker(Listener):
         fresh = [p for p in parameters if id(p) not in self._collected]
         if not fresh:
             return
-        self._collected.update(id(p) for p in fresh)
-        if at_step and scale is None and self._versions:
-            self._summary.changed_by_hand += sum(
-                p.grad is not None and self._versions.get(id(p), p.grad._version) != p.grad._version
-                for p in fresh
-            )
-        self._summary.without_gradient.extend(p for p in fresh if p.grad is None)
+        self._collected.update(map(id, fresh))
+        compares = at_step and scale is None and bool(self._versions)
+        for parameter in fresh:
+            gradient = parameter.grad
+            if gradient is None:
+                self._summary.without_gradient.append(parameter)
+            elif compares and self._versions.get(id(parameter), gradient._version) != gradient._version:
+                self._summary.changed_by_hand += 1
         self._sink.collect(fresh, scale)

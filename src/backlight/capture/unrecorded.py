@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from backlight.records import Phase
 
@@ -22,22 +22,34 @@ NUMBERS = {phase: number for number, phase in enumerate(Phase)}
 class UnrecordedSteps:
     """Counts ``steps`` steps of ``optimizer``, an ``id``, each of which ends with its step.
 
-    ``done`` are over, with ``backwards`` backward passes; ``open_backwards`` belong to the step in progress.
-    ``board`` is where the hooks write what they do, for readers of other threads and processes. ``ended`` is
-    called on the training thread when events are delivered again, after which no more is counted.
+    ``done`` are over. ``board`` is where the hooks write what they do, for readers of other threads and
+    processes as well; ``closed`` is its count of backward passes at the end of the last step. ``may_nest`` is
+    whether a step of the optimizer may call another of its own. ``ended`` is called on the training thread
+    when events are delivered again, after which no more is counted.
     """
 
     optimizer: int
     steps: int
     board: Board
     ended: Callable[[UnrecordedSteps], None]
+    may_nest: bool
     done: int = 0
-    backwards: int = 0
-    open_backwards: int = 0
+    closed: int = field(init=False)
+    _backwards: int = field(init=False)
 
-    def end_step(self) -> bool:
-        """Count a step; return whether it was the last one."""
-        self.backwards += self.open_backwards
-        self.open_backwards = 0
-        self.done += 1
-        return self.done >= self.steps
+    def __post_init__(self) -> None:
+        self.closed = self._backwards = self.board[BACKWARDS]
+
+    @property
+    def backwards(self) -> int:
+        """Backward passes so far."""
+        return self.board[BACKWARDS] - self._backwards
+
+    @property
+    def open_backwards(self) -> int:
+        """Backward passes of the step in progress."""
+        return self.board[BACKWARDS] - self.closed
+
+    def end_soon(self) -> None:
+        """Count no step after the one in progress; from any thread."""
+        self.steps = 0

@@ -24,7 +24,7 @@ Arrays = tuple[NDArray[np.float64], NDArray[np.int64]]
 
 
 class Transfer(Protocol):
-    """A table on its way to the host: an :class:`AsyncCopy`, or a :class:`Slot` of a shared one."""
+    """A table on its way to the host: an :class:`AsyncCopy`, a :class:`Slot` of a shared one, or there."""
 
     def done(self) -> bool:
         """Return whether the host may read, without waiting."""
@@ -51,6 +51,21 @@ class AsyncCopy:
             self.event.synchronize()
         array: NDArray[np.generic] = self.host.numpy()
         return array
+
+
+@dataclass(frozen=True)
+class HostParts:
+    """Parts of a table of float64 that are on the host already: whoever reads it puts them together."""
+
+    parts: list[Tensor]
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def read(self) -> NDArray[np.generic]:
+        """Return the table."""
+        return np.concatenate([np.empty(0), *(part.numpy() for part in self.parts)])
 
 
 def start_copy(table: Tensor) -> AsyncCopy:

@@ -13,7 +13,7 @@ from backlight.capture.hub import HUB, NextEvent
 from backlight.capture.parameters import Scope
 from backlight.capture.steps import StepTracker
 from backlight.distributed import rank_and_size
-from backlight.monitor import RunContext, Samples, Timed
+from backlight.monitor import RunContext, Samples
 from backlight.notifier import Notifier
 from backlight.records import Finding, RunStatus
 from backlight.redaction import Redaction
@@ -75,9 +75,7 @@ class AttachedRun:
         self.published: dict[str, tuple[int, float]] = {}
         self.sampling = Sampling(settings.every)
         scope = Scope(models, optimizers)
-        # The hooks of monitors run inside the tracker, whose time includes theirs.
-        timed: list[Timed] = []
-        self.recorder = StepRecorder(scope, self.sampling, monitors, notifier, timed)
+        self.recorder = StepRecorder(scope, self.sampling, monitors, notifier)
         self.tracker = StepTracker(
             scope, self.recorder, per_backward=settings.per_backward, max_steps=settings.steps
         )
@@ -92,7 +90,7 @@ class AttachedRun:
             # Who gives a spacing has decided how much is stored.
             StepSelection() if settings.every is None else None,
         )
-        timed += [self.tracker, self._forwards, self.thread]
+        monitors.account(self.thread)
 
     def attach(self, samples: Samples | None, arguments: tuple[str, ...]) -> None:
         """Attach every part; what raises leaves the parts before it to :meth:`abandon`."""

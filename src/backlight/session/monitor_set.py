@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from backlight.capture.hub import HUB, guarded
+from backlight.capture.hub import HUB
 from backlight.monitor import MONITORS, NEVER, Monitor, RunContext, Timed
 from backlight.registry import warn
 
@@ -77,10 +77,10 @@ class MonitorSet:
                 run,
                 listen=partial(self._listen, monitor),
                 disable=partial(self._disable, monitor),
-                account=self._timed.append,
+                account=self.account,
             )
             self._attached = (*self._attached, monitor)
-            guarded(monitor, self._disable, monitor.attach, own)
+            self._guarded([(monitor, monitor.attach)], own)
         self._find_hooks()
 
     def detach(self, error: BaseException | None) -> None:
@@ -93,10 +93,24 @@ class MonitorSet:
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a hook of every monitor that implements it; return what they returned."""
-        return [
-            guarded(monitor, self._disable, bound, *args, **kwargs)
-            for monitor, bound in self._calls.get(hook, ())
-        ]
+        calls = self._calls.get(hook)
+        return self._guarded(calls, *args, **kwargs) if calls else []
+
+    def _guarded(
+        self, calls: Iterable[tuple[Monitor, Callable[..., Any]]], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        returned = []
+        for monitor, bound in calls:
+            try:
+                returned.append(bound(*args, **kwargs))
+            except Exception as error:  # noqa: BLE001 - never break the user's training
+                self._disable(monitor, error)
+                returned.append(None)
+        return returned
+
+    def account(self, timed: Timed) -> None:
+        """Count the seconds of a thread as a cost of the watch."""
+        self._timed.append(timed)
 
     def next_step(self, step: int) -> int:
         """Return the first step after ``step`` whose start a monitor needs."""
@@ -105,14 +119,13 @@ class MonitorSet:
         }
         return min((m.next_step(step) for m in starting.values()), default=NEVER)
 
-    def spent_outside_hooks(self) -> float:
-        """Return the seconds that listeners and own threads of the monitors have taken."""
+    def spent_in_threads(self) -> float:
+        """Return the seconds that threads of the watch have taken."""
         return sum(timed.spent for timed in self._timed)
 
     def _listen(self, monitor: Monitor, listener: Listener) -> None:
         if listener not in self._listeners[monitor.name]:
             self._listeners[monitor.name].append(listener)
-            self._timed.append(listener)
         HUB.add(listener, on_error=partial(self._disable, monitor))
 
     def _disable(self, monitor: Monitor, error: Exception) -> None:

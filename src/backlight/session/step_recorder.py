@@ -20,7 +20,7 @@ from backlight.capture.parameters import local
 from backlight.capture.steps import StepSink, StepSummary
 from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
-from backlight.monitor import Gradients, Timed
+from backlight.monitor import Gradients
 from backlight.records import Layout, ParameterRecord
 from backlight.store.format.schema import SERIES
 
@@ -102,9 +102,13 @@ class Sampling:
         """Return whether ``step`` belongs to steps that an alarm asked for."""
         return step <= self._detail_until
 
+    def is_due(self, step: int) -> bool:
+        """Return whether the spacing is to be reviewed at ``step``."""
+        return self.every is None and step - self._reviewed >= max(_REVIEW_STEPS, self.spacing)
+
     def review(self, step: int, spent: float, elapsed: float) -> int | None:
         """Return the new spacing if ``spent`` of ``elapsed`` seconds asks for another, else None."""
-        if self.every is not None or step - self._reviewed < max(_REVIEW_STEPS, self.spacing):
+        if not self.is_due(step):
             return None
         recent = spent - self._spent, elapsed - self._elapsed
         self._reviewed, self._spent, self._elapsed = step, spent, elapsed
@@ -169,7 +173,9 @@ class StepRecord:
 
     def send(self) -> None:
         """Start the copy of everything the step has measured, tensors among the scalars included."""
-        self.scalars = {name: self._enqueued(value) for name, value in self.scalars.items()}
+        for name, value in self.scalars.items():
+            if isinstance(value, torch.Tensor):
+                self.scalars[name] = self._enqueued(value)
         self.clips = [(kind, limit, self._enqueued(norm)) for kind, limit, norm in self.clips]
         self.scale = self._enqueued(self.scale)
         self.skipped = self._enqueued(self.skipped)
@@ -178,6 +184,8 @@ class StepRecord:
     def _enqueued(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        if value.device.type == "cpu":  # another thread makes a number of it
+            return value.detach().clone()
         value = value.detach().reshape(-1)[:1]
         return self.transfer.add((value.real if value.is_complex() else value).to(torch.float64))
 
@@ -209,9 +217,8 @@ class StepRecord:
 class StepRecorder(StepSink):
     """Turns what the tracker finds into step records.
 
-    ``timed`` is what takes time besides the listeners of monitors, and may still grow. ``queue`` and
-    ``logged`` are complete records, and scalars of the user by step, for the writer thread; ``dropped``
-    counts records that were dropped because the disk was too slow.
+    ``queue`` and ``logged`` are complete records, and scalars of the user by step, for the writer thread;
+    ``dropped`` counts records that were dropped because the disk was too slow.
     """
 
     def __init__(
@@ -220,16 +227,14 @@ class StepRecorder(StepSink):
         sampling: Sampling,
         monitors: MonitorSet,
         notifier: Notifier,
-        timed: Sequence[Timed],
     ) -> None:
         self._scope, self._sampling = scope, sampling
         self._monitors, self._notifier = monitors, notifier
-        self._timed = timed
         self._is_known = False
         self._record: StepRecord | None = None
         self._started = clock.perf_counter()
         self._step = self._recorded = 0
-        self._spent_before = 0.0
+        self._spent_before, self._spent_until = 0.0, HUB.spent
         self._has_gradients = False
         self._without_backward = 0
         self._reported_by_hand = False
@@ -244,8 +249,8 @@ class StepRecorder(StepSink):
         return self._step
 
     def _spent(self) -> float:
-        """Return the seconds that the watch has taken so far."""
-        return sum(timed.spent for timed in self._timed) + self._monitors.spent_outside_hooks()
+        """Return the seconds that the watch has taken so far; hooks of monitors run inside listeners."""
+        return HUB.spent - self._spent_until + self._monitors.spent_in_threads()
 
     def finish(self) -> None:
         """Announce the parameters of a run without a second step."""
@@ -263,10 +268,11 @@ class StepRecorder(StepSink):
         if index:
             self._announce_parameters()
         self._monitors.call("on_step_start", index)
-        spacing = self._sampling.review(index, self._spent(), clock.perf_counter() - self._started)
-        if spacing is not None:
-            reason = "the budget of time for measuring"
-            self._notifier.event("sampling", {"every": spacing, "reason": reason}, index)
+        if self._sampling.is_due(index):
+            spacing = self._sampling.review(index, self._spent(), clock.perf_counter() - self._started)
+            if spacing is not None:
+                reason = "the budget of time for measuring"
+                self._notifier.event("sampling", {"every": spacing, "reason": reason}, index)
         wanted = any(self._monitors.call("wants_step", index))
         return self._sampling.wants(index) or wanted
 
@@ -294,8 +300,7 @@ class StepRecorder(StepSink):
     def _gradients(self, parameters: Sequence[torch.Tensor], scale: Any) -> Gradients:
         table = self._scope.table
         found, moved = Gradients([], [], [], scale, table), False
-        for parameter in parameters:
-            row = table.row(parameter)
+        for parameter, row in zip(parameters, table.rows_of(parameters), strict=True):
             if row is not None:
                 gradient = parameter.grad
                 part = None if gradient is None else local(gradient)
@@ -313,8 +318,8 @@ class StepRecorder(StepSink):
         """Measure gradients as backward left them."""
         record = self._current()
         self._monitors.call("on_gradients_ready", self._gradients(parameters, scale), record)
-        if not HUB.backward_depth:
-            self._has_gradients = self._has_gradients or any(p.grad is not None for p in parameters)
+        if not (HUB.backward_depth or self._has_gradients):
+            self._has_gradients = any(p.grad is not None for p in parameters)
 
     def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
         """Measure the gradients accumulated so far, as part ``index + 1`` of the step."""
@@ -392,7 +397,7 @@ class StepRecorder(StepSink):
 
     def _report_missing(self, parameters: Sequence[torch.Tensor]) -> None:
         table = self._scope.table
-        rows = [row for p in parameters if (row := table.row(p)) is not None and table.records[row].numel]
+        rows = [row for row in table.rows_of(parameters) if row is not None and table.records[row].numel]
         fresh = [r for r in rows if r not in self._reported_missing and table.records[r].requires_grad]
         if fresh:
             self._reported_missing.update(fresh)

@@ -7,6 +7,7 @@ device is only given work; the host joins the rows after their one copy. docs/fo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Literal, NamedTuple
@@ -38,7 +39,7 @@ from backlight.measure.stats.packed_matrices import (
     matrices,
     stored,
 )
-from backlight.measure.transfer import Arrays, Pending, Transfer, TransferBatch, start_copy
+from backlight.measure.transfer import Arrays, HostParts, Pending, Transfer, TransferBatch, start_copy
 
 FLOATS = ("norm", "max_abs", "sum")
 """Names of the float64 columns, in order."""
@@ -230,9 +231,10 @@ class _Table:
 
     def start_copy(self, transfer: TransferBatch | None = None) -> Transfer:
         """Start the one copy of this device: the columns one after another, then the scale."""
-        parts = [torch.cat(column).to(self._float) for column in self._columns if column]
-        if self._scale is not None:
-            parts.append(self._scale)
+        scale = [] if self._scale is None else [self._scale]
+        if self._on_host:
+            return HostParts([*itertools.chain.from_iterable(self._columns), *scale])
+        parts = [torch.cat(column).to(self._float) for column in self._columns if column] + scale
         table = torch.cat(parts) if parts else torch.empty(0, dtype=self._float)
         return start_copy(table) if transfer is None else transfer.add(table)
 
