@@ -44,8 +44,11 @@ NO_BACKWARD = (
 BUDGET = 0.01
 """Share of the time of a run that the default monitors may take together."""
 
-GRACE_S = 0.5
-"""Seconds that steps may cost before the budget binds: a short run is recorded whole.
+FIRST_STEPS = 64
+"""Steps at the start that are recorded whatever they cost: a very short run is recorded whole."""
+
+GRACE_S = 0.1
+"""Seconds that further steps may have cost before the budget binds.
 
 They are no extra: a run that goes on records less until the budget holds for all of it. Start and end come
 on top, which ``bench/startup.py`` measures.
@@ -67,8 +70,9 @@ _REVIEW_STEPS = 32
 class Sampling:
     """Decides which steps are recorded: every Nth, or as many as the budget allows, on a regular grid.
 
-    Without ``every`` a share ``budget`` of the elapsed time may be spent, and ``grace`` seconds in any case.
-    What exceeds both widens the spacing by a power of two; it halves again once there is room.
+    Without ``every`` a share ``budget`` of the elapsed time may be spent, and in any case :data:`FIRST_STEPS`
+    and ``grace`` seconds. What exceeds them widens the spacing by a power of two; it halves again once there
+    is room.
     """
 
     every: int | None = None
@@ -104,7 +108,8 @@ class Sampling:
 
     def is_due(self, step: int) -> bool:
         """Return whether the spacing is to be reviewed at ``step``."""
-        return self.every is None and step - self._reviewed >= max(_REVIEW_STEPS, self.spacing)
+        due = max(self._reviewed + max(_REVIEW_STEPS, self.spacing), FIRST_STEPS)
+        return self.every is None and step >= due
 
     def review(self, step: int, spent: float, elapsed: float) -> int | None:
         """Return the new spacing if ``spent`` of ``elapsed`` seconds asks for another, else None."""
