@@ -22,7 +22,7 @@ from backlight.capture.unrecorded import FORWARDS, STEPS
 MAX_CALLS = 4
 """Python functions of backlight in an unrecorded step: around the forward, the backward and the update."""
 
-MAX_CALLS_RECORDED = 310
+MAX_CALLS_RECORDED = 400
 """Python functions of backlight that run on the training thread in a recorded step of four parameters."""
 
 OWN = str(Path(backlight.__file__).parent)
