@@ -7,11 +7,15 @@ import json
 import random
 import re
 import sqlite3
+import struct
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+
+from backlight.store.format import checksums
+from backlight.store.format.schema import TABLES
 
 HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 2**31, 2**63 - 1, -(2**63), 10**30, 1e308, float("nan"), float("inf"), "", "x" * 9_999,
@@ -101,10 +105,21 @@ def mutate_json(text: bytes, rng: random.Random) -> bytes:
     return json.dumps(document).encode()
 
 
-def mutate_database(path: Path, rng: random.Random) -> None:
-    """Change bytes of a SQLite file, or one value of it, or its schema."""
-    if rng.random() < 0.5:
-        path.write_bytes(mutate_bytes(path.read_bytes(), rng))
+def flip_bit(data: bytes, rng: random.Random) -> bytes:
+    """Return ``data`` with one bit flipped, of a byte that holds something: most of a database is zeros."""
+    out = bytearray(data)
+    out[rng.choice([at for at, byte in enumerate(out) if byte])] ^= 1 << rng.randrange(8)
+    return bytes(out)
+
+
+def mutate_database(path: Path, rng: random.Random, *, forge: bool = False) -> None:
+    """Change a bit or bytes of a SQLite file, or one value of it, or its schema.
+
+    ``forge``: a value or the schema alone, with checksums that fit.
+    """
+    if not forge and rng.random() < 0.7:
+        mutate = flip_bit if rng.random() < 0.5 else mutate_bytes
+        path.write_bytes(mutate(path.read_bytes(), rng))
         return
     values = [
         value for value in HOSTILE if not isinstance(value, (list, dict)) and value not in (10**30, "\ud800")
@@ -130,6 +145,21 @@ def mutate_database(path: Path, rng: random.Random) -> None:
                     )
                     change = f"UPDATE {table} SET {rng.choice(columns)} = ?{where}"
                     connection.execute(change, (rng.choice(values),))
+        if forge:
+            set_checksums(connection)
+
+
+def set_checksums(connection: sqlite3.Connection) -> None:
+    """Give the rows without blobs the checksums that fit, where they can have any."""
+    real = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
+    for table in ("parameter_table", "scalar_name", "scalar", "event", "finding"):
+        if real.get(table) != TABLES[table]:
+            continue
+        with contextlib.suppress(sqlite3.Error):  # the table is damaged
+            for *row, _ in connection.execute(f"SELECT * FROM {table}").fetchall():
+                with contextlib.suppress(struct.error, AttributeError, TypeError):  # types of no valid row
+                    crc = checksums.of_row(table, row)
+                    connection.execute(f"UPDATE {table} SET crc = ? WHERE rowid = ?", (crc, row[0]))
 
 
 def mutate_hdf5(path: Path, rng: random.Random) -> None:

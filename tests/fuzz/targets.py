@@ -20,6 +20,7 @@ from backlight.diagnose.test_matrix.plan import read_plan
 from backlight.findings.evaluate import findings_of
 from backlight.launch.recipe import refuse_script
 from backlight.session.settings import Settings
+from backlight.store.format.schema import SERIES
 from backlight.store.maintenance.merge_hosts import merge_hosts
 from backlight.store.read.run import Run, open_run
 from backlight.store.read.run_list import list_runs
@@ -134,6 +135,10 @@ def _database(path: Path, rng: random.Random) -> None:
     mutation.mutate_database(path / DATABASE, rng)
 
 
+def _forged(path: Path, rng: random.Random) -> None:
+    mutation.mutate_database(path / DATABASE, rng, forge=True)
+
+
 def _hdf5(path: Path, rng: random.Random) -> None:
     mutation.mutate_hdf5(next((path / "attempt-000/arrays").glob("*.h5")), rng)
 
@@ -158,27 +163,56 @@ def read_run(path: Path) -> Run:
     return run
 
 
-def _values(run: Run) -> dict[str, tuple[list[int], np.ndarray[Any, Any]]]:
-    found = {name: run.array(name) for name in run.array_names()}
-    if run.has("gradient"):
-        frame = run.frame("gradient", "norm")
-        found["gradient/norm"] = frame.steps, frame.values
-    return {name: (list(steps), np.asarray(values)) for name, (steps, values) in found.items()}
+Steps = dict[int, Any]
 
 
-def _same_values(path: Path) -> None:
-    """Every value that is returned without a statement of loss is that of the healthy run."""
+def _values(run: Run) -> dict[str, Steps]:
+    """Return everything that a run holds, by name, and by step or number."""
+    found: dict[str, Steps] = {}
+    for name in run.array_names():
+        steps, values = run.array(name)
+        found[f"array {name}"] = dict(zip(steps.tolist(), map(np.ndarray.tobytes, values), strict=True))
+    for series in (name for name in SERIES if run.has(name)):
+        found[f"steps {series}"] = dict.fromkeys(run.series_steps(series).tolist())
+        for column in (*SERIES[series].columns, *SERIES[series].derived):
+            frame = run.frame(series, column.name)
+            for values_S, measured_S, name in zip(frame.values.T, frame.measured.T, frame.names, strict=True):
+                logged = zip(frame.steps.tolist(), values_S, measured_S, strict=True)
+                found[f"{series} {column.name} {name}"] = {
+                    step: np.float64(value).tobytes() for step, value, measured in logged if measured
+                }
+    for source in ("backlight", "user"):
+        for name in run.scalar_names(source):
+            scalar = run.scalar(name, source)
+            found[f"{source} {name}"] = {
+                step: np.float64(value).tobytes()
+                for step, value in zip(scalar.steps.tolist(), scalar.values, strict=True)
+            }
+    found["parameters"] = {i: repr(record) for i, record in enumerate(run.parameters())}
+    found["findings"] = {hash(repr(finding)): None for finding in run.stored_findings()}
+    found["events"] = {hash(repr(event)): None for event in run.events()}
+    found["last step"] = {run.last_step(): None}
+    return found
+
+
+_healthy: dict[str, dict[str, Steps]] = {}
+"""What the seeds hold, by name."""
+
+
+def same_values(path: Path) -> None:
+    """Every returned value is that of the healthy run; where one is missing, the run states a loss."""
+    if path.name not in _healthy:
+        _healthy[path.name] = _values(open_run(path.parent.parent / "seeds" / path.name))
+    expected = _healthy[path.name]
     run = read_run(path)
     found = _values(run)
-    if run.losses:
-        return
-    expected = _values(open_run(path.parent.parent / "seeds" / path.name))
-    assert found.keys() == expected.keys(), "an array is missing without a statement"
-    for name, (steps, values) in found.items():
-        assert steps == expected[name][0], f"{name}: other steps without a statement"
-        assert np.array_equal(values, expected[name][1], equal_nan=True), (
-            f"{name}: changed without a statement"
-        )
+    if not run.losses:
+        assert found.keys() == expected.keys(), "something is missing without a statement"
+    for name, steps in found.items():
+        if not run.losses:
+            assert steps == expected[name], f"{name}: changed without a statement"
+        if name not in {"parameters", "last step"}:  # what is lost moves the numbers of the others
+            assert steps.items() <= expected.get(name, steps).items(), f"{name}: changed"
 
 
 def _query(path: Path) -> None:
@@ -222,8 +256,9 @@ def _any_file(path: Path, rng: random.Random) -> None:
 
 
 TARGETS = {
-    "database": Target("run", _database, _same_values),
-    "hdf5": Target("arrays", _hdf5, _same_values),
+    "database": Target("run", _database, same_values),
+    "forged": Target("run", _forged, read_run),
+    "hdf5": Target("arrays", _hdf5, same_values),
     "manifest": Target("run", _json("manifest.json"), read_run),
     "document": Target("run", _json("attempt-000/rank-00000.json"), read_run),
     "sql": Target("plan.toml", _mutate_sql, _query),

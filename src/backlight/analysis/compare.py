@@ -158,7 +158,7 @@ def compare(runs: Sequence[Run], *, strict: bool = False, factor: str | None = N
 def _side(letter: str, run: Run) -> Side:
     spans = [a.ended - a.started for a in run.attempts if a.ended is not None and a.ended >= a.started]
     return Side(
-        letter, run.name, str(run.path), run.status.value, len(run.attempts), run.last_step() + 1,
+        letter, run.name, run.location, run.status.value, len(run.attempts), run.last_step() + 1,
         sum(spans) if spans else None,
     )  # fmt: skip
 
@@ -189,14 +189,14 @@ def _rates(runs: Sequence[Run]) -> Iterator[Difference]:
 
 def _check(runs: Sequence[Run], found: Sequence[Difference], factor: str | None) -> None:
     """Raise where a strict comparison refuses the runs."""
-    unknown = [str(run.path) for run in runs if run.fingerprint() is None]
+    unknown = [run.location for run in runs if run.fingerprint() is None]
     if unknown:
         raise ComparabilityError(
             f"{', '.join(unknown)}: no fingerprint, so that --strict cannot compare; leave --strict out"
         )
     obstacles = [d.text for d in found if d.role is Role.OBSTACLE]
     if obstacles:
-        paths = " and ".join(str(run.path) for run in runs)
+        paths = " and ".join(run.location for run in runs)
         raise ComparabilityError(
             f"{paths} are not comparable: {'; '.join(obstacles)}. Leave --strict out, or name what may "
             "differ, as --factor lr"

@@ -151,7 +151,9 @@ def error_line(error: Exception) -> str:
     if isinstance(error, _EXHAUSTED):
         what = "nested too deeply" if isinstance(error, RecursionError) else "larger than the memory"
         return f"the input is {what}; --traceback shows where"
-    return str(error) or type(error).__name__
+    remote = sys.modules.get("backlight.store.read.remote")  # imported where a run is behind a URL
+    text = str(error) if remote is None else remote.shown(str(error))
+    return text or type(error).__name__
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,19 +4,56 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from backlight.terminal import write
 from backlight.text import assignments, did_you_mean
 
-Run = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
+if TYPE_CHECKING:
+    from backlight.store.read.remote import Mirror
+
+_mirrors: list[Mirror] = []  # they last as long as the process
+
+
+def readable_run(text: str, is_needed: Callable[[PurePosixPath], bool] = lambda _: True) -> Path:
+    """Return the directory of a run that a command reads; behind a URL, of its copy with what is needed.
+
+    Raises
+    ------
+    RunFormatError
+        If the URL cannot be read, or a package for it is missing.
+    """
+    if "://" not in text:
+        return Path(text)
+    from backlight.store.read.remote import Mirror, is_url
+
+    if not is_url(text):
+        return Path(text)
+    _mirrors.append(Mirror(text, is_needed))
+    return _mirrors[-1].folder
+
+
+def own_run(text: str) -> Path:
+    """Return the directory of a run that a command changes.
+
+    Raises
+    ------
+    ValueError
+        If it is a URL.
+    """
+    if "://" in text:
+        raise ValueError(f"{text}: only a run on this machine can be changed; copy it here first")
+    return Path(text)
+
+
+Run = Annotated[Path, Argument(metavar="RUN", help="Run directory.", parser=own_run)]
 RunOrLatest = Annotated[
     Path | None,
-    Argument(metavar="RUN", help="Run directory; default: the latest in runs/."),
+    Argument(metavar="RUN", help="Run directory or URL; default: the latest in runs/.", parser=readable_run),
 ]
 Script = Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
 Module = Annotated[bool, Option("-m", help="Run SCRIPT as a module, as python -m does.")]

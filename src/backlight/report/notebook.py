@@ -47,7 +47,7 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
         parts.append(
             f"<div><small>{count(len(said.unmeasured), 'thing')} not measured: see the report.</small></div>"
         )
-    parts.append(f"<div><small><code>backlight report {_safe(run.path)}</code></small></div>")
+    parts.append(f"<div><small><code>backlight report {_safe(run.location)}</code></small></div>")
     return f'<div style="line-height:1.45">{"".join(parts)}</div>'
 
 

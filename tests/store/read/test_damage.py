@@ -18,6 +18,7 @@ from backlight.store.errors import RunFormatError
 from backlight.store.format.hdf5_pieces import read_piece
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
+from fuzz.mutation import set_checksums
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
 STEPS = 400
@@ -37,11 +38,13 @@ def database(path: Path) -> Path:
     return path / "attempt-000" / "rank-00000.db"
 
 
-def change(path: Path, *statements: str | tuple[str, tuple[Any, ...]]) -> None:
-    """Execute statements in the database of the run at ``path``."""
+def change(path: Path, *statements: str | tuple[str, tuple[Any, ...]], seal: bool = True) -> None:
+    """Execute statements in the database of the run at ``path``, and set the checksums that fit."""
     with contextlib.closing(sqlite3.connect(database(path))) as connection, connection:
         for statement in statements:
             connection.execute(*([statement] if isinstance(statement, str) else statement))
+        if seal:
+            set_checksums(connection)
 
 
 def read_everything(run: Run) -> None:
@@ -68,7 +71,10 @@ def read_everything(run: Run) -> None:
         (b'{"kind": "wandb"}', "has kind 'wandb'"),
         (b'{"kind": "backlight run"}', "has format None, expected a number"),
         (b'{"kind": "backlight run", "format": true}', "has format True, expected a number"),
-        (b'{"kind": "backlight run", "format": 2}', r"format 2, this release reads format 1\. Upgrade"),
+        (
+            b'{"kind": "backlight run", "format": 3}',
+            r"format 3, this release reads formats 1 and 2\. Upgrade",
+        ),
         (
             b'{"kind": "backlight run", "format": 0}',
             r"format 0, this release .* Open it with the release that",

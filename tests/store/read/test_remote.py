@@ -46,7 +46,9 @@ def test_a_run_behind_a_url_is_read_as_here(
     assert not any(name.endswith(".parquet") for name in copied)
     folder = there.path
     assert folder.is_dir()
-    assert folder.parent.name.startswith("backlight-read-")  # removed also after this process was killed
+    assert folder.parent.parent.name.startswith(
+        "backlight-read-"
+    )  # removed also after this process was killed
     del there
     assert not folder.exists()
 

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import make_table, print_json
-from backlight.cli.options import Changes, Device, Json, Preset, Seed, Steps
+from backlight.cli.options import Changes, Device, Json, Preset, Seed, Steps, readable_run
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
@@ -115,10 +115,15 @@ def estimate(
 
 @command("detect", "backlight grok detect runs/nanda-ci-seed-0", group="grok")
 def detect(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories.")],
+    runs: Annotated[
+        list[Path], Argument(metavar="RUN...", help="Run directories or URLs.", parser=readable_run)
+    ],
     as_json: Json = False,
     control_run: Annotated[
-        list[Path] | None, Option(metavar="RUN", help="Run directory of a matched control (repeatable).")
+        list[Path] | None,
+        Option(
+            metavar="RUN", help="Run directory of a matched control (repeatable).", parser=readable_run
+        ),
     ] = None,
     chance: Annotated[float | None, Option(help="Accuracy of guessing; default as recorded.")] = None,
     test_size: Annotated[int | None, Option(help="Number of test samples; default as recorded.")] = None,
@@ -143,7 +148,7 @@ def detect(
             )
         except DetectionError as error:
             failed = True
-            out.append({"run": str(run.path), "error": str(error)})
+            out.append({"run": run.location, "error": str(error)})
             write(f"backlight: {error}", file=sys.stderr)
             continue
         out.append(found.as_json())
@@ -156,7 +161,10 @@ def detect(
 
 @command("compare", "backlight grok compare runs/a runs/b --align -o curves.html", group="grok")
 def compare(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Two or more run directories.")],
+    runs: Annotated[
+        list[Path],
+        Argument(metavar="RUN...", help="Two or more run directories or URLs.", parser=readable_run),
+    ],
     align: Annotated[
         bool, Option("--align", help="Count steps of each run from its generalisation.")
     ] = False,

@@ -10,15 +10,40 @@ from typer import Argument, BadParameter, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
-from backlight.cli.options import RUNS, Full, Json, Overwrite, Run, RunOrLatest, given_or_latest
+from backlight.cli.options import (
+    RUNS,
+    Full,
+    Json,
+    Overwrite,
+    Run,
+    RunOrLatest,
+    given_or_latest,
+    own_run,
+    readable_run,
+)
 from backlight.cli.progress import count_bar
 from backlight.records import to_json
 from backlight.terminal import make_console, write
 
 
+def listed_folder(text: str) -> Path:
+    """Return a directory of runs; behind a URL, a copy with what a list of them needs.
+
+    Raises
+    ------
+    RunFormatError
+        If the URL cannot be read, or a package for it is missing.
+    """
+    from backlight.store.read.run_list import is_listed
+
+    return readable_run(text, is_listed)
+
+
 @command("ls", "backlight ls", "backlight ls /scratch/runs --json")
 def ls(
-    folder: Annotated[Path, Argument(metavar="DIR", help="Directory of runs.")] = RUNS,
+    folder: Annotated[
+        Path, Argument(metavar="DIR", help="Directory of runs, or its URL.", parser=listed_folder)
+    ] = RUNS,
     as_json: Json = False,
 ) -> None:
     """List the runs of a directory, the newest first.
@@ -143,7 +168,10 @@ def export(
 )  # fmt: skip
 def compare(
     runs: Annotated[
-        list[Path] | None, Argument(metavar="RUN...", help="Two or more runs; the first is A, the reference.")
+        list[Path] | None,
+        Argument(
+            metavar="RUN...", help="Two or more runs; the first is A, the reference.", parser=readable_run
+        ),
     ] = None,
     out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="HTML file to write.")] = None,
     strict: Annotated[bool, Option("--strict", help="Refuse runs whose configurations differ.")] = False,
@@ -275,8 +303,10 @@ def compact(
 
 @command("join", "backlight join runs/job runs/job-host2 runs/job-host3")
 def join(
-    run: Annotated[Path, Argument(metavar="RUN", help="Run of rank 0.")],
-    parts: Annotated[list[Path], Argument(metavar="PART...", help="Directories that other hosts wrote.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="Run of rank 0.", parser=own_run)],
+    parts: Annotated[
+        list[Path], Argument(metavar="PART...", help="Directories that other hosts wrote.", parser=own_run)
+    ],
 ) -> None:
     """Merge what hosts without a shared file system recorded.
 

@@ -23,6 +23,7 @@ from backlight.cli.options import (
     given_or_latest,
     parse_groups,
     parse_size,
+    readable_run,
 )
 from backlight.terminal import make_console, write
 
@@ -286,10 +287,20 @@ Format = Literal["html", "md"]
 def report(
     path: Annotated[
         Path | None,
-        Argument(metavar="RUN", help="Run or test matrix; default: the latest in runs/."),
+        Argument(
+            metavar="RUN",
+            help="Run or test matrix, or URL; default: the latest in runs/.",
+            parser=readable_run,
+        ),
     ] = None,
     out: Annotated[
-        Path | None, Option("--out", "-o", metavar="FILE", help="File to write; default RUN/report.html.")
+        Path | None,
+        Option(
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="File to write; default RUN/report.html, of a URL ./report.html.",
+        ),
     ] = None,
     form: Annotated[Format, Option("--format", help="Format: html or md.")] = "html",
     bundle: Annotated[
@@ -302,18 +313,21 @@ def report(
 ) -> None:
     """Write the report of a run or test matrix as one offline file.
 
+    That of a URL is written into the working directory.
     A panel that cannot be drawn becomes a sentence, and the exit code is 2.
     """
     from backlight.analysis import report as run_report
     from backlight.cli.render.report import report_panel_warnings
     from backlight.diagnose.test_matrix import report as matrix_report
+    from backlight.store.read.remote import mirror_of
 
     if animate and plots is None:
         raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
     if bundle is not None and out is not None:
         raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
     path = given_or_latest(path)
-    target = out if out is not None else path / f"report.{form}"
+    folder = path if mirror_of(path) is None else Path()  # a copy of a URL is removed at the end
+    target = out if out is not None else folder / f"report.{form}"
     if matrix_report.is_matrix(path):
         if plots is not None:
             raise ValueError(f"report: {path} is a test matrix, which has no charts; leave out --plots")
@@ -341,7 +355,11 @@ def report(
 def open_page(
     paths: Annotated[
         list[Path] | None,
-        Argument(metavar="RUN...", help="Runs, also empty; default: the latest in runs/."),
+        Argument(
+            metavar="RUN...",
+            help="Runs, also empty, or URLs; default: the latest in runs/.",
+            parser=readable_run,
+        ),
     ] = None,
     port: Annotated[int, Option(min=0, max=65535, help="Port; 0 for any free port.")] = 0,
     browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in the browser.")] = True,

@@ -32,7 +32,7 @@ def print_examined(found: GrokkingAnalysis, console: Console) -> None:
     detection = found.detection
     facts = [found.facts.experiment, found.facts.control and f"control: {found.facts.control}"]
     console.print(Text.assemble(
-        (visible(found.run.path), "bold"), (f"  {visible(', '.join(t for t in facts if t))}", "dim")
+        (visible(found.run.location), "bold"), (f"  {visible(', '.join(t for t in facts if t))}", "dim")
     ), soft_wrap=True)  # fmt: skip
     console.print(f"  {detection.words}", style=_STYLES.get(detection.verdict, "bold"))
     console.print(f"  {detection.claim}")

@@ -17,8 +17,6 @@ vector operations per flush and not per step.
 from __future__ import annotations
 
 import itertools
-import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,13 +32,6 @@ Bytes = npt.NDArray[np.uint8]
 _WIDTHS = {"f": 4, "d": 8, "b": 1, "h": 2, "i": 4, "q": 8}
 _LETTERS = {"f": "cfd", "i": "cnbhiq"}
 """Letters that a column of floats or of integers may have."""
-
-_ROW_KEY = struct.Struct("<qqq")
-
-
-def checksum(part: int, step: int, table: int, floats: bytes, integers: bytes) -> int:
-    """Return the CRC-32 over a row: part, step and table as three int64, then its blobs."""
-    return zlib.crc32(integers, zlib.crc32(floats, zlib.crc32(_ROW_KEY.pack(part, step, table))))
 
 
 def encode_floats(values_SPK: Floats) -> list[bytes]:

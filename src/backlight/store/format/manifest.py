@@ -10,7 +10,7 @@ from backlight import clock
 from backlight.records import Record, RunStatus, to_json
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import MANIFEST
-from backlight.store.format.schema import FORMAT_VERSION
+from backlight.store.format.schema import FORMAT_VERSION, READABLE_FORMATS
 from backlight.store.platform import atomic_json
 from backlight.store.platform.process import ProcessIdentity
 
@@ -92,6 +92,7 @@ class Manifest(Record):
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder`` in one step; an OSError passes through."""
+        self.format = FORMAT_VERSION
         atomic_json.write_document(folder / MANIFEST, {"kind": FORMAT_NAME, **to_json(self)})
 
 
@@ -130,13 +131,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_format(path: Path, found: object) -> None:
-    """Refuse every format but the one of this release."""
+    """Refuse every format that this release does not read."""
     if not isinstance(found, int) or isinstance(found, bool):
         raise RunFormatError(f"{path}: has format {found!r}, expected a number; it is damaged or foreign")
-    if found != FORMAT_VERSION:
+    if found not in READABLE_FORMATS:
         fix = (
             "Upgrade backlight to the release that wrote the run, or newer"
             if found > FORMAT_VERSION
             else "Open it with the release that wrote it, and export what you need"
         )
-        raise RunFormatError(f"{path}: format {found}, this release reads format {FORMAT_VERSION}. {fix}")
+        known = " and ".join(map(str, READABLE_FORMATS))
+        raise RunFormatError(f"{path}: format {found}, this release reads formats {known}. {fix}")

@@ -10,8 +10,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-FORMAT_VERSION = 1
-"""Format that this release writes, and the only one that it reads."""
+FORMAT_VERSION = 2
+"""Format that this release writes."""
+
+READABLE_FORMATS = (1, FORMAT_VERSION)
+"""Formats that this release reads. In format 1 only rows of series had checksums."""
 
 
 class Join(enum.StrEnum):
@@ -172,14 +175,16 @@ DATABASE_KIND = "backlight rank database"
 
 TABLES: dict[str, str] = {
     "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    "parameter_table": "CREATE TABLE parameter_table (id INTEGER PRIMARY KEY, json TEXT NOT NULL)",
+    "parameter_table": "CREATE TABLE parameter_table (id INTEGER PRIMARY KEY, json TEXT NOT NULL,"
+    " crc INTEGER NOT NULL)",
     "scalar_name": "CREATE TABLE scalar_name (id INTEGER PRIMARY KEY, source TEXT NOT NULL,"
-    " name TEXT NOT NULL)",
+    " name TEXT NOT NULL, crc INTEGER NOT NULL)",
     "scalar": "CREATE TABLE scalar (id INTEGER PRIMARY KEY, name INTEGER NOT NULL, step INTEGER NOT NULL,"
-    " value REAL)",
+    " value REAL, crc INTEGER NOT NULL)",
     "event": "CREATE TABLE event (id INTEGER PRIMARY KEY, step INTEGER, time REAL NOT NULL,"
-    " kind TEXT NOT NULL, payload TEXT NOT NULL)",
-    "finding": "CREATE TABLE finding (id INTEGER PRIMARY KEY, time REAL NOT NULL, json TEXT NOT NULL)",
+    " kind TEXT NOT NULL, payload TEXT NOT NULL, crc INTEGER NOT NULL)",
+    "finding": "CREATE TABLE finding (id INTEGER PRIMARY KEY, time REAL NOT NULL, json TEXT NOT NULL,"
+    " crc INTEGER NOT NULL)",
     **{
         f"series_{name}": f"CREATE TABLE series_{name} (id INTEGER PRIMARY KEY, part INTEGER NOT NULL,"
         " step INTEGER NOT NULL, parameters INTEGER NOT NULL, crc INTEGER NOT NULL, floats BLOB NOT NULL,"
@@ -188,6 +193,18 @@ TABLES: dict[str, str] = {
     },
 }
 """Every table of a database. A NULL in ``scalar.value`` is a NaN that was logged: SQLite has no NaN."""
+
+
+def tables_of_format(version: int) -> dict[str, str]:
+    """Return the tables of a format: those of format 1 had a checksum in series alone."""
+    if version > 1:
+        return TABLES
+    series = {f"series_{name}" for name in SERIES}
+    return {
+        name: sql if name in series else sql.replace(", crc INTEGER NOT NULL", "")
+        for name, sql in TABLES.items()
+    }
+
 
 COUNTED = tuple(name for name in TABLES if name != "meta")
 """Tables whose rows only grow; the highest id of each is how far a file goes."""

@@ -5,6 +5,7 @@ Damaged rows are left out and reported in ``losses``; all readable rows are retu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from backlight.records import Finding, ParameterRecord
 from backlight.store.errors import RunFormatError
-from backlight.store.format import column_codec
+from backlight.store.format import checksums, column_codec
 from backlight.store.format.schema import COUNTED, SERIES
 from backlight.store.platform import atomic_json
 from backlight.store.read.snapshot import Rows, Snapshot
@@ -38,6 +39,18 @@ Logged = tuple[Steps, npt.NDArray[np.float64]]
 
 Window = tuple[int, int]
 """The first global step, and the one behind the last."""
+
+_COLUMNS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "parameter_table": ("id, json", (int, str)),
+    "scalar_name": ("id, source, name", (int, str, str)),
+    "scalar": ("id, name, step, value", (int, int, int, (float, NoneType))),
+    "event": ("id, step, time, kind, payload", (int, (int, NoneType), float, str, str)),
+    "finding": ("id, time, json", (int, float, str)),
+}
+"""Columns of the tables without blobs, and their types."""
+
+_SERIES_COLUMNS = "step, parameters, crc, floats, ints, part"
+_SERIES_TYPES = (int, int, int, bytes, bytes, int)
 
 NOTHING: Logged = np.zeros(0, np.int64), np.zeros(0)
 
@@ -99,6 +112,7 @@ class RankFile:
         self.keeps_scalars = False
         self.scalar_source: Callable[[RankFile], dict[int, Logged]] = RankFile.scalars
         self._snapshot = snapshot
+        self._counted: set[str] = set()
         self._kept_rows: dict[tuple[str, int], Rows] = {}
         self._ids_and_steps: dict[tuple[str, int], tuple[Steps, Steps]] = {}
         self.last = self._last_rows()
@@ -107,7 +121,7 @@ class RankFile:
     def tables(self) -> dict[int, Table]:
         """Parameter tables by id, in the order of their first use."""
         tables = {}
-        for table, text in self._rows("id, json", "parameter_table", (int, str)):
+        for table, text in self._checked("parameter_table"):
             # Ranks that hold the same tensors have the same text: it is parsed once.
             parsed = self._parsed("parameter_table", text, table_of)
             if parsed is not None:
@@ -120,10 +134,16 @@ class RankFile:
         return {i: tuple(p.name for p in table) for i, table in self.tables.items()}
 
     def steps(self, series: str, part: int | None = None) -> Steps:
-        """Return the global steps of a series, sorted, each once."""
-        where = "" if part is None else f" AND part = {int(part)}"
-        rows = self._rows("step", f"series_{series}", (int,), where)
-        return np.unique(np.array([step for (step,) in rows], dtype=np.int64)) + self.step_offset
+        """Return the global steps of a series, sorted, each once.
+
+        Checksums cover the numbers of a row, too: where rows are not kept, they are compared with the values.
+        """
+        if self.keeps_rows:
+            steps = [row[0] for row in self._checked_rows(series, None, 0) if part in {None, row[5]}]
+        else:
+            where = "" if part is None else f" AND part = {int(part)}"
+            steps = [step for (step,) in self._rows("step", f"series_{series}", (int,), where)]
+        return np.unique(np.array(steps, dtype=np.int64)) + self.step_offset
 
     def parts(self, series: str) -> list[int]:
         """Return the parts of which rows of a series were recorded, sorted."""
@@ -178,7 +198,7 @@ class RankFile:
         """
         if window is None and (series, after) in self._kept_rows:
             return self._kept_rows[series, after]
-        condition, first, end = f" AND id > {int(after)}" if after else "", 0, 0
+        condition, first, end = "", 0, 0
         if window is not None:
             first, end = window[0] - self.step_offset, window[1] - self.step_offset
             ids, steps = self._ids(series, after)
@@ -187,16 +207,10 @@ class RankFile:
                 return []
             condition = f" AND id BETWEEN {inside.min()} AND {inside.max()}"
         # All parts are read, so that a row whose part is damaged is missed and not passed over.
-        columns, types = "step, parameters, crc, floats, ints, part", (int, int, int, bytes, bytes, int)
-        rows = self._rows(columns, f"series_{series}", types, condition)
+        rows = self._rows(_SERIES_COLUMNS, f"series_{series}", _SERIES_TYPES, condition, after)
         if window is not None:
             rows = [row for row in rows if first <= row[0] < end]
-        checked = [
-            row
-            for row in rows
-            if row[1] in self.tables
-            and row[2] == column_codec.checksum(row[5], row[0], row[1], row[3], row[4])
-        ]
+        checked = [row for row in rows if row[1] in self.tables and _is_series_row(row)]
         if len(checked) != len(rows):
             self._lose(f"{len(rows) - len(checked)} rows of series {series!r} are damaged and left out")
         if self.keeps_rows and window is None:
@@ -214,14 +228,13 @@ class RankFile:
         """Return the lowest global step of the rows of a table after ``row``, None where there are none."""
         if self.last[table] <= row:
             return None
-        steps = [step for (step,) in self._rows("step", table, (int,), f" AND id > {int(row)}{condition}")]
+        steps = [step for (step,) in self._rows("step", table, (int,), condition, row)]
         return min(steps) + self.step_offset if steps else None
 
     def _ids(self, series: str, after: int) -> tuple[Steps, Steps]:
         """Return id and local step of the rows of a series."""
         if (series, after) not in self._ids_and_steps:
-            condition = f" AND id > {int(after)}" if after else ""
-            rows = self._rows("id, step", f"series_{series}", (int, int), condition)
+            rows = self._rows("id, step", f"series_{series}", (int, int), after=after)
             both = np.array(rows, dtype=np.int64).reshape(-1, 2)
             self._ids_and_steps[series, after] = both[:, 0], both[:, 1]
         return self._ids_and_steps[series, after]
@@ -229,8 +242,7 @@ class RankFile:
     @functools.cached_property
     def scalar_names(self) -> tuple[tuple[int, str, str], ...]:
         """Id, source and name of each scalar, in the order of their first use."""
-        rows = self._rows("id, source, name", "scalar_name", (int, str, str))
-        return tuple((i, source, name) for i, source, name in rows)
+        return tuple((i, source, name) for i, source, name in self._checked("scalar_name"))
 
     def scalar_ids(self, source: str, name: str) -> list[int]:
         """Return the ids of a scalar: one, or none."""
@@ -238,11 +250,9 @@ class RankFile:
 
     def scalars(self, name: int | None = None, after: int = 0) -> dict[int, Logged]:
         """Return the scalars by id, of all names or of one, from the rows after ``after``."""
-        condition = " AND 1" if name is None else f" AND name = {int(name)}"
-        condition += f" AND id > {int(after)}" if after else ""
-        rows = self._rows("name, step, value", "scalar", (int, int, (float, NoneType)), condition)
+        rows = self._checked("scalar", "" if name is None else f" AND name = {int(name)}", after)
         by_name: dict[int, list[tuple[int, float | None]]] = {}
-        for identifier, step, value in rows:
+        for _, identifier, step, value in rows:
             by_name.setdefault(identifier, []).append((step, value))
         return {
             identifier: (
@@ -261,13 +271,12 @@ class RankFile:
 
     def last_scalar(self, source: str, name: str) -> float | None:
         """Return the value of a scalar that was logged last, without reading the others; None without one."""
+        last = f"id <= {self.last['scalar']} ORDER BY id DESC LIMIT 1"
         for identifier in self.scalar_ids(source, name):
-            select = (
-                f"SELECT value FROM scalar WHERE name = {int(identifier)} AND id <= {self.last['scalar']}"
-            )
-            for (value,) in self._snapshot.rows(f"{select} ORDER BY id DESC LIMIT 1"):
-                return float(value) if isinstance(value, float) else math.nan
-        return None
+            if rows := self._some("scalar", f"name = {int(identifier)} AND {last}"):
+                return math.nan if rows[0][3] is None else float(rows[0][3])
+        values = self.scalar(source, name)[1]  # none, or a damaged row, after which the others count
+        return float(values[-1]) if len(values) else None
 
     @functools.cached_property
     def _all_scalars(self) -> dict[int, Logged]:
@@ -282,7 +291,7 @@ class RankFile:
     @functools.cached_property
     def event_rows(self) -> Rows:
         """Local step, time, kind and JSON of the events."""
-        return self._rows("step, time, kind, payload", "event", ((int, NoneType), float, str, str))
+        return [row[1:] for row in self._checked("event")]
 
     def events(self, kind: str | None = None) -> list[tuple[int | None, float, str, dict[str, Any]]]:
         """Return global step, time, kind and payload of the events, in the order of writing."""
@@ -295,8 +304,8 @@ class RankFile:
 
     def has_event(self, kind: str) -> bool:
         """Return whether there is an event of a kind, without reading the others."""
-        select = f"SELECT 1 FROM event WHERE kind = ? AND id <= {self.last['event']} LIMIT 1"
-        return bool(self._snapshot.rows(select, (kind,)))
+        condition = f"kind = ? AND id <= {self.last['event']} ORDER BY id DESC LIMIT 1"
+        return bool(self._some("event", condition, (kind,)))
 
     def findings(self) -> list[Finding]:
         """Return the stored findings, in the order of writing."""
@@ -306,21 +315,39 @@ class RankFile:
     @functools.cached_property
     def finding_rows(self) -> Rows:
         """JSON of the findings."""
-        return self._rows("json", "finding", (str,))
+        return [row[2:] for row in self._checked("finding")]
 
     @functools.cached_property
     def last_step(self) -> int:
         """Highest global step of any series or scalar, -1 where there is none."""
-        steps: list[int] = []
-        for table in ("scalar", *(f"series_{name}" for name in SERIES)):
-            if not self.last[table]:
-                continue
-            try:
-                steps += [row[0] for row in self._snapshot.rows(f"SELECT max(step) FROM {table}")]
-            except RunFormatError:
-                steps += [row[0] for row in self._rows("step", table, (int,))]
-        found = [step for step in steps if isinstance(step, int)]
-        return max(found) + self.step_offset if found else -1
+        found = [self._last_step_of(table) for table in ("scalar", *(f"series_{name}" for name in SERIES))]
+        return max(found) + self.step_offset if max(found) >= 0 else -1
+
+    def _last_step_of(self, table: str) -> int:
+        """Return the highest local step of a table, -1 where it has none."""
+        if not self.last[table]:
+            return -1
+        try:
+            ((highest,),) = self._snapshot.rows(f"SELECT max(step) FROM {table}")
+        except RunFormatError:
+            highest = None
+        if isinstance(highest, int) and self._is_sound(table, highest):
+            return highest
+        if table == "scalar":
+            steps = [row[2] for row in self._checked(table)]
+        else:
+            steps = [row[0] for row in self._checked_rows(table.removeprefix("series_"), None, 0)]
+        return max(steps, default=-1)
+
+    def _is_sound(self, table: str, step: int) -> bool:
+        """Return whether a row of a step has the right checksum, without reading the others."""
+        if table == "scalar":
+            return bool(self._some(table, f"step = {step} LIMIT 1"))
+        try:
+            rows = self._snapshot.rows(f"SELECT {_SERIES_COLUMNS} FROM {table} WHERE step = {step} LIMIT 1")
+        except RunFormatError:
+            return False
+        return all(map(_is_series_row, rows))
 
     def _last_rows(self) -> dict[str, int]:
         """Return how far each table goes, all at one moment between two flushes of a living writer."""
@@ -336,18 +363,64 @@ class RankFile:
                     self._lose(f"table {name} is not readable: {error}")
         return {n: last if isinstance(last := found.get(n), int) and last > 0 else 0 for n in COUNTED}
 
-    def _rows(self, columns: str, table: str, types: Sequence[Any], condition: str = "") -> Rows:
-        """Return the readable rows whose values have the expected types: SQLite enforces none."""
+    def _rows(
+        self, columns: str, table: str, types: Sequence[Any], condition: str = "", after: int = 0
+    ) -> Rows:
+        """Return the readable rows above ``after`` with the expected types: SQLite enforces none.
+
+        ``condition`` further selects. Ids have no gaps: what is not found at all is missing, too.
+        """
         last = self.last[table]
-        if not last:
+        if last <= after:
             return []
-        rows, lost = self._snapshot.salvage(f"SELECT {columns} FROM {table} WHERE 1{condition}", last)
+        above = f" AND id > {int(after)}" if after else ""
+        rows, lost = self._snapshot.salvage(f"SELECT {columns} FROM {table} WHERE 1{above}{condition}", last)
         good = [row for row in rows if all(map(isinstance, row, types))]
-        # Ids have no gaps, so without a condition a row that is not found at all is missing, too.
-        lost = lost + len(rows) - len(good) if condition else last - len(good)
+        if condition:
+            lost += len(rows) - len(good)
+            self._lose_gaps(table)
+        else:
+            lost = last - after - len(good)
         if lost:
             self._lose(f"{lost} of {last} rows of table {table} are damaged and left out")
         return good
+
+    def _lose_gaps(self, table: str) -> None:
+        """Report the ids that a table lacks, once: a changed id ends the search of SQLite too early."""
+        if table in self._counted:
+            return
+        self._counted.add(table)
+        last = self.last[table]
+        with contextlib.suppress(RunFormatError):  # what cannot be read is reported where it is read
+            ((found,),) = self._snapshot.rows(f"SELECT count(*) FROM {table} WHERE id <= {last}")
+            if found != last:
+                self._lose(f"{last - found} of {last} rows of table {table} are damaged and left out")
+
+    def _checked(self, table: str, condition: str = "", after: int = 0) -> Rows:
+        """Return the rows of a table without blobs, from the id on, whose checksum is right."""
+        columns, types = _COLUMNS[table]
+        if self._snapshot.format == 1:
+            return self._rows(columns, table, types, condition, after)
+        rows = self._rows(f"{columns}, crc", table, (*types, int), condition, after)
+        checked = [row[:-1] for row in rows if row[-1] == checksums.of_row(table, row[:-1])]
+        if len(checked) != len(rows):
+            self._lose(f"{len(rows) - len(checked)} rows of table {table} were changed and are left out")
+        return checked
+
+    def _some(self, table: str, condition: str, parameters: tuple[Any, ...] = ()) -> Rows:
+        """Return the sound rows of a query on a table without blobs; none where it fails."""
+        columns, types = _COLUMNS[table]
+        crc = "" if self._snapshot.format == 1 else ", crc"
+        try:
+            rows = self._snapshot.rows(f"SELECT {columns}{crc} FROM {table} WHERE {condition}", parameters)
+        except RunFormatError:
+            return []
+        numbers = len(types)
+        return [
+            row[:numbers]
+            for row in rows
+            if all(map(isinstance, row, types)) and (not crc or row[-1] == checksums.of_row(table, row[:-1]))
+        ]
 
     def _parsed(self, table: str, text: str, parse: Callable[[str], T]) -> T | None:
         try:
@@ -369,6 +442,13 @@ def latest(logged: Sequence[Logged]) -> Logged:
         steps, at = np.unique(steps[::-1], return_index=True)
         values = values[::-1][at]
     return steps, values
+
+
+def _is_series_row(row: tuple[Any, ...]) -> bool:
+    """Return whether a row of a series has the right types and checksum."""
+    return all(map(isinstance, row, _SERIES_TYPES)) and row[2] == checksums.of_series_row(
+        row[5], row[0], row[1], row[3], row[4]
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -31,7 +31,7 @@ from backlight.store.read.decode_cache import MAX_CACHE_BYTES, DecodeCache
 from backlight.store.read.frames import Frame, Holders
 from backlight.store.read.join_ranks import RankState, Spread
 from backlight.store.read.rank_file import Block, RankFile, Window, latest
-from backlight.store.read.remote import Mirror
+from backlight.store.read.remote import Mirror, is_url, shown
 from backlight.store.read.snapshot import sibling, size_of
 
 __all__ = [
@@ -133,6 +133,11 @@ class Run:
     def name(self) -> str:
         """Name that the user gave the run."""
         return self._manifest.name
+
+    @property
+    def location(self) -> str:
+        """Path of the run, or its URL where that is read through a copy."""
+        return shown(str(self.path))
 
     @property
     def run_id(self) -> str:
@@ -399,7 +404,7 @@ def open_run(path: str | Path) -> Run:
 
     A URL (``s3://bucket/run``) is read through fsspec: of a compacted run only what is asked for, else all.
     """
-    if "://" not in str(path):
+    if not is_url(path):
         return Run(Path(path))
     mirror = Mirror(str(path))
     run = Run(mirror.folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from backlight.records import Finding, RunStatus, Severity
 from backlight.store.errors import RunFormatError
@@ -60,6 +60,14 @@ def list_runs(folder: Path) -> list[ListedRun]:
     """
     found = [_listed(path) for path in ([folder] if _is_run(folder) else _children(folder))]
     return sorted(found, key=lambda run: (run.started is None, -(run.started or 0.0), run.path.name))
+
+
+def is_listed(file: PurePosixPath) -> bool:
+    """Return whether a list of runs needs a file of one of them, given its path below the list or the run."""
+    if file.suffix not in {".json", ".db", ".db-wal"} or file.name.startswith("."):
+        return False
+    span = parse_database(file.name.removesuffix("-wal"))
+    return span is None or span[0] == 0
 
 
 def latest_run(folder: Path) -> Path:

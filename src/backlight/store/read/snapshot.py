@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from backlight import processes, untrusted_files
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import check_format
-from backlight.store.format.schema import DATABASE_KIND, TABLES
+from backlight.store.format.schema import DATABASE_KIND, tables_of_format
 from backlight.store.read import private_copies
 
 T = TypeVar("T")
@@ -72,8 +72,10 @@ class Snapshot:
             raise RunFormatError(f"{self.path}: is not a database that backlight wrote")
         if meta.get("kind") != DATABASE_KIND:
             raise RunFormatError(f"{self.path}: has kind {meta.get('kind')!r}, expected {DATABASE_KIND!r}")
-        check_format(self.path, int(meta["format"]) if str(meta.get("format")).isdecimal() else None)
-        wrong = [name for name, statement in TABLES.items() if tables.get(name) != statement]
+        self.format = int(meta["format"]) if str(meta.get("format")).isdecimal() else 0
+        check_format(self.path, self.format or None)
+        expected = tables_of_format(self.format)
+        wrong = [name for name, statement in expected.items() if tables.get(name) != statement]
         if wrong:
             raise RunFormatError(f"{self.path}: its tables {', '.join(wrong)} are not those of the format")
 
@@ -109,7 +111,7 @@ class Snapshot:
                 time.sleep(0.002 * i)
                 if i > _TRIES // 2 and not self._own:
                     self.live = False
-            except (sqlite3.DatabaseError, OSError, OverflowError) as error:
+            except (sqlite3.DatabaseError, OSError, OverflowError, UnicodeDecodeError) as error:
                 problem = error
                 break
         raise RunFormatError(f"{self.path}: cannot be read: {problem}") from problem

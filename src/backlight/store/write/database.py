@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight import clock, processes
-from backlight.store.format import column_codec
+from backlight.store.format import checksums, column_codec
 from backlight.store.format.schema import COUNTED, DATABASE_KIND, FORMAT_VERSION, SERIES, TABLES
 from backlight.store.platform import atomic_json
 
@@ -48,11 +48,11 @@ Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
 """Part, step, id of the parameter table, floats ``[P, F]``, integers ``[P, I]``."""
 
 _INSERTS = {
-    "parameter_table": "INSERT INTO parameter_table VALUES (?, ?)",
-    "scalar_name": "INSERT INTO scalar_name VALUES (?, ?, ?)",
-    "scalar": "INSERT INTO scalar (name, step, value) VALUES (?, ?, ?)",
-    "event": "INSERT INTO event (step, time, kind, payload) VALUES (?, ?, ?, ?)",
-    "finding": "INSERT INTO finding (time, json) VALUES (?, ?)",
+    "parameter_table": "INSERT INTO parameter_table VALUES (?, ?, ?)",
+    "scalar_name": "INSERT INTO scalar_name VALUES (?, ?, ?, ?)",
+    "scalar": "INSERT INTO scalar VALUES (?, ?, ?, ?, ?)",
+    "event": "INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)",
+    "finding": "INSERT INTO finding VALUES (?, ?, ?, ?)",
     **{
         f"series_{name}": f"INSERT INTO series_{name} (part, step, parameters, crc, floats, ints)"
         " VALUES (?, ?, ?, ?, ?, ?)"
@@ -87,14 +87,25 @@ class Batch:
         steps = [row[1] for rows in self.series.values() for row in rows]
         return max([*steps, *(row[1] for row in self.scalars)], default=-1)
 
-    def rows(self, sizes: Sizes) -> dict[str, list[tuple[object, ...]]]:
-        """Return the rows as they are stored, by table."""
+    def rows(self, sizes: Sizes, last: Mapping[str, int]) -> dict[str, list[tuple[object, ...]]]:
+        """Return the rows as they are stored, by table; ``last`` gives the last id of each."""
+        numbered: dict[str, Iterable[tuple[object, ...]]] = {
+            "parameter_table": self.tables,
+            "scalar_name": self.names,
+            **{
+                table: ((i, *row) for i, row in enumerate(rows, last[table] + 1))
+                for table, rows in (
+                    ("scalar", self.scalars),
+                    ("event", self.events),
+                    ("finding", self.findings),
+                )
+            },
+        }
         return {
-            "parameter_table": list(self.tables),
-            "scalar_name": list(self.names),
-            "scalar": list(self.scalars),
-            "event": list(self.events),
-            "finding": list(self.findings),
+            **{
+                table: [(*row, checksums.of_row(table, row)) for row in rows]
+                for table, rows in numbered.items()
+            },
             **{f"series_{name}": list(_encoded(rows, sizes)) for name, rows in self.series.items()},
         }
 
@@ -108,7 +119,7 @@ def _encoded(rows: list[Row], sizes: Sizes) -> Iterator[tuple[object, ...]]:
             floats = column_codec.encode_floats(np.stack([row[3] for row in group]))
             ints = column_codec.encode_integers(np.stack([row[4] for row in group]), sizes[group[0][2]])
             for (part, step, table, _, _), f, n in zip(group, floats, ints, strict=True):
-                yield part, step, table, column_codec.checksum(part, step, table, f, n), f, n
+                yield part, step, table, checksums.of_series_row(part, step, table, f, n), f, n
             first = i
 
 
@@ -173,7 +184,7 @@ class RankDatabase:
     def write(self, batch: Batch, sizes: Sizes) -> None:
         """Write a batch as one transaction, or nothing of it; a sqlite3.Error or OSError passes through."""
         self.check_exists()
-        rows = batch.rows(sizes)
+        rows = batch.rows(sizes, self.last)
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             for table, insert in _INSERTS.items():

@@ -1,0 +1,41 @@
+"""CRC-32 of the rows of a database, as the writer stores them and the reader compares them."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+_SERIES_KEY = struct.Struct("<qqq")
+
+_NUMBERS = {
+    "parameter_table": struct.Struct("<q"),
+    "scalar_name": struct.Struct("<q"),
+    "scalar": struct.Struct("<qqqd"),
+    "event": struct.Struct("<qqd"),
+    "finding": struct.Struct("<qd"),
+}
+"""Layout of the leading columns of each table, which are numbers; the others are text."""
+
+_NO_STEP = -(2**63)
+
+
+def of_series_row(part: int, step: int, table: int, floats: bytes, integers: bytes) -> int:
+    """Return the CRC-32 over a row of a series: part, step and table as three int64, then its blobs."""
+    return zlib.crc32(integers, zlib.crc32(floats, zlib.crc32(_SERIES_KEY.pack(part, step, table))))
+
+
+def of_row(table: str, values: Sequence[Any]) -> int:
+    """Return the CRC-32 over the columns of a row of another table, the id included and the checksum not."""
+    if table == "scalar":  # by far the most rows
+        row, name, step, value = values
+        # SQLite keeps neither NaN nor the sign of zero.
+        value = math.nan if value is None or value != value else value + 0.0  # noqa: PLR0124 - NaN
+        return zlib.crc32(_NUMBERS[table].pack(row, name, step, value))
+    numbers, count = _NUMBERS[table], len(_NUMBERS[table].format) - 1
+    crc = zlib.crc32(numbers.pack(*(_NO_STEP if value is None else value for value in values[:count])))
+    for text in values[count:]:
+        crc = zlib.crc32(text.encode("utf-8", "surrogatepass") + b"\0", crc)
+    return crc
