@@ -27,7 +27,7 @@ def readable_run(text: str, is_needed: Callable[[PurePosixPath], bool] = lambda 
     RunFormatError
         If the URL cannot be read, or a package for it is missing.
     """
-    if "://" not in text:
+    if "://" not in str(text):  # a default is a Path already
         return Path(text)
     from backlight.store.read.remote import Mirror, is_url
 
