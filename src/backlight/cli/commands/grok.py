@@ -121,9 +121,7 @@ def detect(
     as_json: Json = False,
     control_run: Annotated[
         list[Path] | None,
-        Option(
-            metavar="RUN", help="Run directory of a matched control (repeatable).", parser=readable_run
-        ),
+        Option(metavar="RUN", help="Run directory of a matched control (repeatable).", parser=readable_run),
     ] = None,
     chance: Annotated[float | None, Option(help="Accuracy of guessing; default as recorded.")] = None,
     test_size: Annotated[int | None, Option(help="Number of test samples; default as recorded.")] = None,
