@@ -151,7 +151,7 @@ def test_owner_rules_find_each_use(uses: Callable[[ast.AST], Iterator[int]], cod
 def test_public_names() -> None:
     assert sorted(backlight.__all__) == [
         "Evidence", "Finding", "Monitor", "Pending", "Run", "Severity", "StopTraining", "Watch",
-        "__version__", "collect", "collect_groups", "findings_of", "gathered", "gram", "open_run",
+        "__version__", "collect", "collect_groups", "findings_of", "gathered", "gram", "ntk", "open_run",
         "outer_product", "to_pandas", "to_polars", "watch",
     ]  # fmt: skip
     for name in backlight.__all__:

@@ -24,6 +24,7 @@ _PUBLIC = {
     "findings_of": "backlight.findings.evaluate",
     "gathered": "backlight.capture.model_state",
     "gram": "backlight.monitors.grokking.instrument.gram.gram",
+    "ntk": "backlight.monitors.grokking.instrument.gram.cross",
     "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.gram.outer",
     "to_pandas": "backlight.store.export.arrow",
@@ -46,6 +47,7 @@ __all__ = [
     "findings_of",
     "gathered",
     "gram",
+    "ntk",
     "open_run",
     "outer_product",
     "to_pandas",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from backlight.findings.evaluate import findings_of
     from backlight.measure.gram.outer import outer_product
     from backlight.monitor import Monitor
+    from backlight.monitors.grokking.instrument.gram.cross import ntk
     from backlight.monitors.grokking.instrument.gram.gram import gram
     from backlight.monitors.health.instrument.collect import Pending, collect, collect_groups
     from backlight.records import Evidence, Finding, Severity

@@ -26,6 +26,7 @@ from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
 from backlight.monitors.grokking.instrument.gram import checks, inputs
 from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule, Coverage, GramError
+from backlight.monitors.grokking.instrument.gram.cross import joined
 from backlight.monitors.grokking.instrument.gram.fallback import per_sample
 from backlight.monitors.grokking.instrument.gram.independence import Independence, Sets
 from backlight.monitors.grokking.instrument.gram.inputs import ALONE, Measured, eager
@@ -42,6 +43,7 @@ def gram(
     loss_fn: LossFunction,
     batch: Any,
     *,
+    against: Any = None,
     detail: str = "parameter",
     fallback: bool = True,
     kernel: str = "auto",
@@ -59,6 +61,9 @@ def gram(
         whatever lies along the first dimension: an image, a sequence, a token.
     batch
         Tensors, or tuples, lists and dicts of them, with N samples along the first dimension of each.
+    against
+        A second batch, whose samples follow those of the first: ``cross`` of the result is one against the
+        other, and ``influence`` how much a step on a sample of the first lowers the loss of the second.
     detail
         How finely Grams are kept: by ``parameter``, ``layer``, ``block``, or only for the ``model``.
         Checks are made by parameter in any case.
@@ -95,7 +100,9 @@ def gram(
         raise GramError(f"gram: products must be None, torch.float64 or torch.float32, got {products}")
     if at_once is not None and at_once < 1:
         raise GramError(f"gram: at_once must be at least 1, got {at_once}")
-    return Measurement(model, loss_fn, batch, detail, fallback, kernel, products, at_once or 0).run()
+    batch, others = (batch, 0) if against is None else joined(batch, against)
+    measurement = Measurement(model, loss_fn, batch, detail, fallback, kernel, products, at_once or 0)
+    return replace(measurement.run(), against=others)
 
 
 @dataclass(eq=False)

@@ -49,7 +49,7 @@ class Gram:
     first name; ``coverage`` how its Gram was obtained, and its checks, none of which failed. ``unchecked`` is
     why the independence of the samples could not be checked; empty if it was, at this measurement or an
     earlier one of the same kind. ``eps`` and ``rounding`` are the machine epsilon of the coarsest type that
-    gradients came in, and were multiplied in.
+    gradients came in, and were multiplied in. The last ``against`` samples are those of a second batch.
     """
 
     samples: int
@@ -63,6 +63,7 @@ class Gram:
     _combine: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = field(repr=False)
     _means: dict[str, Tensor | None] = field(repr=False)
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    against: int = 0
 
     def __repr__(self) -> str:
         """Return size, detail and kernels, without any of its numbers."""
@@ -81,6 +82,27 @@ class Gram:
         if "model" not in self._cache:
             self._cache["model"] = _sum(self._matrices)
         return self._cache["model"]
+
+    def cross(self, scope: str = "model") -> Tensor:
+        """Return samples of the batch against those of the second one, float64 ``[N, M]``.
+
+        Raises
+        ------
+        GramError
+            If it was measured without a second batch, or the scope does not exist.
+        """
+        if not self.against:
+            raise GramError("gram: there is no second batch; measure with gram(..., against=batch)")
+        own = self.samples - self.against
+        return self.scope(scope)[:own, own:]
+
+    def influence(self, scope: str = "model") -> Tensor:
+        """Return how much of a drop of the second batch's summed loss each sample carries, float64 ``[N]``.
+
+        ``<g_n, sum_m g_m>``: to first order a step ``-rate * weight * g_n`` lowers that loss by ``rate *
+        weight`` times this (TracIn, one step; Pruthi et al., 2002.08484). Negative ones raise it.
+        """
+        return self.cross(scope).sum(1)
 
     @property
     def mean_gradient(self) -> Mapping[str, Tensor | None]:

@@ -1,0 +1,159 @@
+"""Gradients of one batch against those of another, and of outputs against outputs: batches for the Gram.
+
+Both are Grams of a joined batch, with its kernels and all of its checks: of two batches, one after the other,
+and of every output of a network as a sample of its own (the empirical neural tangent kernel J J^T; Jacot et
+al., 1806.07572). docs/formulas.md, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backlight.capture.batches import map_leaves, tensors
+from backlight.capture.model_state import preserve_state
+from backlight.monitors.grokking.instrument.gram import inputs
+from backlight.monitors.grokking.instrument.gram.checks import GramError
+
+
+def joined(batch: Any, against: Any) -> tuple[Any, int]:
+    """Return both batches as one, the samples of ``against`` last, and how many these are."""
+    inputs.count(batch)
+    count = inputs.count(against)
+    first, second = list(tensors(batch)), list(tensors(against))
+    shapes = [[(path, x.shape[1:], x.dtype) for path, x in found] for found in (first, second)]
+    if shapes[0] != shapes[1]:
+        differing = next((pair for pair in zip(*shapes, strict=False) if pair[0] != pair[1]), None)
+        what = f"{len(first)} and {len(second)} tensors"
+        if differing is not None:
+            (path, one, kind), (other_path, other, other_kind) = differing
+            what = f"batch{path} {list(one)} {kind} and against{other_path} {list(other)} {other_kind}"
+        raise GramError(
+            "gram: `against` must hold the same tensors as the batch, but for their first dimension, got "
+            f"{what}"
+        )
+    left = iter(x for _, x in second)
+
+    def join(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        other = next(left)
+        return torch.cat([leaf.detach(), other.detach().to(leaf.device)]) if leaf.ndim else leaf
+
+    return map_leaves(batch, join), count
+
+
+@dataclass(frozen=True)
+class TangentKernel:
+    """The empirical neural tangent kernel of ``samples`` N inputs and ``outputs`` C of the network.
+
+    ``kernel`` is float64 ``[N, C, N, C]``, the inner products of gradients of single outputs.
+    """
+
+    kernel: Tensor
+
+    @property
+    def samples(self) -> int:
+        """N."""
+        return self.kernel.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        """C."""
+        return self.kernel.shape[1]
+
+    @property
+    def matrix(self) -> Tensor:
+        """The kernel as float64 ``[N C, N C]``, outputs of a sample together."""
+        size = self.samples * self.outputs
+        return self.kernel.reshape(size, size)
+
+    def alignment(self, targets: Tensor) -> float:
+        """Return ``y^T K y / (|K| |y|^2)``, between 0 and 1, for targets ``[N, C]`` centred over samples.
+
+        1 where the kernel is that of the targets alone (Cristianini et al. 2001); NaN where either is 0.
+
+        Raises
+        ------
+        GramError
+            If the targets have another shape.
+        """
+        if targets.shape != (self.samples, self.outputs):
+            raise GramError(
+                f"ntk: targets must have shape {[self.samples, self.outputs]}, got {list(targets.shape)}"
+            )
+        y = targets.to(self.kernel)
+        y = (y - y.mean(0)).flatten()
+        norms = float(self.matrix.norm() * (y @ y))
+        return float(y @ self.matrix @ y) / norms if norms else math.nan
+
+    def distance(self, other: TangentKernel) -> float:
+        """Return ``1 - <K, K'> / (|K| |K'|)``, 0 for kernels that are equal up to a factor.
+
+        Source: Fort et al., 2010.15110.
+
+        Raises
+        ------
+        GramError
+            If the other is of other samples or outputs.
+        """
+        if other.kernel.shape != self.kernel.shape:
+            raise GramError(
+                f"ntk: kernels of {list(self.kernel.shape)} and {list(other.kernel.shape)} have no distance"
+            )
+        norms = float(self.matrix.norm() * other.matrix.norm())
+        return 1 - float((self.matrix * other.matrix.to(self.matrix)).sum()) / norms if norms else math.nan
+
+
+def ntk(
+    model: nn.Module,
+    batch: Any,
+    *,
+    outputs: Callable[[Any, Any], Tensor] = lambda model, batch: model(batch),
+    **settings: Any,
+) -> TangentKernel:
+    """Measure the empirical neural tangent kernel exactly, without forming the Jacobian.
+
+    Parameters
+    ----------
+    model
+        As in :func:`backlight.gram`.
+    batch
+        Inputs with N samples along the first dimension.
+    outputs
+        ``outputs(model, batch)`` returns ``[N, ...]``, C numbers for each sample. Cost grows with C.
+    **settings
+        ``kernel``, ``products``, ``at_once`` and ``fallback`` of :func:`backlight.gram`.
+
+    Returns
+    -------
+    TangentKernel
+
+    Raises
+    ------
+    GramError
+        As :func:`backlight.gram`.
+    """
+    from backlight.monitors.grokking.instrument.gram.gram import gram  # noqa: PLC0415 - which uses this module
+
+    n = inputs.count(batch)
+    with preserve_state(model), torch.no_grad():
+        shown = outputs(model, batch)
+    if not isinstance(shown, Tensor) or shown.ndim == 0 or len(shown) != n:
+        got = list(shown.shape) if isinstance(shown, Tensor) else type(shown).__name__
+        raise GramError(f"ntk: outputs(model, batch) must return a tensor with {n} samples first, got {got}")
+    c = shown[0].numel()
+    chosen = torch.eye(c, dtype=shown.dtype, device=shown.device).repeat(n, 1)
+    every = map_leaves(batch, lambda x: x.repeat_interleave(c, 0) if isinstance(x, Tensor) and x.ndim else x)
+
+    def summed(model: nn.Module, given: Any) -> Tensor:
+        inner, which = given
+        return (outputs(model, inner).flatten(1) * which).sum()
+
+    found = gram(model, summed, (every, chosen), detail="model", **settings)
+    return TangentKernel(found.matrix.reshape(n, c, n, c))
