@@ -153,7 +153,8 @@ def ntk(
 
     def summed(model: nn.Module, given: Any) -> Tensor:
         inner, which = given
-        return (outputs(model, inner).flatten(1) * which).sum()
+        total: Tensor = (outputs(model, inner).flatten(1) * which).sum()
+        return total
 
     found = gram(model, summed, (every, chosen), detail="model", **settings)
     return TangentKernel(found.matrix.reshape(n, c, n, c))
