@@ -24,7 +24,7 @@ _PUBLIC = {
     "findings_of": "backlight.findings.evaluate",
     "gathered": "backlight.capture.model_state",
     "gram": "backlight.monitors.grokking.instrument.gram.gram",
-    "ntk": "backlight.monitors.grokking.instrument.gram.cross",
+    "ntk": "backlight.monitors.grokking.instrument.gram.ntk",
     "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.gram.outer",
     "to_pandas": "backlight.store.export.arrow",
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from backlight.findings.evaluate import findings_of
     from backlight.measure.gram.outer import outer_product
     from backlight.monitor import Monitor
-    from backlight.monitors.grokking.instrument.gram.cross import ntk
     from backlight.monitors.grokking.instrument.gram.gram import gram
+    from backlight.monitors.grokking.instrument.gram.ntk import ntk
     from backlight.monitors.health.instrument.collect import Pending, collect, collect_groups
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.watch import Watch, watch

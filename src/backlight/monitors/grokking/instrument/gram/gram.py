@@ -26,7 +26,6 @@ from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
 from backlight.monitors.grokking.instrument.gram import checks, inputs
 from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule, Coverage, GramError
-from backlight.monitors.grokking.instrument.gram.cross import joined
 from backlight.monitors.grokking.instrument.gram.fallback import per_sample
 from backlight.monitors.grokking.instrument.gram.independence import Independence, Sets
 from backlight.monitors.grokking.instrument.gram.inputs import ALONE, Measured, eager
@@ -100,7 +99,7 @@ def gram(
         raise GramError(f"gram: products must be None, torch.float64 or torch.float32, got {products}")
     if at_once is not None and at_once < 1:
         raise GramError(f"gram: at_once must be at least 1, got {at_once}")
-    batch, others = (batch, 0) if against is None else joined(batch, against)
+    batch, others = (batch, 0) if against is None else inputs.joined(batch, against)
     measurement = Measurement(model, loss_fn, batch, detail, fallback, kernel, products, at_once or 0)
     return replace(measurement.run(), against=others)
 

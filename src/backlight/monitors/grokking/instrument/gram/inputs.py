@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.batches import map_tensors, tensors
+from backlight.capture.batches import map_leaves, map_tensors, tensors
 from backlight.capture.modules import walk
 from backlight.measure.gram.factors import Factors
 from backlight.monitors.grokking.instrument.gram.checks import GramError
@@ -137,6 +137,33 @@ def some(batch: Any, index: Tensor) -> Any:
             tensor.detach().index_select(0, index.to(tensor.device)).requires_grad_(tensor.requires_grad)
         ),
     )
+
+
+def joined(batch: Any, against: Any) -> tuple[Any, int]:
+    """Return both batches as one, the samples of ``against`` last, and how many these are."""
+    count(batch)
+    others = count(against)
+    first, second = list(tensors(batch)), list(tensors(against))
+    shapes = [[(path, x.shape[1:], x.dtype) for path, x in found] for found in (first, second)]
+    if shapes[0] != shapes[1]:
+        differing = next((pair for pair in zip(*shapes, strict=False) if pair[0] != pair[1]), None)
+        what = f"{len(first)} and {len(second)} tensors"
+        if differing is not None:
+            (path, one, kind), (other_path, other, other_kind) = differing
+            what = f"batch{path} {list(one)} {kind} and against{other_path} {list(other)} {other_kind}"
+        raise GramError(
+            "gram: `against` must hold the same tensors as the batch, but for their first dimension, got "
+            f"{what}"
+        )
+    left = iter(x for _, x in second)
+
+    def join(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        other = next(left)
+        return torch.cat([leaf.detach(), other.detach().to(leaf.device)]) if leaf.ndim else leaf
+
+    return map_leaves(batch, join), others
 
 
 def scalar(loss: Any) -> Tensor:

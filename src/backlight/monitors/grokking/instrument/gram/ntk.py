@@ -1,8 +1,7 @@
-"""Gradients of one batch against those of another, and of outputs against outputs: batches for the Gram.
+"""The empirical neural tangent kernel J J^T (Jacot et al., 1806.07572): the Gram of a network's outputs.
 
-Both are Grams of a joined batch, with its kernels and all of its checks: of two batches, one after the other,
-and of every output of a network as a sample of its own (the empirical neural tangent kernel J J^T; Jacot et
-al., 1806.07572). docs/formulas.md, section 3.
+Each output is a sample of its own, so that the kernels and all checks of the Gram serve it. docs/formulas.md,
+section 3.
 """
 
 from __future__ import annotations
@@ -15,37 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.batches import map_leaves, tensors
+from backlight.capture.batches import map_tensors
 from backlight.capture.model_state import preserve_state
 from backlight.monitors.grokking.instrument.gram import inputs
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-
-
-def joined(batch: Any, against: Any) -> tuple[Any, int]:
-    """Return both batches as one, the samples of ``against`` last, and how many these are."""
-    inputs.count(batch)
-    count = inputs.count(against)
-    first, second = list(tensors(batch)), list(tensors(against))
-    shapes = [[(path, x.shape[1:], x.dtype) for path, x in found] for found in (first, second)]
-    if shapes[0] != shapes[1]:
-        differing = next((pair for pair in zip(*shapes, strict=False) if pair[0] != pair[1]), None)
-        what = f"{len(first)} and {len(second)} tensors"
-        if differing is not None:
-            (path, one, kind), (other_path, other, other_kind) = differing
-            what = f"batch{path} {list(one)} {kind} and against{other_path} {list(other)} {other_kind}"
-        raise GramError(
-            "gram: `against` must hold the same tensors as the batch, but for their first dimension, got "
-            f"{what}"
-        )
-    left = iter(x for _, x in second)
-
-    def join(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        other = next(left)
-        return torch.cat([leaf.detach(), other.detach().to(leaf.device)]) if leaf.ndim else leaf
-
-    return map_leaves(batch, join), count
+from backlight.monitors.grokking.instrument.gram.gram import gram
 
 
 @dataclass(frozen=True)
@@ -139,8 +112,6 @@ def ntk(
     GramError
         As :func:`backlight.gram`.
     """
-    from backlight.monitors.grokking.instrument.gram.gram import gram  # noqa: PLC0415 - which uses this module
-
     n = inputs.count(batch)
     with preserve_state(model), torch.no_grad():
         shown = outputs(model, batch)
@@ -149,7 +120,7 @@ def ntk(
         raise GramError(f"ntk: outputs(model, batch) must return a tensor with {n} samples first, got {got}")
     c = shown[0].numel()
     chosen = torch.eye(c, dtype=shown.dtype, device=shown.device).repeat(n, 1)
-    every = map_leaves(batch, lambda x: x.repeat_interleave(c, 0) if isinstance(x, Tensor) and x.ndim else x)
+    every = map_tensors(batch, lambda x: x.repeat_interleave(c, 0))
 
     def summed(model: nn.Module, given: Any) -> Tensor:
         inner, which = given
