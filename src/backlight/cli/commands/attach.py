@@ -18,7 +18,7 @@ from backlight.cli.options import Json
     "backlight attach --flight-recorder dumps/ --run runs/first",
 )  # fmt: skip
 def attach(
-    pid: Annotated[int | None, Argument(metavar="[PID]", help="Process id.", show_default=False)] = None,
+    pid: Annotated[int | None, Argument(metavar="PID", help="Process id.", show_default=False)] = None,
     seconds: Annotated[float, Option(metavar="SECONDS", min=0.5, help="Observation time.")] = 2.0,
     native: Annotated[
         bool, Option("--native/--no-native", help="Take native stacks, which pauses the process briefly.")
@@ -34,7 +34,7 @@ def attach(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Diagnose a running process or job, or dumps of torch's flight recorder.
+    """Diagnose a running process, a job, or flight recorder dumps.
 
     Reports all threads, Python and native, and what is not observable. Of a job, which ranks have
     the same stack; of dumps, which rank has not issued a collective, or another one.

@@ -247,6 +247,19 @@ def test_job_whose_rank_sleeps(start: Start) -> None:
     assert "Rank 0, 2 wait for it" in found.diagnosis.claim
 
 
+def test_job_that_moves_names_no_rank(start: Start) -> None:
+    """The control: at any moment some ranks are in a collective and others are not."""
+    code = JOB.replace(
+        "time.sleep(0.05)", "sum(range(300_000)); sorted(range(200_000)); list(range(200_000))"
+    )
+    job = started_job(start, code, 2, 2)
+    wait_until_in(job[0], "<module>")
+    wait_until_in(job[1], "<module>")
+    found = attach_job(job[0].pid, 0.8)
+    assert found.diagnosis.kind in {DiagnosisKind.PASS, DiagnosisKind.UNKNOWN}
+    assert found.diagnosis.rank is None
+
+
 def test_job_whose_rank_does_not_come(start: Start) -> None:
     """Rank 2 is not started: its name follows from the processes, and from the keys in the store."""
     job = started_job(start, JOB, 2, 3)

@@ -61,6 +61,7 @@ class Attached:
     spins: bool = False  # the main thread ran, and held the interpreter lock on one line in every sample
     idle: bool = False  # it used no core and queued for none
     cause: WaitCause | None = None  # of its wait, where that has a name
+    moves: bool = False  # the stack of the main thread changed between samples, or it is watched and moves
 
 
 def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> Attached:
@@ -126,7 +127,10 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
     idle = sum(cpu.values()) <= MAX_IDLE_CORES and not starved
     shown = (*samples[-1:], *natives)
     threads = processes.format_threads(pid)
-    return Attached(pid, diagnosis, threads, shown, tuple(unseen), spins=spins, idle=idle, cause=cause)
+    moves = len({thread.frames for thread in main if thread is not None}) > 1
+    return Attached(
+        pid, diagnosis, threads, shown, tuple(unseen), spins=spins, idle=idle, cause=cause, moves=moves
+    )
 
 
 def _diagnose_unwatched(
@@ -270,7 +274,10 @@ def _attach_watched(pid: int, directory: Path, rank: int, duration_s: float, *, 
         )
     shown = (*obs.samples[-1:], *obs.native_samples)
     threads, idle = processes.format_threads(pid), is_idle(obs, limits)
-    return Attached(pid, diagnosis, threads, shown, obs.not_collected, idle=idle, cause=obs.cause)
+    moves = diagnosis.kind is DiagnosisKind.PASS
+    return Attached(
+        pid, diagnosis, threads, shown, obs.not_collected, idle=idle, cause=obs.cause, moves=moves
+    )
 
 
 def _threads(pid: int) -> dict[int, processes.Thread]:

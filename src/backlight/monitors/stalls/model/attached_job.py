@@ -33,6 +33,9 @@ JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 MAX_FRAMES = 6
 """Innermost frames of a group that are shown."""
 
+WATCHDOG = "backlight.monitors.stalls.model.watchdog"
+"""Argument of backlight's own process, which has the environment of a rank."""
+
 MAX_AT_ONCE = 8
 STORE_TIMEOUT_S = 20.0
 
@@ -99,7 +102,11 @@ def find_ranks(pid: int) -> tuple[dict[int, int], int, Mapping[str, str]]:
             "environment, or its launcher"
         )
     job = _job(environments[pid if pid in environments else own[0]])
-    members = {p: e for p, e in environments.items() if _job(e) == job and e["RANK"].isdigit()}
+    members = {
+        p: e
+        for p, e in environments.items()
+        if _job(e) == job and e["RANK"].isdigit() and WATCHDOG not in processes.command_line(p)
+    }
     # What a rank starts, such as workers of a data loader, inherits its environment.
     mains = {
         p: e
@@ -174,6 +181,8 @@ def _diagnose(
     if coming:
         return _not_come(coming, found, elsewhere, environment)
     waiting = [rank for group in groups if group.in_collective for rank in group.ranks]
+    if all(one.moves for one in found.values()) or any(found[rank].moves for rank in waiting):
+        return _moving(found)
     others = [rank for rank in found if rank not in waiting]
     if waiting and len(others) == 1:
         return _of_rank(others[0], found[others[0]].diagnosis, found, waiting)
@@ -188,6 +197,18 @@ def _diagnose(
         claim=f"{kind}: no single rank differs from the others: {where}",
         confidence=LOW,
         next_check="take the dumps of the flight recorder: `backlight attach --flight-recorder DIR`",
+    )
+
+
+def _moving(found: Mapping[int, Attached]) -> Diagnosis:
+    moving = [rank for rank, one in found.items() if one.moves]
+    return Diagnosis(
+        DiagnosisKind.PASS,
+        Phase.OTHER,
+        f"PASS: the job moves: the stacks of rank {span(moving)} change between samples",
+        refuted_if="no step has ended after a while",
+        next_check="attach again later",
+        confidence=MEDIUM,
     )
 
 
