@@ -96,6 +96,8 @@ def _row(event: Plain) -> Plain:
         elif name == "label":
             label = args.get("name") or args.get("labels") or ""
             row[name] = label if event.get("ph") == "M" else ""
+        elif name == "counters":
+            row[name] = json.dumps(args) if event.get("cat") == "cuda_profiler_range" else ""
         elif name in _LISTS:
             row[name] = [] if value is None else value
         elif kept.coded:

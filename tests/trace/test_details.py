@@ -154,6 +154,28 @@ def test_verdict_names_what_limits_the_step(analysed: Analyse, launch: float, ex
     assert len(facts(found)) <= 10
 
 
+@pytest.mark.parametrize("launches", [2, 3])
+def test_hardware_counters_by_operator(analysed: Analyse, launches: int) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    for number, name in enumerate(("aten::mm", "aten::add", "aten::mm")[:launches]):
+        builder.operator(name, 100 * number, 50)
+        builder.add("cuda_runtime", "cudaLaunchKernel", 100 * number + 10, 5, correlation=number + 1)
+    for number in range(3):
+        counters = {"smsp__ffma.sum": 10.0 * (number + 1), "smsp__fadd.sum": 1}
+        builder.add("cuda_profiler_range", "kernel", 5000 + number, 1, pid=0, tid=0, **counters)
+    found = analysed(builder)
+    by_operator = {row.operator: (row.kernels, row.counters) for row in found.hardware_counters}
+    if launches == 3:
+        assert by_operator == {
+            "aten::mm": (2, {"smsp__ffma.sum": 40.0, "smsp__fadd.sum": 2}),
+            "aten::add": (1, {"smsp__ffma.sum": 20.0, "smsp__fadd.sum": 1}),
+        }
+    else:
+        assert by_operator == {"(no operator)": (3, {"smsp__ffma.sum": 60.0, "smsp__fadd.sum": 3})}
+        assert any("3 ranges of counters and 2 launches do not match" in note for note in found.notes)
+
+
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 @pytest.mark.parametrize("name", ["alexnet", "training_one_gpu", "b200_eager", "mi300_vit"])
 def test_queues_launches_and_bandwidths_against_a_plain_loop(name: str) -> None:

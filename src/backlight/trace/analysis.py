@@ -11,6 +11,7 @@ from backlight.trace.copies import Copy, Transfer, copies, transfers
 from backlight.trace.critical_path import CriticalPath, Paths
 from backlight.trace.device_queues import Launches, Stream, launches, streams
 from backlight.trace.events import Trace, TraceError
+from backlight.trace.hardware_counters import OperatorCounters, hardware_counters
 from backlight.trace.operators import (
     Costs,
     Pair,
@@ -82,6 +83,7 @@ class RankAnalysis:
     operator_rates: tuple[OperatorRate, ...]
     copy_rates: tuple[CopyRate, ...]
     collective_rates: tuple[CollectiveRate, ...]
+    hardware_counters: tuple[OperatorCounters, ...]
     notes: tuple[str, ...]
 
 
@@ -112,6 +114,7 @@ def analyse_rank(timeline: Timeline, number: int | None = None) -> RankAnalysis:
     steps = chosen_steps(timeline, number)
     costs = Costs(timeline, steps)
     launched = device_time(costs)
+    counters, note = hardware_counters(timeline)
     devices = timeline.trace.device_names
     used = np.unique(timeline.device.device).tolist()
     rows = tuple(_step_rows(timeline, steps, used))
@@ -138,7 +141,8 @@ def analyse_rank(timeline: Timeline, number: int | None = None) -> RankAnalysis:
         operator_rates=tuple(operator_rates(costs)),
         copy_rates=tuple(copy_rates(costs)),
         collective_rates=tuple(collective_rates(costs)),
-        notes=(*timeline.trace.notes, *_notes(timeline, costs, rows)),
+        hardware_counters=tuple(counters),
+        notes=tuple(filter(None, (*timeline.trace.notes, *_notes(timeline, costs, rows), note))),
     )
 
 

@@ -26,6 +26,9 @@ RUNTIME = frozenset({
     "cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "hip_driver", "xpu_runtime", "mtia_runtime",
     "privateuse1_runtime", "privateuse1_driver",
 })  # fmt: skip
+PROFILER_RANGE = frozenset({"cuda_profiler_range"})
+"""A kernel as CUPTI's range profiler ran it: with counters, and without its real times."""
+
 ANNOTATION = frozenset({"user_annotation"})
 PYTHON = frozenset({"python_function"})
 HOST = OPERATOR | RUNTIME | ANNOTATION | PYTHON

@@ -70,6 +70,8 @@ _RARE = {
 }
 """Keys that many traces lack, as in the text, with their columns."""
 
+_RANGE = b'"cuda_profiler_range"'
+
 _NOT_NUMBERS = re.compile(rb'(":\s*)-?(?:inf(?:inity)?|nan)(?=\s*[,}\]])', re.IGNORECASE)
 
 
@@ -105,7 +107,21 @@ class Columns:
 
     def of_text(self, text: bytes) -> dict[str, Column]:
         """Decode a JSON array of events; a :class:`msgspec.DecodeError` passes through."""
-        return self.of_events(_events.decode(text), self._absent(text))
+        columns = self.of_events(_events.decode(text), self._absent(text))
+        if _RANGE in text:
+            columns["counters"] = self._counters(text)
+        return columns
+
+    def _counters(self, text: bytes) -> Column:
+        """Return the codes of the arguments of ranges with counters, whose names no field can list."""
+        known, is_range = self.vocabularies["counters"], _RANGE.decode().strip('"')
+        return np.array(
+            [
+                known[json.dumps(event.get("args", {}))] if event.get("cat") == is_range else MISSING
+                for event in msgspec.json.decode(text)
+            ],
+            dtype=np.int32,
+        )
 
     def _absent(self, text: bytes) -> frozenset[str]:
         """Return columns whose key does not occur in the text."""

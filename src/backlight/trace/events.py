@@ -63,10 +63,12 @@ COLUMNS: Mapping[str, KeptColumn] = {
     "group": KeptColumn("int32", True, "args.Process Group Ranks"),
     "group_name": KeptColumn("int32", True, "args.Process Group Name"),
     "dtype": KeptColumn("int32", True, "args.dtype"),
+    "counters": KeptColumn("int32", True, "args"),
 }
 """The kept columns of an event; ``kind`` is the character code of the Chrome format's ``ph``.
 
-``label`` is the text of metadata events: names of processes and threads.
+``label`` is the text of metadata events: names of processes and threads; ``counters`` are all arguments of a
+range of CUPTI's profiler, as JSON.
 """
 
 ITEM_BYTES = {

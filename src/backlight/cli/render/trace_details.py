@@ -28,7 +28,9 @@ def _us(nanoseconds: float) -> str:
 
 def detail_tables(one: RankAnalysis, top: int) -> Iterator[Table]:
     """Yield the tables that a trace has data for."""
-    makers = (_annotations, _launches, _streams, _sequences, _operator_rates, _copy_rates, _collective_rates)
+    makers = (
+        _annotations, _launches, _streams, _sequences, _operator_rates, _copy_rates, _collective_rates, _counters,
+    )  # fmt: skip
     for make in makers:
         table = make(one, top)
         if table.row_count:
@@ -97,6 +99,16 @@ def _collective_rates(one: RankAnalysis, top: int) -> Table:
             ms(row.median),
             f"{row.bus:.3g}",
         )
+    return table
+
+
+def _counters(one: RankAnalysis, top: int) -> Table:
+    table = make_table("operator, hardware counter", "kernels", "sum")
+    for row in one.hardware_counters[:top]:
+        for name, value in sorted(row.counters.items(), key=lambda item: -item[1])[:3]:
+            if not value:
+                continue
+            table.add_row(f"{short(row.operator)}, {name}", f"{row.kernels:,}", f"{value:,.4g}")
     return table
 
 
