@@ -29,7 +29,8 @@ def _us(nanoseconds: float) -> str:
 def detail_tables(one: RankAnalysis, top: int) -> Iterator[Table]:
     """Yield the tables that a trace has data for."""
     makers = (
-        _annotations, _launches, _streams, _sequences, _operator_rates, _copy_rates, _collective_rates, _counters,
+        _annotations, _launches, _streams, _sequences, _operator_rates, _copy_rates, _collective_rates,
+        _counters,
     )  # fmt: skip
     for make in makers:
         table = make(one, top)
