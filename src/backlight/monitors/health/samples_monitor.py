@@ -89,7 +89,7 @@ class SpikeSamplesMonitor(Monitor):
         found = next((p for p in record.parts if p.rows is gradients.rows and p.series == "gradient"), None)
         if found is None or not gradients.rows:
             return
-        if any(is_accelerator(p.device) for p in gradients.parameters):
+        if any(map(is_accelerator, {p.device.type for p in gradients.parameters})):
             self._inputs.keeps = False
             self._keep_indices(record.step)
         elif found.pending.ready() and self._inputs.calls:
