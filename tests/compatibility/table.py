@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,10 @@ BEGIN, END = "<!-- written by `make compatibility` -->", "<!-- end of the table 
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests of a cell gave; ``problem`` is the error of an installation that failed."""
+    """What the tests of a cell gave.
+
+    ``problem`` is the error of an installation that failed, ``note`` states which tests were run, if not all.
+    """
 
     date: str
     versions: dict[str, str]
@@ -43,6 +46,7 @@ class Result:
     skipped: int = 0
     failures: tuple[str, ...] = ()
     problem: str = ""
+    note: str = ""
 
 
 def install(cell: Cell, folder: Path) -> str:
@@ -145,6 +149,7 @@ def rendered(results: Mapping[str, Result]) -> str:
             continue
         subject = cell.name.split(",")[0] if cell.tests else ""
         versions = [f"{name} {result.versions[name]}" for name in ("Python", "torch", subject) if name]
+        versions += [result.note] if result.note else []
         numbers = f"{result.passed:,} | {len(result.failures)} | {result.skipped}"
         lines.append(f"| {cell.name} | {result.date} | {', '.join(versions)} | {numbers} |")
         notes += [f"- {cell.name}: `{name}`" for name in result.failures]
@@ -173,6 +178,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cells whose name holds this text")
     parser.add_argument("--jobs", default="2", help="parallel processes of pytest")
     parser.add_argument("--read", action="store_true", help="count the logs of the cells, run nothing")
+    parser.add_argument("--note", default="", help="with --read: which tests were run, if not all")
     parser.add_argument("--stored", action="store_true", help="write the table from the stored results")
     options = parser.parse_args()
     results = stored()
@@ -190,7 +196,7 @@ def main() -> None:
             run(cell, folder, options.jobs)
         result = read(folder)
         if result is not None:
-            results[cell.name] = result
+            results[cell.name] = replace(result, note=options.note)
             print(f"{cell.name}: {result.passed} passed, {len(result.failures)} failed", flush=True)
         write(results)
     write(results)

@@ -74,13 +74,18 @@ def test_cell_that_was_not_run_reads_so() -> None:
     text = table.rendered(
         {
             run: Result(
-                "2026-01-02", {"Python": "3.11.7", "torch": "2.9.1"}, 1234, 5, ("tests/a.py::test_b",)
+                "2026-01-02",
+                {"Python": "3.11.7", "torch": "2.9.1"},
+                1234,
+                5,
+                ("tests/a.py::test_b",),
+                note="half",
             ),
             broken: Result("2026-01-02", {}, problem="no matching distribution"),
         }
     )
     rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
-    assert rows[run].endswith("| 2026-01-02 | Python 3.11.7, torch 2.9.1 | 1,234 | 1 | 5 |")
+    assert rows[run].endswith("| 2026-01-02 | Python 3.11.7, torch 2.9.1, half | 1,234 | 1 | 5 |")
     assert "not run: no matching distribution" in rows[broken]
     others = [row for name, row in rows.items() if name in CELLS and name not in {run, broken}]
     assert len(others) == len(CELLS) - 2
