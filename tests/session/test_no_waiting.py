@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import backlight
 from backlight.measure import transfer
 from backlight.measure.stats import packed_matrices, statistics
+from backlight.monitors.health import samples_monitor
 from cases import CASES
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.masked_select")
@@ -57,6 +58,7 @@ def test_step_path_never_synchronizes(name: str, tmp_path: Path, monkeypatch: py
     # Take the code path of an accelerator on the CPU.
     for module in (statistics, packed_matrices):
         monkeypatch.setattr(module, "is_host", lambda _device: False)
+    monkeypatch.setattr(samples_monitor, "is_accelerator", lambda _device: True)
     with counting() as alone:
         CASES[name].train()
     watch = backlight.watch(run=tmp_path / "run", every=1, histogram=True)
@@ -76,6 +78,7 @@ def test_counting_mode_detects_a_read(tmp_path: Path, monkeypatch: pytest.Monkey
         measure(self, gradients, record)
 
     monkeypatch.setattr(GradientMonitor, "on_gradients_ready", reading)
+    monkeypatch.setattr(samples_monitor, "is_accelerator", lambda _device: True)
     with backlight.watch(run=tmp_path / "run", every=1), counting() as count:
         CASES["plain"].train()
     assert count.reads["aten._local_scalar_dense.default"] == 4

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import pathlib
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ class SpikeSamplesMonitor(Monitor):
         self._norms: defaultdict[tuple[int, int], LiveHistory] = defaultdict(_history)
         self._losses: defaultdict[tuple[int, int], LiveHistory] = defaultdict(_history)
         self._child: tuple[int, dict[str, Any], ForkedChild] | None = None
+        self._receiving = threading.Lock()
         self._known: dict[int, list[dict[str, Any]]] = {}
         self._left, self._last, self._was_ill = MAX_STEPS, -LIMITS.spike_gap - 1, False
         run.listen(self._inputs)
@@ -175,17 +177,24 @@ class SpikeSamplesMonitor(Monitor):
         self._receive(wait=False)
 
     def _receive(self, *, wait: bool) -> None:
-        child = self._child
-        if child is None:
+        # The training thread waits at the end while the writer thread looks: the second to close the pipe of
+        # the child would close a descriptor of the script.
+        if not self._receiving.acquire(blocking=wait):
             return
-        step, facts, forked = child
         try:
-            answer = forked.answer(TIMEOUT_S, wait=wait)
-        except ChildError as error:
-            answer = {"calls": [], "reason": f"the child that decomposes the step {error}"}
-        if answer is not None:
-            self._child = None
-            self._record(step, facts, answer)
+            child = self._child
+            if child is None:
+                return
+            step, facts, forked = child
+            try:
+                answer = forked.answer(TIMEOUT_S, wait=wait)
+            except ChildError as error:
+                answer = {"calls": [], "reason": f"the child that decomposes the step {error}"}
+            if answer is not None:
+                self._child = None
+                self._record(step, facts, answer)
+        finally:
+            self._receiving.release()
 
     def _record(self, step: int, facts: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         self._run.recorder.event(step, SAMPLES, {**facts, **answer})
