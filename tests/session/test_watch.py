@@ -326,7 +326,7 @@ def test_loop_without_optimizer_warning_names_the_fix(tmp_path: Path) -> None:
                     parameter.sub_(0.1 * parameter.grad)
     (event,) = backlight.open_run(tmp_path / "by_hand").events("unmeasured")
     assert event.payload["reason"].startswith("4 backward passes were seen, but no step of a torch.optim")
-    assert "backlight.collect" in event.payload["reason"]
+    assert "watch.mark_step()" in event.payload["reason"]
     with backlight.watch(run=tmp_path / "nothing", monitors=("health",)):
         pass
     (event,) = backlight.open_run(tmp_path / "nothing").events("unmeasured")

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import backlight
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
+from backlight.capture.loss_terms import SHOWS_HOOKS
 from backlight.capture.step_inputs import StepInputs
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.health.instrument.sample_shares import samples_of_step
@@ -24,6 +25,9 @@ from backlight.store.read.run import Run, open_run
 from ranks.launching import run_ranks
 
 STEPS, SPIKE, N, BAD = 40, 35, 16, 5
+reads_losses = pytest.mark.skipif(
+    not SHOWS_HOOKS, reason="this torch does not show the hooks of saved tensors, so no loss is read"
+)
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -101,6 +105,7 @@ def test_corrupted_image_is_named_by_its_dataset_index(tmp_path: Path, workers: 
     assert call["top"][0]["without"] < 3 * event(run)["usual_norm"]
 
 
+@reads_losses
 def test_wrong_label_is_named_by_its_loss(tmp_path: Path) -> None:
     torch.manual_seed(0)
     y = torch.randint(0, 4, (STEPS * N,))
@@ -222,6 +227,7 @@ class Recurrent(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
+@reads_losses
 @pytest.mark.parametrize("name", ZOO)
 def test_shares_are_those_of_one_backward_per_sample(name: str) -> None:
     torch.manual_seed(0)
