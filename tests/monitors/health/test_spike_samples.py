@@ -73,6 +73,8 @@ def train(
         for number, batch in enumerate(batches):
             (loss_of(batch) / parts).backward()
             if (number + 1) % parts == 0:
+                if parts > 1:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
                 optimizer.param_groups[0]["lr"] = rate(number // parts)
                 optimizer.step()
                 optimizer.zero_grad()

@@ -206,7 +206,7 @@ class Replay:
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         leaves = [p.tensor for p in self._parameters.values()]
         taps = Taps(modules, self.samples, self, one=one, broadcast=broadcast)
-        with taps:
+        with taps, torch.enable_grad():  # gradients are collected where clipping has switched them off
             args, kwargs = self._arguments()
             outputs = self._forward(self._call, args, kwargs)
             self._losses = self._own_losses(outputs)
