@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from backlight.cli.console import Page, make_table
+from backlight.monitors.spectra.model.layer_history import bounds, joint_noise_scale, layer_histories
 from backlight.terminal import make_console
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from backlight.diagnose.spectra.run import SpectraResult
+    from backlight.measure.noise_scale import NoiseScale
     from backlight.store.format.spectra import Layer, Measurement
     from backlight.store.read.run import Run
 
@@ -32,6 +34,10 @@ def show(outcome: SpectraResult, run: Run) -> None:
     page = Page()
     page.say((f"{len(last)} layers, {_count(last)} replicates of {_batch(outcome.batch)}{many}", "bold"))
     make_console().print(_table(known, last))
+    together = _together(run)
+    if together is not None:
+        value, within = _number(together.value), bounds(*together.interval)
+        page.say(f"noise scale of the layers together: {value} samples (95 %: {within})")
     if len(last) > SHOWN:
         page.note(f"{len(last) - SHOWN} more layers in --json")
     for text in notes(outcome):
@@ -56,6 +62,13 @@ def as_object(outcome: SpectraResult, run: Run) -> dict[str, Any]:
         "sweeps": outcome.sweeps,
         "samples_per_replicate": _finite(outcome.batch),
         "left_out": dict(outcome.left_out),
+        "noise_scale": None
+        if (together := _together(run)) is None
+        else {
+            "value": _finite(together.value),
+            "low": _finite(together.interval.low),
+            "high": _finite(together.interval.high),
+        },
         "layers": [
             {
                 "parameter": one.parameter,
@@ -69,6 +82,13 @@ def as_object(outcome: SpectraResult, run: Run) -> dict[str, Any]:
             if one.parameter in known
         ],
     }
+
+
+def _together(run: Run) -> NoiseScale | None:
+    """Return the noise scale of the layers that were measured last; None where batches have no known size."""
+    last = [one for one in layer_histories(run) if not math.isnan(one.last["noise_scale"])]
+    step = max((one.last.step for one in last), default=0)
+    return joint_noise_scale([one for one in last if one.last.step == step]) if last else None
 
 
 def notes(outcome: SpectraResult) -> list[str]:
@@ -94,7 +114,7 @@ def notes(outcome: SpectraResult) -> list[str]:
 
 
 def _table(known: dict[str, Layer], measured: Sequence[Measurement]) -> Table:
-    table = make_table("layer", "shape", "found", "signal", "noise scale", "95 %", "stable rank")
+    table = make_table("layer", "shape", "found", "signal", "noise scale", "95 %", "rank")
     table.columns[0].min_width = 20
     chosen = sorted(measured, key=lambda one: -one["signal_share"])
     for one in chosen[:SHOWN]:
@@ -128,7 +148,7 @@ def _number(value: float) -> str:
 def _bounds(low: float, high: float) -> str:
     if math.isnan(low):
         return "-"
-    return f"{low:.3g} or more" if math.isinf(high) else f"{low:.3g}-{high:.3g}"
+    return f"> {low:.2g}" if math.isinf(high) else f"{low:.2g}-{high:.2g}"
 
 
 def _finite(value: float) -> float | None:

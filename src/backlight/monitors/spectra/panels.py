@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.measure.noise_scale import Interval, NoiseScale, noise_scale
 from backlight.measure.spectra.shrinkage import muon
-from backlight.monitors.spectra.model.layer_history import CHECKPOINT, LayerHistory, layer_histories
+from backlight.monitors.spectra.model.layer_history import (
+    CHECKPOINT,
+    LayerHistory,
+    bounds,
+    joint_noise_scale,
+    layer_histories,
+)
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
@@ -240,7 +245,7 @@ def _figures(source: Source) -> Figures:
         (
             "noise scale",
             number(scale.value, 3) if scale else none,
-            f"samples, of the layers together; {_bounds(*scale.interval)}" if scale else "",
+            f"samples, of the layers together; {bounds(*scale.interval)}" if scale else "",
         ),
     )
 
@@ -318,41 +323,8 @@ def batch_of(source: Source) -> str:
         said = "within the interval"
     return (
         f"The batch of {number(batch)} samples, at a noise scale of {number(scale.value, 3)} "
-        f"({_bounds(*scale.interval)}) samples of the gradient of {layers} together: {said}."
+        f"({bounds(*scale.interval)}) samples of the gradient of {layers} together: {said}."
     )
-
-
-def _bounds(low: float, high: float) -> str:
-    """Return an interval in words."""
-    if math.isnan(low):
-        return "no interval"
-    return f"{number(low, 3)} or more" if math.isinf(high) else f"{number(low, 3)} to {number(high, 3)}"
-
-
-def joint_noise_scale(histories: Sequence[LayerHistory]) -> NoiseScale:
-    """Return the noise scale of the gradient of several layers, ``tr Sigma / |G|^2``, at their last steps.
-
-    Squared norms and products add up over layers; a median of layers would weigh the smallest like the
-    largest. Layers of another number of replicates or another batch, or runs of an earlier release, have a
-    value without an interval.
-    """
-    last = [history.last for history in histories]
-    alike = len({(one["batch"], len(one.squares), one.step) for one in last}) == 1
-    if alike and len(last[0].squares) > 1:
-        squares, products = (np.sum([getattr(one, of) for one in last], axis=0) for of in _MOMENTS)
-        return noise_scale(squares, products, last[0]["batch"])
-    noise = signal = 0.0
-    for history in histories:
-        entries = history.last["noise_sigma"] ** 2 * history.layer.rows * history.layer.columns
-        share = history.last["signal_share"]
-        noise += entries * history.last["batch"]
-        # T = sigma^2 p q / (1 - rho), of which rho is signal.
-        signal += entries * share / (1 - share) if share < 1 else math.inf
-    none = Interval(math.nan, math.nan)
-    return NoiseScale(noise / signal if signal > 0 else math.inf, none, math.nan, none, 0)
-
-
-_MOMENTS = ("squares", "products")
 
 
 @panel(
@@ -377,8 +349,8 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
         numbers = [last[name] for name in COLUMNS.values()]
         shown = ["not measured" if math.isnan(value) else number(value, 3) for value in numbers]
         if not math.isnan(last["noise_scale_low"]):
-            bounds = _bounds(last["noise_scale_low"], last["noise_scale_high"])
-            shown[list(COLUMNS).index("Noise scale")] += f" ({bounds})"
+            within = bounds(last["noise_scale_low"], last["noise_scale_high"])
+            shown[list(COLUMNS).index("Noise scale")] += f" ({within})"
         rows.append([visible(history.name), shape_of(history.layer), number(last.step), *shown])
     remarks = []
     if len(found) > MAX_LAYERS:
