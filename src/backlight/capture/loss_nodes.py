@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any
@@ -30,7 +31,12 @@ _PASSES_ON = RESHAPES | {"Mul", "Div", "Neg"}
 
 def kind_of(node: Node | None) -> str:
     """Return the kind of a node without what torch adds: ``Mean`` of ``MeanBackward1``."""
-    return "" if node is None else re.sub(r"Backward\d*$", "", node.name())
+    return "" if node is None else _kind(node.name())
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(name: str) -> str:
+    return re.sub(r"Backward\d*$", "", name)
 
 
 def inputs_of(node: Node) -> list[Node | None]:
