@@ -14,7 +14,7 @@ import pathlib
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
@@ -96,7 +96,9 @@ class SpikeSamplesMonitor(Monitor):
             self._keep_indices(record.step)
         elif found.pending.ready() and self._inputs.calls:
             loss = self._inputs.loss
-            number = None if loss is None or not _is_plain(loss) else float(loss) / self._inputs.scale()
+            # On the host: numpy reads it where it lies.
+            value = loss.detach().double().numpy().item() if _is_plain(loss) else None
+            number = None if value is None else value / self._inputs.scale()
             floats, integers = found.pending.arrays()
             cause = self._cause(_key(gradients.rows), floats, integers, number)
             if cause:
@@ -219,5 +221,10 @@ def _key(rows: Sequence[int]) -> tuple[int, int]:
     return len(rows), rows[0]
 
 
-def _is_plain(loss: torch.Tensor) -> bool:
-    return type(loss) is torch.Tensor and loss.device.type == "cpu" and not loss.is_complex()
+def _is_plain(loss: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return (
+        loss is not None
+        and type(loss) is torch.Tensor
+        and loss.device.type == "cpu"
+        and not loss.is_complex()
+    )
