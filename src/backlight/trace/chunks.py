@@ -36,7 +36,7 @@ MIN_PACKED_BYTES = 512 * 1024
 MIN_EVENT_BYTES = 4
 """Bytes that an event takes in a gzip file at least: its time alone takes about as many."""
 
-MAX_UNCUT_BYTES = 256 * 2**20
+MAX_UNCUT_BYTES = 128 * 2**20
 """Text without a border between two events that is read at most."""
 
 _MAX_HEAD_BYTES = 64 * 2**20

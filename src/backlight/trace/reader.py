@@ -99,7 +99,7 @@ class _Read:
                 while rest := chunks.read(file, self.path, chunks.CHUNK_BYTES):
                     more += rest
                     if len(buffer) + len(more) > chunks.MAX_UNCUT_BYTES:
-                        raise TraceError(f"{self.path}: has no border between two events in 256 MiB of text")
+                        raise TraceError(f"{self.path}: has no border between two events in 128 MiB of text")
             buffer = buffer[taken:] + more
         return self._trace(events, buffer)
 

@@ -14,8 +14,8 @@ no
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import itertools
 import os
 import shutil
 import sqlite3
@@ -37,9 +37,9 @@ Rows = list[tuple[Any, ...]]
 
 _WAL_HEADER_BYTES = 32
 _TRIES = 12
-_MAX_SALVAGE_QUERIES = 2000
+_MAX_SALVAGE_QUERIES = 4000
 MAX_SALVAGE_S = 2.0
-"""Time after which the rest of a damaged table is given up; the loss is stated."""
+"""Processor time for the damaged tables of a file, after which the rest is given up; the loss is stated."""
 
 MAX_DATABASE_BYTES = 1024**4
 """Larger files are refused."""
@@ -62,6 +62,8 @@ class Snapshot:
         self._own = own
         self._hold = hold
         self._held: tuple[object, sqlite3.Connection] | None = None
+        self._salvage_s = 0.0
+        self._salvage_queries = 0
         self._lock = threading.RLock()
         self._copy: Path | None = None
         self._check_files()
@@ -124,26 +126,28 @@ class Snapshot:
         """
         with contextlib.suppress(RunFormatError):
             return self.rows(f"{select} AND id <= ? ORDER BY id", (last,)), 0
-        found: Rows = []
+        found: list[tuple[int, Rows]] = []
         lost = 0
-        ranges = [(1, last)]
-        deadline = time.monotonic() + MAX_SALVAGE_S
-        for asked in itertools.count():
-            if not ranges:
-                break
-            low, high = ranges.pop()
-            if asked >= _MAX_SALVAGE_QUERIES or time.monotonic() > deadline:
+        began = time.thread_time()
+        # The wide ranges first: one page that cannot be read takes no other one with it.
+        ranges = collections.deque([(1, last)])
+        while ranges:
+            low, high = ranges.popleft()
+            spent = self._salvage_s + time.thread_time() - began
+            if self._salvage_queries >= _MAX_SALVAGE_QUERIES or spent > MAX_SALVAGE_S:
                 lost += high - low + 1
                 continue
+            self._salvage_queries += 1
             try:
-                found += self.rows(f"{select} AND id BETWEEN ? AND ? ORDER BY id", (low, high))
+                found.append((low, self.rows(f"{select} AND id BETWEEN ? AND ? ORDER BY id", (low, high))))
             except RunFormatError:
                 if low == high:
                     lost += 1
                 else:
                     middle = (low + high) // 2
-                    ranges += [(middle + 1, high), (low, middle)]
-        return found, lost
+                    ranges += [(low, middle), (middle + 1, high)]
+        self._salvage_s += time.thread_time() - began
+        return [row for _, rows in sorted(found, key=lambda part: part[0]) for row in rows], lost
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:

@@ -44,8 +44,11 @@ def _figures(source: Source) -> Figures:
     if len(loss.steps):
         last, at = number(float(loss.values[-1])), f"at step {number(int(loss.steps[-1]))}"
     of = f"of {number(_amount(source))}"
+    taken = f"of {number(source.run.last_step() + 1)}"
+    if thinned := source.run.events("stored_steps"):
+        taken += f"; from step {number(thinned[0].step or 0)} on one of each window, and what stands out"
     return (
-        ("steps recorded", number(len(steps)), f"of {number(source.run.last_step() + 1)}"),
+        ("steps recorded", number(len(steps)), taken),
         ("parameters measured", number(int(source.coverage.measured.sum())), of),
         ("lowest health", worst, meaning),
         ("with NaN or Inf", odd, "parameters"),

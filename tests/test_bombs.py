@@ -1,0 +1,121 @@
+"""Three small files that once took gigabytes or minutes: one line within 500 MB and 5 s of processor time."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import sqlite3
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from backlight.store.format.schema import TABLES
+from backlight.store.read.run import open_run
+from backlight.store.write.database import PAGE_BYTES
+from backlight.store.write.writer import RunWriter
+
+MAX_BYTES = 500 * 2**20
+MAX_CPU_S = 5.0
+
+_LEAF = 0x0D
+"""First byte of a page of SQLite that holds rows of a table."""
+
+
+# Linux counts the memory of the process that forked it as that of a child: this one is small.
+_MEASURE = """
+import json, resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps([done.returncode, done.stderr, used.ru_maxrss * 1024, used.ru_utime + used.ru_stime]))
+"""
+
+
+def measured(*arguments: object) -> tuple[int, str, int, float]:
+    """Return exit code, standard error, peak bytes of memory and CPU seconds of a Python process."""
+    command = [sys.executable, "-c", _MEASURE, sys.executable, *map(str, arguments)]
+    code, errors, peak, seconds = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return code, errors, peak, seconds
+
+
+def check_bounds(*arguments: object) -> tuple[int, str]:
+    code, errors, peak, seconds = measured("-m", "backlight", *arguments)
+    assert "Traceback" not in errors
+    print(f"{arguments[0]}: {peak / 1e6:.0f} MB, {seconds:.1f} s")  # the figures of docs/security.md
+    assert peak < MAX_BYTES, errors
+    assert seconds < MAX_CPU_S, errors
+    return code, errors
+
+
+@pytest.mark.parametrize("content", ["spaces", "events"])
+def test_trace_of_5_mb(tmp_path: Path, content: str) -> None:
+    text = b" " * 2**24 if content == "spaces" else b'{"ph":"X","ts":1,"dur":1,"name":"a"},' * 2**21
+    packed = gzip.compress(text, 9)
+    path = tmp_path / "trace.json.gz"
+    head = gzip.compress(b'{"schemaVersion": 1, "traceEvents": [')
+    path.write_bytes(head + packed * (5_000_000 // len(packed)))  # a gzip file may have several members
+    assert len(text) * (5_000_000 // len(packed)) > 2**30
+    code, errors = check_bounds("trace", path)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert str(path) in errors
+
+
+def test_export_of_2_5_mb(tmp_path: Path) -> None:
+    """Chunks of zeros behind the filter gzip, 1,000 times smaller than what they hold."""
+    with RunWriter.create(tmp_path / "run") as writer:
+        writer.scalar(0, "loss", 1.0)
+        writer.array("w", 0, np.zeros((4, 2**20), np.float32), dims=("a", "b"))
+    (piece,) = (tmp_path / "run/attempt-000/arrays").glob("*.h5")
+    chunk = zlib.compress(bytes(2**22), 9)
+    chunks = 2_500_000 // len(chunk)
+    with h5py.File(piece, "a") as file:
+        group = file["a0"]
+        del group["values"], group["steps"]
+        group["steps"] = np.arange(chunks)
+        values = group.create_dataset(
+            "values", (chunks, 1, 2**20), np.float32, chunks=(1, 1, 2**20), compression="gzip"
+        )
+        for index in range(chunks):
+            values.id.write_direct_chunk((index, 0, 0), chunk)
+    assert chunks * 2**22 > 2 * 2**30
+    assert piece.stat().st_size < 3_000_000
+    code, _ = check_bounds("export", tmp_path / "run", tmp_path / "out.csv", "--table", "all")
+    assert code == 0
+    run = open_run(tmp_path / "run")
+    assert run.array("w")[1] == []
+    assert any(f"states {chunks * 2**22} bytes for" in loss for loss in run.losses), run.losses
+
+
+def test_damaged_database_of_360_kb(tmp_path: Path) -> None:
+    """Only the last page of each table can be read, so that halving the rest finds no end."""
+    with RunWriter.create(tmp_path / "run") as writer:
+        for step in range(3000):
+            writer.event(step, "mark", {})
+            for name in ("a", "b", "c"):
+                writer.scalar(step, name, float(step))
+    path = tmp_path / "run/attempt-000/rank-00000.db"
+    data = bytearray(path.read_bytes())
+    assert 360_000 < len(data) < 800_000
+    leaves = [at for at in range(len(TABLES) * PAGE_BYTES, len(data), PAGE_BYTES) if data[at] == _LEAF]
+    assert len(leaves) > 5
+    for at in leaves:
+        data[at] = 0
+        path.write_bytes(data)
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            try:
+                connection.execute(
+                    "SELECT max(id) FROM scalar UNION ALL SELECT max(id) FROM event"
+                ).fetchall()
+            except sqlite3.DatabaseError:
+                data[at] = _LEAF
+    path.write_bytes(data)
+    code, errors = check_bounds("findings", tmp_path / "run")
+    assert code == 0, errors
+    run = open_run(tmp_path / "run")
+    assert 0 < len(run.scalar("a").steps) < 3000
+    assert any("rows of table scalar are damaged" in loss for loss in run.losses)
