@@ -29,7 +29,12 @@ is_parallel = "RANK" in os.environ
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
 trained = model
 if is_parallel:
-    torch.distributed.init_process_group("gloo")
+    # One store per start: in the launcher's store, ranks may find addresses of the start before.
+    start = os.environ["TORCHELASTIC_RUN_ID"] + "-" + os.environ["TORCHELASTIC_RESTART_COUNT"]
+    torch.distributed.init_process_group(
+        "gloo", init_method="file://" + os.path.abspath("store-" + start),
+        rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+    )
     trained = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.Adam(model.parameters())
 for step in range(int(sys.argv[1])):
@@ -69,6 +74,10 @@ def watchdog(until=60.0):
 is_watched = "backlight" in __import__("sys").modules
 """
 """Finds the watchdog process of the run in the current directory."""
+
+
+MEASURED: dict[str, str] = {}
+"""What a failure adds to its line on the page."""
 
 
 class SkippedError(Exception):
@@ -409,6 +418,7 @@ def training_killed(folder: Path) -> list[str]:
     while Path(f"/proc/{pid}").exists() and time.monotonic() - began < 60:
         time.sleep(0.05)
     problems = [f"the watchdog outlives its run: {errors}"] if Path(f"/proc/{pid}").exists() else []
+    MEASURED["training_killed"] = f" within {time.monotonic() - began:.1f} s"
     run = training.run
     return problems + ([] if run.status is RunStatus.KILLED else [f"status {run.status.value}"])
 
@@ -445,6 +455,7 @@ def inject(name: str, folder: Path) -> Outcome:
     outcome = Outcome(name, said=str(failure.__doc__))
     try:
         outcome.problems = failure(folder)
+        outcome.said += MEASURED.get(name, "")
     except SkippedError as reason:
         outcome.skipped = str(reason)
     except Exception as error:  # noqa: BLE001 - a failure that is not survived
