@@ -455,7 +455,7 @@ def inject(name: str, folder: Path) -> Outcome:
     outcome = Outcome(name, said=str(failure.__doc__))
     try:
         outcome.problems = failure(folder)
-        outcome.said += MEASURED.get(name, "")
+        outcome.said = outcome.said.rstrip(".") + MEASURED.get(name, "")
     except SkippedError as reason:
         outcome.skipped = str(reason)
     except Exception as error:  # noqa: BLE001 - a failure that is not survived
