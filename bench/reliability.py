@@ -170,8 +170,8 @@ run directory states the same.
 {failures}
 
 The watchdog waits 1 s for the ends of other ranks, and ends at most 1.9 s after the last of them,
-whatever blocks it; time in which it runs, or waits for a core, is not counted, since it may be writing what it
-found. It holds no descriptor of the script.
+whatever blocks it; time in which it runs, or waits for a core, is not counted, since it may be writing
+what it found. It holds no descriptor of the script.
 
 What is lost is not recovered: after a full disk or closed descriptors the run has the steps before, and says
 so. A script that closes all descriptors may close files of backlight; nothing is written to a number that the

@@ -127,6 +127,14 @@ def test_result_is_that_of_an_unwatched_model(
     assert calls == ["begin", "end"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_call_inside_a_trace_is_not_reported(calls: list[str], follow: Callable[..., CallHooks]) -> None:
+    model = Net()
+    follow(model)
+    torch.jit.trace(model, (X,), check_trace=False)  # the check calls the model itself
+    assert not calls
+
+
 def test_fx_sees_the_leaves_below_a_followed_class(follow: Callable[..., CallHooks]) -> None:
     model = Net()
     graphs = [str(fx.symbolic_trace(model).graph)]

@@ -100,7 +100,8 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
     go_on = inherited if original is None else original
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if torch.compiler.is_compiling():
+        # What reads a tensor inside of torch.jit.trace becomes a part of the trace.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return go_on(self, *args, **kwargs)
         ours = sys.modules.get("backlight.capture.call_hooks")
         if ours is not None and (hub := ours.HUB_COUNTING[0]) is not None:
