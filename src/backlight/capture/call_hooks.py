@@ -101,7 +101,7 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         # What reads a tensor inside of torch.jit.trace becomes a part of the trace.
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             return go_on(self, *args, **kwargs)
         ours = sys.modules.get("backlight.capture.call_hooks")
         if ours is not None and (hub := ours.HUB_COUNTING[0]) is not None:
