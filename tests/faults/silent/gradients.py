@@ -70,6 +70,31 @@ def zeros_through_data() -> None:
 
 
 @control
+def clipped_zeros() -> None:
+    """Clipping writes to gradients that backward left at zero, as those of a constant reward are."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        (F.cross_entropy(model(x), y) * (number % 2)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@control
+def zeros_between_microbatches() -> None:
+    """The first microbatch has no target: its gradients are zero, and are cleared."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        (model(x).sum() * 0.0).backward()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@control
 def adversarial_pair() -> None:
     """The generator's backward adds to gradients of the critic, which are cleared before its own."""
     generator, critic = nn.Linear(2, 4), nn.Linear(4, 1)

@@ -135,6 +135,7 @@ class GradientUse(Check):
                 for key, one in now.items()
                 if (before := self._before.get(key)) is None or not before.is_untouched()
             }
+            self._note_values(list(self._fresh.values()))
         self._before = {}
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
@@ -196,7 +197,11 @@ class GradientUse(Check):
                 one.had_values = flag if one.had_values is None else one.had_values & flag
 
     def _cleared_of(self, gradients: Iterable[_Gradient]) -> Tensor | None:
-        """Return whether all of these gradients were cleared, None where some were kept or used by hand."""
+        """Return whether all of these gradients were cleared, None where some were kept or used by hand.
+
+        Gradients that backward itself left at zero lost nothing, whatever was written to them, as by clipping.
+        """
+        gradients = list(gradients)
         written = []
         for one in gradients:
             parameter = one.parameter()
@@ -206,7 +211,11 @@ class GradientUse(Check):
                 if one.same() is None:
                     return None
                 written.append(parameter.grad)
-        return ~self._has_values(written).any() if written else torch.tensor(True)
+        had = [one.had_values for one in gradients if one.had_values is not None]
+        if not had:
+            return None
+        lost = torch.stack([flag.to(had[0].device) for flag in had]).any()
+        return lost & ~self._has_values(written).any().to(lost.device) if written else lost
 
     def _report_second_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Report a step with the gradients of the step before, which no backward followed."""
