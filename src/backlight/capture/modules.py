@@ -34,6 +34,9 @@ _WRAPPERS = {
 }
 """Wrapper classes with the attribute that holds what they wrap."""
 
+_ADAPTERS = {"PeftModel": "base_model", "BaseTuner": "model"}
+"""Base classes of PEFT that put adapters into the layers of the model that they hold."""
+
 _FRONTS = frozenset({"FSDPModule", "ReplicateModule", "DDP"})
 """Classes that ``fully_shard`` and ``replicate`` put before a module's own, in a new class of both."""
 
@@ -196,7 +199,12 @@ def install(seen: SeenModules) -> list[Any]:
 
 def inner(module: nn.Module) -> nn.Module | None:
     """Return what a wrapper wraps; None for a module that is none."""
-    attribute = _WRAPPERS.get(type(module).__name__)
+    kind = type(module)
+    attribute = _WRAPPERS.get(kind.__name__)
+    if attribute is None and kind.__module__.startswith("peft."):
+        attribute = next((_ADAPTERS[c.__name__] for c in kind.__mro__ if c.__name__ in _ADAPTERS), None)
+        if len(table_of(module, "_modules")) > 1:  # a prompt encoder, for instance, has parameters of its own
+            attribute = None
     return table_of(module, "_modules").get(attribute) if attribute is not None else None
 
 

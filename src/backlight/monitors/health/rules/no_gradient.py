@@ -96,6 +96,8 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     for reason, group in by_reason.items():
         if reason is not _FROZEN and len(rows) < limits.no_gradient_steps:
             continue
+        if reason is _FROZEN and _has_adapters(run):
+            continue
         if reason is _FOREIGN and without_optimizer(run, limits.no_gradient_steps):
             continue  # one cause, one finding: no_update reports both sides of it
         order = phrases.loudest(group, lambda p: p.numel)
@@ -122,6 +124,13 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             fix=reason.fix,
             refuted_if=f"a step, possibly an unrecorded one, gives `{worst.name}` a gradient.",
         )
+
+
+def _has_adapters(run: Run) -> bool:
+    """Return whether adapters of PEFT are trained in a model, all of which they freeze."""
+    fingerprint = run.fingerprint()
+    modules = () if fingerprint is None else fingerprint.modules
+    return any(name.rpartition(".")[2] == "base_layer" for name, _ in modules)
 
 
 def _waits(record: ParameterRecord, run: Run) -> bool:
