@@ -199,7 +199,7 @@ class GradientUse(Check):
     def _cleared_of(self, gradients: Iterable[_Gradient]) -> Tensor | None:
         """Return whether all of these gradients were cleared, None where some were kept or used by hand.
 
-        Gradients that backward itself left at zero lost nothing, whatever was written to them, as by clipping.
+        Gradients that backward left at zero lost nothing, whatever was written to them, as by clipping.
         """
         gradients = list(gradients)
         written = []
