@@ -9,7 +9,7 @@ import pytest
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.correctness.model.transfers import TRANSFER, differing
 from backlight.records import Severity
-from backlight.store.read.run import open_run
+from backlight.store.read.run import Run, open_run
 from ranks.launching import HERE, torchrun
 from ranks.transfers import BEGIN, LOOPS, STEPS
 
@@ -35,9 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def run_of(folder: Path, name: str) -> Run:
+    unsupported = folder / "unsupported"
+    if unsupported.exists() and name.removesuffix("-control") == unsupported.read_text():
+        pytest.skip("gloo of this torch has no all_to_all of lists")
+    return open_run(folder / name)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_changed_data_is_found(name: str, folder: Path) -> None:
-    run = open_run(folder / name)
+    run = run_of(folder, name)
     (found,) = evaluate_rules(run)
     assert (found.rule, found.severity, found.title) == ("replicas_differ", Severity.ERROR, FAULTS[name])
     assert (found.subject.step, found.subject.rank) == (BEGIN, 2)
@@ -49,7 +56,7 @@ def test_changed_data_is_found(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [*(f"{name}-control" for name in LOOPS), "sound"])
 def test_sound_transfers_have_no_finding(name: str, folder: Path) -> None:
-    run = open_run(folder / name)
+    run = run_of(folder, name)
     assert evaluate_rules(run) == []
     assert differing(run)[1] > 0
     assert not run.events("unmeasured")
