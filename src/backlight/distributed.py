@@ -14,6 +14,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+"""Variables that the ranks of one job share."""
+
 JOB_SEPARATOR = "+"
 """In the id of a launch, the separator of the job and the number of its restart."""
 
@@ -51,6 +54,11 @@ def world(environment: Mapping[str, str] | None = None) -> World:
         )
     found, local_size = _local_rank(given), _number(given.get("LOCAL_WORLD_SIZE"))
     return World(rank, size, found or 0, local_size or 1)
+
+
+def world_of(environment: Mapping[str, str]) -> World | None:
+    """Return rank and world size of another process by its environment; None where that names no rank."""
+    return world(environment) if {"RANK", "SLURM_PROCID"} & environment.keys() else None
 
 
 def rank_and_size() -> tuple[int, int]:

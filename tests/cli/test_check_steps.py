@@ -78,7 +78,7 @@ def test_no_step_is_not_healthy(console_script: ConsoleScript, script: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--steps", "8", "--fail-on", "typo"), "no severity or rule is called 'typo'.* probes are future"),
+        (("--steps", "8", "--fail-on", "typo"), "--fail-on 'typo': no such name; there are: any, future"),
         (("--out", "r"), "--out stores the steps that --steps asks for: add --steps"),
     ],
 )

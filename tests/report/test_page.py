@@ -159,7 +159,7 @@ def test_gaps_with_the_same_reason_are_grouped(tmp_path: Path) -> None:
     model = model_of(render_page(Source(run)))
     gaps = {gap["reason"]: [w["text"] for w in gap["what"]] for gap in model["verdict"]["unmeasured"]}
     assert gaps["no optimizer step was seen"] == [
-        "gradient", "Gradient norm", "Parameters", "Health", "Distribution over depth",
+        "gradient", "Gradient norm", "Parameters", "Samples of spikes", "Health", "Distribution over depth",
     ]  # fmt: skip
     figures = {figure["label"]: figure["value"] for figure in model["verdict"]["figures"]}
     assert figures["lowest health"] == "not measured"

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Self
 
 from backlight.cli.options import parse_fail_on
 from backlight.findings.evaluate import FindingNameError, findings_of, named_findings
-from backlight.records import Finding
+from backlight.records import Finding, Severity
+from backlight.registry import RULES
 from backlight.store.read.run import Run, open_run
+from backlight.text import did_you_mean
 
 if TYPE_CHECKING:
     from backlight.diagnose.probes.observer import ProbeObserver
@@ -90,10 +92,11 @@ def split_fail_on(
         If a name is neither a probe nor a severity or rule.
     """
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    known = [ANY, *probes, *Severity, *RULES]
+    for name in names:
+        if name not in known:
+            raise FindingNameError(f"--fail-on {name!r}: no such name{did_you_mean(name, known)}")
     of_probes = [name for name in names if name in {ANY, *probes}]
     of_findings = ["warning" if name == ANY else name for name in names if name not in probes]
-    try:
-        predicate = named_findings(of_findings, "--fail-on") if of_findings else None
-    except FindingNameError as error:
-        raise FindingNameError(f"{error}, and no probe; probes are {', '.join(probes)}") from None
+    predicate = named_findings(of_findings, "--fail-on") if of_findings else None
     return parse_fail_on(",".join(of_probes) if of_probes else None, probes), predicate

@@ -166,7 +166,7 @@ def test_salvage_ends_in_bounded_time(run: Path, monkeypatch: pytest.MonkeyPatch
 
     def refuse(sql: str, parameters: tuple[int, ...]) -> list[tuple[object, ...]]:
         asked.append(parameters)
-        monkeypatch.setattr(time, "monotonic", lambda: float(len(asked)))
+        monkeypatch.setattr(time, "thread_time", lambda: float(len(asked)))
         raise RunFormatError("damaged")
 
     monkeypatch.setattr(snapshot, "rows", refuse)

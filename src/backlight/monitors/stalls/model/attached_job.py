@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from backlight import processes
+from backlight.distributed import JOB_VARIABLES, world, world_of
 from backlight.monitors.stalls.model.attach import Attached, ProcessNotFoundError, attach, main_thread
 from backlight.monitors.stalls.model.nccl_ras import RasStatus, read_ras
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
@@ -26,9 +27,6 @@ from backlight.monitors.stalls.model.stacks import (
     user_frame,
 )
 from backlight.records import DiagnosisKind, Phase
-
-JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-"""Variables of the environment that the ranks of one job share."""
 
 MAX_FRAMES = 6
 """Innermost frames of a group that are shown."""
@@ -94,32 +92,28 @@ def find_ranks(pid: int) -> tuple[dict[int, int], int, Mapping[str, str]]:
     table = processes.read_process_table()
     if pid not in table:
         raise ProcessNotFoundError(f"attach: no process {pid}; expected the id of a running process")
-    environments = {p: e for p in table if "RANK" in (e := processes.environment(p))}
+    environments = {p: e for p in table if world_of(e := processes.environment(p)) is not None}
     own = [p for p in environments if p == pid or _descends(p, pid, table)]
-    if not own:
+    if all(world(environments[p]).problem for p in own):
         raise ProcessNotFoundError(
             f"attach --job: process {pid} is no rank and has none; expected a process with RANK in its "
             "environment, or its launcher"
         )
     job = _job(environments[pid if pid in environments else own[0]])
     members = {
-        p: e
+        p: here.rank
         for p, e in environments.items()
-        if _job(e) == job and e["RANK"].isdigit() and WATCHDOG not in processes.command_line(p)
+        if _job(e) == job and not (here := world(e)).problem and WATCHDOG not in processes.command_line(p)
     }
     # What a rank starts, such as workers of a data loader, inherits its environment.
-    mains = {
-        p: e
-        for p, e in members.items()
-        if (above := members.get(table[p].parent)) is None or above["RANK"] != e["RANK"]
-    }
-    found = {int(e["RANK"]): p for p, e in sorted(mains.items(), reverse=True)}
+    mains = {p: rank for p, rank in members.items() if members.get(table[p].parent) != rank}
+    found = {rank: p for p, rank in sorted(mains.items(), reverse=True)}
     first = environments[found[min(found)]]
-    return dict(sorted(found.items())), int(first.get("WORLD_SIZE") or len(found)), first
+    return dict(sorted(found.items())), world(first).size, first
 
 
 def _job(environment: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(environment.get(name, "") for name in JOB)
+    return tuple(environment.get(name, "") for name in JOB_VARIABLES)
 
 
 def _descends(pid: int, ancestor: int, table: Mapping[int, processes.Process]) -> bool:
