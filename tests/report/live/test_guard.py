@@ -207,7 +207,9 @@ def test_half_open_connections_do_not_stop_the_page(monkeypatch: pytest.MonkeyPa
         finally:
             for connection in opened:
                 connection.close()
-    assert {id(task) for task in threading.enumerate()} <= before
+    # Those of other servers of this file come and go.
+    left = [task for task in threading.enumerate() if id(task) not in before]
+    assert [task.name for task in left if not task.name.startswith("AnyIO worker")] == []
 
 
 def test_browser_gets_its_address_from_a_private_file(monkeypatch: pytest.MonkeyPatch) -> None:

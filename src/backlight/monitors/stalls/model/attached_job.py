@@ -92,18 +92,22 @@ def find_ranks(pid: int) -> tuple[dict[int, int], int, Mapping[str, str]]:
     table = processes.read_process_table()
     if pid not in table:
         raise ProcessNotFoundError(f"attach: no process {pid}; expected the id of a running process")
-    environments = {p: e for p in table if world_of(e := processes.environment(p)) is not None}
+    environments = {
+        p: e
+        for p in table
+        if (here := world_of(e := processes.environment(p))) is not None and not here.problem
+    }
     own = [p for p in environments if p == pid or _descends(p, pid, table)]
-    if all(world(environments[p]).problem for p in own):
+    if not own:
         raise ProcessNotFoundError(
             f"attach --job: process {pid} is no rank and has none; expected a process with RANK in its "
             "environment, or its launcher"
         )
     job = _job(environments[pid if pid in environments else own[0]])
     members = {
-        p: here.rank
+        p: world(e).rank
         for p, e in environments.items()
-        if _job(e) == job and not (here := world(e)).problem and WATCHDOG not in processes.command_line(p)
+        if _job(e) == job and WATCHDOG not in processes.command_line(p)
     }
     # What a rank starts, such as workers of a data loader, inherits its environment.
     mains = {p: rank for p, rank in members.items() if members.get(table[p].parent) != rank}
