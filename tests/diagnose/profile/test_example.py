@@ -32,7 +32,18 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     for _ in range(5):
         folder = tmp_path_factory.mktemp("example")
         done = run_backlight(
-            folder, "profile", "--json", "--timed", "80", "--out", "run", str(EXAMPLE), "--decoding", "0.3"
+            folder,
+            "profile",
+            "--json",
+            "--timed",
+            "80",
+            "--traced",
+            "10",
+            "--out",
+            "run",
+            str(EXAMPLE),
+            "--decoding",
+            "0.3",
         )
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)
