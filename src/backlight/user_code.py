@@ -63,6 +63,11 @@ def is_user_code(path: str) -> bool:
     )
 
 
+def is_launcher(path: str) -> bool:
+    """Return whether a file is of the launcher: frames outside of its own started backlight."""
+    return path.startswith(_LAUNCHER)
+
+
 def user_line(frame: FrameType | None = None) -> SourceLine | None:
     """Return the innermost line of the user's code outwards from ``frame``, the caller by default.
 
@@ -77,8 +82,8 @@ def user_line(frame: FrameType | None = None) -> SourceLine | None:
             return _line_of(frame)
         if is_third_party(path):
             outermost = frame
-        elif outermost is not None and path.startswith(_LAUNCHER):
-            break  # what lies outside started backlight
+        elif outermost is not None and is_launcher(path):
+            break
         frame = frame.f_back
     return None if outermost is None else _line_of(outermost)
 

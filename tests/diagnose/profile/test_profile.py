@@ -80,7 +80,7 @@ Answer = tuple[Path, dict[str, Any]]
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     folder = tmp_path_factory.mktemp("profile")
     (folder / "train.py").write_text(SCRIPT.replace("LAST", "1000"), encoding="utf-8")
-    command = [sys.executable, "-m", "backlight", "profile", "--json", "--timed", "16"]
+    command = [sys.executable, "-m", "backlight", "profile", "--json", "--timed", "16", "--traced", "3"]
     command += ["--tokens-per-step", "32", "--peak-flops", "1e9", "train.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -252,9 +252,12 @@ def profile(
     script: Script,
     module: Module = False,
     timed: Annotated[int, Option(min=1, help="Steps to time, the cold first one included.")] = 30,
-    traced: Annotated[int, Option(min=0, help="Steps to trace after them; 0 for none.")] = 3,
+    traced: Annotated[int, Option(min=0, help="Steps to trace after them; 0 for none.")] = 10,
     trace_file: Annotated[
         Path | None, Option(metavar="FILE", help="Trace to write; default <script>-trace.json.gz.")
+    ] = None,
+    flame_graph: Annotated[
+        Path | None, Option(metavar="FILE", help="Flame graph of the lines to write, for speedscope.app.")
     ] = None,
     stacks: Annotated[
         bool, Option("--stacks", help="Record whole stacks in the trace; slows traced steps.")
@@ -271,9 +274,10 @@ def profile(
         bool, Option("--confirm", help="Test each suggestion: run with and without it.")
     ] = False,
     pairs: Annotated[int, Option(min=3, help="Pairs of runs for each suggestion of --confirm.")] = 5,
+    full: Annotated[bool, Option("--full", help="Print all tables, not the verdict alone.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Profile step time by phase, module and operator.
+    """Profile step time by phase, line, module and operator.
 
     The script is ended after its steps: some are timed by the clock alone, then a few under torch's profiler.
     """
@@ -282,7 +286,12 @@ def profile(
 
     check(script, module=module)
     from backlight.diagnose.profile.controls import run_controls
-    from backlight.diagnose.profile.result import find_findings, profile_run, store_profile
+    from backlight.diagnose.profile.result import (
+        find_findings,
+        profile_run,
+        store_profile,
+        write_flame_graph,
+    )
     from backlight.diagnose.profile.run import ProfileOptions
     from backlight.diagnose.profile.run import profile as run
 
@@ -302,8 +311,10 @@ def profile(
         if writer is not None:
             result = store_profile(replace(profiled, result=result), writer)
         found = find_findings(writer) if writer is not None and result.rank == 0 else []
+    if flame_graph is not None and result.rank == 0:
+        write_flame_graph(result, flame_graph)
     if not as_json:
-        show(result, found)
+        show(result, found, full=full)
         if out is not None:
             Page().note(f"{out}: backlight report {out}", "run")
     elif result.rank == 0:

@@ -1,4 +1,4 @@
-"""A profile in print: one line for the step, then tables."""
+"""A profile in print: what limits the step and the facts behind it, or tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from backlight.cli.console import Page, make_table
+from backlight.diagnose.profile.verdict import FACTS, facts, line_name, verdict
 from backlight.terminal import make_console
-from backlight.text import duration
+from backlight.text import duration, percent
 
 if TYPE_CHECKING:
     from backlight.diagnose.profile.result import ProfileResult
@@ -23,61 +24,50 @@ SMALL = 0.01
 """Share of a phase from which an operator is printed."""
 
 
-def show(result: ProfileResult, findings: Sequence[Finding] = ()) -> None:
-    """Print a profile and its findings."""
+def show(result: ProfileResult, findings: Sequence[Finding] = (), *, full: bool = False) -> None:
+    """Print what limits the step, then at most ten lines or all tables with the findings in full."""
     page = Page()
-    page.say((headline(result), "bold"))
+    page.say((verdict(result), "bold"))
     if result.rank == 0:
-        _phases(result)
-        _modules(result)
-        _operators(result)
-        _kinds(result)
-        _copies(result)
-        _optimizations(result)
-        for control in result.controls:
-            page.say((control.text, "bold" if control.outcome == "confirmed" else ""))
-        for finding in findings:
+        if full:
+            _tables(result)
+        claims = [control.text for control in result.controls]
+        claims += [] if full else [f"{finding.severity}: {finding.title}" for finding in findings]
+        for line in (claims if full else [*claims, *facts(result)])[: None if full else FACTS]:
+            page.say(line if full else f"  {line}")
+        for finding in findings if full else ():
             page.say((f"{finding.severity}: ", "bold"), finding.title)
             page.note(finding.fix, "  fix")
             page.say(("  refuted if ", "dim"), finding.refuted_if)
-    _notes(result, page)
+    _notes(result, page, full=full)
+    if not full and result.rank == 0:
+        page.say(("Tables: --full. All rows: --json", "dim"))
 
 
-def headline(result: ProfileResult) -> str:
-    """Return the step in one line."""
-    step = result.step
-    if step is None:
-        return f"step not measured: {result.not_measured[-1]} (first {duration(result.first_ms / 1e3)})"
-    half = (step.high_ms - step.low_ms) / 2
-    # Shares of the median step add up to it; medians of the phases do not.
-    parts = ", ".join(
-        f"{name.replace('_', ' ')} {p.share * step.median_ms:.1f}" for name, p in result.phases.items()
-    )
-    line = (
-        f"step {step.median_ms:.1f} ms ± {half:.1f} ({result.warmup_dropped} warm-up dropped; "
-        f"first {duration(result.first_ms / 1e3)}): {parts}"
-    )
-    if result.tokens_per_second is not None:
-        rate = result.tokens_per_second
-        line += f"; {rate / 1e3:.0f}k tokens/s" if rate >= 1e4 else f"; {rate:.0f} tokens/s"
-        if result.mfu is not None:
-            line += f"; MFU {result.mfu:.0%}" if result.mfu >= 0.1 else f"; MFU {result.mfu:.1%}"
-    return f"{line}; {result.device.statement}" if result.device is not None else line
+def _tables(result: ProfileResult) -> None:
+    for table in (_phases, _lines, _modules, _operators, _kinds, _copies, _optimizations):
+        table(result)
 
 
-def _notes(result: ProfileResult, page: Page) -> None:
-    if result.device_phases:
+def _notes(result: ProfileResult, page: Page, *, full: bool) -> None:
+    if full and result.device_phases:
         page.note("times of phases are of the host, which runs ahead of the device; --json has device_phases")
-    if result.tracing_overhead is not None:
+    if full and result.sampling is not None:
+        page.note(
+            f"lines are from {result.sampling.samples} samples of the training thread, which cost "
+            f"{percent(result.sampling.cost)} of a core; longest time without one "
+            f"{duration(result.sampling.longest_gap_ms / 1e3)}"
+        )
+    if full and result.tracing_overhead is not None:
         page.note(
             f"traced steps took {result.tracing_overhead:.2f} times as long as clocked ones; "
             "times of steps and phases are from the clocked ones"
         )
     for trouble in result.not_measured:
         page.note(f"not measured: {trouble}")
-    for text in result.trace_notes:
+    for text in result.trace_notes if full else ():
         page.note(text)
-    if result.mfu_basis is not None:
+    if full and result.mfu_basis is not None:
         page.note(f"MFU{'' if result.mfu is not None else ' not measured'}: {result.mfu_basis}")
     if result.trace is not None:
         page.say(("trace: ", "dim"), result.trace, " (chrome://tracing, ui.perfetto.dev)")
@@ -92,6 +82,15 @@ def _phases(result: ProfileResult) -> None:
             name.replace("_", " "),
             f"{phase.median_ms:.2f}", f"{phase.p95_ms:.2f}", f"{phase.mad_ms:.2f}", f"{phase.share:.1%}",
         )  # fmt: skip
+    _print(table)
+
+
+def _lines(result: ProfileResult) -> None:
+    table = make_table("line", "phase", "samples", "ms", "of phase", folded=("phase",))
+    for row in (result.lines or ())[:MODULES]:
+        table.add_row(
+            line_name(row), row.phase.replace("_", " "), str(row.samples), f"{row.ms:.2f}", percent(row.share)
+        )
     _print(table)
 
 

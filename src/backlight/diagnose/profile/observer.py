@@ -1,8 +1,7 @@
 """Observe a script for a profile: some steps with the clock alone, then a few with torch's profiler.
 
-The times of steps come from the clocked ones; the shares of operations and modules come from the traced ones,
-whose
-overhead is known from both.
+The times of steps come from the clocked ones, in which the stack is sampled too; the shares of operations and
+modules come from the traced ones, whose overhead is known from both.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.hub import HUB
 from backlight.capture.steps import StepSummary
 from backlight.diagnose.profile.device_phases import DevicePhases
+from backlight.diagnose.profile.line_samples import LineSampler
 from backlight.diagnose.profile.optimizations import LiveObjects, read_live_objects
 from backlight.diagnose.profile.ranges import (
     LineRanges,
@@ -58,7 +58,8 @@ class Observed:
 
     ``traced`` steps are those under the profiler; ``has_lines`` is whether one more follows in the trace,
     with source lines. ``device`` are seconds of the device by phase of the clocked steps from the second on.
-    ``live`` are the live objects at the end of the clocked steps, ``description`` what else is there then.
+    ``live`` are the live objects at the end of the clocked steps, ``description`` what else is there then;
+    ``sampler`` has the samples of the clocked steps from the second on.
     """
 
     trouble: list[str]
@@ -68,6 +69,7 @@ class Observed:
     device: list[dict[str, float]] = field(default_factory=list)
     live: LiveObjects | None = None
     description: Description | None = None
+    sampler: LineSampler | None = None
 
 
 class ProfileObserver(StepObserver):
@@ -112,6 +114,7 @@ class ProfileObserver(StepObserver):
 
     def on_finish(self) -> None:
         """Keep what a script that ended early has left."""
+        self._end_sampling()
         if self.observed.live is None and self.observed.steps:
             self._read_live_objects()
         self._end_trace()
@@ -124,6 +127,11 @@ class ProfileObserver(StepObserver):
         self._seen += 1
         if self._is_clocking():
             self.observed.steps.append(_step_time(summary))
+            if self.observed.sampler is None:
+                # Not in the first step: it is cold. On this thread, which is the one that trains.
+                self.observed.sampler = LineSampler(lambda: self._clock.phase)
+                self.observed.sampler.start()
+            self.observed.sampler.step = len(self.observed.steps)
             if len(self.observed.steps) == 1 and devices.is_in_use():
                 # Not before: a back-end outside of torch is loaded by the script.
                 self._device = DevicePhases()
@@ -132,6 +140,7 @@ class ProfileObserver(StepObserver):
                 self._device.end_step()
             if self._is_clocking():
                 return
+            self._end_sampling()
             self._end_device()
             self._read_live_objects()
             if self._wanted and self._trace is not None:
@@ -167,6 +176,13 @@ class ProfileObserver(StepObserver):
             return False
         self._has_lines = self._wants_lines and self._lines.begin()
         return not self._has_lines
+
+    def _end_sampling(self) -> None:
+        """Stop sampling, for good."""
+        if self.observed.sampler is not None and self.observed.live is None:
+            self.observed.sampler.stop()
+            if (error := self.observed.sampler.error) is not None:
+                self.trouble.append(f"lines: sampling stopped after {type(error).__name__}: {error}")
 
     def _end_device(self) -> None:
         """Read the device's phases; its events are for the clocked steps alone."""

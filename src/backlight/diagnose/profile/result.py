@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from backlight.diagnose.profile.controls import ControlResult
+from backlight.diagnose.profile.line_samples import LineTime, Sampling, StackTime, speedscope
 from backlight.diagnose.profile.optimizations import Optimization
 from backlight.diagnose.profile.step_summary import PhaseTime, StepMilliseconds
 from backlight.distributed import launch_id, world
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 PROFILE = "profile.json"
 TRACE = "trace.json.gz"
+FLAME_GRAPH = "lines.speedscope.json"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,9 @@ class ProfileResult(BaseModel):
     phases: dict[str, PhaseTime]
     device_phases: dict[str, float] | None
     sum_error: float
+    lines: tuple[LineTime, ...] | None = None
+    stacks: tuple[StackTime, ...] | None = None
+    sampling: Sampling | None = None
     backwards_per_step: float | None
     parameters: int
     tokens_per_second: float | None = None
@@ -151,6 +157,8 @@ def store_profile(profile: Profile, writer: RunWriter) -> ProfileResult:
     if profile.trace:
         result = result.model_copy(update={"trace": writer.evidence(TRACE, profile.trace)})
     if result.rank == 0:
+        if result.stacks:
+            writer.evidence(FLAME_GRAPH, json.dumps(speedscope(result.script, result.stacks)))
         writer.evidence(PROFILE, result.model_dump_json(indent=1))
     writer.flush()
     lost = writer.lost
@@ -158,6 +166,22 @@ def store_profile(profile: Profile, writer: RunWriter) -> ProfileResult:
     if lost is not None:
         raise RunWriteError(f"the profile was not stored: {lost}")
     return result
+
+
+def write_flame_graph(result: ProfileResult, path: Path) -> None:
+    """Write the lines of a profile as a flame graph for speedscope.
+
+    Raises
+    ------
+    ValueError
+        If no line was sampled, or the disk refuses.
+    """
+    if not result.stacks:
+        raise ValueError(f"{path}: not written: no line was sampled in steady steps; raise --timed")
+    try:
+        path.write_text(json.dumps(speedscope(result.script, result.stacks)), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot write the flame graph: {error.strerror}") from None
 
 
 def _scalar(phase: str, separated: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import resource
 import statistics
@@ -17,6 +18,7 @@ import psutil
 
 from backlight import devices
 from backlight.diagnose.profile.controls import control_from_environment
+from backlight.diagnose.profile.line_samples import MIN_SAMPLES, line_times, sampling, settle, stack_times
 from backlight.diagnose.profile.observer import Observed, ProfileObserver
 from backlight.diagnose.profile.optimizations import find_optimizations
 from backlight.diagnose.profile.result import PeakMemory, ProfileResult
@@ -28,6 +30,7 @@ from backlight.launch.script import NoTrainingError
 from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.monitors.steptime.monitor import GarbagePauses
 from backlight.monitors.steptime.rules.bottleneck import BottleneckLimits
+from backlight.text import count, listed
 from backlight.trace.events import TraceError
 from backlight.trace.module_times import Attribution, attribute
 from backlight.trace.reader import read_trace
@@ -44,7 +47,7 @@ class ProfileOptions:
     """
 
     steps: int = 30
-    traced: int = 3
+    traced: int = 10
     trace: Path | None = None
     keep: bool = False
     stacks: bool = False
@@ -102,7 +105,7 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
         kept = path.read_bytes() if read is not None and path is not None and options.keep else b""
     operations, modules, attention = read if read is not None else (None, None, None)
     parameters = {id(p): p for model in observer.forwards.models for p in model.parameters()}
-    count = sum(p.numel() for p in parameters.values())
+    numbers = sum(p.numel() for p in parameters.values())
     live, unevaluated = observed.live, _unevaluated(options, summary, observed)
     result = ProfileResult(
         script=script,
@@ -117,13 +120,14 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
         sum_error=summary.sum_error,
         device_phases=_device_phases(observed, summary.warmup),
         backwards_per_step=_middle([step.backwards for step in observed.steps]),
-        parameters=count,
+        parameters=numbers,
         memory=_peak_memory(),
         optimizations=find_optimizations(live, operations, modules) if live is not None else (),
         tracing_overhead=_overhead(summary, observed),
         trace=str(options.trace) if read is not None and options.trace is not None else None,
         not_measured=tuple(filter(None, (*observed.trouble, summary.trouble, *unevaluated))),
-        **_throughput_fields(summary, options, count, attention, modules),
+        **_line_fields(observed, summary),
+        **_throughput_fields(summary, options, numbers, attention, modules),
         **(_trace_fields(operations) if operations is not None else {}),
         modules=modules.modules if modules is not None else None,
         backward_unattributed_ms=modules.unattributed_ms if modules is not None else None,
@@ -139,13 +143,25 @@ def _read_trace(path: Path, observed: Observed) -> tuple[Operations, Attribution
 
 
 def _unevaluated(options: ProfileOptions, summary: StepProfile, observed: Observed) -> list[str]:
-    """Return which findings on a stored profile are not evaluated, because it has too few steps."""
+    """Return which lines and findings are not evaluated, because there are too few steps."""
     limits, found = BottleneckLimits(), []
     steady = summary.step.steps if summary.step is not None else 0
     if options.keep and steady < limits.steady_steps:
         found.append(
             f"findings on phase times: {steady} steady steps, {limits.steady_steps} are needed (--timed)"
         )
+    if observed.sampler is not None and summary.step is not None:
+        if others := observed.sampler.others:
+            found.append(
+                f"lines of Python to less than {1e3 * observed.sampler.delay_s:g} ms: "
+                f"{count(len(others), 'other thread')} ({listed(others)}) may hold the interpreter lock"
+            )
+        samples = len(settle(observed.sampler.samples, observed.steps, summary))
+        if samples < MIN_SAMPLES:
+            wanted = math.ceil(len(observed.steps) * MIN_SAMPLES / max(samples, 1))
+            found.append(
+                f"lines: {samples} samples in the steady steps, {MIN_SAMPLES} are needed (--timed {wanted})"
+            )
     if options.keep and options.traced and len(observed.traced) < limits.traced_steps:
         found.append(
             f"findings on idle time, communication and copies: {len(observed.traced)} traced steps, "
@@ -184,6 +200,19 @@ def _throughput_fields(
         * sum(s for name, s in recomputed.items() if name.rpartition(".")[0] not in recomputed),
     )
     return dataclasses.asdict(reached)
+
+
+def _line_fields(observed: Observed, summary: StepProfile) -> dict[str, Any]:
+    if observed.sampler is None or summary.step is None:
+        return {}
+    samples = settle(observed.sampler.samples, observed.steps, summary)
+    if len(samples) < MIN_SAMPLES:
+        return {}
+    return {
+        "lines": line_times(samples, summary),
+        "stacks": stack_times(samples, summary),
+        "sampling": sampling(observed.sampler, samples),
+    }
 
 
 def _trace_fields(operations: Operations) -> dict[str, Any]:

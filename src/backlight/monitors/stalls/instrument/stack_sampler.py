@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +30,7 @@ from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadSta
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious
 from backlight.processes import queued_s, voluntary_switches
 from backlight.records import Phase
-from backlight.user_code import is_user_code
+from backlight.user_code import is_launcher, is_user_code
 
 PERIOD_S = 0.25
 """Time between two readings of the shared state."""
@@ -142,7 +142,7 @@ class StackSampler:
         """Return whether the working thread runs Python, which alone makes nodes; record its frames."""
         in_backward = slots[Slot.PHASE] == _BACKWARD
         ident = (in_backward and slots[Slot.BACKWARD_IDENT]) or slots[Slot.MAIN_IDENT]
-        with _no_collection():
+        with no_collection():
             frame = sys._current_frames().get(ident)
             if in_backward and (frame is None or frame.f_code.co_name.endswith("_engine_run_backward")):
                 return False
@@ -171,7 +171,7 @@ class StackSampler:
         if len(found.samples) != self._num_written:
             self._num_written = len(found.samples)
             engine = None
-            with _no_collection():
+            with no_collection():
                 for frame in _outwards(sys._current_frames().get(ident)):
                     if frame.f_code.co_name.endswith("_engine_run_backward"):
                         engine = frame  # the outermost: what lies inside may be recomputation
@@ -180,7 +180,7 @@ class StackSampler:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Collect no garbage while frames of other threads are read.
 
     Python 3.11 makes the object of a frame on request, and that may start a collection. If a callback of the
@@ -209,7 +209,8 @@ def _frame(frame: FrameType) -> Frame:
 
 def user_frames(frame: FrameType | None) -> tuple[Frame, ...]:
     """Return the frames of the user's code, innermost first; those of libraries between them are left out."""
-    near = islice(_outwards(frame), 2 * MAX_FRAMES)
+    inside = takewhile(lambda f: not is_launcher(f.f_code.co_filename), _outwards(frame))
+    near = islice(inside, 2 * MAX_FRAMES)
     found = (_frame(f) for f in near if is_user_code(f.f_code.co_filename))
     return tuple(islice(found, MAX_USER_FRAMES))
 
@@ -219,7 +220,7 @@ def take_sample(now: int, probed: int = 0) -> StackSample:
     own = threading.get_ident()
     names = {t.ident: (t.name, t.native_id) for t in threading.enumerate()}
     threads = []
-    with _no_collection():
+    with no_collection():
         for ident, frame in list(sys._current_frames().items())[:MAX_THREADS]:
             name, tid = names.get(ident, ("", None))
             if ident == own or name.startswith("backlight-"):
@@ -302,7 +303,7 @@ def _is_compiling() -> bool:
     """Return whether a thread of this process runs dynamo."""
     if "torch._dynamo" not in sys.modules:
         return False
-    with _no_collection():
+    with no_collection():
         return any(
             f.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
             for frame in sys._current_frames().values()

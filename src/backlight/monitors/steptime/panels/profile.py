@@ -62,6 +62,32 @@ def figures(tables: Sequence[dict[str, Any]], remarks: Sequence[str] = ()) -> Dr
 
 
 @panel(
+    "lines",
+    title="Time by line",
+    order=51,
+    series=("profile/lines",),
+    note=(
+        "Host milliseconds of a clocked step by line, calls into libraries included, from samples of the "
+        "training thread. evidence/lines.speedscope.json is the flame graph, for speedscope.app."
+    ),
+    monitor="steptime",
+)
+def lines(source: Source) -> Drawn | NotMeasured:
+    """List the lines, those with the most time first."""
+    profile = read_profile(source.run)
+    if profile is None:
+        return NONE
+    rows = [{**row, "line": row.get("line") or "no line of the script"} for row in profile.rows("lines")]
+    if not rows:
+        return NotMeasured("Too few samples of the stack were taken in steady steps.")
+    listed = table(
+        "", rows, ("Line", "line", text), ("Function", "function", text), ("Phase", "phase", text),
+        ("Samples", "samples", count), ("Time", "ms", ms), ("Of phase", "share", share),
+    )  # fmt: skip
+    return figures([listed])
+
+
+@panel(
     "modules",
     title="Time by module",
     order=52,

@@ -1,0 +1,102 @@
+"""What limits the step of a profile, in one line, and the facts behind it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from backlight.text import count, duration, listed, percent
+
+if TYPE_CHECKING:
+    from backlight.diagnose.profile.line_samples import LineTime
+    from backlight.diagnose.profile.result import ProfileResult
+
+FACTS = 10
+"""Lines that are printed after the verdict."""
+
+LINES, SHOWN = 4, 3
+"""Source lines, and parts of another fact, that are listed."""
+
+IDLE_SHARE = 0.2
+"""Share of a step from which idle time of the device limits it."""
+
+LINE_SHARE = 0.05
+"""Share of a step from which a source line is listed."""
+
+COPY_SHARE = 0.05
+"""Share of a step from which a copy is listed."""
+
+
+def verdict(result: ProfileResult) -> str:
+    """Return what limits the step, in one line."""
+    step = result.step
+    if step is None:
+        return f"step not measured: {result.not_measured[-1]} (first {duration(result.first_ms / 1e3)})"
+    half = (step.high_ms - step.low_ms) / 2
+    line = f"step {step.median_ms:.1f} ms ± {half:.1f}"
+    if result.device is not None and result.device.idle < IDLE_SHARE:
+        kind = (
+            f": {result.kinds[0].name} is {percent(result.kinds[0].share)} of its time"
+            if result.kinds
+            else ""
+        )
+        return f"{line}, limited by the device (busy {percent(1 - result.device.idle)}){kind}"
+    name, phase = max(result.phases.items(), key=lambda item: item[1].share)
+    line += f", mostly {name.replace('_', ' ')} ({percent(phase.share)})"
+    top = next((one for one in result.lines or () if one.phase == name and one.line), None)
+    return line if top is None else f"{line}: {line_text(top)}"
+
+
+def facts(result: ProfileResult) -> list[str]:
+    """Return the lines behind the verdict, the most important first."""
+    step = result.step.median_ms if result.step is not None else 0.0
+    # Shares of the median step add up to it; medians of the phases do not.
+    phases = ", ".join(f"{name.replace('_', ' ')} {p.share * step:.1f}" for name, p in result.phases.items())
+    above = verdict(result)
+    lines = [one for one in result.lines or () if one.line and one.ms >= LINE_SHARE * step]
+    lines = [one for one in lines if line_text(one) not in above]
+    copies = [row for row in result.copies or () if row.share >= COPY_SHARE][:1]
+    off = [row.name for row in result.optimizations if row.state == "off"]
+    named = {
+        "phases, ms": f"{phases} ({count(result.warmup_dropped, 'warm-up step')} dropped)" if phases else "",
+        **{f"line {number}": line_text(one) for number, one in enumerate(lines[:LINES], 2)},
+        "device": result.device.statement if result.device is not None else "",
+        "kinds of operation": _shares([(row.name, row.share) for row in result.kinds or ()]),
+        "modules, own ms": _modules(result),
+        "copies": "".join(
+            f"{row.line or 'line not recorded'}, {percent(row.share)} of a step" for row in copies
+        ),
+        "throughput": _throughput(result),
+        "not in use": listed(off),
+    }
+    return [f"{name}: {text}" for name, text in named.items() if text][:FACTS]
+
+
+def line_name(row: LineTime) -> str:
+    """Return ``train.py:41 (get_batch)``."""
+    if not row.line:
+        return "no line of the script"
+    return row.line if row.function in {"", "<module>"} else f"{row.line} ({row.function})"
+
+
+def line_text(row: LineTime) -> str:
+    """Return ``train.py:41 (get_batch) 20.1 ms, 86 % of other``."""
+    return f"{line_name(row)} {row.ms:.1f} ms, {percent(row.share)} of {row.phase.replace('_', ' ')}"
+
+
+def _modules(result: ProfileResult) -> str:
+    own = {
+        m.name or "(model)": m.forward_exclusive_ms + m.backward_exclusive_ms for m in result.modules or ()
+    }
+    ranked = sorted(own.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {ms:.2f}" for name, ms in ranked[:SHOWN])
+
+
+def _throughput(result: ProfileResult) -> str:
+    if result.tokens_per_second is None:
+        return ""
+    reached = f", MFU {percent(result.mfu)}" if result.mfu is not None else ""
+    return f"{result.tokens_per_second:,.0f} tokens/s{reached}"
+
+
+def _shares(rows: list[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {percent(share)}" for name, share in rows[:SHOWN] if share > 0)
