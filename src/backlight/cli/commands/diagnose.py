@@ -286,19 +286,14 @@ def profile(
 
     check(script, module=module)
     from backlight.diagnose.profile.controls import run_controls
-    from backlight.diagnose.profile.result import (
-        find_findings,
-        profile_run,
-        store_profile,
-        write_flame_graph,
-    )
+    from backlight.diagnose.profile.result import find_findings, profile_run, store_profile
     from backlight.diagnose.profile.run import ProfileOptions
     from backlight.diagnose.profile.run import profile as run
 
     where = trace_file or (None if out is not None else Path(f"{Path(script).stem}-trace.json.gz"))
     options = ProfileOptions(
         steps=timed, traced=traced, trace=where, keep=out is not None, stacks=stacks, tokens=tokens,
-        peak=peak, quiet=as_json,
+        peak=peak, flame_graph=flame_graph, quiet=as_json,
     )  # fmt: skip
     arguments = list(context.args)
     with profile_run(out, script, arguments) as writer:
@@ -311,8 +306,6 @@ def profile(
         if writer is not None:
             result = store_profile(replace(profiled, result=result), writer)
         found = find_findings(writer) if writer is not None and result.rank == 0 else []
-    if flame_graph is not None and result.rank == 0:
-        write_flame_graph(result, flame_graph)
     if not as_json:
         show(result, found, full=full)
         if out is not None:

@@ -31,10 +31,11 @@ def show(result: ProfileResult, findings: Sequence[Finding] = (), *, full: bool 
     if result.rank == 0:
         if full:
             _tables(result)
-        claims = [control.text for control in result.controls]
-        claims += [] if full else [f"{finding.severity}: {finding.title}" for finding in findings]
-        for line in (claims if full else [*claims, *facts(result)])[: None if full else FACTS]:
-            page.say(line if full else f"  {line}")
+        for control in result.controls:
+            page.say((control.text, "bold" if control.outcome == "confirmed" else ""))
+        claims = [f"{finding.severity}: {finding.title}" for finding in findings]
+        for line in [] if full else [*claims, *facts(result)][:FACTS]:
+            page.say(f"  {line}")
         for finding in findings if full else ():
             page.say((f"{finding.severity}: ", "bold"), finding.title)
             page.note(finding.fix, "  fix")

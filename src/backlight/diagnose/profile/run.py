@@ -21,7 +21,7 @@ from backlight.diagnose.profile.controls import control_from_environment
 from backlight.diagnose.profile.line_samples import MIN_SAMPLES, line_times, sampling, settle, stack_times
 from backlight.diagnose.profile.observer import Observed, ProfileObserver
 from backlight.diagnose.profile.optimizations import find_optimizations
-from backlight.diagnose.profile.result import PeakMemory, ProfileResult
+from backlight.diagnose.profile.result import PeakMemory, ProfileResult, write_flame_graph
 from backlight.diagnose.profile.step_summary import StepProfile, summarize_steps
 from backlight.diagnose.profile.throughput import Attention, find_attention, peak_flops, throughput
 from backlight.distributed import world
@@ -41,7 +41,7 @@ from backlight.trace.step_operators import Operations, read_operations, split
 class ProfileOptions:
     """Extent of a profile: ``steps`` under the clock, then ``traced`` ones under torch's profiler.
 
-    ``trace`` is the path of the trace, None to keep none; ``keep`` also returns its bytes. ``stacks`` records
+    ``trace`` and ``flame_graph`` are paths to write, None to keep none; ``keep`` also returns its bytes. ``stacks`` records
     a stack with every operation. ``tokens`` are those of a step over all ranks, ``peak`` the FLOP/s of one
     device. ``quiet`` sends what the script prints to standard error.
     """
@@ -53,6 +53,7 @@ class ProfileOptions:
     stacks: bool = False
     tokens: int | None = None
     peak: float | None = None
+    flame_graph: Path | None = None
     quiet: bool = False
 
 
@@ -132,6 +133,8 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
         modules=modules.modules if modules is not None else None,
         backward_unattributed_ms=modules.unattributed_ms if modules is not None else None,
     )
+    if options.flame_graph is not None and rank == 0:
+        write_flame_graph(result, options.flame_graph)
     return Profile(result, observed, operations, kept, tuple(pauses))
 
 
