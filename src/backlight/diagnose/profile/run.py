@@ -41,9 +41,9 @@ from backlight.trace.step_operators import Operations, read_operations, split
 class ProfileOptions:
     """Extent of a profile: ``steps`` under the clock, then ``traced`` ones under torch's profiler.
 
-    ``trace`` and ``flame_graph`` are paths to write, None to keep none; ``keep`` also returns its bytes. ``stacks`` records
+    ``trace`` is the path of the trace, None to keep none; ``keep`` also returns its bytes. ``stacks`` records
     a stack with every operation. ``tokens`` are those of a step over all ranks, ``peak`` the FLOP/s of one
-    device. ``quiet`` sends what the script prints to standard error.
+    device. ``flame_graph`` is the path of that of the lines. ``quiet`` sends what the script prints to standard error.
     """
 
     steps: int = 30
