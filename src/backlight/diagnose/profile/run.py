@@ -43,7 +43,8 @@ class ProfileOptions:
 
     ``trace`` is the path of the trace, None to keep none; ``keep`` also returns its bytes. ``stacks`` records
     a stack with every operation. ``tokens`` are those of a step over all ranks, ``peak`` the FLOP/s of one
-    device. ``flame_graph`` is the path of that of the lines. ``quiet`` sends what the script prints to standard error.
+    device. ``flame_graph`` is the path for one of the lines. ``quiet`` sends what the script prints to
+    standard error.
     """
 
     steps: int = 30
