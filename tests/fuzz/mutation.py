@@ -16,6 +16,7 @@ import numpy as np
 
 from backlight.store.format import checksums
 from backlight.store.format.schema import TABLES
+from backlight.store.platform import atomic_json
 
 HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 2**31, 2**63 - 1, -(2**63), 10**30, 1e308, float("nan"), float("inf"), "", "x" * 9_999,
@@ -103,6 +104,17 @@ def mutate_json(text: bytes, rng: random.Random) -> bytes:
         case _:
             node[key] = rng.choice(HOSTILE)
     return json.dumps(document).encode()
+
+
+def mutate_document(path: Path, rng: random.Random, *, forge: bool = False) -> None:
+    """Change a JSON file; ``forge``: with a checksum that fits, where it is still a document."""
+    data = mutate_json(path.read_bytes(), rng)
+    if forge:
+        with contextlib.suppress(ValueError, RecursionError, AttributeError):
+            document = json.loads(data)
+            document.pop("crc", None)
+            data = atomic_json.seal(json.dumps(document))
+    path.write_bytes(data)
 
 
 def flip_bit(data: bytes, rng: random.Random) -> bytes:

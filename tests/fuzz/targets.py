@@ -20,6 +20,7 @@ from backlight.diagnose.test_matrix.plan import read_plan
 from backlight.findings.evaluate import findings_of
 from backlight.launch.recipe import refuse_script
 from backlight.session.settings import Settings
+from backlight.store.format.names import MANIFEST
 from backlight.store.format.schema import SERIES
 from backlight.store.maintenance.merge_hosts import merge_hosts
 from backlight.store.read.run import Run, open_run
@@ -29,7 +30,7 @@ from backlight.trace.reader import read_trace
 from fuzz import mutation
 from report.synthetic import Plan, write_run
 
-DATABASE = "attempt-000/rank-00000.db"
+DATABASE, DOCUMENT = "attempt-000/rank-00000.db", "attempt-000/rank-00000.json"
 STATEMENTS = (
     "select parameter, max(norm) from gradient group by all order by 2 desc limit 3",
     "select * from scalars where value > 0 limit 5",
@@ -123,10 +124,13 @@ def _words(path: Path, rng: random.Random) -> None:
     path.write_bytes(mutation.mutate_words(path.read_bytes(), rng))
 
 
-def _json(name: str) -> Callable[[Path, random.Random], None]:
+def _json(name: str, *, flip: bool = False) -> Callable[[Path, random.Random], None]:
     def mutate(path: Path, rng: random.Random) -> None:
         file = path / name if name else path
-        file.write_bytes(mutation.mutate_json(file.read_bytes(), rng))
+        if flip and rng.random() < 0.5:
+            file.write_bytes(mutation.flip_bit(file.read_bytes(), rng))
+        else:
+            mutation.mutate_document(file, rng)
 
     return mutate
 
@@ -136,7 +140,11 @@ def _database(path: Path, rng: random.Random) -> None:
 
 
 def _forged(path: Path, rng: random.Random) -> None:
-    mutation.mutate_database(path / DATABASE, rng, forge=True)
+    """Change a database, the manifest or a rank document, with checksums that fit."""
+    if rng.random() < 0.4:
+        mutation.mutate_database(path / DATABASE, rng, forge=True)
+    else:
+        mutation.mutate_document(path / rng.choice((MANIFEST, DOCUMENT)), rng, forge=True)
 
 
 def _hdf5(path: Path, rng: random.Random) -> None:
@@ -192,6 +200,9 @@ def _values(run: Run) -> dict[str, Steps]:
     found["findings"] = {hash(repr(finding)): None for finding in run.stored_findings()}
     found["events"] = {hash(repr(event)): None for event in run.events()}
     found["last step"] = {run.last_step(): None}
+    stated = (run.name, run.run_id, run.monitors, run.groups, run.overrides, run.attempts)
+    found["manifest"] = {i: repr(value) for i, value in enumerate(stated)}
+    found["fingerprint"] = {} if run.fingerprint() is None else {0: repr(run.fingerprint())}
     return found
 
 
@@ -259,8 +270,8 @@ TARGETS = {
     "database": Target("run", _database, same_values),
     "forged": Target("run", _forged, read_run),
     "hdf5": Target("arrays", _hdf5, same_values),
-    "manifest": Target("run", _json("manifest.json"), read_run),
-    "document": Target("run", _json("attempt-000/rank-00000.json"), read_run),
+    "manifest": Target("run", _json(MANIFEST, flip=True), same_values),
+    "document": Target("run", _json(DOCUMENT, flip=True), same_values),
     "sql": Target("plan.toml", _mutate_sql, _query),
     "trace": Target("trace.json", _json(""), read_trace),
     "gzip": Target("trace.json.gz", _gzip, read_trace),

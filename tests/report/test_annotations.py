@@ -14,6 +14,7 @@ import pytest
 from backlight.findings.evaluate import parse_fail_on
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.report.annotations import render_annotations
+from backlight.store.platform import atomic_json
 from backlight.store.read.run import Run
 from health_runs import write_synthetic
 
@@ -116,10 +117,10 @@ def test_sarif_names_rules_places_and_levels(run: Run) -> None:
 @pytest.mark.parametrize("kind", ["github", "junit", "sarif"])
 def test_lost_data_is_named(kind: str, run: Run, tmp_path: Path) -> None:
     manifest = tmp_path / "run" / "manifest.json"
-    stored = json.loads(manifest.read_text())
+    stored = atomic_json.read_document(manifest)
     entry = {**stored["attempts"][0], "index": 1}  # a second attempt, whose files are gone
     (tmp_path / "run" / "attempt-001").mkdir()
-    manifest.write_text(json.dumps({**stored, "attempts": [*stored["attempts"], entry]}))
+    atomic_json.write_document(manifest, {**stored, "attempts": [*stored["attempts"], entry]})
     damaged = Run(tmp_path / "run")
     assert damaged.losses
     assert "lost: " in render(kind, damaged, [])

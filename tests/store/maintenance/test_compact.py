@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -150,10 +149,10 @@ def test_live_run_is_not_compacted(
 
 def test_writer_on_another_host_prevents_compaction(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", BODY)
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = atomic_json.read_document(path / "manifest.json")
     manifest["attempts"][0]["progress"]["process"]["host"] = "elsewhere"
     manifest["attempts"][0]["progress"]["updated"] -= 3600
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    atomic_json.write_document(path / "manifest.json", manifest)
     with pytest.raises(RunExistsError, match=r"whether .* still writes is not observable from here; compact"):
         compact(path)
     compact(path, force=True)

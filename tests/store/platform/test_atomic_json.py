@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from backlight import untrusted_files
 from backlight.records import Severity
 from backlight.store.errors import RunFormatError
 from backlight.store.platform import atomic_json
@@ -80,3 +81,60 @@ def test_oversized_document_is_not_loaded(tmp_path: Path) -> None:
 def test_missing_document_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="cannot be read: No such file"):
         atomic_json.read_document(tmp_path / "x.json")
+
+
+DOCUMENT = {"format": 2, "name": "a\udcffb", "steps": [1, 2.5, None], "deep": {"crc": 7, "empty": {}}}
+
+
+def test_no_changed_bit_passes(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    atomic_json.write_document(path, DOCUMENT)
+    content = path.read_bytes()
+    assert atomic_json.read_document(path) == DOCUMENT
+    for at in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[at // 8] ^= 1 << at % 8
+        path.write_bytes(changed)
+        with pytest.raises(RunFormatError, match=r"x\.json: [^\n]+\Z"):
+            atomic_json.read_document(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b'{"format": 2}', "it has no checksum: it was changed after it was written; restore it"),
+        (b'{"crc": 0, "format": 1}', "its checksum does not match"),
+        (b'{"format": 1, "crc": 4294967296}', "its checksum does not match"),
+        (b'{"format": 1, "crc": "1"}', "its checksum does not match"),
+        (b'{"format": 1, "deep": {"a": 1, "crc": 1}}', None),
+        (b'{"format": 1}', None),
+    ],
+)
+def test_only_older_documents_lack_a_checksum(tmp_path: Path, content: bytes, match: str | None) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    if match is None:
+        assert atomic_json.read_document(path) == json.loads(content)
+    else:
+        with pytest.raises(RunFormatError, match=match):
+            atomic_json.read_document(path)
+
+
+def test_document_is_read_again_while_its_writer_overwrites_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json"
+    atomic_json.write_document(path, {"a": "x" * 100})
+    old = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic_json, "write_atomically", full)
+    atomic_json.write_document(path, {"a": "y"})  # takes the place of the old one, and spaces
+    new = path.read_bytes()
+    assert len(new) == len(old)
+    contents = [new[:50] + old[50:], new]
+    monkeypatch.setattr(untrusted_files, "read", lambda *_, **__: contents.pop(0))
+    assert atomic_json.read_document(path) == {"a": "y"}
+    assert contents == []

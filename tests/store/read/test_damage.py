@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from backlight.records import ParameterRecord
 from backlight.store.errors import RunFormatError
 from backlight.store.format.hdf5_pieces import read_piece
+from backlight.store.platform import atomic_json
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 from fuzz.mutation import set_checksums
@@ -109,6 +109,16 @@ def test_foreign_or_damaged_manifest_is_rejected(run_path: Path, content: bytes,
     (run_path / "manifest.json").write_bytes(content)
     with pytest.raises(RunFormatError, match=match):
         open_run(run_path)
+
+
+def test_flipped_digit_of_the_manifest_is_refused(run_path: Path) -> None:
+    path = run_path / "manifest.json"
+    content = path.read_bytes()
+    for field in (b'"step_offset": ', b'"created": 1', b'"world_size": ', b'"scalar": ', b'"step": '):
+        at = content.index(field) + len(field)
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(RunFormatError, match=r"manifest\.json: its checksum does not match"):
+            open_run(run_path)
 
 
 def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
@@ -262,6 +272,17 @@ def test_foreign_database_is_rejected(run_path: Path) -> None:
         open_run(run_path)
 
 
+def test_flipped_digit_of_a_rank_document_is_a_loss(run_path: Path) -> None:
+    path = run_path / "attempt-000" / "rank-00000.json"
+    atomic_json.write_document(path, atomic_json.read_document(path) | {"fingerprint": {"seed": 17}})
+    assert open_run(run_path).fingerprint() is not None
+    path.write_bytes(path.read_bytes().replace(b": 17", b": 16"))
+    run = open_run(run_path)
+    assert run.fingerprint() is None
+    assert [loss for loss in run.losses if "rank-00000.json: its checksum does not match" in loss]
+    assert len(run.series_steps("gradient")) == STEPS
+
+
 def test_damaged_rank_document_loses_only_the_fingerprint(run_path: Path) -> None:
     (run_path / "attempt-000" / "rank-00000.json").write_text('{"fingerprint": {"modules": 3}}')
     run = open_run(run_path)
@@ -359,7 +380,7 @@ def test_unknown_encoding_error_names_the_fix(run_path: Path) -> None:
 
 
 def test_random_manifest_raises_only_run_errors(run_path: Path) -> None:
-    original = json.loads((run_path / "manifest.json").read_text())
+    original = atomic_json.read_document(run_path / "manifest.json")
     source = np.random.default_rng(1)
     nonsense = [None, -1, 10**30, "x", [], {}, True, 1.5, {"a": {"b": "c"}}, [[1]], "\udcff"]
 
@@ -373,7 +394,7 @@ def test_random_manifest_raises_only_run_errors(run_path: Path) -> None:
 
     opened = 0
     for _ in range(300):
-        (run_path / "manifest.json").write_text(json.dumps(damage(original)))
+        atomic_json.write_document(run_path / "manifest.json", damage(original))
         try:
             read_everything(open_run(run_path))
             opened += 1

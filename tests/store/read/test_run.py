@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 from backlight.records import ParameterRecord, RunStatus
+from backlight.store.platform import atomic_json
 from backlight.store.read import snapshot
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -332,10 +332,10 @@ def test_missing_directory_or_file_is_reported(tmp_path: Path, record: Record) -
 
 def test_manifest_paths_cannot_leave_the_directory(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 3)
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    manifest = atomic_json.read_document(tmp_path / "run" / "manifest.json")
     files = manifest["attempts"][0]["progress"]["files"]
     files["attempt-000/../../secret.db"] = {"scalar": 10}
     files["/etc/passwd"] = {"bytes": 1}
     files["attempt-000/arrays/../../../rank-00000-000000.h5"] = {"bytes": 1}
-    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
+    atomic_json.write_document(tmp_path / "run" / "manifest.json", manifest)
     assert open_run(tmp_path / "run").losses == ()

@@ -6,7 +6,9 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ from backlight.store.errors import RunFormatError
 MAX_DEPTH = 64
 """Documents that nest deeper are refused: what copies or compares them calls itself for each level."""
 
+SEALED_FORMAT = 2
+"""Documents that state this format have a checksum; format 1 had none."""
+
+_SEAL = re.compile(rb', "crc": (\d{1,10})\}\s*\Z')
 _TOO_DEEP = f"it nests deeper than {MAX_DEPTH}"
 _PARTS = {dict, list}
 
@@ -63,15 +69,51 @@ def load(text: str) -> Any:
     raise ValueError(_TOO_DEEP)
 
 
+def seal(text: str) -> bytes:
+    """Return a JSON object, not an empty one, with a last key ``crc``: the CRC-32 of all before it."""
+    body = text[:-1].encode("ascii")
+    return b'%s, "crc": %d}' % (body, zlib.crc32(body))
+
+
+class _ChangedError(ValueError):
+    """A document is not the one that was written."""
+
+
+def _unsealed(content: bytes) -> Any:
+    """Return what a document holds, less its checksum; a ValueError where that does not fit."""
+    document = load(content.decode("utf-8"))
+    if not isinstance(document, dict):
+        return document
+    stated = document.pop("crc", None)
+    found = _SEAL.search(content)
+    if stated is None and found is None:
+        if document.get("format") == SEALED_FORMAT:
+            raise _ChangedError("it has no checksum")
+    elif found is None or stated != int(found[1]) or stated != zlib.crc32(content[: found.start()]):
+        raise _ChangedError("its checksum does not match")
+    return document
+
+
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
+    """Read a JSON object and compare it with its checksum, which is not part of what is returned.
+
+    Raises
+    ------
+    RunFormatError
+        If it cannot be read, or has been changed since it was written.
+    """
+    owners = untrusted_files.owners_beside(path)
     try:
-        content = untrusted_files.read(path, owners=untrusted_files.owners_beside(path))
-        document = load(content.decode("utf-8"))
+        try:
+            document = _unsealed(untrusted_files.read(path, owners=owners))
+        except ValueError:  # on a full disk its writer may be overwriting it at this moment
+            document = _unsealed(untrusted_files.read(path, owners=owners))
     except OSError as error:
         raise RunFormatError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         msg = f"{path}: is not valid JSON ({error}); it is damaged or was not written by backlight"
+        if isinstance(error, _ChangedError):
+            msg = f"{path}: {error}: it was changed after it was written; restore it from a copy of the run"
         raise RunFormatError(msg) from error
     if not isinstance(document, dict):
         raise RunFormatError(f"{path}: holds a JSON {type(document).__name__}, expected an object")
@@ -79,7 +121,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def write_document(path: Path, document: Any) -> None:
-    """Replace ``path`` by ``document`` as JSON.
+    """Replace ``path`` by ``document`` as JSON, sealed.
 
     On a full disk, where no new file fits, the document takes the place of the old one inside its blocks.
 
@@ -88,7 +130,7 @@ def write_document(path: Path, document: Any) -> None:
     OSError
         If the file system refuses.
     """
-    data = dump(document).encode("ascii")
+    data = seal(dump(document))
     try:
         write_atomically(path, data)
     except OSError as error:

@@ -129,7 +129,7 @@ class Entry:
         }
         # The fingerprint may hold thousands of modules; it is serialised once.
         text = f'{atomic_json.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
-        atomic_json.write_atomically(self.folder / document_name(self.rank), text.encode("ascii"))
+        atomic_json.write_atomically(self.folder / document_name(self.rank), atomic_json.seal(text))
 
 
 def default_path(script: str = "", launch: str | None = None) -> Path:
