@@ -337,5 +337,9 @@ def test_function_in_c_that_holds_the_interpreter_lock(call: str, function: str,
     )
     if STARVED in found.claim or any("native stacks" in reason for reason in attached.unseen):
         pytest.skip("the machine is too busy: the process hardly ran, or py-spy did not answer in time")
+    if not function and match is None:  # the innermost function of the sample may have no symbol
+        assert "at <string>:5 in hold in every sample" in found.claim
+        assert "not distinguishable from outside" in found.claim
+        return
     assert match is not None, found.claim
     assert function in match[1]
