@@ -18,10 +18,15 @@ class ChildError(RuntimeError):
     """The child gave no answer; the message says why."""
 
 
-class ForkedChild:
-    """A child that computes while the process goes on; the answer is what JSON carries.
+_PID_BYTES = 8
 
-    The child exits without releasing anything of the parent and without running its exit handlers.
+
+class ForkedChild:
+    """A process that computes while this one goes on; the answer is what JSON carries.
+
+    It exits without releasing anything of the parent and without running its exit handlers. A process in
+    between makes it and exits, so that it is no child of this one: a script that waits for its children finds
+    none of backlight's.
 
     Raises
     ------
@@ -36,10 +41,12 @@ class ForkedChild:
         with warnings.catch_warnings():
             # The child runs nothing but the function: threads of the parent cannot be missed by it.
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
-        if not self._pid:
-            _report(compute, outlet)
+            pid = os.fork()
+        if not pid:
+            _fork_again(compute, outlet)
         os.close(outlet)
+        with contextlib.suppress(ChildProcessError):  # the script may have reaped every child
+            os.waitpid(pid, 0)
         self._begin = time.monotonic()
         self._parts: list[bytes] = []
 
@@ -54,7 +61,7 @@ class ForkedChild:
         if not self._read(self._begin + timeout_s, wait):
             return None
         try:
-            answer = json.loads(b"".join(self._parts))
+            answer = json.loads(b"".join(self._parts)[_PID_BYTES:])
         except ValueError as error:
             raise ChildError(f"ended early: {error}") from None
         if "error" in answer:
@@ -76,19 +83,23 @@ class ForkedChild:
                 if not part:
                     break
                 self._parts.append(part)
-        self._release()
+        os.close(self._inlet)
         return True
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the child began."""
+        return time.monotonic() - self._begin
 
     def end(self) -> None:
         """End the child, whatever it has computed."""
+        if not b"".join(self._parts):
+            self._parts.append(os.read(self._inlet, _PID_BYTES))  # it writes its pid before anything else
+        pid = int.from_bytes(b"".join(self._parts)[:_PID_BYTES], "little")
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        self._release()
-
-    def _release(self) -> None:
+            if pid:
+                os.kill(pid, signal.SIGKILL)
         os.close(self._inlet)
-        with contextlib.suppress(ChildProcessError):  # the script may have reaped every child
-            os.waitpid(self._pid, 0)
 
 
 def in_child(compute: Callable[[], Any], timeout_s: float) -> Any:
@@ -107,6 +118,16 @@ def silence() -> None:
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
     os.dup2(nothing, 2)
+
+
+def _fork_again(compute: Callable[[], Any], outlet: int) -> None:
+    """Make the child that computes, and leave this process without running anything else."""
+    try:
+        if not os.fork():
+            os.write(outlet, os.getpid().to_bytes(_PID_BYTES, "little"))
+            _report(compute, outlet)
+    finally:
+        os._exit(0)
 
 
 def _report(compute: Callable[[], Any], outlet: int) -> None:

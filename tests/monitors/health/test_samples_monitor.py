@@ -13,6 +13,8 @@ from backlight.monitors.health.samples_monitor import SpikeSamplesMonitor
 class SlowChild:
     """A child whose answer is awaited until ``free`` is set."""
 
+    age_s = 0.0
+
     def __init__(self) -> None:
         self.asked, self.free = threading.Event(), threading.Event()
         self.calls = 0

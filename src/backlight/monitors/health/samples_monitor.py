@@ -37,7 +37,10 @@ MAX_STEPS = 4
 """Steps of a process that are decomposed."""
 
 TIMEOUT_S = 120.0
-"""Seconds that a child may take; at the end of the run it is waited for."""
+"""Seconds that a child may take."""
+
+END_TIMEOUT_S = 5.0
+"""Seconds that the end of the run waits for a child."""
 
 KNOWN_STEPS = 64
 """Recorded steps whose dataset indices are kept where a leap is known late."""
@@ -189,7 +192,8 @@ class SpikeSamplesMonitor(Monitor):
                 return
             step, facts, forked = child
             try:
-                answer = forked.answer(TIMEOUT_S, wait=wait)
+                timeout_s = min(TIMEOUT_S, forked.age_s + END_TIMEOUT_S) if wait else TIMEOUT_S
+                answer = forked.answer(timeout_s, wait=wait)
             except ChildError as error:
                 answer = {"calls": [], "reason": f"the child that decomposes the step {error}"}
             if answer is not None:
