@@ -68,6 +68,9 @@ class Settings:
         Measure updates over all weights, at every Nth recorded step; None for a sample at every 4th.
     per_backward:
         Also record the gradients after every single backward of an accumulation.
+    noise_scale:
+        Measure the noise scale of the first microbatch of every Nth step; 0 for steps that become rarer as
+        the run goes on, None for none.
     reduce:
         Join the total norm over all ranks while the training runs, for ``watch.total_norm`` on rank 0:
         collectives of backlight, next to those of the training run; needs ``every``, so that all ranks record
@@ -122,6 +125,7 @@ class Settings:
     histogram: bool = False
     exact_updates: int | None = None
     per_backward: bool = False
+    noise_scale: int | None = None
     reduce: bool = False
     detail: int = 20
     stall: float | None = None
@@ -146,6 +150,7 @@ class Settings:
             ("every", 1),
             ("steps", 1),
             ("exact_updates", 1),
+            ("noise_scale", 0),
             ("detail", 0),
             ("max_disk", 1),
             ("flush_interval", 0.01),
@@ -228,6 +233,7 @@ class SettingsKeywords(TypedDict, total=False):
     histogram: bool
     exact_updates: int | None
     per_backward: bool
+    noise_scale: int | None
     reduce: bool
     detail: int
     stall: float | None

@@ -325,6 +325,7 @@ def watch(
     histogram: bool = False,
     exact_updates: int | None = None,
     per_backward: bool = False,
+    noise_scale: int | None = None,
     reduce: bool = False,
     detail: int = 20,
     stall: float | None = None,

@@ -65,6 +65,9 @@ def run(
     per_backward: Annotated[
         bool, Option("--per-backward", help="Record each backward pass of an accumulation.")
     ] = False,
+    noise_scale: Annotated[
+        int | None, Option(min=0, help="Steps between noise scales; 0 for ever rarer ones.")
+    ] = None,
     reduce: Annotated[
         bool, Option("--reduce", help="Reduce the total norm over ranks; needs --every.")
     ] = False,
@@ -107,13 +110,14 @@ def run(
     check(script, module=module)
     given: dict[str, Any] = {
         "resume": resume, "monitors": monitors, "every": every, "steps": steps, "histogram": histogram,
-        "stall": stall,
+        "stall": stall, "noise_scale": noise_scale,
         "exact_updates": exact_updates, "per_backward": per_backward, "reduce": reduce, "trace": trace,
         "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
         "quiet": quiet, "stop_on": stop_on, "share": share, "redact": tuple(redact or ()),
         "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
     }  # fmt: skip
-    given = {name: value for name, value in given.items() if value not in (None, False, {}, ())}
+    unset: tuple[Any, ...] = (None, False, {}, ())  # 0 is equal to False, but it is a choice
+    given = {k: v for k, v in given.items() if (v == 0 and v is not False) or v not in unset}
     settings = Settings.read(config, given) if config is not None else Settings.of(given)
     arguments = list(context.args)
     folder = None if out is None else Path(out)

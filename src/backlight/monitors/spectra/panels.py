@@ -420,3 +420,58 @@ def spectra_signal(source: Source) -> Drawn | NotMeasured:
         return NotMeasured(source.reason("spectra", otherwise="No spectra were recorded."))
     remarks.append(batch_of(source))
     return Drawn("lines", {"charts": charts, "small": True}, (), tuple(dict.fromkeys(filter(None, remarks))))
+
+
+NOISE_SCALE = (
+    ("noise_scale", "noise scale"),
+    ("noise_scale_low", "95 %, low"),
+    ("noise_scale_high", "95 %, high"),
+)
+"""Scalars of one measured step, with their labels; of a layer with its name behind a slash."""
+
+
+@panel(
+    "noise_scale",
+    title="Noise scale from single microbatches",
+    order=77,
+    series=("scalars/noise_scale",),
+    note="The batch, in samples, at which noise and signal of the gradient are equal, of the parameters that "
+    "were measured; a sample is what lies along the first dimension of what the model is called with. A gap: "
+    "the microbatch shows no signal, or the interval has no upper end.",
+    monitor="noise_scale",
+)
+def noise_scale_of_steps(source: Source) -> Drawn | NotMeasured:
+    """Draw the noise scale of the model with its interval, and list the layers at the last step."""
+    run = source.run
+    events = run.events("noise_scale")
+    if not events:
+        why = "It was not requested: --noise-scale 0, or noise_scale=0."
+        return NotMeasured(source.reason("noise scale", otherwise=why))
+    lines = []
+    for name, label in NOISE_SCALE:
+        found = run.scalar(name)
+        values = np.where(np.isfinite(found.values), found.values, np.nan)
+        lines.append(Line(label, found.steps, values))
+    last = events[-1].payload
+    rows = []
+    for layer, share in sorted(last["shares"].items(), key=lambda one: -one[1])[:MAX_LAYERS]:
+        cells = [run.scalar(f"{name}/{layer}").values[-1] for name, _ in NOISE_SCALE]
+        rows.append([visible(layer), *(number(float(one), 3) for one in cells), f"{100 * share:.0f} %"])
+    table = {
+        "title": f"Layers at step {number(events[-1].step or 0)}",
+        "columns": ["Layer", *(label for _, label in NOISE_SCALE), "Share of the squared norm"],
+        "numbers": [1, 2, 3, 4],
+        "rows": rows,
+    }
+    remarks = [
+        f"{visible(one['parameter'])} is not measured ({100 * one['share']:.0f} % of the squared norm): "
+        f"{visible(one['reason'])}."
+        for one in sorted(last["unmeasured"], key=lambda one: -one["share"])[:MAX_REMARKS]
+    ]
+    facts = (Fact("samples", number(last["samples"])), Fact("measured steps", number(len(events))))
+    charts = [chart(lines, Axis("samples", log=True), title="Noise scale of the model")]
+    return Drawn("lines", {"charts": charts, "tables": [table]}, facts, tuple(remarks))
+
+
+MAX_REMARKS = 6
+"""Parameters that were not measured, and are listed."""

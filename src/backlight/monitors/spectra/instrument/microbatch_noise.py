@@ -1,0 +1,173 @@
+"""Squared norms and products of the per-sample gradients of one microbatch, as its backward runs.
+
+A Gram per parameter from the calls of its layer, at the moment at which its gradient arrives. The sum of its
+entries must be the squared norm of that gradient, whatever the loss is reduced by; a parameter where it is
+not, or that no known layer uses, is not measured, and its share of the squared norm is stated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backlight.measure.gram.factors import Factors, coarsest_dtype, sizes
+from backlight.measure.gram.gram import gram
+from backlight.measure.gram.layers import kernel_of
+from backlight.measure.noise_scale import NoiseScale, noise_scale
+
+UNKNOWN = "no layer that backlight knows uses it"
+LEAST_SAMPLES = 2
+"""Fewest samples that show any noise."""
+
+
+@dataclass
+class Pending:
+    """What was measured of a parameter: numbers that may still be on a device."""
+
+    gradient: Tensor  # its squared norm
+    squares: Tensor | None = None  # [N]
+    products: Tensor | None = None  # [N], with the sum of all
+    slack: Tensor | None = None
+    reason: str = ""
+
+
+@dataclass
+class MicrobatchNoise:
+    """The noise scale of a microbatch, and of each layer that was measured.
+
+    ``shares`` are those of the squared norm of the gradient by layer, ``unmeasured`` reason and share by
+    parameter. ``model`` is that of the measured parameters together, ``covered`` their share; None where no
+    parameter is measured.
+    """
+
+    samples: int
+    model: NoiseScale | None = None
+    covered: float = 0.0
+    layers: dict[str, NoiseScale] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
+    unmeasured: dict[str, tuple[str, float]] = field(default_factory=dict)
+    reason: str = ""
+
+
+def refused(model: nn.Module, samples: int | None) -> str:
+    """Return why the samples of a forward of ``model`` cannot be told apart; empty where they can."""
+    if samples is None or samples < LEAST_SAMPLES:
+        return f"the model was called with {samples or 'no known number of'} samples; two or more are needed"
+    for module in nn.Module.modules(model):
+        kind = type(module).__name__
+        if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            return "the model is compiled: the calls of its layers are not observable"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+            module.training or module.running_mean is None
+        ):
+            return f"{kind} in training mode mixes the samples of a batch"
+        if getattr(module, "batch_first", True) is False:
+            return f"{kind} has batch_first=False: samples are not along the first dimension"
+    return ""
+
+
+class MicrobatchMeasurement:
+    """Collects one microbatch of ``samples``; ``names`` are given with the gradients, by key."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.reason = ""
+        self._uses: dict[int, list[Factors]] = {}
+        self._skipped: dict[int, str] = {}
+        self._found: dict[int, Pending] = {}
+
+    def skip(self, layer: nn.Module, reason: str) -> None:
+        """Leave out the parameters of a layer."""
+        for parameter in layer._parameters.values():
+            if parameter is not None:
+                self._skipped[id(parameter)] = reason
+
+    def add(self, layer: nn.Module, x: Tensor, delta: Tensor) -> None:
+        """Add a call; ``x`` and ``delta`` must have the samples along their first dimension."""
+        if self.reason:
+            return
+        kernel = kernel_of(layer)
+        inner = x.shape[1 : _features_from(layer, x)]
+        if kernel is None or x.shape[:1] != (self.samples,) or delta.shape[:1] != (self.samples,):
+            found = f"its input {list(x.shape)} has not the {self.samples} samples along its first dimension"
+            self.skip(layer, found)
+        elif self.samples in inner:
+            self.reason = (
+                f"the input {list(x.shape)} of a {type(layer).__name__} has another dimension of "
+                f"{self.samples}: which one is that of the samples is not known; take another batch size"
+            )
+        else:
+            pieces = kernel(layer, x, delta, self.samples)
+            for key, parameter in layer._parameters.items():
+                if parameter is not None and key in pieces:
+                    self._uses.setdefault(id(parameter), []).append(pieces[key])
+
+    def close(self, key: int, parameter: Tensor, gradient: Tensor) -> None:
+        """Measure a parameter, all of whose calls have arrived with its gradient."""
+        uses, reason = self._uses.pop(id(parameter), []), self._skipped.get(id(parameter), "")
+        if gradient.layout is not torch.strided:
+            gradient = gradient.coalesce().values() if gradient.is_sparse else gradient.to_dense()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        pending = Pending(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+        if key in self._found:
+            pending.reason = "its gradient arrived in parts"
+            pending.gradient = pending.gradient + self._found[key].gradient
+        elif reason or not uses:
+            pending.reason = reason or UNKNOWN
+        else:
+            with torch.no_grad():
+                K, _ = gram(uses)
+                eps = torch.finfo(coarsest_dtype(uses)).eps
+                summands = torch.linalg.vector_norm(sizes(uses), dtype=torch.float64)
+                norm = pending.gradient.sqrt()
+                pending.squares, pending.products = K.diagonal().clone(), K.sum(1)
+                pending.slack = 16 * eps * (torch.linalg.vector_norm(K, 1) + (summands + norm) * norm)
+        self._found[key] = pending
+
+    def result(self, names: Mapping[int, str]) -> MicrobatchNoise:
+        """Return the noise scales, with the names of parameters by key; waits for the device."""
+        out = MicrobatchNoise(self.samples, reason=self.reason)
+        total = sum(float(one.gradient) for one in self._found.values())
+        if not self._found and not out.reason:
+            out.reason = "no gradient of a watched parameter was observed in the backward pass"
+        if not math.isfinite(total) and not out.reason:
+            out.reason = "its gradient holds NaN or infinite values"
+        if out.reason:
+            return out
+        layers: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for key, one in self._found.items():
+            name, share = names[key], float(one.gradient) / total if total else 0.0
+            if one.squares is None or one.products is None or one.slack is None:
+                out.unmeasured[name] = one.reason, share
+            elif abs(float(one.products.sum()) - float(one.gradient)) > float(one.slack):
+                reason = "the calls of its layers do not add up to its gradient: a use escaped, or a hook"
+                out.unmeasured[name] = f"{reason} changes it", share
+            else:
+                layer = name.rpartition(".")[0] or name
+                layers.setdefault(layer, []).append((one.squares.cpu(), one.products.cpu()))
+                out.shares[layer] = out.shares.get(layer, 0.0) + share
+        out.covered = sum(out.shares.values())
+        out.layers = {layer: _scale(parts) for layer, parts in layers.items()}
+        if layers:
+            out.model = _scale([part for parts in layers.values() for part in parts])
+        return out
+
+
+def _scale(parts: Sequence[tuple[Tensor, Tensor]]) -> NoiseScale:
+    squares, products = (torch.stack(column).sum(0).numpy() for column in zip(*parts, strict=True))
+    return noise_scale(squares, products, 1)
+
+
+def _features_from(layer: Any, x: Tensor) -> int:
+    """Return the first dimension that is not one of positions, whose size may be anything."""
+    if isinstance(layer, nn.Embedding):
+        return x.dim()
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        return x.dim() - len(layer.normalized_shape)
+    return x.dim() - 1 if isinstance(layer, nn.Linear) else 1
