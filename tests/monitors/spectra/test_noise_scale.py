@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 import backlight
 from backlight.measure.noise_scale import NoiseScale, noise_scale
-from backlight.monitors.spectra.noise_scale_monitor import next_due
+from backlight.monitors.spectra.noise_scale_monitor import NoiseScaleMonitor, next_due
+from backlight.monitors.spectra.panels import noise_scale_of_steps
+from backlight.report.panel import Drawn, NotMeasured
+from backlight.report.source import Source
 from backlight.session.settings import Settings
 from cases import CASES, assert_equal
 from zoo import NormedMlp, TiedEmbedding
@@ -302,6 +306,35 @@ def test_is_no_default(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="noise_scale=-1: expected 0 or more"):
         backlight.watch(NormedMlp(), run=tmp_path / "run", noise_scale=-1)
+
+
+def test_panel(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, y = inputs("rows")
+    source = Source(watched(BareWeight().double(), x, y, tmp_path / "run", steps=3))
+    drawn = noise_scale_of_steps(source)
+    assert isinstance(drawn, Drawn)
+    model, layers = drawn.data["charts"]
+    assert [len(model["lines"]), len(layers["lines"])] == [3, 1]
+    assert "W is not measured" in drawn.remarks[0]
+    refused = Source(watched(NormedMlp().double(), x[:1], y[:1], tmp_path / "refused"))
+    found = noise_scale_of_steps(refused)
+    assert isinstance(found, NotMeasured)
+    assert "called with 1 samples" in found.reason
+
+
+def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NoiseScaleMonitor, "attach", attach_as_one_of_two)
+    run = watched(NormedMlp().double(), *inputs("rows"), tmp_path / "run")
+    assert "2 ranks" in reasons(run)[0]
+    assert "noise_scale" not in run.scalar_names()
+
+
+def attach_as_one_of_two(monitor: NoiseScaleMonitor, run: Any) -> None:
+    ATTACH(monitor, dataclasses.replace(run, world_size=2))
+
+
+ATTACH = NoiseScaleMonitor.attach
 
 
 def test_tied_weights_are_measured_once(tmp_path: Path) -> None:

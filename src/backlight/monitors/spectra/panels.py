@@ -441,37 +441,35 @@ NOISE_SCALE = (
     monitor="noise_scale",
 )
 def noise_scale_of_steps(source: Source) -> Drawn | NotMeasured:
-    """Draw the noise scale of the model with its interval, and list the layers at the last step."""
-    run = source.run
-    events = run.events("noise_scale")
+    """Draw the noise scale of the model with its interval, and that of the layers with the largest shares."""
+    events = source.run.events("noise_scale")
     if not events:
         why = "It was not requested: --noise-scale 0, or noise_scale=0."
         return NotMeasured(source.reason("noise scale", otherwise=why))
-    lines = []
-    for name, label in NOISE_SCALE:
-        found = run.scalar(name)
-        values = np.where(np.isfinite(found.values), found.values, np.nan)
-        lines.append(Line(label, found.steps, values))
     last = events[-1].payload
-    rows = []
-    for layer, share in sorted(last["shares"].items(), key=lambda one: -one[1])[:MAX_LAYERS]:
-        cells = [run.scalar(f"{name}/{layer}").values[-1] for name, _ in NOISE_SCALE]
-        rows.append([visible(layer), *(number(float(one), 3) for one in cells), f"{100 * share:.0f} %"])
-    table = {
-        "title": f"Layers at step {number(events[-1].step or 0)}",
-        "columns": ["Layer", *(label for _, label in NOISE_SCALE), "Share of the squared norm"],
-        "numbers": [1, 2, 3, 4],
-        "rows": rows,
-    }
+    layers = sorted(last["shares"], key=lambda layer: -last["shares"][layer])[:NOISE_LAYERS]
+    charts = []
+    for title, metrics in (
+        ("Noise scale of the model", NOISE_SCALE),
+        ("Noise scale of the layers", tuple((f"noise_scale/{layer}", visible(layer)) for layer in layers)),
+    ):
+        found = [(label, source.run.scalar(name)) for name, label in metrics]
+        lines = [
+            Line(label, one.steps, np.where(np.isfinite(one.values), one.values, np.nan))
+            for label, one in found
+        ]
+        charts.append(chart(lines, Axis("samples", log=True), title=title))
     remarks = [
         f"{visible(one['parameter'])} is not measured ({100 * one['share']:.0f} % of the squared norm): "
         f"{visible(one['reason'])}."
         for one in sorted(last["unmeasured"], key=lambda one: -one["share"])[:MAX_REMARKS]
     ]
     facts = (Fact("samples", number(last["samples"])), Fact("measured steps", number(len(events))))
-    charts = [chart(lines, Axis("samples", log=True), title="Noise scale of the model")]
-    return Drawn("lines", {"charts": charts, "tables": [table]}, facts, tuple(remarks))
+    return Drawn("lines", {"charts": charts}, facts, tuple(remarks))
 
+
+NOISE_LAYERS = 8
+"""Layers with a line of their own: those with the largest shares of the squared norm at the last step."""
 
 MAX_REMARKS = 6
 """Parameters that were not measured, and are listed."""

@@ -122,7 +122,9 @@ class MicrobatchMeasurement:
             pending.reason = reason or UNKNOWN
         else:
             with torch.no_grad():
-                K, _ = gram(uses)
+                # With single positions no time has to be measured to know which kernel is faster.
+                single = all(getattr(use, "positions", 1) == 1 for use in uses)
+                K, _ = gram(uses, kernel="ghost" if single else "auto")
                 eps = torch.finfo(coarsest_dtype(uses)).eps
                 summands = torch.linalg.vector_norm(sizes(uses), dtype=torch.float64)
                 norm = pending.gradient.sqrt()
