@@ -438,7 +438,8 @@ NOISE_SCALE = (
     note="The batch, in samples, at which noise and signal of the gradient are equal, of the parameters that "
     "were measured; a sample is what lies along the first dimension of what the model is called with. A gap: "
     "the microbatch shows no signal, or the interval has no upper end.",
-    monitor="noise_scale",
+    monitor="spectra",
+    optional=True,
 )
 def noise_scale_of_steps(source: Source) -> Drawn | NotMeasured:
     """Draw the noise scale of the model with its interval, and that of the layers with the largest shares."""
