@@ -169,7 +169,7 @@ run directory states the same.
 |---|---|
 {failures}
 
-The watchdog waits 1 s for the ends of other ranks, and ends at most 1.9 s after the last of them,
+The watchdog waits 1 s for the ends of other ranks, and ends at most 1 s after the last of them,
 whatever blocks it; time in which it runs, or waits for a core, is not counted, since it may be writing
 what it found. It holds no descriptor of the script.
 

@@ -218,7 +218,7 @@ class Heartbeat(Listener):
         self._on_buckets = on_buckets
         self._hooked: object = None
         self._named: object = None
-        self._counted = 0
+        self._counted = [0, 0, 0]  # progress, phase and backward passes
         self.is_counting = False
         self._handles: list[Any] = []
         self._patches = Patches()
@@ -248,10 +248,13 @@ class Heartbeat(Listener):
         self.observe_progress(_now())
 
     def observe_progress(self, now: int) -> None:
-        """Note progress on the board that has no time of its own."""
+        """Note progress on the board that has no time of its own: a call, or another phase."""
         slots = self._slots
-        if slots[Slot.PROGRESS] != self._counted:
-            self._counted = slots[Slot.PROGRESS]
+        progress, *counts = slots[Slot.PROGRESS], slots[Slot.PHASE], slots[Slot.BACKWARDS]
+        if [progress, *counts] != self._counted:
+            if progress == self._counted[0]:  # a backward pass has begun, which is not counted
+                slots[Slot.PROGRESS] = progress = progress + 1
+            self._counted = [progress, *counts]
             slots[Slot.HEARTBEAT] = slots[Slot.PHASE_SINCE] = now
 
     def attach(self) -> None:

@@ -64,10 +64,13 @@ SETTLE_S = 1.0
 CLOSE_LOOK_S = 1.3
 """Duration of a close examination of ranks that were not suspicious."""
 
-END_TIMEOUT_S = 1.5
+END_TIMEOUT_S = 0.7
 """Time that the watchdog may wait for anything once all ranks have ended."""
 
-_END_POLL_S = 0.4
+END_POLL_S = 0.25
+"""Interval in which the end guard reads whether a rank that lives on has reported its end."""
+
+_BUSY_POLL_S = 0.05
 
 MAX_EVIDENCE = 8
 """Ranks of which evidence is kept where no single one is the cause."""
@@ -378,26 +381,37 @@ class EndGuard(threading.Thread):
         super().__init__(name="backlight-end-guard", daemon=True)
         self._directory, self._starter = directory, starter
         self._main = os.getpid()
+        self._pidfds: dict[int, int] = {}
 
     def run(self) -> None:
         """Wait for the end of the watched processes, then for the main thread."""
-        while not self._has_ended():
-            clock.sleep(_END_POLL_S)
+        while living := self._living():
+            # The kernel reports the end of a process at once.
+            select.select([one for one in living.values() if one >= 0], [], [], END_POLL_S)
         began, busy_s = clock.monotonic(), self._busy_s()
         while clock.monotonic() - began - (self._busy_s() - busy_s) < END_TIMEOUT_S:
-            clock.sleep(_END_POLL_S / 5)
+            clock.sleep(_BUSY_POLL_S)
         os._exit(1)
 
-    def _has_ended(self) -> bool:
-        """Return whether every rank is gone or has reported its end; without any, whether the starter is."""
-        found = False
-        for rank in runtime_dir.ranks_in(self._directory):
-            state = read_state(runtime_dir.state_path(self._directory, rank))
-            if state is not None:
-                found = True
-                if not state.is_closed and processes.is_alive(state.pid):
-                    return False
-        return found or not processes.is_alive(self._starter)
+    def _living(self) -> dict[int, int]:
+        """Return the ranks that have neither ended nor reported so; without any, the starter if it lives.
+
+        Each is a process with its descriptor, which is -1 where the kernel gives none.
+        """
+        paths = [
+            runtime_dir.state_path(self._directory, rank) for rank in runtime_dir.ranks_in(self._directory)
+        ]
+        states = [state for path in paths if (state := read_state(path)) is not None]
+        pids = [state.pid for state in states if not state.is_closed] if states else [self._starter]
+        return {pid: self._pidfds.get(pid, -1) for pid in pids if self._is_alive(pid)}
+
+    def _is_alive(self, pid: int) -> bool:
+        if pid not in self._pidfds:
+            try:
+                self._pidfds[pid] = os.pidfd_open(pid)
+            except OSError:
+                return processes.is_alive(pid)
+        return not select.select([self._pidfds[pid]], [], [], 0)[0]
 
     def _busy_s(self) -> float:
         main = next((t for t in processes.read_threads(self._main) if t.tid == self._main), None)
