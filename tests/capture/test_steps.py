@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from recording import tracking
-from torch import Tensor
+from torch import Tensor, nn
 
 from backlight.capture.hub import HUB
 from cases import CASE_NAMES, CASES, Case, build, build_with_sgd, loop
@@ -267,3 +268,24 @@ def test_replaced_parameters_keep_their_names() -> None:
         "optimizer0.group0.parameter6",
     ]
     assert [record.shape for record in former] == [(2,), (3, 2), (3,), (1,)]
+
+
+class Sleeping(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.01)
+        return super().step(closure)
+
+
+def test_optimizers_of_one_step_are_timed_apart() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    slow, fast = Sleeping(model[0].parameters(), lr=0.1), torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with tracking(models=[model], optimizers=[slow, fast]) as sink:
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            slow.step()
+            fast.step()
+    assert len(sink.summaries) == 3
+    for summary in sink.summaries:
+        assert set(summary.optimizer_seconds) == {0, 1}
+        assert summary.optimizer_seconds[0] >= 0.01
+        assert sum(summary.optimizer_seconds.values()) == pytest.approx(summary.phases["optimizer"])

@@ -58,6 +58,10 @@ class PhaseClock:
         self._began = self._since = clock.perf_counter()
         self.phase, self.separated = Phase.OTHER, False
 
+    def seconds(self, phase: Phase) -> float:
+        """Return what was accounted to ``phase`` since the last :meth:`take`."""
+        return self._times.get(phase, 0.0)
+
     def inside(self, phase: Phase) -> bool:
         """Return whether ``phase`` is open."""
         return phase in self._open

@@ -34,7 +34,8 @@ class StepSummary:
 
     ``backwards_seen`` are those since watching began. ``phases`` are host seconds by phase, ``seconds``
     those of the whole step; ``separated`` says whether forward and loss are among the phases or in the rest.
-    ``forwards`` are those under grad, ``addends`` the values that the losses add up, each None where unknown.
+    ``optimizer_seconds`` are those of that phase by number of the (outer) optimizer. ``forwards`` are those
+    under grad, ``addends`` the values that the losses add up, each None where unknown.
     """
 
     index: int
@@ -50,6 +51,7 @@ class StepSummary:
     batch: int | None = None
     phases: dict[str, float] = field(default_factory=dict)
     rates: list[tuple[str, Any]] = field(default_factory=list)
+    optimizer_seconds: dict[int, float] = field(default_factory=dict)
     without_gradient: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
     separated: bool = False
@@ -130,6 +132,7 @@ class StepTracker(Listener):
         self._stepped: set[int] = set()
         self._collected: set[int] = set()
         self._inside: list[int] = []
+        self._optimizer_began = 0.0
         self._scaling = False
         self._versions: dict[int, int] = {}
         self._refreshed = False
@@ -391,6 +394,8 @@ class StepTracker(Listener):
                 self._close()  # no captured backward in between: gradients by autograd.grad, for instance
             self._inside.append(id(optimizer))
         self._clock.enter(Phase.OPTIMIZER)
+        if len(self._inside) == 1:
+            self._optimizer_began = self._clock.seconds(Phase.OPTIMIZER)
         if not (is_watched and self._recording):
             return
         self._refresh()
@@ -419,6 +424,10 @@ class StepTracker(Listener):
             return
         if id(optimizer) in self._inside:
             self._inside.remove(id(optimizer))
+            if self._recording and not self._inside:
+                number, spent = self._scope.number(optimizer), self._summary.optimizer_seconds
+                since = self._clock.seconds(Phase.OPTIMIZER) - self._optimizer_began
+                spent[number] = spent.get(number, 0.0) + since
         self._stepped.add(id(optimizer))
         if self._recording:
             self._sink.update_ends()

@@ -83,6 +83,9 @@ def _phases(result: ProfileResult) -> None:
             name.replace("_", " "),
             f"{phase.median_ms:.2f}", f"{phase.p95_ms:.2f}", f"{phase.mad_ms:.2f}", f"{phase.share:.1%}",
         )  # fmt: skip
+    for one in result.optimizers:
+        name = f"optimizer {one.number}: {one.type}"
+        table.add_row(name, f"{one.median_ms:.2f}", "", "", f"{one.share:.1%}")
     _print(table)
 
 

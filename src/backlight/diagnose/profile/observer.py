@@ -59,7 +59,7 @@ class Observed:
     ``traced`` steps are those under the profiler; ``has_lines`` is whether one more follows in the trace,
     with source lines. ``device`` are seconds of the device by phase of the clocked steps from the second on.
     ``live`` are the live objects at the end of the clocked steps, ``description`` what else is there then;
-    ``sampler`` has the samples of the clocked steps from the second on.
+    ``sampler`` has the samples of the clocked steps from the second on; ``optimizers`` are types by number.
     """
 
     trouble: list[str]
@@ -70,6 +70,7 @@ class Observed:
     live: LiveObjects | None = None
     description: Description | None = None
     sampler: LineSampler | None = None
+    optimizers: dict[int, str] = field(default_factory=dict)
 
 
 class ProfileObserver(StepObserver):
@@ -202,7 +203,9 @@ class ProfileObserver(StepObserver):
                 "counts as one, so that figures are averages over different steps"
             )
         self.observed.live = read_live_objects(self.forwards.models, optimizers)
-        groups = [group for optimizer in optimizers for group in optimizer_groups(optimizer)]
+        number = self.scope.number
+        self.observed.optimizers = {number(one): type(one).__name__ for one in optimizers}
+        groups = [group for one in optimizers for group in optimizer_groups(one, number(one))]
         self.observed.description = Description(
             take_fingerprint(self.scope, self._arguments),
             tuple(self.scope.table.records),
@@ -266,4 +269,5 @@ class ProfileObserver(StepObserver):
 def _step_time(summary: StepSummary) -> StepTime:
     # The names of learning rates hold the number of their optimizer: lr/<number>/<group>.
     optimizers = tuple(dict.fromkeys(name.split("/")[1] for name, _ in summary.rates))
-    return StepTime.of(summary.phases, summary.seconds, summary.separated, summary.backwards, optimizers)
+    others = (summary.separated, summary.backwards, optimizers, dict(summary.optimizer_seconds))
+    return StepTime.of(summary.phases, summary.seconds, *others)

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict
 from backlight.diagnose.profile.controls import ControlResult
 from backlight.diagnose.profile.line_samples import LineTime, Sampling, StackTime, speedscope
 from backlight.diagnose.profile.optimizations import Optimization
-from backlight.diagnose.profile.step_summary import PhaseTime, StepMilliseconds
+from backlight.diagnose.profile.step_summary import OptimizerTime, PhaseTime, StepMilliseconds
 from backlight.distributed import launch_id, world
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
-from backlight.monitors.steptime.monitor import REMAINDER
+from backlight.monitors.steptime.monitor import REMAINDER, optimizer_scalars
 from backlight.records import Finding, Made, Phase, RunStatus
 from backlight.store.errors import RunWriteError
 from backlight.store.read.run import open_run
@@ -67,6 +67,7 @@ class ProfileResult(BaseModel):
     phases: dict[str, PhaseTime]
     device_phases: dict[str, float] | None
     sum_error: float
+    optimizers: tuple[OptimizerTime, ...] = ()
     lines: tuple[LineTime, ...] | None = None
     stacks: tuple[StackTime, ...] | None = None
     sampling: Sampling | None = None
@@ -148,8 +149,9 @@ def store_profile(profile: Profile, writer: RunWriter) -> ProfileResult:
         if at < len(steps):
             writer.event(at, GARBAGE_COLLECTION, payload)
     for number, step in enumerate(steps):
+        values = {_scalar(name, separated=step.separated): s for name, s in step.phases.items()}
         writer.scalars(
-            number, {_scalar(name, separated=step.separated): s for name, s in step.phases.items()}
+            number, values | (optimizer_scalars(step.optimizer_seconds) if result.optimizers else {})
         )
     for text in result.not_measured:
         what, _, reason = text.partition(": ")

@@ -22,7 +22,7 @@ from backlight.diagnose.profile.line_samples import MIN_SAMPLES, line_times, sam
 from backlight.diagnose.profile.observer import Observed, ProfileObserver
 from backlight.diagnose.profile.optimizations import find_optimizations
 from backlight.diagnose.profile.result import PeakMemory, ProfileResult, write_flame_graph
-from backlight.diagnose.profile.step_summary import StepProfile, summarize_steps
+from backlight.diagnose.profile.step_summary import StepProfile, optimizer_times, summarize_steps
 from backlight.diagnose.profile.throughput import Attention, find_attention, peak_flops, throughput
 from backlight.distributed import world
 from backlight.launch.observe import end_script, explain
@@ -128,6 +128,7 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
         tracing_overhead=_overhead(summary, observed),
         trace=str(options.trace) if read is not None and options.trace is not None else None,
         not_measured=tuple(filter(None, (*observed.trouble, summary.trouble, *unevaluated))),
+        optimizers=optimizer_times(observed.steps, summary, observed.optimizers),
         **_line_fields(observed, summary),
         **_throughput_fields(summary, options, numbers, attention, modules),
         **(_trace_fields(operations) if operations is not None else {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -36,13 +36,14 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step: host seconds, those of its phases, which add up, and the numbers of its optimizers."""
+    """One step: host seconds, those of its phases, which add up, and of its optimizers, by their number."""
 
     seconds: float
     phases: dict[str, float]
     separated: bool
     backwards: int = 1
     optimizers: tuple[str, ...] = ()
+    optimizer_seconds: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, clocked: Mapping[str, float], seconds: float, *others: Any) -> Self:
@@ -50,6 +51,16 @@ class StepTime:
         phases = {str(name): spent for name, spent in clocked.items()}
         phases[Phase.OTHER] = max(0.0, seconds - sum(phases.values()))
         return cls(seconds, phases, *others)
+
+
+@dataclass(frozen=True)
+class OptimizerTime:
+    """One of several optimizers: median milliseconds, and median share of a step, over the steady steps."""
+
+    number: int
+    type: str
+    median_ms: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,23 @@ def summarize_steps(steps: Sequence[StepTime]) -> StepProfile:
         steps=whole.count,
     )
     return StepProfile(steady.first * 1e3, steady.warmup, steady.trouble, step, found, float(errors[worst]))
+
+
+def optimizer_times(
+    steps: Sequence[StepTime], profile: StepProfile, types: Mapping[int, str]
+) -> tuple[OptimizerTime, ...]:
+    """Return the time of each optimizer; nothing for one alone, whose time is that of its phase."""
+    if profile.step is None or len(types) < 2:
+        return ()
+    kept = steps[profile.warmup :]
+    whole = np.array([step.seconds for step in kept])
+    found = []
+    for number, kind in sorted(types.items()):
+        spent = np.array([step.optimizer_seconds.get(number, 0.0) for step in kept])
+        found.append(
+            OptimizerTime(number, kind, 1e3 * float(np.median(spent)), float(np.median(spent / whole)))
+        )
+    return tuple(found)
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -59,6 +59,7 @@ def facts(result: ProfileResult) -> list[str]:
     named = {
         "phases, ms": f"{phases} ({count(result.warmup_dropped, 'warm-up step')} dropped)" if phases else "",
         **{f"line {number}": line_text(one) for number, one in enumerate(lines[:LINES], 2)},
+        "optimizers, ms": ", ".join(f"{one.type} {one.median_ms:.2f}" for one in result.optimizers),
         "device": result.device.statement if result.device is not None else "",
         "kinds of operation": _shares([(row.name, row.share) for row in result.kinds or ()]),
         "modules, own ms": _modules(result),

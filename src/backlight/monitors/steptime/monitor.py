@@ -10,10 +10,11 @@ from backlight import clock
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
+from backlight.monitors.steptime.model.step_times import OPTIMIZER_PREFIX
 from backlight.records import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from backlight.capture.steps import StepSummary
     from backlight.session.step_recorder import StepRecord
@@ -44,6 +45,7 @@ class StepTimeMonitor(Monitor):
         """Follow forwards, and the garbage collector."""
         self._run = run
         self._optimizers: list[dict[str, Any]] = []
+        self._numbers: set[int] = set()
         self._core_wait: CoreWait | None = None
         self._pauses = GarbagePauses(run.notifier.event, lambda: run.clock.index)
         run.follow_forwards()
@@ -58,7 +60,9 @@ class StepTimeMonitor(Monitor):
     def on_parameters_known(self) -> None:
         """Read the optimizers, which may be gone when the run ends."""
         self._core_wait = CoreWait()
-        self._optimizers = [g for o in self._run.scope.optimizers() for g in optimizer_groups(o)]
+        scope = self._run.scope
+        self._optimizers = [g for o in scope.optimizers() for g in optimizer_groups(o, scope.number(o))]
+        self._numbers = {group["optimizer"] for group in self._optimizers}
         devices = {record.device.split(":")[0] for record in self._run.scope.table.records} - {"cpu"}
         if devices:
             self._run.notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", DEVICE_TIME)
@@ -69,6 +73,13 @@ class StepTimeMonitor(Monitor):
         record.scalars.update({f"phase/{phase}": seconds for phase, seconds in summary.phases.items()})
         rest = summary.seconds - sum(summary.phases.values())
         record.scalars[f"phase/{Phase.OTHER if summary.separated else REMAINDER}"] = max(rest, 0.0)
+        if len(self._numbers) > 1:
+            record.scalars.update(optimizer_scalars(summary.optimizer_seconds))
+
+
+def optimizer_scalars(seconds: Mapping[int, float]) -> dict[str, float]:
+    """Return the scalars of a step of several optimizers."""
+    return {f"{OPTIMIZER_PREFIX}{number}": spent for number, spent in seconds.items()}
 
 
 class GarbagePauses:

@@ -156,6 +156,7 @@ SCALARS: dict[str, ScalarSchema] = {
         ScalarSchema("cost", "s", "host time that backlight spent in the step"),
         ScalarSchema("time", "s", "wall-clock time at the end of the step, Unix epoch"),
         ScalarSchema("phase", "s", "time per phase; one scalar phase/<phase> each"),
+        ScalarSchema("optimizer_time", "s", "time per optimizer of several; optimizer_time/<number> each"),
     )
 }
 """Scalars of backlight, by name or by the part before the first slash."""

@@ -41,7 +41,9 @@ def test_for_loop_optimizer_is_found_and_fused_is_not(tmp_path: Path) -> None:
     slow = train(tmp_path / "slow", foreach=False)
     (event,) = slow.events("runtime_info")
     payload = event.payload
-    assert payload["optimizers"] == [{"type": "AdamW", "tensors": 120, "fused": False, "foreach": False}]
+    assert payload["optimizers"] == [
+        {"optimizer": 0, "type": "AdamW", "tensors": 120, "fused": False, "foreach": False}
+    ]
     assert payload["threads"] == torch.get_num_threads()
     assert payload["memory"]["peak"] > 2**20
     assert "bottleneck" in rules(slow)
@@ -59,7 +61,7 @@ def test_foreach_of_optimizers_without_the_option_is_not_known() -> None:
     assert optimizer_groups(UserOptimizer(parameters, {}))[0]["foreach"] is None
     assert optimizer_groups(torch.optim.LBFGS(parameters))[0]["foreach"] is None
     assert optimizer_groups(torch.optim.SGD(parameters))[0] == {
-        "type": "SGD", "tensors": 1, "fused": False, "foreach": False
+        "optimizer": 0, "type": "SGD", "tensors": 1, "fused": False, "foreach": False
     }  # fmt: skip
 
 

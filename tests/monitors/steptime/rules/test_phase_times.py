@@ -64,6 +64,22 @@ def test_for_loop_optimizer_is_found_if_it_takes_time(stored: Any, evaluated: An
     assert not evaluated(stored(slow, runtime_info=LOOP | {"core_wait": 0.2}), "bottleneck")
 
 
+@pytest.mark.parametrize(("slow", "expected"), [(1, ["optimizer_time/1"]), (0, [])])
+def test_several_optimizers_are_judged_by_their_own_time(
+    stored: Any, evaluated: Any, slow: int, expected: list[str]
+) -> None:
+    """AdamW loops; it is named where its own time is long, and not where Muon takes that of the phase."""
+    groups = [
+        {"optimizer": 0, "type": "Muon", "tensors": 20, "fused": False, "foreach": None},
+        {"optimizer": 1, **LOOP["optimizers"][0]},
+    ]
+    times = {f"optimizer_time/{n}": dict.fromkeys(range(60), 0.011 if n == slow else 1e-4) for n in (0, 1)}
+    run = stored(HEALTHY | {"optimizer": 0.012}, runtime_info={"optimizers": groups}, scalars=times)
+    found = evaluated(run, "bottleneck")
+    assert [one.evidence[0].path for one in found] == [f"scalars/{name}" for name in expected]
+    assert all(one.evidence[1].value == "AdamW: fused off, foreach off" for one in found)
+
+
 def test_outliers_are_reported_by_cause(stored: Any, evaluated: Any) -> None:
     changes = {(step, "data"): 0.4 - step / 1000 for step in (30, 40, 45)}
     changes |= {(step, "backward"): 0.5 for step in (50, 52, 54)}

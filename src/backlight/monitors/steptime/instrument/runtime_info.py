@@ -62,10 +62,11 @@ def runtime_info(
     }
 
 
-def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def optimizer_groups(optimizer: torch.optim.Optimizer, number: int = 0) -> list[dict[str, Any]]:
     """Return type, number of tensors, and whether fused or foreach is in use, of each parameter group.
 
-    Without a choice torch takes foreach where every tensor is a plain one on an accelerator. What an
+    ``number`` is that of the optimizer. Without a choice torch takes foreach where every tensor is a plain
+    one on an accelerator. What an
     optimizer without these options does is not known: foreach is None.
     """
     groups = []
@@ -76,6 +77,7 @@ def optimizer_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
             foreach = bool(tensors) and all(p.device.type != "cpu" for p in tensors)
         groups.append(
             {
+                "optimizer": number,
                 "type": type(optimizer).__name__,
                 "tensors": len(tensors),
                 "fused": bool(fused),

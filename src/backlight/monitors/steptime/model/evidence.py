@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.steptime.model.step_times import PREFIX, PhaseTimes, read_phases
+from backlight.monitors.steptime.model.step_times import PREFIX, Floats, PhaseTimes, read_phases
 from backlight.records import Evidence
 from backlight.store.platform import atomic_json
 from backlight.store.read.run import Event, Run
@@ -120,9 +121,13 @@ def is_busy(run: Run, limits: BusyLimits) -> bool:
 
 def phase_evidence(table: PhaseTimes, name: str) -> Evidence:
     """Cite the step whose time in a phase is nearest to the median."""
-    values = table.phase(name)
+    return scalar_evidence(f"{PREFIX}{name}", table.steps, table.phase(name))
+
+
+def scalar_evidence(name: str, steps: npt.NDArray[np.int64], values: Floats) -> Evidence:
+    """Cite the step whose seconds of a scalar are nearest to the median."""
     row = int(np.argmin(np.abs(values - np.median(values))))
-    return Evidence(f"scalars/{PREFIX}{name}", int(table.steps[row]), float(values[row]), "s")
+    return Evidence(f"scalars/{name}", int(steps[row]), float(values[row]), "s")
 
 
 def info_evidence(info: Event, value: float | str, unit: str = "1") -> Evidence:

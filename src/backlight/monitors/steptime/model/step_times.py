@@ -18,6 +18,7 @@ from backlight.store.read.run import Run, Scalar
 Floats = npt.NDArray[np.float64]
 
 PREFIX = "phase/"
+OPTIMIZER_PREFIX = "optimizer_time/"
 """Prefix of the scalars of phase times."""
 
 WINDOW_STEPS = 5
@@ -121,6 +122,16 @@ def read_phases(run: Run, *, attempt: int | None = None, rank: int | None = None
     steps, seconds = join_scalars(list(scalars.values()))
     valid = np.isfinite(seconds).all(axis=1) & (seconds >= 0).all(axis=1) & (seconds.sum(axis=1) > 0)
     return PhaseTimes(steps[valid], tuple(scalars), seconds[valid]) if valid.any() else None
+
+
+def optimizer_seconds(run: Run, table: PhaseTimes, number: int) -> Floats | None:
+    """Return the seconds of one optimizer by step of ``table`` [S]; None where not recorded apart."""
+    name = f"{OPTIMIZER_PREFIX}{number}"
+    if name not in run.scalar_names("backlight"):
+        return None
+    scalar = run.scalar(name, attempt=run.attempts[-1].index)
+    spent = dict(zip(scalar.steps.tolist(), scalar.values.tolist(), strict=True))
+    return np.array([spent.get(step, 0.0) for step in table.steps.tolist()])
 
 
 def join_scalars(scalars: Sequence[Scalar]) -> tuple[npt.NDArray[np.int64], Floats]:

@@ -21,12 +21,19 @@ from backlight.monitors.steptime.model.evidence import (
     phase_evidence,
     read_profile,
     read_runtime_info,
+    scalar_evidence,
     steady_phases,
 )
-from backlight.monitors.steptime.model.step_times import PREFIX, Floats, PhaseTimes
+from backlight.monitors.steptime.model.step_times import (
+    OPTIMIZER_PREFIX,
+    PREFIX,
+    Floats,
+    PhaseTimes,
+    optimizer_seconds,
+)
 from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
-from backlight.store.read.run import Run
+from backlight.store.read.run import Event, Run
 from backlight.text import count, duration
 
 CONTROL = "cached batch"
@@ -279,39 +286,57 @@ def _copies(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
 
 
 def _optimizer(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
-    """Find an optimizer that loops over parameters where one call would do.
+    """Find optimizers that loop over parameters where one call would do, each by its own time.
 
-    The time is that of all optimizers: with several types of them it is not known whose it is.
+    Where several were not timed apart, as in older runs, it is not known whose the time of the phase is.
     """
     table, info = steady_phases(run, limits), read_runtime_info(run)
     if table is None or info is None or is_busy(run, limits):
         return
-    seconds = table.phase(Phase.OPTIMIZER)
-    share = float(np.median(seconds / table.total))
     groups = info.payload.get("optimizers") or ()
-    slow = [
-        group for group in groups if not group["fused"] and group["foreach"] is False and group["tensors"] > 1
-    ]
-    if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor or not slow:
-        return
-    group = max(slow, key=lambda one: int(one["tensors"]))
-    kind, tensors = str(group["type"]), int(group["tensors"])
     on_device = (info.payload.get("memory") or {}).get("where") == "device"
-    # On a CPU, foreach is slower than the loop.
-    if len({one["type"] for one in groups}) > 1 or (kind not in FUSED and not on_device):
+    for number in sorted({int(group.get("optimizer") or 0) for group in groups}):
+        own = [group for group in groups if int(group.get("optimizer") or 0) == number]
+        slow = [g for g in own if not g["fused"] and g["foreach"] is False and g["tensors"] > 1]
+        if not slow or len({group["type"] for group in own}) > 1:
+            continue
+        group = max(slow, key=lambda one: int(one["tensors"]))
+        # On a CPU, foreach is slower than the loop.
+        if group["type"] not in FUSED and not on_device:
+            continue
+        is_alone = len(own) == len(groups)
+        seconds = table.phase(Phase.OPTIMIZER) if is_alone else optimizer_seconds(run, table, number)
+        if seconds is not None:
+            yield from _slow_optimizer(limits, table, info, group, seconds, None if is_alone else number)
+
+
+def _slow_optimizer(
+    limits: BottleneckLimits,
+    table: PhaseTimes,
+    info: Event,
+    group: Mapping[str, Any],
+    seconds: Floats,
+    number: int | None,
+) -> Iterator[Finding]:
+    """Find an optimizer whose ``seconds`` are worth a fused one; ``number`` is None for the only one."""
+    share = float(np.median(seconds / table.total))
+    if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor:
         return
+    kind, tensors = str(group["type"]), int(group["tensors"])
     option = "fused=True" if kind in FUSED else "foreach=True"
+    who = "The optimizer" if number is None else f"Optimizer {number}"
+    name = f"{PREFIX}{Phase.OPTIMIZER}" if number is None else f"{OPTIMIZER_PREFIX}{number}"
     yield Finding(
         severity=Severity.INFO,
-        title=f"The optimizer takes {percent(share)} of a step: {kind} is not fused",
+        title=f"{who} takes {percent(share)} of a step: {kind} is not fused",
         detail=(
-            f"The optimizer takes {percent(share)} of a steady step, and {kind} updates its "
+            f"{who} takes {percent(share)} of a steady step, and {kind} updates its "
             f"{count(tensors, 'tensor')} one by one: neither fused nor foreach is in use. Expected gain: "
             f"most of {percent(share)} of a step."
         ),
         subject=Subject(phase=Phase.OPTIMIZER),
         evidence=(
-            phase_evidence(table, Phase.OPTIMIZER),
+            scalar_evidence(name, table.steps, seconds),
             info_evidence(info, f"{kind}: fused off, foreach off"),
         ),
         fix=f"Use `{kind}(..., {option})` and compare: `backlight compare --ab` on both commands.",
