@@ -65,7 +65,7 @@ def test_for_loop_optimizer_is_found_if_it_takes_time(stored: Any, evaluated: An
 
 
 @pytest.mark.parametrize(("slow", "expected"), [(1, ["optimizer_time/1"]), (0, [])])
-def test_several_optimizers_are_judged_by_their_own_time(
+def test_several_optimizers_are_evaluated_by_their_own_time(
     stored: Any, evaluated: Any, slow: int, expected: list[str]
 ) -> None:
     """AdamW loops; it is named where its own time is long, and not where Muon takes that of the phase."""
