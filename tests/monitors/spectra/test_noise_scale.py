@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import backlight
 from backlight.measure.noise_scale import NoiseScale, noise_scale
+from backlight.monitors.spectra.instrument import microbatch_noise
 from backlight.monitors.spectra.noise_scale_monitor import NoiseScaleMonitor, next_due
 from backlight.monitors.spectra.panels import noise_scale_of_steps
 from backlight.report.panel import Drawn, NotMeasured
@@ -125,16 +126,16 @@ def sum_loss(output: Tensor, target: Tensor) -> Tensor:
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def truth(model: nn.Module, x: Tensor, y: Tensor, names: list[str]) -> NoiseScale:
-    """Return the noise scale of some parameters by one backward per sample."""
+def truth(model: nn.Module, x: Tensor, y: Tensor, names: list[str], size: int = 1) -> NoiseScale:
+    """Return the noise scale of some parameters by one backward per sample, or per ``size`` samples."""
     rows = []
-    for n in range(len(x)):
+    for n in range(0, len(x), size):
         model.zero_grad()
-        mean_loss(model(x[n : n + 1]), y[n : n + 1]).backward()
+        mean_loss(model(x[n : n + size]), y[n : n + size]).backward()
         found = dict(model.named_parameters())
         rows.append(torch.cat([found[name].grad.flatten() for name in names]))
     G = torch.stack(rows).numpy()
-    return noise_scale((G**2).sum(1), G @ G.sum(0), 1)
+    return noise_scale((G**2).sum(1), G @ G.sum(0), size)
 
 
 def watched(model: nn.Module, x: Any, y: Tensor, path: Path, loss: Loss = mean_loss, steps: int = 1) -> Any:
@@ -184,6 +185,26 @@ def test_equals_one_backward_per_sample(
         assert recorded(run, f"/{layer}") == pytest.approx((own.value, *own.interval), rel=1e-6)
     shares = sum(payload["shares"].values()) + sum(one["share"] for one in payload["unmeasured"])
     assert shares == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(NormedMlp, "rows"), (Cnn, "images")], ids=["mlp", "cnn"])
+def test_large_microbatch_is_measured_in_groups(
+    make: Callable[[], nn.Module], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbatch_noise, "MOST_GRADIENTS", 10)
+    torch.manual_seed(0)
+    model = make().double()
+    x, y = inputs(kind, 24)
+    expected = truth(copy.deepcopy(model), x, y, [name for name, _ in model.named_parameters()], size=3)
+    run = watched(model, x, y, tmp_path / "run")
+    assert recorded(run) == pytest.approx((expected.value, *expected.interval), rel=1e-6)
+    assert run.scalar("noise_scale_samples").values.tolist() == [24]
+
+
+def test_large_prime_microbatch_is_refused() -> None:
+    assert microbatch_noise.groups_of(4096) == 512
+    assert microbatch_noise.groups_of(500) == 500
+    assert "521 samples cannot be divided" in microbatch_noise.refused(nn.Linear(2, 2), 521)
 
 
 def test_linear_regression_has_the_closed_form(tmp_path: Path) -> None:

@@ -24,14 +24,25 @@ UNKNOWN = "no layer that backlight knows uses it"
 LEAST_SAMPLES = 2
 """Fewest samples that show any noise."""
 
+MOST_GRADIENTS = 512
+"""Most gradients of a Gram; of a larger microbatch they are those of groups of neighbouring samples."""
+
+LEAST_GROUPS = 8
+"""Fewest groups of a microbatch that is too large to measure single samples."""
+
+
+def groups_of(samples: int) -> int:
+    """Return the number of equal groups that a microbatch is divided into: its samples, if they are few."""
+    return next((n for n in range(min(samples, MOST_GRADIENTS), 1, -1) if samples % n == 0), 1)
+
 
 @dataclass
 class Pending:
     """What was measured of a parameter: numbers that may still be on a device."""
 
     gradient: Tensor  # its squared norm
-    squares: Tensor | None = None  # [N]
-    products: Tensor | None = None  # [N], with the sum of all
+    squares: Tensor | None = None  # [groups]
+    products: Tensor | None = None  # [groups], with the sum of all
     slack: Tensor | None = None
     reason: str = ""
 
@@ -58,6 +69,8 @@ def refused(model: nn.Module, samples: int | None) -> str:
     """Return why the samples of a forward of ``model`` cannot be told apart; empty where they can."""
     if samples is None or samples < LEAST_SAMPLES:
         return f"the model was called with {samples or 'no known number of'} samples; two or more are needed"
+    if samples > MOST_GRADIENTS and groups_of(samples) < LEAST_GROUPS:
+        return f"{samples} samples cannot be divided into {LEAST_GROUPS} to {MOST_GRADIENTS} equal groups"
     for module in nn.Module.modules(model):
         kind = type(module).__name__
         if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
@@ -72,10 +85,10 @@ def refused(model: nn.Module, samples: int | None) -> str:
 
 
 class MicrobatchMeasurement:
-    """Collects one microbatch of ``samples``; ``names`` are given with the gradients, by key."""
+    """Collects one microbatch of ``samples``, in ``groups`` of as many neighbouring ones each."""
 
     def __init__(self, samples: int) -> None:
-        self.samples = samples
+        self.samples, self.groups = samples, groups_of(samples)
         self.reason = ""
         self._uses: dict[int, list[Factors]] = {}
         self._skipped: dict[int, str] = {}
@@ -102,7 +115,7 @@ class MicrobatchMeasurement:
                 f"{self.samples}: which one is that of the samples is not known; take another batch size"
             )
         else:
-            pieces = kernel(layer, x, delta, self.samples)
+            pieces = kernel(layer, x, delta, self.groups)
             for key, parameter in layer._parameters.items():
                 if parameter is not None and key in pieces:
                     self._uses.setdefault(id(parameter), []).append(pieces[key])
@@ -155,15 +168,14 @@ class MicrobatchMeasurement:
                 layers.setdefault(layer, []).append((one.squares.cpu(), one.products.cpu()))
                 out.shares[layer] = out.shares.get(layer, 0.0) + share
         out.covered = sum(out.shares.values())
-        out.layers = {layer: _scale(parts) for layer, parts in layers.items()}
+        out.layers = {layer: self._scale(parts) for layer, parts in layers.items()}
         if layers:
-            out.model = _scale([part for parts in layers.values() for part in parts])
+            out.model = self._scale([part for parts in layers.values() for part in parts])
         return out
 
-
-def _scale(parts: Sequence[tuple[Tensor, Tensor]]) -> NoiseScale:
-    squares, products = (torch.stack(column).sum(0).numpy() for column in zip(*parts, strict=True))
-    return noise_scale(squares, products, 1)
+    def _scale(self, parts: Sequence[tuple[Tensor, Tensor]]) -> NoiseScale:
+        squares, products = (torch.stack(column).sum(0).numpy() for column in zip(*parts, strict=True))
+        return noise_scale(squares, products, self.samples / self.groups)
 
 
 def _features_from(layer: Any, x: Tensor) -> int:
