@@ -296,11 +296,16 @@ def test_refused_step_has_a_reason(
     assert "noise_scale" not in run.scalar_names()
 
 
+QUICK = {
+    "plain", "accumulation", "tied", "in_place_edit_of_output", "checkpointing", "scaler", "lbfgs",
+    "copied_and_saved", "compiled", "exception_in_backward", "functional_gradients",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "name",
-    ["plain", "accumulation", "tied", "in_place_edit_of_output", "checkpointing", "scaler", "lbfgs",
-     "copied_and_saved", "compiled", "exception_in_backward", "functional_gradients"],
-)  # fmt: skip
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in CASES],
+)
 def test_training_is_unchanged(name: str, tmp_path: Path) -> None:
     alone = CASES[name].train()
     random = torch.get_rng_state()
@@ -309,6 +314,32 @@ def test_training_is_unchanged(name: str, tmp_path: Path) -> None:
     assert_equal(alone, found)
     assert torch.equal(random, torch.get_rng_state())
     assert "__call__" not in vars(nn.Linear)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_rounding_leaves_no_parameter_out(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Cnn()
+    x, y = inputs("images", 32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+        run = watched(model, x.float(), y, tmp_path / "run", steps=4)
+    assert [event.payload["unmeasured"] for event in run.events("noise_scale")] == [[]] * 4
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_graph_of_the_gradient_is_left_alone(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = NormedMlp().double()
+    x, y = inputs("rows")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    oracle = copy.deepcopy(model)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", noise_scale=1, summary=False):
+        mean_loss(model(x), y).backward(create_graph=True)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+    expected = truth(oracle, x, y, [name for name, _ in oracle.named_parameters()])
+    assert recorded(backlight.open_run(tmp_path / "run"))[0] == pytest.approx(expected.value, rel=1e-6)
 
 
 def test_cadence_grows() -> None:

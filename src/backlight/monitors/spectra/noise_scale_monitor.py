@@ -205,6 +205,8 @@ class NoiseScaleMonitor(Monitor):
     def ends(self, *, whole: bool, samples: int | None) -> None:
         """Close the measurement; what follows in this step is not of its microbatch."""
         self._finished = True
+        if self._measurement is not None:
+            self._measurement.release()
         if not whole:
             self._reason = "its backward pass raised"
         elif samples is None:

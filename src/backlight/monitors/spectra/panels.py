@@ -436,8 +436,9 @@ NOISE_SCALE = (
     order=77,
     series=("scalars/noise_scale",),
     note="The batch, in samples, at which noise and signal of the gradient are equal, of the parameters that "
-    "were measured; a sample is what lies along the first dimension of what the model is called with. A gap: "
-    "the microbatch shows no signal, or the interval has no upper end.",
+    "were measured; a sample is what lies along the first dimension of what the model is called with; that "
+    "samples do not mix in the forward is not checked. A gap: the microbatch shows no signal, or the "
+    "interval has no upper end.",
     monitor="spectra",
     optional=True,
 )

@@ -123,6 +123,7 @@ class MicrobatchMeasurement:
     def close(self, key: int, parameter: Tensor, gradient: Tensor) -> None:
         """Measure a parameter, all of whose calls have arrived with its gradient."""
         uses, reason = self._uses.pop(id(parameter), []), self._skipped.get(id(parameter), "")
+        gradient = gradient.detach()
         if gradient.layout is not torch.strided:
             gradient = gradient.coalesce().values() if gradient.is_sparse else gradient.to_dense()
         if gradient.is_complex():
@@ -145,6 +146,10 @@ class MicrobatchMeasurement:
                 pending.slack = 16 * eps * (torch.linalg.vector_norm(K, 1) + (summands + norm) * norm)
         self._found[key] = pending
 
+    def release(self) -> None:
+        """Drop what belongs to parameters without a gradient: the backward is over."""
+        self._uses.clear()
+
     def result(self, names: Mapping[int, str]) -> MicrobatchNoise:
         """Return the noise scales, with the names of parameters by key; waits for the device."""
         out = MicrobatchNoise(self.samples, reason=self.reason)
@@ -160,7 +165,7 @@ class MicrobatchMeasurement:
             name, share = names[key], float(one.gradient) / total if total else 0.0
             if one.squares is None or one.products is None or one.slack is None:
                 out.unmeasured[name] = one.reason, share
-            elif abs(float(one.products.sum()) - float(one.gradient)) > float(one.slack):
+            elif not abs(float(one.products.sum()) - float(one.gradient)) <= float(one.slack) < math.inf:
                 reason = "the calls of its layers do not add up to its gradient: a use escaped, or a hook"
                 out.unmeasured[name] = f"{reason} changes it", share
             else:
