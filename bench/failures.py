@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from backlight import processes
 from backlight.records import RunStatus
 from backlight.store.read.run import Run, open_run
 
@@ -415,9 +416,9 @@ def training_killed(folder: Path) -> list[str]:
     process = training.start()
     _, errors = process.communicate(timeout=TIMEOUT_S)
     pid, began = int((folder / "pid").read_text()), time.monotonic()
-    while Path(f"/proc/{pid}").exists() and time.monotonic() - began < 60:
-        time.sleep(0.05)
-    problems = [f"the watchdog outlives its run: {errors}"] if Path(f"/proc/{pid}").exists() else []
+    while processes.is_alive(pid) and time.monotonic() - began < 60:  # it may wait long to be reaped
+        time.sleep(0.02)
+    problems = [f"the watchdog outlives its run: {errors}"] if processes.is_alive(pid) else []
     MEASURED["training_killed"] = f" within {time.monotonic() - began:.1f} s"
     run = training.run
     return problems + ([] if run.status is RunStatus.KILLED else [f"status {run.status.value}"])

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from synthetic import FULL, Plan, records, write_run
 
+from backlight.monitor import StoredStep
 from backlight.records import Fingerprint, ParameterRecord
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.plots.panels import parameters as draw_parameters
 from backlight.report.source import Source
+from backlight.session.step_selection import WHOLE_STEPS, StepSelection
+from backlight.session.writer_thread import ResultQueue, WriterThread
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from backlight.text import duration, percent
@@ -203,6 +207,25 @@ def test_unmeasured_zero_and_non_finite_cells_differ(full: Source) -> None:
     assert (rms.measured[:, 25] == 1).all()
     assert rms.broken[95, 10] == 1
     assert np.isnan(rms.high[95, 10])
+
+
+@pytest.mark.parametrize("steps", [WHOLE_STEPS, WHOLE_STEPS + 40])
+def test_figure_of_steps_states_from_which_on_they_are_thinned(tmp_path: Path, steps: int) -> None:
+    with RunWriter.create(tmp_path / "run") as writer:
+        parts: list[Any] = [None, ResultQueue(), None, writer, 1.0, pytest.fail, StepSelection()]
+        thread = WriterThread(*parts)
+        for step in range(steps):
+            thread.keep(StoredStep(step, (), {"loss": 1.0}, {}), in_detail=False)
+    source = Source(open_run(tmp_path / "run"))
+    (taken,) = [f[2] for f in PANELS["loss"].summary(source).figures(source) if f[0] == "steps recorded"]
+    stored = source.scalar("loss").steps.tolist()
+    missing = sorted(set(range(steps)) - set(stored))
+    if steps == WHOLE_STEPS:
+        assert (missing, taken) == ([], "of 4,096")
+    else:
+        # The windows are of four steps, of which the first is stored.
+        assert (missing[0], len(missing)) == (4097, 30)
+        assert taken == "of 4,133; from step 4,097 on one of each window, and what stands out"
 
 
 def test_parameters_that_never_train_have_no_health(full: Source) -> None:
