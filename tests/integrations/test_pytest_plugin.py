@@ -60,6 +60,11 @@ def test_marked_untrained_head():
     train(*build(trained=False))
 
 
+@pytest.mark.backlight(steps=12, fail_on="warning")
+def test_marked_untrained_head_ends_after_12_steps():
+    train(*build(trained=False), steps=10**9)
+
+
 @pytest.mark.backlight
 def test_marked_without_a_step():
     build(trained=True)
@@ -97,6 +102,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for case in ET.parse(folder / "out.xml").iter("testcase"):
         problem = case.find("failure") if case.find("failure") is not None else case.find("error")
         found[str(case.get("name"))] = "" if problem is None else str(problem.get("message"))
+        assert problem is None or "another exception" not in (problem.text or "")
     return found
 
 
@@ -113,6 +119,7 @@ def test_passes(outcomes: dict[str, str], name: str) -> None:
     [
         ("test_untrained_head", "`2.weight` and `2.bias` are not in any optimizer"),
         ("test_marked_untrained_head", "`2.weight` and `2.bias` are not in any optimizer"),
+        ("test_marked_untrained_head_ends_after_12_steps", "are not in any optimizer"),
         ("test_marked_without_a_step", "recorded no optimizer step"),
         ("test_marked_own_failure", "own failure"),
         ("test_marked_typo", "fail_on: no severity or rule is called 'typo'"),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -76,11 +76,17 @@ def _check(watched: Watch, fails: Callable[[Any], bool]) -> None:
     """Fail the test by the findings, or because nothing was measured."""
     __tracebackhide__ = True
     if not watched.is_recorded or not watched.step:
-        pytest.fail("backlight recorded no optimizer step, so that nothing was checked", pytrace=False)
+        _fail("backlight recorded no optimizer step, so that nothing was checked")
     findings = watched.findings
     failing = [finding for finding in findings if fails(finding)]
     if failing:
-        pytest.fail(f"backlight: {failing[0].title}\n{findings}\nrun: {watched.path}", pytrace=False)
+        _fail(f"backlight: {failing[0].title}\n{findings}\nrun: {watched.path}")
+
+
+def _fail(message: str) -> NoReturn:
+    __tracebackhide__ = True
+    # What ended the steps is no part of the failure.
+    raise pytest.fail.Exception(message, pytrace=False) from None
 
 
 @pytest.fixture(name=FIXTURE)
