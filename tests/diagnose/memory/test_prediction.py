@@ -86,6 +86,14 @@ def test_operations_with_workspaces_are_listed() -> None:
     assert "convolution" not in predicted({"model": "mlp"}).workspaces
 
 
+@pytest.mark.parametrize(
+    ("model", "expected"), [("lstm", ["recurrent layers"]), ("cnn", ["convolutions"]), ("gpt", [])]
+)
+def test_prediction_with_kernels_that_take_more_is_a_lower_bound(model: str, expected: list[str]) -> None:
+    settings = {"model": model, "precision": "fp32", "optimizer": "adamw", "checkpointing": "none"}
+    assert [text.partition(":")[0] for text in predicted(settings).too_low] == expected
+
+
 def test_kinds_of_a_prediction_match_the_model() -> None:
     prediction = predicted({"model": "gpt_tied", "optimizer": "adamw"})
     model = matrix.build_model("gpt_tied")

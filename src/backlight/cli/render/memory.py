@@ -56,7 +56,10 @@ def print_predicted(result: PredictedMemory, *, wanted: bool, as_json: bool) -> 
         print_json(result.model_dump(mode="json"))
         return
     page = Page()
-    page.say((f"predicted: {_headline(result)}; {_parameters(result.parameters)}", "bold"))
+    bound = ", a lower bound" if result.too_low else ""
+    page.say((f"predicted{bound}: {_headline(result)}; {_parameters(result.parameters)}", "bold"))
+    for text in result.too_low:
+        page.note(text, "lower bound")
     _tables(page, result)
     flops = result.flops
     if flops.step:

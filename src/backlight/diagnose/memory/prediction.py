@@ -21,7 +21,7 @@ from backlight.diagnose.memory.fake_model import (
     fake_mode,
     repeated_blocks,
 )
-from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
+from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter, underestimates
 from backlight.diagnose.memory.recorder import Recorder
 from backlight.diagnose.memory.result import (
     GRANULE_BYTES,
@@ -77,6 +77,7 @@ def predict_step(
         flops=counter.flops(),
         logits=logits.find(recorder.start, granule),
         workspaces=counter.workspaces(),
+        too_low=underestimates(counter.workspaces()),
         ddp_bucket_bytes=(0, account.new_gradients()),
         blocks=blocks,
         built=built,

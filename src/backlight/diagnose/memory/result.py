@@ -195,7 +195,7 @@ class PredictedMemory(StepMemory):
 
     ``built`` is how the model was built: ``meta``, ``piecewise`` (one parameter at a time) or ``real``. The
     ranges ``context_bytes``, ``communication_bytes`` and ``ddp_bucket_bytes`` come on top on a GPU, with NCCL
-    and with DDP.
+    and with DDP. ``too_low`` lists kinds of operations with which predictions were too low, and by how much.
     """
 
     how: Literal["predicted"] = "predicted"
@@ -210,6 +210,7 @@ class PredictedMemory(StepMemory):
     checkpointing: tuple[Saving, ...] = ()
     fit: Fit | None = None
     not_seen: tuple[str, ...] = NOT_PREDICTED
+    too_low: tuple[str, ...] = ()
 
 
 def account_fields(account: Account) -> dict[str, Any]:
