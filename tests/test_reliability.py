@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from fuzz.targets import TARGETS
+
 BENCH = Path(__file__).parents[1] / "bench"
+PAGE = BENCH.parent / "docs" / "reliability.md"
 QUICK = {"stuck_watchdog", "watchdog_ends_at_once"}
 
 
@@ -19,6 +22,23 @@ def failures() -> list[str]:
     tree = ast.parse((BENCH / "failures.py").read_text())
     found = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and n.target.id == "FAILURES")
     return [one.id for one in found.generators[0].iter.elts]
+
+
+def rows(heading: str) -> list[str]:
+    """Return the first column of the table of the page below a heading."""
+    table = PAGE.read_text().split(f"\n| {heading} |", 1)[1].split("\n\n", 1)[0]
+    return [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+
+
+def test_page_lists_what_the_bench_tries() -> None:
+    assert sorted(rows("kind")) == sorted(TARGETS)
+    tree = ast.parse((BENCH / "failures.py").read_text())
+    said = {n.name: ast.get_docstring(n) or "" for n in tree.body if isinstance(n, ast.FunctionDef)}
+    expected = [said[name].rstrip(".").replace("``", "`") for name in failures()]
+    listed = rows("failure")
+    assert len(listed) == len(expected)
+    for row, text in zip(listed, expected, strict=True):
+        assert row.replace("`", "").startswith(text.replace("`", ""))
 
 
 @pytest.mark.timeout(900)
