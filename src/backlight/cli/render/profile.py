@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 MODULES, OPERATORS, LINES = 12, 5, 8
 """Modules, operators of a phase, and copies that are printed; --json has them all."""
 
+TREE = 24
+"""Modules of the tree that are printed."""
+
 SMALL = 0.01
-"""Share of a phase from which an operator is printed."""
+"""Share of a phase from which an operator is printed, and of a step from which a module is."""
 
 
 def show(result: ProfileResult, findings: Sequence[Finding] = (), *, full: bool = False) -> None:
@@ -99,7 +102,15 @@ def _lines(result: ProfileResult) -> None:
 
 
 def _modules(result: ProfileResult) -> None:
-    table = make_table("module", "calls", "forward ms", "own", "backward ms", "own", "recomputed")
+    if result.module_tree is not None:
+        table = make_table("module, clocked steps", "total ms", "self ms", "of step")
+        shown = [row for row in result.module_tree if row.share >= SMALL]
+        for row in shown[:TREE]:
+            name = f"{'  ' * row.depth}{row.name or '(model)'}"
+            table.add_row(name, f"{row.total_ms:.2f}", f"{row.self_ms:.2f}", f"{row.share:.1%}")
+        _add_rest(table, len(result.module_tree) - len(shown[:TREE]))
+        _print(table)
+    table = make_table("module, traced", "calls", "fwd ms", "self", "bwd ms", "self", "recomputed")
     chosen = sorted(result.modules or (), key=lambda m: -(m.forward_exclusive_ms + m.backward_exclusive_ms))
     for module in chosen[:MODULES]:
         table.add_row(
@@ -108,9 +119,13 @@ def _modules(result: ProfileResult) -> None:
             f"{module.backward_ms:.2f}", f"{module.backward_exclusive_ms:.2f}",
             f"{module.recomputed_ms:.2f}" if module.recomputed_ms else "",
         )  # fmt: skip
-    if len(chosen) > MODULES:
-        table.add_row(Text(f"{len(chosen) - MODULES} more", style="dim"), *[""] * 6)
+    _add_rest(table, len(chosen) - MODULES)
     _print(table)
+
+
+def _add_rest(table: Table, more: int) -> None:
+    if more > 0:
+        table.add_row(Text(f"{more} more", style="dim"), *[""] * (len(table.columns) - 1))
 
 
 def _operators(result: ProfileResult) -> None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from backlight.diagnose.profile.controls import ControlResult
 from backlight.diagnose.profile.line_samples import LineTime, Sampling, StackTime, speedscope
+from backlight.diagnose.profile.module_tree import ModuleRow
 from backlight.diagnose.profile.optimizations import Optimization
 from backlight.diagnose.profile.step_summary import OptimizerTime, PhaseTime, StepMilliseconds
 from backlight.distributed import launch_id, world
@@ -49,8 +50,9 @@ class ProfileResult(BaseModel):
 
     Rank 0 alone is traced. ``phases`` are host times, ``device_phases`` median device times. The
     ``sum_error`` values are the largest share by which phases miss their step. ``mfu_basis`` states what the
-    MFU rests on, or why there is none. ``backward_unattributed_ms`` belongs to no module: the loss, sums of
-    gradients, the engine. ``tracing_overhead`` is the ratio of a traced step to a clocked one.
+    MFU rests on, or why there is none. ``modules`` are of traced steps, ``module_tree`` is of clocked ones.
+    ``backward_unattributed_ms`` belongs to no module: the loss, sums of gradients, the engine.
+    ``tracing_overhead`` is the ratio of a traced step to a clocked one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,6 +79,7 @@ class ProfileResult(BaseModel):
     mfu: float | None = None
     mfu_basis: str | None = None
     modules: tuple[ModuleTime, ...] | None = None
+    module_tree: tuple[ModuleRow, ...] | None = None
     backward_unattributed_ms: float | None = None
     traced_steps: int | None = None
     traced_step_ms: float | None = None

@@ -19,6 +19,7 @@ import psutil
 from backlight import devices
 from backlight.diagnose.profile.controls import control_from_environment
 from backlight.diagnose.profile.line_samples import MIN_SAMPLES, line_times, sampling, settle, stack_times
+from backlight.diagnose.profile.module_tree import module_tree
 from backlight.diagnose.profile.observer import Observed, ProfileObserver
 from backlight.diagnose.profile.optimizations import find_optimizations
 from backlight.diagnose.profile.result import PeakMemory, ProfileResult, write_flame_graph
@@ -133,6 +134,9 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
         **_throughput_fields(summary, options, numbers, attention, modules),
         **(_trace_fields(operations) if operations is not None else {}),
         modules=modules.modules if modules is not None else None,
+        module_tree=module_tree(modules.modules, summary, operations.traced_phases)
+        if modules is not None and operations is not None
+        else None,
         backward_unattributed_ms=modules.unattributed_ms if modules is not None else None,
     )
     if options.flame_graph is not None and rank == 0:
