@@ -85,7 +85,14 @@ def test_report_shows_the_profile(profile: Profile) -> None:
         application.main(["report", str(run)])
     assert leaving.value.code == 0
     page = (run / "report.html").read_text(encoding="utf-8")
-    for title in ("Time per step", "Time by module", "Operators of a step", "Kinds", "Copies (aten::copy_)"):
+    for title in (
+        "Time per step",
+        "Time by line",
+        "Time by module",
+        "Operators of a step",
+        "Kinds",
+        "Copies (aten::copy_)",
+    ):
         assert title in page
     assert f"slow_step.py:{CAST} (forward)" in page
 
