@@ -89,6 +89,10 @@ PROFILE: dict[str, Any] = {
         {"source": "", "target": "", "contiguous": None, "line": "", "calls": 1, "elements": None,
          "host_ms": 0.1, "device_ms": 0.0, "share": 0.01},
     ],
+    "lines": [
+        {"phase": "data", "line": "train.py:9", "function": "collate", "samples": 30, "share": 0.75, "ms": 3.0},
+        {"phase": "data", "line": "", "function": "", "samples": 10, "share": 0.25, "ms": 1.0},
+    ],
     "joined": [
         {"forward": "aten::addmm", "backward": "AddmmBackward0", "calls": 2, "forward_ms": 3,
          "backward_ms": 7}

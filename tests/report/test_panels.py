@@ -62,6 +62,14 @@ def test_panels_have_unique_order_and_series() -> None:
     assert len(claimed) == len(set(claimed))
 
 
+def test_lines_of_a_profile_are_listed(full: Source) -> None:
+    (table,) = drawn(full, "lines").data["tables"]
+    assert table["rows"] == [
+        ["train.py:9", "collate", "data", "30", "3.00", "75.0%"],
+        ["no line of the script", "", "data", "10", "1.00", "25.0%"],
+    ]
+
+
 def test_every_kind_has_a_drawing_function(full: Source) -> None:
     assets = Path(__file__).parents[2] / "src/backlight/report/assets/kinds"
     known = "".join(file.read_text() for file in assets.glob("*.js"))

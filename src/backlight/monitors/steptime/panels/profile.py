@@ -64,7 +64,7 @@ def figures(tables: Sequence[dict[str, Any]], remarks: Sequence[str] = ()) -> Dr
 @panel(
     "lines",
     title="Time by line",
-    order=51,
+    order=52,
     series=("profile/lines",),
     note=(
         "Host milliseconds of a clocked step by line, calls into libraries included, from samples of the "
@@ -90,7 +90,7 @@ def lines(source: Source) -> Drawn | NotMeasured:
 @panel(
     "modules",
     title="Time by module",
-    order=52,
+    order=53,
     series=("profile/modules",),
     note="Host milliseconds of a traced step, forward and backward; own time is without the modules inside.",
     monitor="steptime",
@@ -117,7 +117,7 @@ def modules(source: Source) -> Drawn | NotMeasured:
 @panel(
     "operators",
     title="Operators of a step",
-    order=53,
+    order=54,
     series=(
         *(
             f"profile/{key}"
