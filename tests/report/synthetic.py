@@ -90,7 +90,7 @@ PROFILE: dict[str, Any] = {
          "host_ms": 0.1, "device_ms": 0.0, "share": 0.01},
     ],
     "lines": [
-        {"phase": "data", "line": "train.py:9", "function": "collate", "samples": 30, "share": 0.75, "ms": 3.0},
+        {"phase": "data", "line": "train.py:9", "function": "mix", "samples": 30, "share": 0.75, "ms": 3.0},
         {"phase": "data", "line": "", "function": "", "samples": 10, "share": 0.25, "ms": 1.0},
     ],
     "joined": [

@@ -65,7 +65,7 @@ def test_panels_have_unique_order_and_series() -> None:
 def test_lines_of_a_profile_are_listed(full: Source) -> None:
     (table,) = drawn(full, "lines").data["tables"]
     assert table["rows"] == [
-        ["train.py:9", "collate", "data", "30", "3.00", "75.0%"],
+        ["train.py:9", "mix", "data", "30", "3.00", "75.0%"],
         ["no line of the script", "", "data", "10", "1.00", "25.0%"],
     ]
 
