@@ -150,7 +150,11 @@ class Record:
         try:
             records: tuple[Self, ...] = _adapter(kind).validate_json(text)
         except ValueError:  # pydantic's parser refuses lone surrogates, which names may have
-            records = _validated(cls, kind, json.loads(text))
+            try:
+                data = json.loads(text)
+            except RecursionError:
+                raise ValueError(f"{cls.__name__}: nests too deeply") from None
+            records = _validated(cls, kind, data)
         return records
 
 

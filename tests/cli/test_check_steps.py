@@ -62,6 +62,11 @@ def test_sound_script_passes_and_leaves_nothing(console_script: ConsoleScript, s
     assert [path.name for path in script.iterdir()] == ["train.py"]
 
 
+def test_any_without_steps_is_every_probe(console_script: ConsoleScript, script: Path) -> None:
+    done = console_script(script, "check", "--recompute", "--fail-on", "any", "train.py")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_failing_script_keeps_its_exit_code(console_script: ConsoleScript, script: Path) -> None:
     done = console_script(script, *CHECK, "train.py", "crash")
     assert done.returncode == 1
@@ -79,6 +84,7 @@ def test_no_step_is_not_healthy(console_script: ConsoleScript, script: Path) -> 
     ("arguments", "message"),
     [
         (("--steps", "8", "--fail-on", "typo"), "--fail-on 'typo': no such name; there are: any, future"),
+        (("--fail-on", "error"), "--fail-on 'error': names findings.* add --steps"),
         (("--out", "r"), "--out stores the steps that --steps asks for: add --steps"),
     ],
 )

@@ -80,16 +80,16 @@ class WatchedSteps:
 
 
 def split_fail_on(
-    text: str | None, probes: Sequence[str]
+    text: str | None, probes: Sequence[str], *, watches: bool
 ) -> tuple[frozenset[str], Callable[[Finding], bool] | None]:
     """Return the probes that ``--fail-on`` of ``check`` names, and a predicate of the findings that it names.
 
-    ``any`` is every probe, and each error or warning.
+    ``any`` is every probe, and each error or warning of watched steps.
 
     Raises
     ------
     ValueError
-        If a name is neither a probe nor a severity or rule.
+        If a name is neither a probe nor a severity or rule, or names findings where no steps are watched.
     """
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     known = [ANY, *probes, *Severity, *RULES]
@@ -98,5 +98,9 @@ def split_fail_on(
             raise FindingNameError(f"--fail-on {name!r}: no such name{did_you_mean(name, known)}")
     of_probes = [name for name in names if name in {ANY, *probes}]
     of_findings = ["warning" if name == ANY else name for name in names if name not in probes]
-    predicate = named_findings(of_findings, "--fail-on") if of_findings else None
+    if not watches and (named := [name for name in names if name not in {ANY, *probes}]):
+        raise FindingNameError(
+            f"--fail-on {named[0]!r}: names findings, which need watched steps: add --steps"
+        )
+    predicate = named_findings(of_findings, "--fail-on") if of_findings and watches else None
     return parse_fail_on(",".join(of_probes) if of_probes else None, probes), predicate

@@ -160,7 +160,10 @@ def _exit_code(leaving: SystemExit) -> int:
         return 0
     if isinstance(leaving.code, int):
         return leaving.code
-    write_text(f"{leaving.code}\n", sys.stderr)
+    # As the interpreter does: what a full device refuses stays in the buffer, and changes the exit code.
+    if sys.stderr is not None:
+        with contextlib.suppress(Exception):
+            sys.stderr.write(f"{leaving.code}\n")
     return 1
 
 

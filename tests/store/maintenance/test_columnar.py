@@ -20,6 +20,7 @@ from backlight.store.errors import RunExistsError, RunFormatError
 from backlight.store.format.schema import SERIES
 from backlight.store.maintenance.compact import compact
 from backlight.store.maintenance.merge_hosts import merge_hosts
+from backlight.store.platform.atomic_json import seal
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 
@@ -238,7 +239,8 @@ def test_an_index_that_lies_is_refused(columns: Path, key: str, value: object, w
     document = json.loads((columns / "index.json").read_text()) | {key: value}
     if key == "run_id":
         document["launch"] = value
-    (columns / "index.json").write_text(json.dumps(document))
+    del document["crc"]
+    (columns / "index.json").write_bytes(seal(json.dumps(document)))
     with pytest.raises(RunFormatError, match=words):
         open_run(columns.parent.parent)
 

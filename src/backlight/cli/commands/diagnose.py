@@ -128,7 +128,7 @@ def check_script(
     from backlight.diagnose.probes.result import Outcome, Probe
     from backlight.launch.observe import end_script
 
-    failing, finding_fails = split_fail_on(fail_on, list(Probe))
+    failing, finding_fails = split_fail_on(fail_on, list(Probe), watches=steps is not None)
     if steps is None and out is not None:
         raise BadParameter("--out stores the steps that --steps asks for: add --steps")
     chosen = {
