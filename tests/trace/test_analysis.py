@@ -29,14 +29,6 @@ ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-@pytest.fixture
-def analysed(tmp_path: Path) -> Analyse:
-    def analysed(builder: TraceBuilder) -> RankAnalysis:
-        return analyse([read_trace(builder.write(tmp_path / "made.json"))]).traces[0]
-
-    return analysed
-
-
 def test_causes_of_idle_time(analysed: Analyse) -> None:
     builder = TraceBuilder()
     builder.step(1, 0, 1000)

@@ -7,7 +7,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +20,6 @@ from synthetic_traces import REAL, SKIP_REASON, TraceBuilder
 Analyse = Callable[[TraceBuilder], RankAnalysis]
 US = 1000
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-
-
-@pytest.fixture
-def analysed(tmp_path: Path) -> Analyse:
-    def analysed(builder: TraceBuilder) -> RankAnalysis:
-        return analyse([read_trace(builder.write(tmp_path / "made.json"))]).traces[0]
-
-    return analysed
 
 
 def test_annotations_of_one_name_count_once_where_nested(analysed: Analyse) -> None:
