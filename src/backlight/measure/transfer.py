@@ -55,7 +55,7 @@ class AsyncCopy:
 
 @dataclass(frozen=True)
 class HostParts:
-    """Parts of a table of float64 that are on the host already: whoever reads it puts them together."""
+    """Parts of a table of float64 that are on the host already; they are joined when it is read."""
 
     parts: list[Tensor]
 

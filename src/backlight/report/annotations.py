@@ -24,8 +24,6 @@ from backlight.report.verdict import outcome, where
 from backlight.store.read.run import Run
 from backlight.text import visible
 
-FORMATS = ("github", "junit", "sarif")
-
 Failing = Callable[[Finding], bool]
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -43,7 +41,7 @@ class Location:
 
 
 def render_annotations(kind: str, run: Run, findings: Sequence[Finding], failing: Failing) -> str:
-    """Return the findings in one of :data:`FORMATS`."""
+    """Return the findings for ``github``, ``junit`` or ``sarif``."""
     source = Source(run, tuple(findings))
     if kind == "github":
         return _github(source, failing)

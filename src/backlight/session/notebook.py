@@ -17,8 +17,8 @@ class _Started(Protocol):
 
 def notebook_shell() -> Any:
     """Return the shell of the notebook that runs this process; None in any other one."""
-    ipython: Any = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    find: Any = getattr(sys.modules.get("IPython"), "get_ipython", None)  # it may still be importing
+    shell = None if find is None else find()
     return shell if type(shell).__name__ in {"ZMQInteractiveShell", "Shell"} else None
 
 

@@ -35,7 +35,7 @@ class NotebookMonitor(Monitor):
 
         display: Any = IPython.display.display
         self._run = run
-        self._step, self._scalars = -1, dict[str, float]()
+        self._scalars = dict[str, float]()
         self._findings: tuple[Finding, ...] = ()
         self._state, self._shown = "running", clock.monotonic()
         self._display: Any = None if run.rank else display(self._content(), raw=True, display_id=True)
@@ -51,7 +51,6 @@ class NotebookMonitor(Monitor):
 
     def on_step_stored(self, step: StoredStep) -> None:
         """Remember the scalars of the newest step."""
-        self._step = step.step
         self._scalars |= {k: v for k, v in step.scalars.items() if k in {"loss", "total_norm"}}
 
     def on_flush(self) -> None:
