@@ -2,14 +2,14 @@
 
 A real trace is repeated to the wished size: each repetition is moved in time and gets ids of its own,
 so that it reads as one long recording. Every candidate runs in a process of its own, interleaved; given
-are medians of seconds, of processor seconds with those of its processes, and of peak resident memory (of
-several processes: the sum of their peaks); the ratios are of processor seconds and memory to backlight.
+are medians of seconds, of processor seconds with those of its processes, and of peak resident memory; the
+ratios are of processor seconds and memory to backlight. ``events`` are those that a candidate keeps.
 ``--decoders`` adds decoders of JSON on their own: what a reader could be built on. HolisticTraceAnalysis
 0.5.0 is asked for what it has of these tables: parsing, time by kernel type, overlap of communication, idle
 time. Where it is not installed, ``--hta PYTHON`` names an interpreter that has it; otherwise its rows are
 left out.
 
-    python bench/trace.py --trace ../shared/data/traces/training_one_gpu.json.gz --megabytes 210
+    python bench/trace.py --hta PYTHON --megabytes 240
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SHIFTED = re.compile(
 
 READ = """
 from backlight.trace.reader import read_trace
-trace = read_trace(path, workers={workers})
+trace = read_trace(path)
 events = len(trace.events)
 """
 FULL = (
@@ -66,9 +66,9 @@ events = len(msgspec.json.decode(open(path, "rb").read())["traceEvents"])
 """,
     "msgspec, typed, one shot": """
 import gc, msgspec
-from backlight.trace.decoder import Event
+from backlight.trace.decoder import ANY_EVENT
 gc.disable()
-Whole = msgspec.defstruct("Whole", [("traceEvents", list[Event])])
+Whole = msgspec.defstruct("Whole", [("traceEvents", list[ANY_EVENT])])
 events = len(msgspec.json.decode(open(path, "rb").read(), type=Whole).traceEvents)
 """,
     "simdjson, parsed alone": """
@@ -80,7 +80,7 @@ events = len(parser.parse(open(path, "rb").read())["traceEvents"])
 import io, pyarrow as pa, pyarrow.json as pj
 text = open(path, "rb").read()
 start = text.index(b'"traceEvents": [') + 16
-body = text[start : text.index(b"\\n  ],", start)].replace(b"}},\\n  {{", b"}}\\n{{")
+body = text[start : text.index(b"\\n  ],", start)].replace(b"},\\n  {", b"}\\n{")
 whole = ("External id", "correlation", "Sequence number", "Fwd thread id", "stream", "device", "bytes")
 args = pa.struct([(name, pa.int64()) for name in whole])
 times = [(name, pa.decimal128(20, 3)) for name in ("ts", "dur")]
@@ -95,7 +95,7 @@ HTA_READ = """
 import logging
 logging.disable(logging.CRITICAL)
 from hta.trace_analysis import TraceAnalysis
-analysis = TraceAnalysis(trace_files={{0: path}}, trace_dir=folder)
+analysis = TraceAnalysis(trace_files={0: path}, trace_dir=folder)
 events = len(analysis.t.get_trace(0))
 """
 HTA_FULL = (
@@ -108,18 +108,16 @@ analysis.get_idle_time_breakdown(ranks=[0], visualize=False)
 )
 
 TIMED = """
-import sys, time, json as _json, os, resource
+import sys, time, json as _json, resource
 path, folder = sys.argv[1], sys.argv[2]
 start, used = time.perf_counter(), time.process_time()
 {body}
 seconds = time.perf_counter() - start
 children = resource.getrusage(resource.RUSAGE_CHILDREN)
-child = children.ru_maxrss
 processor = time.process_time() - used + children.ru_utime + children.ru_stime
 own = int([l for l in open("/proc/self/status") if l.startswith("VmHWM")][0].split()[1])
 sys.stdout.flush()
-peak = own + child * {workers} if {workers} > 1 else max(own, child)
-print("\\nRESULT " + _json.dumps([seconds, processor, peak / 1024, events]))
+print("\\nRESULT " + _json.dumps([seconds, processor, max(own, children.ru_maxrss) / 1024, events]))
 """
 
 
@@ -159,9 +157,9 @@ def _moved(events: bytes, turn: int, period: int, ids: int) -> bytes:
     return _SHIFTED.sub(change, events)
 
 
-def timed(python: str, body: str, path: Path, workers: int = 1) -> tuple[float, float, float, int] | str:
+def timed(python: str, body: str, path: Path) -> tuple[float, float, float, int] | str:
     """Return seconds, processor seconds, peak megabytes and events of one candidate, or what went wrong."""
-    program = TIMED.format(body=body.format(workers=workers), workers=workers)
+    program = TIMED.format(body=body)
     done = subprocess.run(
         [python, "-c", program, str(path), str(path.parent)], capture_output=True, text=True, check=False
     )
@@ -179,7 +177,6 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, default=TRACE)
     parser.add_argument("--megabytes", type=float, default=210)
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--decoders", action="store_true", help="decoders of JSON on their own as well")
     parser.add_argument("--hta", default=sys.executable, metavar="PYTHON")
     options = parser.parse_args()
@@ -195,20 +192,19 @@ def main() -> None:
         timed(sys.executable, REOPEN.replace("(path)", "(path, cache=True)"), cached)
         writing = time.perf_counter() - start
         candidates = {
-            "backlight, read, one core": (sys.executable, READ, path, 1),
-            f"backlight, read, {options.workers} processes": (sys.executable, READ, path, options.workers),
-            "backlight, reopened from Parquet": (sys.executable, REOPEN, cached, 1),
-            "backlight, read and all tables, one core": (sys.executable, FULL, path, 1),
-            "json.load": (sys.executable, JSON, path, 1),
-            "HolisticTraceAnalysis, read": (options.hta, HTA_READ, path, 1),
-            "HolisticTraceAnalysis, read and its tables": (options.hta, HTA_FULL, path, 1),
+            "backlight, read": (sys.executable, READ, path),
+            "backlight, reopened from Parquet": (sys.executable, REOPEN, cached),
+            "backlight, read and all tables": (sys.executable, FULL, path),
+            "json.load": (sys.executable, JSON, path),
+            "HolisticTraceAnalysis, read": (options.hta, HTA_READ, path),
+            "HolisticTraceAnalysis, read and its tables": (options.hta, HTA_FULL, path),
         }
         if options.decoders:
-            candidates |= {name: (sys.executable, body, path, 1) for name, body in DECODERS.items()}
+            candidates |= {name: (sys.executable, body, path) for name, body in DECODERS.items()}
         results: dict[str, list[tuple[float, float, float, int]]] = {}
         for _ in range(options.times):
-            for name, (python, body, file, workers) in candidates.items():
-                result = timed(python, body, file, workers)
+            for name, (python, body, file) in candidates.items():
+                result = timed(python, body, file)
                 if isinstance(result, str):
                     print(f"{name}: left out ({result})", file=sys.stderr)
                 else:
@@ -229,9 +225,7 @@ def _print(results: dict[str, list[tuple[float, float, float, int]]], title: str
         processor = statistics.median(run[1] for run in runs)
         memory = statistics.median(run[2] for run in runs)
         reference[name] = (processor, memory)
-        base = reference[
-            "backlight, read and all tables, one core" if "tables" in name else "backlight, read, one core"
-        ]
+        base = reference["backlight, read and all tables" if "tables" in name else "backlight, read"]
         table.add_row(
             name, f"{seconds:.2f}", f"{processor:.2f}", f"{processor / base[0]:.2f}",
             f"{memory:,.0f}", f"{memory / base[1]:.2f}", f"{runs[0][3]:,}",

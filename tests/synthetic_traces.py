@@ -73,10 +73,10 @@ def rows_of(events: Events) -> list[Plain]:
 
 
 def reference(text: str) -> list[Plain]:
-    """Read a trace with the json module into the columns of :func:`rows_of`."""
+    """Read the complete events with the json module into the columns of :func:`rows_of`."""
     document = json.loads(text, parse_float=Decimal)
     events = document if isinstance(document, list) else document["traceEvents"]
-    return [_row(event) for event in events]
+    return [_row(event) for event in events if event["ph"] == "X"]
 
 
 def _row(event: Plain) -> Plain:
@@ -85,17 +85,12 @@ def _row(event: Plain) -> Plain:
     for name, kept in COLUMNS.items():
         key = kept.key.removeprefix("args.")
         value = args.get(key) if kept.key.startswith("args.") else event.get(key)
-        if name == "kind":
-            row[name] = ord(event["ph"]) if event.get("ph") else 0
-        elif name == "start":
+        if name == "start":
             row[name] = int((Decimal(str(value)) * 1000).to_integral_value()) if value is not None else 0
         elif name == "duration":
             row[name] = (
                 int((Decimal(str(value)) * 1000).to_integral_value()) if value is not None else MISSING
             )
-        elif name == "label":
-            label = args.get("name") or args.get("labels") or ""
-            row[name] = label if event.get("ph") == "M" else ""
         elif name == "counters":
             row[name] = json.dumps(args) if event.get("cat") == "cuda_profiler_range" else ""
         elif name in _LISTS:

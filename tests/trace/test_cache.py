@@ -27,8 +27,8 @@ def made(path: Path, name: str = "aten::mm") -> Path:
 
 def same(one: Trace, other: Trace) -> bool:
     return rows_of(one.events) == rows_of(other.events) and (
-        one.metadata, one.rank, one.world_size, one.base, one.notes,
-    ) == (other.metadata, other.rank, other.world_size, other.base, other.notes)  # fmt: skip
+        one.metadata, one.count, one.rank, one.world_size, one.base, one.notes,
+    ) == (other.metadata, other.count, other.rank, other.world_size, other.base, other.notes)  # fmt: skip
 
 
 def test_cached_trace_is_reopened_without_parsing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_stale_cache_is_not_used(change: str, tmp_path: Path, monkeypatch: pytes
         kept.write_bytes(b"not parquet")
     read: list[object] = []
     parse = cache.read_trace
-    monkeypatch.setattr(cache, "read_trace", lambda path, workers: read.append(path) or parse(path))
+    monkeypatch.setattr(cache, "read_trace", lambda path: read.append(path) or parse(path))
     assert expected in open_trace(path, cache=True).events.words["name"]
     assert read == [path]
     open_trace(path)

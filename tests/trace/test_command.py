@@ -117,7 +117,7 @@ def test_engine_needs_no_torch(made: list[Path]) -> None:
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as exit_info:\n    sys.exit(exit_info.code)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "trace", str(made[0]), "--jobs", "2", "--json"],
+        [sys.executable, "-c", code, "trace", str(made[0]), "--json"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ def test_clocks_that_agree_and_missing_rank(tmp_path: Path) -> None:
 def test_base_time_of_file_counts(tmp_path: Path) -> None:
     one = rank(tmp_path, 0)
     shifted = rank(tmp_path, 1, shift=-2_000_000)
-    other = Trace(shifted.path, shifted.events, shifted.metadata, 1, 3, base=2_000_000 * US)
+    other = Trace(shifted.path, shifted.events, shifted.metadata, shifted.count, 1, 3, base=2_000_000 * US)
     together = analyse([one, other]).ranks
     assert together.clocks == "agree"
 
@@ -81,7 +81,7 @@ def test_ranks_that_do_not_belong_together(tmp_path: Path) -> None:
         analyse([first, rank(tmp_path, 0)])
     with pytest.raises(TraceError, match=r"different runs: 3 ranks in .*, 8 ranks in"):
         analyse([first, rank(tmp_path, 1, size=8)])
-    unknown = Trace(first.path, first.events, first.metadata)
+    unknown = Trace(first.path, first.events, first.metadata, first.count)
     with pytest.raises(TraceError, match="its rank is not known"):
         analyse([first, unknown])
 

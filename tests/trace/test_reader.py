@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -76,6 +77,7 @@ def test_reader_equals_slow_reference(
         patch.setattr(chunks, "CHUNK_BYTES", size)
         trace = read_trace(path)
     assert [comparable(row) for row in rows_of(trace.events)] == reference(text)
+    assert trace.count == len(events) + 1
     assert trace.rank == (None if layout == "array" else 3)
 
 
@@ -102,29 +104,6 @@ def test_file_is_read_in_small_chunks(layout: str, tmp_path: Path, monkeypatch: 
     assert trace.notes == ()
 
 
-def test_several_processes_read_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def event(n: int) -> dict[str, Any]:
-        args = {"External id": n, "Call stack": f"f{n % 3}"}
-        return {**ANCHOR, "name": f"op {n % 7} é", "ts": Decimal(f"{n}.25"), "args": args}
-
-    events = [event(n) for n in range(2000)]
-    path = write(tmp_path / "made.json.gz", events)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 20_000)
-    serial, parallel = read_trace(path), read_trace(path, workers=2)
-    assert rows_of(serial.events) == rows_of(parallel.events)
-    assert parallel.notes == ()
-    assert parallel.metadata == serial.metadata
-
-
-def test_parallel_reading_falls_back_to_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [{**ANCHOR, "ts": n, "args": {"bytes": None, "text": "x" * 50}} for n in range(500)]
-    path = write(tmp_path / "made.json", events)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 5000)
-    trace = read_trace(path, workers=2)
-    assert len(trace.events) == 500
-    assert any("on one core" in note for note in trace.notes)
-
-
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 @pytest.mark.parametrize("name", ["alexnet", "amd_mi250", "cpu_only", "no_rank"])
 def test_real_trace_equals_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +122,10 @@ def test_large_real_trace_keeps_every_event_and_nanosecond() -> None:
     path = REAL / "training_one_gpu.json.gz"
     plain = json.loads(gzip.decompress(path.read_bytes()), parse_float=Decimal)["traceEvents"]
     trace = read_trace(path)
-    assert len(trace.events) == len(plain) == 68_692
+    assert trace.count == len(plain) == 68_692
+    plain = [event for event in plain if event["ph"] == "X"]
     assert trace.events["start"].tolist() == [int(e["ts"] * 1000) for e in plain]
-    assert trace.events["duration"].tolist() == [int(e["dur"] * 1000) if "dur" in e else -1 for e in plain]
+    assert trace.events["duration"].tolist() == [int(e["dur"] * 1000) for e in plain]
     assert trace.device_names[0] == "Tesla V100-SXM2-32GB"
     assert (trace.rank, trace.world_size) == (0, 1)
 
@@ -160,7 +140,8 @@ def test_large_real_trace_keeps_every_event_and_nanosecond() -> None:
     ],
 )  # fmt: skip
 def test_nanoseconds(text: bytes, expected: int) -> None:
-    assert nanoseconds([text, b"1.001"], -1).tolist() == [expected if expected < 2**63 else -1, 1001]
+    texts = [msgspec.Raw(text), msgspec.Raw(b"1.001")]
+    assert nanoseconds(texts, -1).tolist() == [expected if expected < 2**63 else -1, 1001]
 
 
 def test_inf_and_nan_are_repaired_with_note(tmp_path: Path) -> None:

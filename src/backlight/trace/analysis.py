@@ -121,7 +121,7 @@ def analyse_rank(timeline: Timeline, number: int | None = None) -> RankAnalysis:
     return RankAnalysis(
         path=timeline.trace.path,
         rank=timeline.trace.rank,
-        events=len(timeline.events),
+        events=timeline.trace.count,
         devices={device: devices.get(device, "") for device in used},
         steps=rows,
         host_total=costs.host_total,

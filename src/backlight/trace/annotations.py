@@ -30,7 +30,7 @@ def by_annotation(costs: Costs, launched: Integers) -> list[Annotation]:
     timeline = costs.timeline
     tree, events = timeline.tree, timeline.events
     is_step = events.where("name", lambda word: word.startswith("ProfilerStep"))
-    marked = events.complete(ANNOTATION) & ~is_step
+    marked = events.among(ANNOTATION) & ~is_step
     rows = costs.host_rows[marked[tree.rows[costs.host_rows]]]
     names = events["name"][tree.rows]
     inner = [

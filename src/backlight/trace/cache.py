@@ -15,7 +15,7 @@ from backlight.trace.events import COLUMNS, Events, Trace
 from backlight.trace.reader import read_trace
 
 SUFFIX = ".backlight.parquet"
-VERSION = 3
+VERSION = 4
 """Version of the columns; a file of another version is ignored."""
 
 MAX_CACHE_BYTES = 16 * 1024**3
@@ -27,7 +27,7 @@ MAX_RATIO = 100
 _MIN_BYTES = 1024 * 1024
 _ROW_BYTES = sum(np.dtype(column.dtype).itemsize for column in COLUMNS.values())
 _KEY = b"backlight.trace"
-_KEPT = ("metadata", "rank", "world_size", "base", "notes")
+_KEPT = ("metadata", "count", "rank", "world_size", "base", "notes")
 _HASHED_BYTES = 65536
 
 
@@ -36,7 +36,7 @@ def cache_path(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def open_trace(path: str | Path, *, cache: bool = False, workers: int = 1) -> Trace:
+def open_trace(path: str | Path, *, cache: bool = False) -> Trace:
     """Read a trace, from its Parquet if there is one that is not stale; with ``cache``, write that otherwise.
 
     Errors are those of :func:`~backlight.trace.reader.read_trace`, and an OSError where the Parquet cannot be
@@ -48,7 +48,7 @@ def open_trace(path: str | Path, *, cache: bool = False, workers: int = 1) -> Tr
         found = _load(path, kept)
         if found is not None:
             return found
-    trace = read_trace(path, workers=workers)
+    trace = read_trace(path)
     if cache:
         _save(trace, kept)
     return trace

@@ -21,7 +21,7 @@ import msgspec
 from backlight import untrusted_files
 from backlight.trace.events import Events, TraceError
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2**20
 """Text that is decoded at once."""
 
 MAX_FILE_BYTES = 1024**4
@@ -140,7 +140,7 @@ def read_head(file: IO[bytes], path: Path) -> tuple[Head | None, bytes]:
     return None, text
 
 
-def cuts(text: bytes) -> Iterator[tuple[int, int]]:
+def cuts(text: bytes | bytearray) -> Iterator[tuple[int, int]]:
     """Guess borders between two events, the last first: end of the one, start of the next."""
     for pattern in (_BETWEEN, _ANY_BETWEEN):
         stop = len(text)
@@ -213,17 +213,17 @@ def broken(path: Path, error: Exception, prefix: bytes) -> TraceError:
     return TraceError(f"{path}: is not valid JSON ({error}); {_EXPECTED}")
 
 
-def check(path: Path, events: Events) -> None:
+def check(path: Path, events: Events, count: int) -> None:
     """Refuse, with a :class:`TraceError`, a Chrome trace without any category of torch.profiler."""
-    if bool(events.complete(_PROFILER_CATEGORIES).any()):
+    if bool(events.among(_PROFILER_CATEGORIES).any()):
         return
     categories = [word for word in events.words["category"] if word]
     is_chrome = any("devtools" in word or "v8" in word or word == "__metadata" for word in categories)
     tool = "of Chrome's developer tools, " if is_chrome else ""
-    if not len(events):
+    if not count:
         raise TraceError(f"{path}: traceEvents is empty: the profiler recorded no step; {_EXPECTED}")
     shown = ", ".join(map(repr, categories[:5])) or "none"
     raise TraceError(
-        f"{path}: a Chrome trace {tool}not of torch.profiler: none of its {len(events):,} events "
+        f"{path}: a Chrome trace {tool}not of torch.profiler: none of its {count:,} events "
         f"has a category such as cpu_op or kernel (categories: {shown}); {_EXPECTED}"
     )

@@ -68,7 +68,7 @@ def collectives(timeline: Timeline) -> list[Collective]:
         return events.words["collective"][code] if code >= 0 else ""
 
     chosen = np.flatnonzero(device.of_kind(Kind.COMMUNICATION))
-    is_gloo = events.where("name", lambda word: word.startswith(GLOO)) & events.complete(HOST)
+    is_gloo = events.where("name", lambda word: word.startswith(GLOO)) & events.among(HOST)
     on_host = np.flatnonzero(is_gloo[tree.rows])
     rows = np.concatenate((device.rows[chosen], tree.rows[on_host]))
     launches = np.concatenate((device.launch[chosen], on_host))

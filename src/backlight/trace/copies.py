@@ -56,7 +56,7 @@ class Copy:
 def transfers(costs: Costs) -> list[Transfer]:
     """Return the work of the device's copy engines, by name; time as part of the union."""
     device, events = costs.timeline.device, costs.timeline.events
-    copies = events.complete(MEMCPY)[device.rows[costs.device_rows]]
+    copies = events.among(MEMCPY)[device.rows[costs.device_rows]]
     rows = device.rows[costs.device_rows][copies]
     time = costs.shares[copies]
     found = []

@@ -68,7 +68,7 @@ class Paths:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         device, tree, events = timeline.device, timeline.tree, timeline.events
-        runtime = events.complete(RUNTIME)
+        runtime = events.among(RUNTIME)
         queues = events.where("name", lambda word: bool(_QUEUEING.search(word)))
         indices = np.flatnonzero(timeline.waits | (runtime & queues)[tree.rows])
         # Where the queue is full a launch returns when the device has finished something.

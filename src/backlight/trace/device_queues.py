@@ -69,9 +69,9 @@ def launches(costs: Costs) -> list[Launches]:
     timeline = costs.timeline
     device, events, tree = timeline.device, timeline.events, timeline.tree
     rows = costs.device_rows[device.launch[costs.device_rows] >= 0]
-    rows = rows[events.complete(KERNEL)[device.rows[rows]]]
+    rows = rows[events.among(KERNEL)[device.rows[rows]]]
     at = device.launch[rows]
-    is_call = events.complete(RUNTIME)[tree.rows[at]] if len(rows) else np.zeros(0, bool)
+    is_call = events.among(RUNTIME)[tree.rows[at]] if len(rows) else np.zeros(0, bool)
     rows, at = rows[is_call], at[is_call]
     call = tree.end[at] - tree.start[at]
     delay = np.maximum(device.start[rows] - tree.end[at], 0)

@@ -1,7 +1,9 @@
-"""The events of a trace as columns: one table of the kept columns, and the arrays.
+"""The complete events of a trace as columns: one table of the kept columns, and the arrays.
 
 A gigabyte of JSON holds about four million events; as dictionaries they take ten times the file, as
-columns a third of it. Strings are codes into vocabularies, times are whole nanoseconds as written.
+columns a third of it. Strings are codes into vocabularies, times are whole nanoseconds as written. Flow
+events, counters and names of tracks, a third of many files, are counted and not kept: what they join
+carries the same numbers.
 """
 
 from __future__ import annotations
@@ -37,14 +39,12 @@ class KeptColumn:
 
 
 COLUMNS: Mapping[str, KeptColumn] = {
-    "kind": KeptColumn("int8", False, "ph"),
     "category": KeptColumn("int16", True, "cat"),
     "name": KeptColumn("int32", True, "name"),
     "process": KeptColumn("int32", True, "pid"),
     "thread": KeptColumn("int32", True, "tid"),
     "start": KeptColumn("int64", False, "ts", "ns"),
     "duration": KeptColumn("int64", False, "dur", "ns"),
-    "flow": KeptColumn("int64", False, "id"),
     "external": KeptColumn("int64", False, "args.External id"),
     "correlation": KeptColumn("int64", False, "args.correlation"),
     "sequence": KeptColumn("int64", False, "args.Sequence number"),
@@ -57,19 +57,13 @@ COLUMNS: Mapping[str, KeptColumn] = {
     "shapes": KeptColumn("int32", True, "args.Input Dims"),
     "strides": KeptColumn("int32", True, "args.Input Strides"),
     "stack": KeptColumn("int32", True, "args.Call stack"),
-    "module": KeptColumn("int32", True, "args.Module Hierarchy"),
-    "label": KeptColumn("int32", True, "args.name, args.labels"),
     "collective": KeptColumn("int32", True, "args.Collective name"),
     "group": KeptColumn("int32", True, "args.Process Group Ranks"),
     "group_name": KeptColumn("int32", True, "args.Process Group Name"),
     "dtype": KeptColumn("int32", True, "args.dtype"),
     "counters": KeptColumn("int32", True, "args"),
 }
-"""The kept columns of an event; ``kind`` is the character code of the Chrome format's ``ph``.
-
-``label`` is the text of metadata events: names of processes and threads; ``counters`` are all arguments of a
-range of CUPTI's profiler, as JSON.
-"""
+"""The kept columns of an event; ``counters`` are all arguments of a range of CUPTI's profiler, as JSON."""
 
 ITEM_BYTES = {
     "double": 8, "float": 4, "bfloat16": 2, "half": 2, "complexfloat": 8, "long": 8, "long int": 8, "int": 4,
@@ -77,8 +71,6 @@ ITEM_BYTES = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
 }  # fmt: skip
 """Bytes of an element by the name of its type, in lower case and without ``c10::``."""
-
-COMPLETE = ord("X")
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class Events:
     words: dict[str, list[str]]
 
     def __len__(self) -> int:
-        return len(self.columns["kind"])
+        return len(self.columns["start"])
 
     def __getitem__(self, name: str) -> Column:
         return self.columns[name]
@@ -111,11 +103,9 @@ class Events:
         chosen: Mask = accepted[self.columns[name]]
         return chosen
 
-    def complete(self, categories: frozenset[str]) -> Mask:
-        """Return the complete events whose category, in lower case, is one of ``categories``."""
-        chosen: Mask = self.where("category", lambda word: word.lower() in categories)
-        chosen &= self.columns["kind"] == COMPLETE
-        return chosen
+    def among(self, categories: frozenset[str]) -> Mask:
+        """Return the events whose category, in lower case, is one of ``categories``."""
+        return self.where("category", lambda word: word.lower() in categories)
 
 
 class EventBuilder:
@@ -127,7 +117,7 @@ class EventBuilder:
 
     def add(self, part: dict[str, Column]) -> None:
         """Append a chunk; a column that it lacks is MISSING there."""
-        begin, self._count = self._count, self._count + len(part["kind"])
+        begin, self._count = self._count, self._count + len(part["start"])
         for name, kept in COLUMNS.items():
             if name not in part and name not in self._columns:
                 continue
@@ -156,13 +146,14 @@ class EventBuilder:
 class Trace:
     """Events of one trace, and the top-level entries of the file besides them.
 
-    ``base`` are nanoseconds to add to ``start`` for time since 1970, 0 where starts already count from there;
-    ``notes`` are repairs that were made while reading.
+    ``count`` is the number of all events of the file, ``base`` are nanoseconds to add to ``start`` for time
+    since 1970, 0 where starts already count from there; ``notes`` are repairs that were made while reading.
     """
 
     path: str
     events: Events
     metadata: Mapping[str, Any]
+    count: int
     rank: int | None = None
     world_size: int | None = None
     base: int = 0

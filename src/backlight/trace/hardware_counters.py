@@ -29,11 +29,11 @@ def hardware_counters(timeline: Timeline) -> tuple[list[OperatorCounters], str]:
     where their numbers differ, all counters stand under no operator.
     """
     events, tree = timeline.events, timeline.tree
-    rows = np.flatnonzero(events.complete(PROFILER_RANGE) & (events["counters"] >= 0))
+    rows = np.flatnonzero(events.among(PROFILER_RANGE) & (events["counters"] >= 0))
     if not len(rows):
         return [], ""
     rows = rows[np.argsort(events["start"][rows], kind="stable")]
-    launching = events.complete(RUNTIME) & events.where("name", lambda word: "LaunchKernel" in word)
+    launching = events.among(RUNTIME) & events.where("name", lambda word: "LaunchKernel" in word)
     calls = np.flatnonzero(launching[tree.rows])
     calls = calls[np.argsort(tree.start[calls], kind="stable")]
     note = ""

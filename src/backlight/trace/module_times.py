@@ -96,7 +96,7 @@ def attribute(events: Events, steps: int) -> Attribution:
 
 
 def _named(events: Events, calls: Tree, prefix: str, categories: frozenset[str]) -> Mask:
-    named = events.where("name", lambda word: word.startswith(prefix)) & events.complete(categories)
+    named = events.where("name", lambda word: word.startswith(prefix)) & events.among(categories)
     return named[calls.rows]
 
 

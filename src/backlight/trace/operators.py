@@ -62,7 +62,7 @@ class Costs:
     def _shares(self, rows: Integers) -> Integers:
         device = self.timeline.device
         priority = np.zeros(len(rows), np.int64)
-        copies = device.of_kind(Kind.HOST_COPY) | self.timeline.events.complete(MEMCPY | MEMSET)[device.rows]
+        copies = device.of_kind(Kind.HOST_COPY) | self.timeline.events.among(MEMCPY | MEMSET)[device.rows]
         priority[copies[rows]] = 1
         priority[device.of_kind(Kind.COMMUNICATION)[rows]] = 2
         result = np.zeros(len(rows), np.int64)
@@ -216,7 +216,7 @@ def joined(costs: Costs) -> tuple[Integers, Integers]:
     timeline = costs.timeline
     tree, events = timeline.tree, timeline.events
     sequence, thread = events["sequence"][tree.rows], events["forward_thread"][tree.rows]
-    operator = events.complete(OPERATOR)[tree.rows] & (sequence >= 0)
+    operator = events.among(OPERATOR)[tree.rows] & (sequence >= 0)
     behind = operator & events.where("name", lambda word: word.startswith(ENGINE))[tree.rows]
     if not behind.any():
         behind = operator & (thread > 0)

@@ -80,7 +80,7 @@ def _queues(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _bandwidths(timeline: Timeline) -> Iterator[dict[str, Any]]:
     device, events = timeline.device, timeline.events
-    copies = events.complete(MEMCPY | MEMSET)[device.rows] & (events["bytes"][device.rows] > 0)
+    copies = events.among(MEMCPY | MEMSET)[device.rows] & (events["bytes"][device.rows] > 0)
     for code in np.unique(events["name"][device.rows[copies]]):
         rows = np.flatnonzero(copies & (events["name"][device.rows] == code))
         start, end = device.start[rows], np.maximum(device.end[rows], device.start[rows] + 1)

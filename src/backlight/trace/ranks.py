@@ -101,7 +101,7 @@ def _check_operators(timelines: list[Timeline]) -> None:
 def _operators(timeline: Timeline) -> set[int | str]:
     events = timeline.events
     words = events.words["name"]
-    return {words[code] for code in np.unique(events["name"][events.complete(OPERATOR)]) if code >= 0}
+    return {words[code] for code in np.unique(events["name"][events.among(OPERATOR)]) if code >= 0}
 
 
 def ranks(by_rank: dict[int, Timeline]) -> Ranks:

@@ -150,7 +150,7 @@ def _moved(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> int | None
 def copy_rates(costs: Costs) -> list[CopyRate]:
     """Return the bandwidth of copies and fills by name, the largest volume first."""
     device, events = costs.timeline.device, costs.timeline.events
-    rows = costs.device_rows[events.complete(MEMCPY | MEMSET)[device.rows[costs.device_rows]]]
+    rows = costs.device_rows[events.among(MEMCPY | MEMSET)[device.rows[costs.device_rows]]]
     rows = rows[events["bytes"][device.rows[rows]] > 0]
     names, size = events["name"][device.rows[rows]], events["bytes"][device.rows[rows]]
     length = np.maximum((device.end - device.start)[rows], 1)

@@ -1,34 +1,21 @@
-"""Reader of a trace file: in chunks on one core, or on several with decoding processes."""
+"""Reader of a trace file, in chunks, so that its text is never held as a whole."""
 
 from __future__ import annotations
 
-import multiprocessing
 import re
-from collections import deque
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-import numpy as np
 
-from backlight.processes import available_cores
 from backlight.trace import chunks
-from backlight.trace.decoder import Columns, decode_in_worker, leniently, repaired
-from backlight.trace.events import COLUMNS, MISSING, Column, EventBuilder, Trace, TraceError
-
-MIN_PARALLEL_BYTES = 128 * 2**20
-"""Smaller texts are decoded faster by one process."""
-
-_GZIP_RATIO = 12
-"""Typical compression of a trace by gzip."""
+from backlight.trace.decoder import Columns, repaired
+from backlight.trace.events import Column, EventBuilder, Trace, TraceError
 
 
-def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
-    """Read a trace of torch.profiler, gzipped or not, without dropping an event.
-
-    ``workers`` is the number of processes that decode; 1 decodes in this one.
+def read_trace(path: str | Path) -> Trace:
+    """Read the complete events of a trace of torch.profiler, gzipped or not.
 
     Raises
     ------
@@ -43,70 +30,46 @@ def read_trace(path: str | Path, *, workers: int = 1) -> Trace:
         if head is None:
             error = chunks.refusal(path, text, whole=not chunks.read(file, path, 1))
             raise error
-        most = chunks.max_events(path, file)
-        read = _Read(path, head, most)
-        if workers > 1 and len(text) >= chunks.CHUNK_BYTES:
-            try:
-                return read.in_processes(file, text, workers)
-            except (msgspec.DecodeError, ValueError, OSError, BrokenProcessPool) as failure:
-                # A cut was wrong or a chunk is unusual: one process finds out which, chunk by chunk.
-                read = _Read(path, head, most)
-                read.notes.append(f"read on one core: {failure}")
-                file.seek(0)
-                _, text = chunks.read_head(file, path)
         try:
-            return read.in_this_process(file, text)
+            return _Read(path, head, chunks.max_events(path, file)).of(file, text)
         except RecursionError:
             raise TraceError(f"{path}: nested too deeply for a trace of torch.profiler") from None
-
-
-def default_workers(path: str | Path) -> int:
-    """Return how many processes are worth their start for a file; 1 where it is small or missing."""
-    path = Path(path)
-    if not path.is_file():
-        return 1
-    with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    size = path.stat().st_size * (_GZIP_RATIO if packed else 1)
-    cores = available_cores()
-    # This process reads and joins: with two cores, another one gains less than its start costs.
-    return min(4, cores) if cores > 2 and size >= MIN_PARALLEL_BYTES else 1
 
 
 class _Read:
     """One reading of one file, with the notes on its repairs."""
 
     def __init__(self, path: Path, head: chunks.Head, max_events: int | None) -> None:
-        self._left = max_events
+        self._max_events = max_events
         self.path = path
         self.head = head
         self.columns = Columns()
         self.notes: list[str] = []
-        self._codes: dict[tuple[int, str], Column] = {}
 
-    def in_this_process(self, file: IO[bytes], text: bytes) -> Trace:
+    def of(self, file: IO[bytes], text: bytes) -> Trace:
+        """Read to the end; ``text`` is what was read already."""
         events = EventBuilder()
-        buffer = text[self.head.start :]
-        while True:
-            more = chunks.read(file, self.path, chunks.CHUNK_BYTES)
-            if not more:
-                break
-            # The end of the file is never cut off: the last slice holds the entries after the events.
-            taken, part = self._slice(buffer)
-            if part is not None:
-                events.add(part)
-            elif len(buffer) > 16 * chunks.CHUNK_BYTES:
-                while rest := chunks.read(file, self.path, chunks.CHUNK_BYTES):
-                    more += rest
-                    if len(buffer) + len(more) > chunks.MAX_UNCUT_BYTES:
-                        raise TraceError(f"{self.path}: has no border between two events in 128 MiB of text")
-            buffer = buffer[taken:] + more
-        return self._trace(events, buffer)
+        buffer, enough = bytearray(text[self.head.start :]), 0
+        with ThreadPoolExecutor(1) as thread:  # the next chunk is unpacked while this one is decoded
+            ahead = thread.submit(chunks.read, file, self.path, chunks.CHUNK_BYTES)
+            while more := ahead.result():
+                ahead = thread.submit(chunks.read, file, self.path, chunks.CHUNK_BYTES)
+                # The end of the file is never cut off: the last slice holds the entries after the events.
+                taken, part = self._slice(buffer) if len(buffer) >= enough else (0, None)
+                if part is not None:
+                    events.add(part)
+                elif len(buffer) > chunks.MAX_UNCUT_BYTES:
+                    raise TraceError(f"{self.path}: has no border between two events in 128 MiB of text")
+                elif len(buffer) >= enough:
+                    enough = 2 * len(buffer)
+                del buffer[:taken]
+                buffer += more
+        return self._trace(events, bytes(buffer))
 
-    def _slice(self, buffer: bytes) -> tuple[int, dict[str, Column] | None]:
+    def _slice(self, buffer: bytearray) -> tuple[int, dict[str, Column] | None]:
         """Decode the events at the start of ``buffer``; None where no cut was right."""
         for end, start in chunks.cuts(buffer):
-            text = b"[" + buffer[:end] + b"]"
+            text = b"".join((b"[", memoryview(buffer)[:end], b"]"))
             try:
                 return start, self._decode(text)
             except msgspec.DecodeError as error:
@@ -132,18 +95,16 @@ class _Read:
 
     def _counted(self, part: dict[str, Column]) -> dict[str, Column]:
         """Return a part, as long as the file may hold so many events."""
-        if self._left is not None:
-            self._left -= len(part["kind"])
-            if self._left < 0:
-                raise TraceError(
-                    f"{self.path}: holds more events than a gzip file of its size can; it is no trace of "
-                    "torch.profiler"
-                )
+        if self._max_events is not None and self.columns.count > self._max_events:
+            raise TraceError(
+                f"{self.path}: holds more events than a gzip file of its size can; it is no trace of "
+                "torch.profiler"
+            )
         return part
 
     def _leniently(self, text: bytes) -> dict[str, Column]:
         try:
-            part = self._counted(self.columns.of_events(leniently(text)))
+            part = self._counted(self.columns.leniently(text))
         except TraceError as error:
             raise TraceError(f"{self.path}: {error}") from None
         self._note("some events have fields of other types than torch.profiler writes; read one by one")
@@ -170,51 +131,18 @@ class _Read:
                 rest = fixed
         raise TraceError(f"{self.path}: is not JSON to its end")
 
-    def in_processes(self, file: IO[bytes], text: bytes, count: int) -> Trace:
-        """Cut here, decode in ``count`` other processes, join here."""
-        events = EventBuilder()
-        buffer = text[self.head.start :]
-        pending: deque[Future[tuple[int, dict[str, Column], dict[str, list[Any]]]]] = deque()
-        # Not forked: this process may have threads.
-        with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
-            while more := chunks.read(file, self.path, chunks.CHUNK_BYTES):
-                end, start = next(chunks.cuts(buffer), (0, 0))
-                if start:
-                    pending.append(pool.submit(decode_in_worker, b"[" + buffer[:end] + b"]"))
-                if len(pending) > 2 * count:  # reading does not run far ahead
-                    events.add(self._counted(self._recoded(*pending.popleft().result())))
-                buffer = buffer[start:] + more
-                if len(buffer) > 16 * chunks.CHUNK_BYTES:
-                    raise TraceError("the text has no place to cut")
-            for future in pending:
-                events.add(self._counted(self._recoded(*future.result())))
-        return self._trace(events, buffer)
-
-    def _recoded(
-        self, process: int, part: dict[str, Column], fresh: dict[str, list[Any]]
-    ) -> dict[str, Column]:
-        """Return a chunk in the codes of this process; ``fresh`` are words that are new in ``process``."""
-        for name, words in fresh.items():
-            known = self.columns.vocabularies[name]
-            codes = self._codes.get((process, name), np.array([MISSING]))
-            # The last code answers for MISSING, which indexes from the end.
-            codes = np.concatenate((codes[:-1], [known[word] for word in words], [MISSING]))
-            self._codes[process, name] = codes = codes.astype(COLUMNS[name].dtype)
-            if name in part:
-                part[name] = codes[part[name]]
-        return part
-
     def _trace(self, events: EventBuilder, rest: bytes) -> Trace:
         last, metadata = self._last(rest)
         events.add(last)
         whole = events.events(self.columns.words())
-        chunks.check(self.path, whole)
+        chunks.check(self.path, whole, self.columns.count)
         about = metadata.get("distributedInfo")
         about = about if isinstance(about, dict) else {}
         return Trace(
             str(self.path),
             whole,
             metadata,
+            self.columns.count,
             rank=_whole(about.get("rank"), rank_in_name(self.path.name)),
             world_size=_whole(about.get("world_size"), None),
             base=_whole(metadata.get("baseTimeNanoseconds"), 0) or 0,

@@ -160,7 +160,7 @@ def split(trace: Trace, steps: int) -> tuple[Trace, Trace | None]:
         return trace, None
     events = trace.events
     ends = np.array([step.end for step in timeline.steps], dtype=np.int64)
-    host = np.flatnonzero(events.complete(HOST) & (events["duration"] > 0))
+    host = np.flatnonzero(events.among(HOST) & (events["duration"] > 0))
     inside = timeline.step_of(events["start"][host])
     host, inside = host[inside >= 0], inside[inside >= 0]
     # A call that is open at the end of its step, as that of the optimizer whose hook ends the step, is cut
@@ -273,7 +273,7 @@ def logits(trace: Trace) -> Logits | None:
     events = trace.events
     wanted = events.where("name", lambda word: word in _LOSSES)
     found: dict[tuple[int, ...], str] = {}
-    for row in (wanted & events.complete(OPERATOR)).nonzero()[0].tolist():
+    for row in (wanted & events.among(OPERATOR)).nonzero()[0].tolist():
         shapes, types = events.listed("shapes", row), events.listed("types", row)
         if shapes and isinstance(shapes[0], list) and all(isinstance(n, int) for n in shapes[0]):
             found.setdefault(tuple(shapes[0]), str(types[0]) if types else "")

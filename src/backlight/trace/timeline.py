@@ -24,7 +24,7 @@ from backlight.trace.classification import (
     kind_of,
     phase_of,
 )
-from backlight.trace.events import COMPLETE, MISSING, Column, Events, Integers, Mask, Trace
+from backlight.trace.events import MISSING, Column, Events, Integers, Mask, Trace
 
 SYNCHRONISING = re.compile(
     r"(Device|Stream|Event|Ctx)Synchronize|Memcpy(WithStream|2D|3D|DtoH|HtoD|DtoD)?(_v\d)?$|StreamWaitValue"
@@ -68,7 +68,7 @@ class Tree:
 
 def device_work(events: Events) -> Mask:
     """Return the events that are work on a device, bool [events]."""
-    work = events.complete(DEVICE) & ~events.where("name", MTIA_WAITS.__contains__)
+    work = events.among(DEVICE) & ~events.where("name", MTIA_WAITS.__contains__)
     return work & (events["duration"] >= 0)
 
 
@@ -77,7 +77,7 @@ def tree(events: Events) -> Tree:
 
     Where two intervals cross, the later one is a sibling, and what they share counts as the later one's.
     """
-    rows = np.flatnonzero(events.complete(HOST) & (events["duration"] >= 0))
+    rows = np.flatnonzero(events.among(HOST) & (events["duration"] >= 0))
     pairs = (
         events["process"][rows].astype(np.int64) << 32 | events["thread"][rows].astype(np.int64) & 0xFFFFFFFF
     )
@@ -181,7 +181,7 @@ class Timeline:
         marks = [phase_of(word) for word in events.words["name"]]
         by_name = np.array([MISSING if mark is None else PHASES.index(mark) for mark in marks] + [MISSING])
         result = tree.inherited(by_name[events["name"][tree.rows]].astype(np.int64))
-        recorded = events.complete(OPERATOR) & (events["sequence"] >= 0) & (events["forward_thread"] <= 0)
+        recorded = events.among(OPERATOR) & (events["sequence"] >= 0) & (events["forward_thread"] <= 0)
         weak = np.where((result < 0) & recorded[tree.rows], PHASES.index(Phase.FORWARD), result)
         result = np.where(result < 0, tree.inherited(weak), result)
         return np.where(result < 0, PHASES.index(Phase.OTHER), result)
@@ -189,7 +189,7 @@ class Timeline:
     @cached_property
     def operators(self) -> Integers:
         """Index of the innermost operator at or around each index of the tree, -1 for none."""
-        is_operator = self.events.complete(OPERATOR)[self.tree.rows]
+        is_operator = self.events.among(OPERATOR)[self.tree.rows]
         return self.tree.inherited(np.where(is_operator, np.arange(len(is_operator)), -1))
 
     @cached_property
@@ -211,7 +211,7 @@ class Timeline:
         device event (``.item()``, ``.cpu()``), though its call is named asynchronous.
         """
         events, device = self.events, self.device
-        runtime = events.complete(RUNTIME)
+        runtime = events.among(RUNTIME)
         waits = (runtime & events.where("name", lambda word: bool(SYNCHRONISING.search(word))))[
             self.tree.rows
         ]
@@ -228,8 +228,7 @@ class Timeline:
         events = self.events
         rows = np.flatnonzero(
             events.where("name", lambda word: bool(_STEP.match(word)))
-            & ~events.complete(frozenset({"gpu_user_annotation"}))
-            & (events["kind"] == COMPLETE)
+            & ~events.among(frozenset({"gpu_user_annotation"}))
             & (events["duration"] > 0)
         )
         steps = [
@@ -245,7 +244,7 @@ class Timeline:
     @cached_property
     def whole(self) -> Step:
         """The window from the first to the last event that is work."""
-        mask = device_work(self.events) | (self.events.complete(HOST) & (self.events["duration"] >= 0))
+        mask = device_work(self.events) | (self.events.among(HOST) & (self.events["duration"] >= 0))
         if not mask.any():
             return Step(None, 0, 0)
         start = self.events["start"][mask]
@@ -297,9 +296,7 @@ class Timeline:
         result = np.where(own | (launching == other), result, launching)
         unknown = (result == other) & (launch >= 0)
         if unknown.any():
-            is_call = self.events.complete(OPERATOR) | self.events.where(
-                "name", lambda w: w.startswith(MODULE)
-            )
+            is_call = self.events.among(OPERATOR) | self.events.where("name", lambda w: w.startswith(MODULE))
             of_call = np.where(is_call[self.tree.rows], self.kinds[names[self.tree.rows]], other)
             around = self.tree.inherited(np.where(of_call == other, -1, of_call))[launch[unknown]]
             result[unknown] = np.where(around < 0, other, around)
@@ -308,9 +305,9 @@ class Timeline:
     def _launches(self, rows: Integers) -> Integers:
         """Find the host call of each device event, by correlation, else by the operator's id."""
         events, index = self.events, self.tree.rows
-        runtime = events.complete(RUNTIME)[index]
+        runtime = events.among(RUNTIME)[index]
         found = _match(events["correlation"][rows], events["correlation"][index], runtime)
-        operator = events.complete(OPERATOR)[index]
+        operator = events.among(OPERATOR)[index]
         by_id = _match(events["external"][rows], events["external"][index], operator)
         return np.where(found >= 0, found, by_id)
 

@@ -54,7 +54,7 @@ class Causes:
         launch = device.launch[here]
         self._launched = np.where(launch >= 0, tree.start[launch], -1) if len(tree.rows) else launch
         self._syncs = union(tree.start[timeline.waits], tree.end[timeline.waits])
-        waiting = events.where("name", lambda word: bool(_WAITING.search(word))) & ~events.complete(RUNTIME)
+        waiting = events.where("name", lambda word: bool(_WAITING.search(word))) & ~events.among(RUNTIME)
         self._waits = union(tree.start[waiting[tree.rows]], tree.end[waiting[tree.rows]])
         data = timeline.phases == PHASES.index(Phase.DATA)
         self._data = union(tree.start[data], tree.end[data])

@@ -335,9 +335,6 @@ def trace(
         Path | None, Option(metavar="FILE", help="Trace to write with critical path and counters.")
     ] = None,
     cache: Annotated[bool, Option("--cache", help="Keep events as Parquet next to each file.")] = False,
-    jobs: Annotated[
-        int | None, Option(min=1, help="Concurrent processes; default up to 4 for large files.")
-    ] = None,
 ) -> int:
     """Analyse traces of torch.profiler.
 
@@ -349,7 +346,6 @@ def trace(
     from backlight.trace.cache import open_trace
     from backlight.trace.events import TraceError
     from backlight.trace.perfetto import save_overlay
-    from backlight.trace.reader import default_workers
     from backlight.trace.timeline import Timeline
     from backlight.trace.trace_diff import diff
 
@@ -357,7 +353,7 @@ def trace(
         raise TraceError(f"--against and --overlay: expected one trace before them, got {len(files)}")
     if against is not None:
         files = [*files, against]
-    traces = [open_trace(f, cache=cache, workers=jobs or default_workers(f)) for f in files]
+    traces = [open_trace(f, cache=cache) for f in files]
     if overlay is not None:
         added = save_overlay(Timeline(traces[0]), overlay, step)
         write(f"written: {overlay} ({added:,} events added)", file=sys.stderr)
