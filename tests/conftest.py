@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The flight recorder of torch 2.9 records nothing unless it is told how much; later ones record 2,000.
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 # Processes started by tests load tests/exits/sitecustomize.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent / "exits"), *filter(None, [os.environ.get("PYTHONPATH")])]

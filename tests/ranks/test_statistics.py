@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.correctness.model.contradictions import contradictions
@@ -19,6 +20,9 @@ from ranks.network import Whole
 
 PARTIAL = {"block.norm.weight", "block.norm.bias"}
 """Gradients that tensor parallelism leaves unreduced in the setup ``sequence``."""
+
+PIPELINES_ABORT = Version(torch.__version__) < Version("2.10")
+"""Over gloo a pipeline of torch 2.9 ends in ``gloo::EnforceNotMet``, watched or not."""
 
 DIAGONAL = (*((w, 2) for w in ("ddp_no_sync", "fsdp_clipped", "flat", "sequence", "pipeline")),)
 REST = (
@@ -37,10 +41,14 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
         if callspec is not None and item.fspath == request.fspath and "setup" in callspec.params:
+            if PIPELINES_ABORT and "pipeline" in callspec.params["setup"]:
+                continue
             requested.setdefault(callspec.params["ranks"], {})[callspec.params["setup"]] = None
     launched: dict[int, Path] = {}
 
     def folder(setup: str, ranks: int) -> Path:
+        if PIPELINES_ABORT and "pipeline" in setup:
+            pytest.skip("pipelines of this release of torch abort over gloo, watched or not")
         if ranks not in launched:
             launched[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
             torchrun(ranks, HERE / "training_run.py", launched[ranks], ",".join(requested[ranks]))

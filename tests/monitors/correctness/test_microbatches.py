@@ -66,3 +66,15 @@ def test_loss_in_a_checkpoint_is_computed_again_once_per_backward(tmp_path: Path
 
     watched(tmp_path / "run", lambda: classify(perceptron(), loss_of, steps=3))
     assert len(calls) == 6
+
+
+def test_microbatches_that_torch_does_not_show_are_stated_as_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backlight.monitors.correctness.instrument.microbatch_weights.SHOWS_HOOKS", False)
+    monkeypatch.setattr("backlight.capture.loss_terms.SHOWS_HOOKS", False)
+    with backlight.watch(run=tmp_path / "run", monitors=("correctness",)):
+        accumulate(mean_of_means)
+    (event,) = backlight.open_run(tmp_path / "run").events("unmeasured")
+    assert event.payload["what"] == "uneven_microbatches"
+    assert "does not show" in event.payload["reason"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB
 from backlight.capture.loss_nodes import Node, inputs_of, shape_of
-from backlight.capture.loss_terms import CLASS_LOSSES, are_plain, terms
+from backlight.capture.loss_terms import CLASS_LOSSES, SHOWS_HOOKS, are_plain, terms
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.loss_graph import is_multiple
@@ -56,6 +56,7 @@ class MicrobatchWeights(Check):
         super().__init__(run, schedule)
         self._comparisons = 0
         self._targets: set[tuple[int, ...]] = set()
+        self._is_readable = SHOWS_HOOKS
         self._has_classes = False
         self.forget()
 
@@ -78,6 +79,10 @@ class MicrobatchWeights(Check):
         """Compare the microbatches of the step."""
         parts, scale = self._parts, self._scale
         self.forget()
+        if len(parts) > 1 and not self._is_readable:
+            self._is_readable = True  # said once
+            reason = "this torch does not show whether a saved tensor has hooks, so none of a loss is read"
+            self.run.notifier.unmeasured("uneven_microbatches", reason)
         known = [part for part in parts if part is not None and len(part.gradients) == 1]
         is_plain = self.due and not has_closure and not HUB.backward_depth
         if not is_plain or not known or len(known) < len(parts) or not self.run.scope.holds(optimizer):
