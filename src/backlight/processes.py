@@ -328,13 +328,38 @@ def format_threads(pid: int, limit: int = 200) -> str:
 
 def count_oom_kills() -> int | None:
     """Return how often the kernel has killed for memory in this control group, None where not known."""
-    for path in (_CGROUP / "memory.events", _CGROUP / "memory/memory.oom_control", Path("/proc/vmstat")):
+    groups = [_CGROUP, _CGROUP / "memory"]
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in {"", "memory"}:
+                groups.insert(0, _CGROUP / controllers / path.lstrip("/"))
+    files = [group / name for group in groups for name in ("memory.events", "memory.oom_control")]
+    for file in (*files, Path("/proc/vmstat")):
         with contextlib.suppress(OSError, ValueError):
-            for line in path.read_text(encoding="ascii").splitlines():
+            for line in file.read_text(encoding="ascii").splitlines():
                 word, _, value = line.partition(" ")
                 if word == "oom_kill":
                     return int(value)
     return None
+
+
+def was_killed_for_memory(pid: int) -> bool:
+    """Return whether the log of the kernel, where it may be read, shows a kill of this process for memory."""
+    wanted = f"Killed process {pid} (".encode()
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        while record := os.read(log, 8192):  # one record per call; the last one raises
+            if wanted in record:
+                return True
+    except OSError:
+        pass
+    finally:
+        os.close(log)
+    return False
 
 
 def duplicate_descriptor(pid: int, number: int) -> int:

@@ -17,7 +17,8 @@ from backlight import processes
 from backlight.diagnose.test_matrix.plan import Case, fill
 from backlight.launch.subprocess import ProcessTree, is_watchdog, start
 from backlight.monitors.stalls.model import stacks
-from backlight.monitors.stalls.model.attach import Attached, ProcessNotFoundError, attach
+from backlight.monitors.stalls.model.attach import Attached, attach
+from backlight.monitors.stalls.model.rank_processes import ProcessNotFoundError
 from backlight.records import Finding
 from backlight.redaction import Redaction
 from backlight.store.errors import StoreError

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed
 
 from backlight import processes
-from backlight.monitors.stalls.model.attach import ProcessNotFoundError, attach
+from backlight.monitors.stalls.model.attach import attach
 from backlight.monitors.stalls.model.attached_job import attach_job, ranks_in_store
 from backlight.monitors.stalls.model.diagnosis import STARVED
 from backlight.monitors.stalls.model.named_waits import TABLE, find_named_wait
-from backlight.monitors.stalls.model.observation import Diagnosis
-from backlight.monitors.stalls.model.stacks import Frame, ThreadStack, dump_by_py_spy
+from backlight.monitors.stalls.model.rank_processes import ProcessNotFoundError
+from backlight.monitors.stalls.model.stacks import Frame, ThreadStack
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
+from observed_processes import Start, diagnosed, free_port, wait_until_computing, wait_until_in
 
 pytestmark = [
     pytest.mark.alone,
@@ -34,43 +32,6 @@ pytestmark = [
         reason="py-spy is not installed",
     ),
 ]
-
-Start = Callable[..., subprocess.Popen[str]]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Start a script in a process of its own, which ends with the test."""
-    with contextlib.ExitStack() as stack:
-
-        def start(code: str, *arguments: object, **environment: str) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "2", **environment},
-            )  # fmt: skip
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            return process
-
-        yield start
-
-
-def wait_until_in(process: subprocess.Popen[str], part: str) -> None:
-    """Wait until the stack of the main thread shows a part of a path or a function."""
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and process.poll() is None:
-        sample, _ = dump_by_py_spy(process.pid)
-        frames = [f for t in (sample.threads if sample else ()) if t.tid == process.pid for f in t.frames]
-        if any(part in f"{f.file} {f.function}" for f in frames):
-            return
-        time.sleep(0.3)
-    raise AssertionError(f"the process has not reached {part}")
-
-
-def diagnosed(process: subprocess.Popen[str]) -> Diagnosis:
-    return attach(process.pid, 0.8).diagnosis
-
 
 EXTENSION = """
     import sys
@@ -106,7 +67,7 @@ def test_file_lock_of_a_cache(start: Start, tmp_path: Path) -> None:
     assert holder.stdout.readline() == "held\n"
     assert processes.lock_holders(lock) == [holder.pid]
     process = start(code, lock)
-    wait_until_in(process, "filelock/")
+    wait_until_in(process, "acquire")
     found = diagnosed(process)
     assert found.kind is DiagnosisKind.BLOCKED
     assert (
@@ -117,18 +78,6 @@ def test_file_lock_of_a_cache(start: Start, tmp_path: Path) -> None:
     holder.stdin.flush()
     wait_until_computing(holder.pid)
     assert diagnosed(process).kind is DiagnosisKind.PASS
-
-
-def wait_until_computing(pid: int) -> None:
-    before, deadline = cpu_s(pid), time.monotonic() + 60
-    while cpu_s(pid) - before < 0.2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def cpu_s(pid: int) -> float:
-    found = processes.read_process(pid)
-    assert found is not None
-    return found.cpu_s
 
 
 @pytest.mark.full
@@ -227,13 +176,7 @@ JOB = """
 def started_job(
     start: Start, code: str, ranks: int, world: int, *arguments: str
 ) -> list[subprocess.Popen[str]]:
-    with contextlib.closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))
-        job = {
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(taken.getsockname()[1]),
-        }
+    job = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [start(code, *arguments, RANK=str(rank), **job) for rank in range(ranks)]
 
 

@@ -21,7 +21,8 @@ from backlight import processes
 from backlight.cli.app import main
 from backlight.monitors.stalls import monitor
 from backlight.monitors.stalls.model import runtime_dir
-from backlight.monitors.stalls.model.attach import ProcessNotFoundError, attach
+from backlight.monitors.stalls.model.attach import attach
+from backlight.monitors.stalls.model.rank_processes import ProcessNotFoundError
 from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState, Slot, read_state
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run

@@ -21,18 +21,15 @@ from backlight.monitors.stalls.model.diagnosis import (
     name_native_function,
     wait_words,
 )
-from backlight.monitors.stalls.model.named_waits import (
-    WaitCause,
-    find_named_wait,
-    name_wait,
-    variables_of,
-)
+from backlight.monitors.stalls.model.named_waits import WaitCause, find_named_wait, variables_of
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
 from backlight.monitors.stalls.model.rank_observer import RankObserver
+from backlight.monitors.stalls.model.rank_processes import ProcessNotFoundError
 from backlight.monitors.stalls.model.shared_state import read_state
 from backlight.monitors.stalls.model.stack_summary import is_starved
 from backlight.monitors.stalls.model.stacks import StackSample, ThreadStack
 from backlight.monitors.stalls.model.timeouts import StallLimits
+from backlight.monitors.stalls.model.wait_causes import name_wait
 from backlight.records import DiagnosisKind, Phase
 
 DURATION_S = 2.0
@@ -43,10 +40,6 @@ MAX_IDLE_CORES = 0.05
 """Cores below which a process only waits; launchers that poll stay below it."""
 
 POLL_S = 0.15
-
-
-class ProcessNotFoundError(ValueError):
-    """There is no such process."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +109,8 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
         ran = (after[pid].ran_ns - before[pid].ran_ns) / 1e9 / passed
         starved = is_starved(ran, ran + (after[pid].queued_ns - before[pid].queued_ns) / 1e9 / passed)
     diagnosis, cause = _diagnose_unwatched(pid, samples, natives, cpu, starved=starved), None
-    if samples and diagnosis.kind in {DiagnosisKind.BLOCKED, DiagnosisKind.UNKNOWN}:
-        cause = _find_cause(pid, samples, natives)
+    if diagnosis.kind in {DiagnosisKind.BLOCKED, DiagnosisKind.UNKNOWN}:
+        cause = _find_cause(pid, samples, natives) if samples else name_wait(pid, pid, None)
         if cause is not None:
             diagnosis = _for_cause(diagnosis, cause)
     main = [main_thread(sample, pid) for sample in samples]

@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from backlight import processes
-from backlight.distributed import JOB_VARIABLES, world, world_of
-from backlight.monitors.stalls.model.attach import Attached, ProcessNotFoundError, attach, main_thread
+from backlight.monitors.stalls.model.attach import Attached, attach, main_thread
 from backlight.monitors.stalls.model.nccl_ras import RasStatus, read_ras
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
+from backlight.monitors.stalls.model.rank_processes import find_ranks
 from backlight.monitors.stalls.model.stacks import (
     Frame,
     ThreadStack,
@@ -30,9 +29,6 @@ from backlight.records import DiagnosisKind, Phase
 
 MAX_FRAMES = 6
 """Innermost frames of a group that are shown."""
-
-WATCHDOG = "backlight.monitors.stalls.model.watchdog"
-"""Argument of backlight's own process, which has the environment of a rank."""
 
 MAX_AT_ONCE = 8
 STORE_TIMEOUT_S = 20.0
@@ -79,55 +75,6 @@ def span(ranks: Sequence[int]) -> str:
     return ", ".join(runs)
 
 
-def find_ranks(pid: int) -> tuple[dict[int, int], int, Mapping[str, str]]:
-    """Return the pids of a job by rank, its world size and the environment of a rank.
-
-    ``pid`` is a rank of it, or a launcher.
-
-    Raises
-    ------
-    ProcessNotFoundError
-        If there is no such process, or neither it nor a descendant is a rank.
-    """
-    table = processes.read_process_table()
-    if pid not in table:
-        raise ProcessNotFoundError(f"attach: no process {pid}; expected the id of a running process")
-    environments = {
-        p: e
-        for p in table
-        if (here := world_of(e := processes.environment(p))) is not None and not here.problem
-    }
-    own = [p for p in environments if p == pid or _descends(p, pid, table)]
-    if not own:
-        raise ProcessNotFoundError(
-            f"attach --job: process {pid} is no rank and has none; expected a process with RANK in its "
-            "environment, or its launcher"
-        )
-    job = _job(environments[pid if pid in environments else own[0]])
-    members = {
-        p: world(e).rank
-        for p, e in environments.items()
-        if _job(e) == job and WATCHDOG not in processes.command_line(p)
-    }
-    # What a rank starts, such as workers of a data loader, inherits its environment.
-    mains = {p: rank for p, rank in members.items() if members.get(table[p].parent) != rank}
-    found = {rank: p for p, rank in sorted(mains.items(), reverse=True)}
-    first = environments[found[min(found)]]
-    return dict(sorted(found.items())), world(first).size, first
-
-
-def _job(environment: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(environment.get(name, "") for name in JOB_VARIABLES)
-
-
-def _descends(pid: int, ancestor: int, table: Mapping[int, processes.Process]) -> bool:
-    while pid in table and pid > 1:
-        pid = table[pid].parent
-        if pid == ancestor:
-            return True
-    return False
-
-
 def attach_job(pid: int, duration_s: float = 2.0) -> AttachedJob:
     """Observe every rank of a job on this machine at the same time, and diagnose the job.
 
@@ -171,13 +118,17 @@ def _diagnose(
 ) -> Diagnosis:
     """Diagnose: a rank that has ended, a wait with a name, ranks that do not come, the rank that differs."""
     ended = [r for r, a in found.items() if a.diagnosis.kind in {DiagnosisKind.DEAD, DiagnosisKind.STOPPED}]
-    named = [r for r, a in found.items() if a.cause is not None and a.cause.name not in _FOR_RANKS]
-    coming = [r for r, a in found.items() if a.cause is not None and a.cause.name in _FOR_RANKS]
+    causes = {r: a.cause for r, a in found.items() if a.cause is not None}
+    named = [r for r, c in causes.items() if c.name not in _FOR_RANKS and not c.progresses]
+    coming = [r for r, c in causes.items() if c.name in _FOR_RANKS]
     if ended or named:
         rank = [*ended, *named][0]
         return _of_rank(rank, found[rank].diagnosis, found)
-    if coming:
+    if coming and not all(causes[rank].progresses for rank in coming):
         return _not_come(coming, found, elsewhere, environment)
+    if causes:  # what they wait for computes
+        rank = next(iter(causes))
+        return _of_rank(rank, found[rank].diagnosis, found)
     waiting = [rank for group in groups if group.in_collective for rank in group.ranks]
     if all(one.moves for one in found.values()) or any(found[rank].moves for rank in waiting):
         return _moving(found)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from backlight.monitors.stalls.model import stacks
 from backlight.monitors.stalls.model.graph_samples import find_largest_share
-from backlight.monitors.stalls.model.named_waits import WaitCause
+from backlight.monitors.stalls.model.named_waits import BUSY_WORKER, WaitCause
 from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis, Observation, in_phase
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
 from backlight.monitors.stalls.model.stack_summary import (
@@ -68,7 +68,10 @@ def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = No
     summary = summarize_stacks(obs, limits)
     thread = summary.thread
     if obs.cause is not None and state.silence_s >= timeout_s:
-        return None if obs.cause.progresses else _for_cause(obs, obs.cause, state, summary)
+        if not obs.cause.progresses:
+            return _for_cause(obs, obs.cause, state, summary)
+        if obs.cause.name != BUSY_WORKER:  # one may compute for ever: its phase is reported
+            return None
     if thread is not None:
         is_exempt = state.phase is not Phase.BACKWARD and stacks.phase_of(thread) in EXEMPT_PHASES
         if is_exempt or stacks.is_compiling(thread):

@@ -20,7 +20,6 @@ from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
 from backlight.monitors.stalls.model.diagnosis import is_moving
 from backlight.monitors.stalls.model.graph_samples import parse_graph_build
-from backlight.monitors.stalls.model.named_waits import name_wait
 from backlight.monitors.stalls.model.observation import (
     Buckets,
     ExitReason,
@@ -32,6 +31,7 @@ from backlight.monitors.stalls.model.observation import (
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot, read_state
 from backlight.monitors.stalls.model.stacks import StackSample
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious, timeout_of
+from backlight.monitors.stalls.model.wait_causes import name_wait
 from backlight.processes import Thread
 from backlight.records import Phase
 
@@ -180,9 +180,12 @@ class RankObserver:
         if status is None and last is not None and last.is_dead and is_same:
             status = last.exit_status
         self.ended = "ended (how is not observable)" if status is None else processes.describe_exit(status)
-        kills = processes.count_oom_kills()
-        if "SIGKILL" in self.ended and kills is not None and kills > (self._oom_kills or 0):
-            self.ended += ", while the kernel was killing for memory"
+        if "SIGKILL" in self.ended and self.state is not None:
+            kills = processes.count_oom_kills()
+            if processes.was_killed_for_memory(self.state.pid):
+                self.ended += ": the kernel killed it for memory"
+            elif kills is not None and kills > (self._oom_kills or 0):
+                self.ended += ", while the kernel was killing for memory"
         return True
 
     def _examine(self, state: StateSnapshot) -> None:
@@ -246,7 +249,7 @@ class RankObserver:
             observed["workers"] = _worker_words(state.pid)
             if self._usages and tid:
                 stack = stacks.find_working_thread(samples[-1], state.working_ident) if samples else None
-                observed["cause"] = name_wait(state.pid, tid, stack)
+                observed["cause"] = name_wait(state.pid, tid, stack, self._oom_kills)
         return Observation(
             rank=self.rank,
             history=tuple(self._history),

@@ -30,6 +30,10 @@ DUMP_TIMEOUT_S = 0.6
 MAX_DUMP_BYTES = 256 * 1024 * 1024
 _DUMP_POLL_S = 0.02
 
+D_CHECKS = 5
+D_PERIOD_S = 0.04
+"""Number and distance of readings of a state D: most such waits are over in a moment."""
+
 _TRACING_DENIED = (
     "tracing this process is denied here (it needs CAP_SYS_PTRACE, or the same user and ptrace_scope 0)"
 )
@@ -224,6 +228,8 @@ def dump_by_py_spy(
     pid: int, *, native: bool = False, variables: bool = False, timeout_s: float = 5.0
 ) -> tuple[StackSample | None, str]:
     """Dump stacks with py-spy, which pauses the process only if ``native``; return None and the reason."""
+    if native and _is_uninterruptible(pid):
+        return None, "py-spy: a thread is in a wait that no tracer can interrupt (state D)"
     at = clock.monotonic_ns()
     options = ["--native" if native else "--nonblocking", *(["--locals"] if variables else [])]
     text, reason = run_py_spy(pid, *options, timeout_s=timeout_s)
@@ -233,6 +239,15 @@ def dump_by_py_spy(
         return parse_py_spy(json.loads(text), at), ""
     except (ValueError, AttributeError, TypeError) as error:
         return None, f"py-spy: unexpected output: {error}"
+
+
+def _is_uninterruptible(pid: int) -> bool:
+    """Return whether a thread stays in state D: py-spy would wait for it, and leave it stopped at its end."""
+    for _ in range(D_CHECKS):
+        if all(thread.state != "D" for thread in processes.read_threads(pid)):
+            return False
+        clock.sleep(D_PERIOD_S)
+    return True
 
 
 # Reading
