@@ -77,6 +77,11 @@ def main() -> None:
         mesh = init_device_mesh("cpu", (world,))
         fully_shard(model[2], mesh=mesh)
         fully_shard(model, mesh=mesh)
+    handles: list[Any] = []
+    if any(kind == "hook_late" for kind, _ in FAULTS):  # what DDP does, issued by the script itself
+        model[2].bias.register_post_accumulate_grad_hook(
+            lambda bias: handles.append(dist.all_reduce(bias.grad, async_op=True))
+        )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     wait_for_watchdog()
     for step in range(2 * len(FAULTS) + 2):
@@ -84,6 +89,8 @@ def main() -> None:
         late.seconds = SECONDS if fault.endswith("_late") and not fault.startswith("async") else 0.0
         if fault != "fsdp_skip":
             model(torch.ones(2, 8)).square().mean().backward()
+        while handles:
+            handles.pop().wait()
         reduce_later(fault, world, one, other)
         optimizer.step()
         optimizer.zero_grad()

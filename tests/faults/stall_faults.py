@@ -140,6 +140,13 @@ ISSUED = (
     _issued(
         "ddp_late", "PHASE", phase="forward", line="late", pattern="rank 0, 2 in the reduction of bucket"
     ),
+    _issued(
+        "hook_late",
+        "PHASE",
+        phase="forward",
+        line="late",
+        pattern=r"rank 0, 2 in all_reduce\(8 float32\) #\d+, issued in backward at ",
+    ),
     _issued("fsdp_late", "PHASE", phase="forward", line="late", pattern="rank 0, 2 in all_gather"),
     _issued("fsdp_skip", "MISMATCH", slow=True, pattern="all_gather"),
 )

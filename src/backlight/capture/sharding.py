@@ -67,10 +67,10 @@ def _run(whole: int, start: int, size: int) -> Placement:
     return Placement(Layout.SHARD, (whole,), (size,), (start if size else 0,))
 
 
-def held(module: nn.Module) -> Iterator[Any]:
-    """Yield what FSDP2 keeps for each parameter that ``module`` manages; nothing for any other module.
+def groups(module: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Yield what FSDP2 keeps for the parameters that ``module`` manages, by the group of one collective.
 
-    In a release that names it otherwise there is nothing.
+    Nothing for any other module, and in a release that names it otherwise.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(fsdp, "FSDPModule", None)
@@ -78,12 +78,18 @@ def held(module: nn.Module) -> Iterator[Any]:
     if kind is None or not issubclass(type(module), kind):
         return
     state = getattr(module, "_get_fsdp_state", lambda: None)()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:
         one = getattr(state, "_fsdp_param_group", None)
-        groups = [] if one is None else [one]
-    for group in groups:
-        yield from getattr(group, "fsdp_params", ())
+        found = [] if one is None else [one]
+    for group in found:
+        yield tuple(getattr(group, "fsdp_params", ()))
+
+
+def held(module: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 keeps for each parameter that ``module`` manages; nothing for any other module."""
+    for group in groups(module):
+        yield from group
 
 
 def shards(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:

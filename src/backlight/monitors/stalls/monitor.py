@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import backlight
 from backlight import processes
+from backlight.capture import sharding
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.distributed import launch_id, local_rank
 from backlight.monitor import Monitor, RunContext
@@ -70,7 +71,7 @@ class StallMonitor(Monitor):
         self._watchdog_pid = 0
         self._periods = 0
         self._bucket_reads = 0
-        self._buckets: list[list[int]] = []
+        self._buckets: dict[str, list[Any]] = {}
         self.heartbeat: Heartbeat | None = None
 
     @classmethod
@@ -178,19 +179,28 @@ class StallMonitor(Monitor):
         self._writer.fingerprint(take_fingerprint(self._scope, self._run.arguments))
 
     def _store_buckets(self) -> bool:
-        """Write which parameters DDP reduces together, while that may change; return whether to ask again."""
+        """Write which parameters travel together, while that may change; return whether to ask again."""
         self._bucket_reads += 1
         if self._run.world_size == 1 or self._bucket_reads > BUCKET_BACKWARDS:
             return False
-        models = wrappers(self._scope.models or self._run.hub.seen.roots())
+        roots = self._scope.models or self._run.hub.seen.roots()
         table = self._scope.table
         tensors = {row: tensor for row in range(len(table)) if (tensor := table.tensor(row)) is not None}
         rows = {id(tensor): row for row, tensor in tensors.items()}
-        found = [[rows[key] for key in bucket if key in rows] for m in models for bucket in assignment(m).ids]
+        ids = [bucket for model in wrappers(roots) for bucket in assignment(model).ids]
+        buckets = [[rows[key] for key in bucket if key in rows] for bucket in ids]
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        held = [group for module in modules for group in sharding.groups(module)]
+        groups = [group for group in held if all(id(one.sharded_param) in rows for one in group)]
+        found: dict[str, list[Any]] = {
+            "rows": buckets,
+            "numels": [sum(tensors[row].numel() for row in bucket) for bucket in buckets],
+            "shard_rows": [[rows[id(one.sharded_param)] for one in group] for group in groups],
+            "shard_numels": [sum(one.padded_sharded_param_size.numel() for one in g) for g in groups],
+        }
         if found != self._buckets:
             self._buckets = found
-            numels = [sum(tensors[row].numel() for row in bucket) for bucket in found]
-            self._write("buckets", {"rows": found, "numels": numels})
+            self._write("buckets", found)
         return True
 
     def _store_group(self, key: int, ranks: list[int]) -> None:

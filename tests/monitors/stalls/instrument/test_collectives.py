@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace
+from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace, _add_frames
 from backlight.monitors.stalls.instrument.collectives import Collectives
+from backlight.monitors.stalls.model.flight_recorder import parse_dump
 from backlight.monitors.stalls.model.observation import parse_issued
 from backlight.monitors.stalls.model.shared_state import Collective, SharedState, read_state
+from backlight.records import Phase
+from ranks.launching import torchrun
 
 
 @pytest.fixture
@@ -133,3 +136,42 @@ def test_document_holds_what_the_flight_recorder_holds(shared_state: SharedState
     last = found.dump.records[-1]
     assert (last.label, last.ranks, last.number, last.operation) == ("again", (0,), 1, "all_reduce")
     assert (last.inputs, last.completed) == (((4,),), True)
+
+
+def test_open_collective_has_the_phase_and_the_line_that_issued_it(shared_state: SharedState) -> None:
+    """Entries as if the device had not completed them: only stacks of those are kept."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        pytest.skip("this release of torch has no flight recorder for gloo")
+    weight = torch.ones(3, requires_grad=True)
+    handles: list[Any] = []
+    weight.register_post_accumulate_grad_hook(
+        lambda w: handles.append(dist.all_reduce(w.grad, async_op=True))
+    )
+    (weight * 2).sum().backward()
+    handles[0].wait()
+    dist.all_reduce(X.clone())
+    entries = json.loads(dump())["entries"][-2:]
+    for entry in entries:
+        entry["retired"] = False
+    _add_frames(entries)
+    inside, outside = parse_dump(0, {"entries": entries}).records
+    assert (inside.phase, outside.phase) == (Phase.BACKWARD, None)
+    assert all(record.line.startswith(f"{__file__}:") for record in (inside, outside))
+    assert inside.issued == f", issued in backward at {inside.line}"
+    kept = json.loads(dump())["entries"][-2:]
+    _add_frames(kept)  # the control: both have completed
+    assert all("frames" not in entry for entry in kept)
+
+
+@pytest.mark.full
+def test_shards_of_fsdp_are_written_by_their_collective(tmp_path: Path) -> None:
+    """The sizes that are written, against those that the flight recorder holds."""
+    if not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"):
+        pytest.skip("this release of torch has no flight recorder for gloo")
+    torchrun(2, Path(__file__).parents[3] / "ranks" / "shards.py", tmp_path)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["gathered"]
+        assert set(found["gathered"]) == set(found["numels"])
+        assert sorted(row for rows in found["rows"] for row in rows) == [0, 1, 2, 3]

@@ -85,7 +85,7 @@ def test_file_lock_of_a_cache(start: Start, tmp_path: Path) -> None:
     ("code", "part", "words"),
     [
         ("def main():\n    breakpoint()\nmain()", "pdb.py", "waits at a breakpoint"),
-        ("def main():\n    input('name? ')\nmain()", "main", "waits in input() for the terminal"),
+        ("def main():\n    input('name? ')\nmain()", "main", "waits in input() for a pipe"),
     ],
 )
 def test_prompt(code: str, part: str, words: str, start: Start) -> None:

@@ -130,7 +130,9 @@ def test_bucket_whose_reduction_is_recorded_as_open_is_named(state: StateSnapsho
     issued = IssuedCollectives(1, (), Dump(0, records))
     one = dataclasses.replace(observation(state, 0, "1111"), issued=issued)
     assert reductions(one, observation(state, 1, "1111"))[0].startswith("the reduction of bucket 2 of 2")
-    assert one.pending == "all_reduce(20) #2 of group 0 [0, 1]"
+    assert one.pending.startswith(
+        "all_reduce(20) #2 of group 0 [0, 1], issued in backward for bucket 2 of 2 ("
+    )
 
 
 def test_undetermined_bucket_is_not_named(state: StateSnapshot) -> None:
@@ -166,3 +168,37 @@ def test_bucket_is_named_in_a_real_launch(tmp_path: Path) -> None:
     assert re.search(
         r"Waiting for it: rank 0 in the reduction of bucket 1 of 2 \(1\.(bias|weight)", found.detail
     ), found.detail
+
+
+FIRST, HEAD = "first.weight ... first.bias, 2 parameters", "head.weight ... head.bias, 2 parameters"
+SHARDS = Buckets(shard_rows=((2, 3), (0, 1)), shard_numels=(15, 10))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "record", "words"),
+    [
+        (BUCKETS, {"inputs": ((30,),)}, f", issued in backward for bucket 1 of 2 ({HEAD})"),
+        (BUCKETS, {"inputs": ((31,),)}, ""),
+        (BUCKETS, {"inputs": ((5, 6),)}, ""),  # DDP reduces flat tensors
+        (BUCKETS, {"inputs": ((30,),), "operation": "broadcast"}, ""),
+        (Buckets(((2, 3), (0, 1)), (30, 30)), {"inputs": ((30,),)}, ""),  # either may be the one
+        (
+            SHARDS,
+            {"operation": "_allgather_base", "inputs": ((10,),), "phase": Phase.FORWARD},
+            f", issued in forward for the shards of {FIRST}",
+        ),
+        (
+            SHARDS,
+            {"operation": "_reduce_scatter_base", "outputs": ((15,),), "line": "/x/train.py:3"},
+            f", issued for the shards of {HEAD} at /x/train.py:3",
+        ),
+        (BUCKETS, {"inputs": ((30,),), "completed": True}, None),
+    ],
+)
+def test_pending_collective_has_its_phase_and_parameters(
+    buckets: Buckets, record: dict[str, Any], words: str | None
+) -> None:
+    """As over NCCL: the host is elsewhere, and only the record shows what the device waits in."""
+    made = CollectiveRecord("0", (0, 1), 7, **{"operation": "all_reduce", **record})
+    found = Observation(0, names=NAMES, buckets=buckets, issued=IssuedCollectives(dump=Dump(0, (made,))))
+    assert found.pending == ("" if words is None else f"{made.text}{words}")

@@ -105,7 +105,7 @@ def test_unreadable_neighbour_is_skipped(kind: str, directory: Path) -> None:
     assert attach.attach(os.getpid(), 0.01, native=False).pid == os.getpid()
 
 
-BUCKETS = '{"rows": [[0]], "numels": [4]}'
+BUCKETS = '{"rows": [[0]], "numels": [4], "shard_rows": [[0]], "shard_numels": [2]}'
 
 
 @pytest.mark.parametrize("kind", ["graph", "names", "buckets", "exit", "stacks", "collectives"])
@@ -123,7 +123,8 @@ def test_malformed_documents_of_a_rank_are_left_out(kind: str, content: str, tmp
     found = observer.observe()
     observer.close()
     assert (found.exit_reason, found.graph_build, found.samples, found.issued.dump) == (None, None, (), None)
-    assert found.buckets == (Buckets(((0,),), (4,)) if (kind, content) == ("buckets", BUCKETS) else Buckets())
+    read = Buckets(((0,),), (4,), ((0,),), (2,))
+    assert found.buckets == (read if (kind, content) == ("buckets", BUCKETS) else Buckets())
 
 
 def test_runtime_directory_depends_on_attempt_and_launch(tmp_path: Path) -> None:

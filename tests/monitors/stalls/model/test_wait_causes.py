@@ -67,6 +67,7 @@ JOBS = """
 """
 
 
+@pytest.mark.full
 def test_compile_workers(start: Start, tmp_path: Path) -> None:
     """One that computes is no finding; an idle one is, and so is a pool that was killed."""
     (tmp_path / "jobs.py").write_text("\n".join(line[4:] for line in JOBS.splitlines()))

@@ -7,10 +7,11 @@ releases lack; and the handles of asynchronous calls, kept weakly.
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ MAX_HANDLES = 256
 MAX_ENTRIES = 512
 """Latest entries of the flight recorder that the document holds."""
 
+MAX_FRAMES = 64
+"""Innermost frames of a stack that the document holds."""
+
 _NAMES = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+_PICKLES = ("_dump_nccl_trace", "_dump_fr_trace")
 
 
 class CollectiveTrace:
@@ -61,9 +66,10 @@ class CollectiveTrace:
         self._written_at = now
         content = {"at": clock.monotonic_ns(), "open": self.open_calls(), "groups": _groups(distributed)}
         dumped = [dump for dump in map(_dump, _NAMES) if dump.get("entries")]
-        content["dump"] = (
-            {"entries": [e for d in dumped for e in d["entries"][-MAX_ENTRIES:]]} if dumped else None
-        )
+        entries = [e for d in dumped for e in d["entries"][-MAX_ENTRIES:]]
+        if not all(map(_is_completed, entries)):
+            _add_frames(entries)
+        content["dump"] = {"entries": entries} if dumped else None
         write_document(self._document, content)
 
 
@@ -81,6 +87,26 @@ def _dump(name: str) -> dict[str, Any]:
         return dict(json.loads(dump())) if dump is not None else {}
     except (RuntimeError, TypeError, ValueError):
         return {}
+
+
+def _is_completed(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _add_frames(entries: list[dict[str, Any]]) -> None:
+    """Add the stacks of open collectives, which only dumps as pickles hold."""
+    frames: dict[tuple[Any, Any], Any] = {}
+    for name in _PICKLES:
+        dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
+        try:
+            found = pickle.loads(dump(True, True, True)) if dump is not None else {}  # of this process
+            frames |= {(e["record_id"], e["time_created_ns"]): e["frames"] for e in found.get("entries", ())}
+        except (RuntimeError, TypeError, ValueError, KeyError, pickle.UnpicklingError):
+            continue
+    for entry in entries:
+        key = entry.get("record_id"), entry.get("time_created_ns")
+        if key in frames and not _is_completed(entry):
+            entry["frames"] = frames[key][:MAX_FRAMES]
 
 
 def _groups(distributed: Any) -> dict[str, list[int]]:

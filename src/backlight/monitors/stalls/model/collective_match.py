@@ -257,7 +257,7 @@ def _absent(waits: Sequence[Wait]) -> Diagnosis | None:
         Phase.OTHER,
         f"{kind}: rank {_join(absent)} has not issued {wait.call.text}, in which "
         f"rank {_join(list(wait.inside))} {_waits(list(wait.inside))}"
-        f"{f', issued at {line}' if line else ''}{after}",
+        f"{wait.call.issued}{after}",
         refuted_if="that rank was about to issue it",
         next_check="look for what keeps that rank from this call: `backlight attach PID` on it",
         confidence=MEDIUM,
@@ -273,7 +273,7 @@ def _all_inside(wait: Wait) -> Diagnosis:
     if late and len(late) < len(wait.inside):
         words = (
             f"rank {_join(late)} has issued {wait.call.text}, and its device has not started it, while "
-            f"that of rank {_join([r for r in wait.inside if r not in late])} waits in it"
+            f"that of rank {_join([r for r in wait.inside if r not in late])} waits in it{wait.call.issued}"
         )
         next_check = (
             "find out what the device of that rank computes: earlier kernels of its stream do not end"
@@ -281,6 +281,7 @@ def _all_inside(wait: Wait) -> Diagnosis:
     else:
         ranks = _join(list(wait.inside))
         words = f"all ranks have issued {wait.call.text}, and it does not complete on rank {ranks}"
+        words += wait.call.issued
         next_check = "check the network and the devices between these ranks; the calls of the ranks agree"
     return Diagnosis(
         DiagnosisKind.BLOCKED,

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from backlight import untrusted_files
-from backlight.monitors.stalls.model.stacks import Frame, ThreadStack, user_frame
+from backlight.monitors.stalls.model.stacks import Frame, ThreadStack, phase_of, user_frame
+from backlight.records import Phase
 
 MAX_DUMP_BYTES = 256 * 1024 * 1024
 """Size of a dump beyond which it is refused: the largest buffers take a tenth of it."""
@@ -30,6 +31,8 @@ MAX_SIZES = 8
 """Tensors of a collective whose sizes a text holds."""
 
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
+
+_BACKWARD_HOOKS = frozenset({"pre_backward", "post_backward", "_root_post_backward_final_callback"})
 
 Sizes = tuple[tuple[int, ...], ...]
 
@@ -55,6 +58,8 @@ class CollectiveRecord:
     backend: str = ""
     line: str = ""  # the user's line that issued it, where the stack is known
     label: str = ""  # description of the group
+    phase: Phase | None = None  # in which it was issued, where the stack shows one
+    parameters: str = ""  # whose gradients or shards it carries, in words
 
     @property
     def is_point_to_point(self) -> bool:
@@ -65,6 +70,13 @@ class CollectiveRecord:
     def text(self) -> str:
         """The call in words: ``all_reduce(4x4 float32) #12 of group tp [0, 1]``."""
         return f"{self.operation}({self.tensors}) #{self.number}{self.group_words}"
+
+    @property
+    def issued(self) -> str:
+        """Phase, parameters and line of its issue: ``, issued in backward for bucket 1 of 2 (a) at x:3``."""
+        phase = f" in {self.phase}" if self.phase is not None else ""
+        parts = f"{phase}{self.parameters and f' for {self.parameters}'}{self.line and f' at {self.line}'}"
+        return parts and f", issued{parts}"
 
     @property
     def tensors(self) -> str:
@@ -132,7 +144,8 @@ def _record(entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]) ->
     frames = tuple(
         Frame(str(f["filename"]), int(f["line"]), str(f["name"])) for f in entry.get("frames") or ()
     )
-    user = user_frame(ThreadStack(0, frames)) if frames else None
+    stack = ThreadStack(0, frames)
+    user = user_frame(stack) if frames else None
     return CollectiveRecord(
         group=name,
         ranks=members.get(name, ()),
@@ -147,7 +160,14 @@ def _record(entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]) ->
         backend=backend,
         line=str(user) if user is not None else "",
         label=label,
+        phase=_phase_of(stack),
     )
+
+
+def _phase_of(stack: ThreadStack) -> Phase | None:
+    """Return the phase of a stack, which begins in the hooks of FSDP2 on a thread of the engine."""
+    in_hook = any("fsdp/" in f.file and f.function in _BACKWARD_HOOKS for f in stack.frames)
+    return Phase.BACKWARD if in_hook else phase_of(stack)
 
 
 def _sizes(value: Any) -> Sizes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backlight import clock
-from backlight.monitors.stalls.model.flight_recorder import Dump, parse_dump
+from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, Dump, Sizes, parse_dump
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
 from backlight.monitors.stalls.model.named_waits import WaitCause
 from backlight.monitors.stalls.model.shared_state import StateSnapshot
@@ -33,10 +33,17 @@ MAX_MESSAGE_CHARS = 300
 
 @dataclass(frozen=True)
 class Buckets:
-    """Buckets of DDP in the order of reduction: rows of the parameters of each, and its size in elements."""
+    """Parameters that collectives carry together.
+
+    ``rows`` and ``numels``: of each bucket of DDP in the order of reduction, the rows of its parameters and
+    its elements. ``shard_rows`` and ``shard_numels``: the same of each group of FSDP2, with the elements that
+    one rank holds.
+    """
 
     rows: tuple[tuple[int, ...], ...] = ()
     numels: tuple[int, ...] = ()
+    shard_rows: tuple[tuple[int, ...], ...] = ()
+    shard_numels: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,12 +113,20 @@ class Observation:
     @property
     def pending(self) -> str:
         """The first collective that this rank has issued and that has not completed, in words; or empty."""
-        records = self.issued.dump.records if self.issued.dump is not None else ()
+        records = self.dump.records if self.dump is not None else ()
         first = next((r for r in records if not r.completed and not r.is_point_to_point), None)
         if first is not None:
-            return first.text
+            return f"{first.text}{first.issued}"
         calls = self.state.collectives if self.state is not None else ()
         return next((c.text for c in calls if c.index in self.issued.open_calls), "")
+
+    @property
+    def dump(self) -> Dump | None:
+        """What its flight recorder holds; of open collectives with the parameters that they carry."""
+        dump = self.issued.dump
+        if dump is None:
+            return None
+        return dataclasses.replace(dump, records=tuple(_with_parameters(r, self) for r in dump.records))
 
     @property
     def holds_interpreter(self) -> bool:
@@ -209,8 +224,14 @@ def _where_peers_failed(error: BaseException, stack: ThreadStack, text: str) -> 
 
 def parse_buckets(data: Any) -> Buckets:
     """Return the buckets that a rank has written."""
-    rows = tuple(tuple(map(int, bucket)) for bucket in data["rows"])
-    return Buckets(rows, tuple(map(int, data["numels"])))
+
+    def rows(name: str) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(map(int, bucket)) for bucket in data[name])
+
+    def numels(name: str) -> tuple[int, ...]:
+        return tuple(map(int, data[name]))
+
+    return Buckets(rows("rows"), numels("numels"), rows("shard_rows"), numels("shard_numels"))
 
 
 def parse_issued(rank: int, data: Any) -> IssuedCollectives:
@@ -236,10 +257,10 @@ def _reduction(obs: Observation, observations: Sequence[Observation]) -> str:
         return ""
     pending = _pending_bucket(obs)
     if pending in started:
-        return _bucket_words(obs, pending)
+        return f"the reduction of {_bucket_words(obs, pending)}"
     lacking = [i for i in started if any(_lacks(other, obs, buckets[i]) for other in observations)]
     if lacking or len(started) == 1:
-        return _bucket_words(obs, (lacking or started)[0])
+        return f"the reduction of {_bucket_words(obs, (lacking or started)[0])}"
     return f"a reduction inside backward (of {len(started)} buckets of DDP that have all their gradients)"
 
 
@@ -247,17 +268,41 @@ def _pending_bucket(obs: Observation) -> int:
     """Return the bucket whose all-reduce is recorded as open, -1 if that is not known."""
     records = obs.issued.dump.records if obs.issued.dump is not None else ()
     pending = next((r for r in records if not r.completed and r.operation == "all_reduce"), None)
-    if pending is None or len(pending.inputs) != 1 or len(pending.inputs[0]) != 1:
-        return -1
-    of_size = [i for i, numel in enumerate(obs.buckets.numels) if numel == pending.inputs[0][0]]
-    return of_size[0] if len(of_size) == 1 else -1
+    return _only(obs.buckets.numels, pending.inputs) if pending is not None else -1
+
+
+def _only(numels: Sequence[int], sizes: Sizes) -> int:
+    """Return the index of the only one of ``numels`` that a flat tensor of these sizes has, else -1."""
+    flat = len(sizes) == 1 and len(sizes[0]) == 1
+    found = [i for i, numel in enumerate(numels) if flat and numel == sizes[0][0]]
+    return found[0] if len(found) == 1 else -1
+
+
+def _with_parameters(record: CollectiveRecord, obs: Observation) -> CollectiveRecord:
+    """Return an open collective with the parameters that it carries, where its size shows that."""
+    if record.completed:
+        return record
+    buckets, name = obs.buckets, record.operation
+    if name == "all_reduce" and (index := _only(buckets.numels, record.inputs)) >= 0:
+        # DDP alone reduces what has the size of a bucket, and in backward.
+        return dataclasses.replace(
+            record, phase=record.phase or Phase.BACKWARD, parameters=_bucket_words(obs, index)
+        )
+    shard = record.inputs if "gather" in name else record.outputs if "reduce_scatter" in name else ()
+    if (index := _only(buckets.shard_numels, shard)) >= 0:
+        words = f"the shards of {_names(obs, buckets.shard_rows[index])}"
+        return dataclasses.replace(record, parameters=words)
+    return record
 
 
 def _bucket_words(obs: Observation, index: int) -> str:
-    rows = obs.buckets.rows[index]
+    rows = obs.buckets.rows
+    return f"bucket {index + 1} of {len(rows)} ({_names(obs, rows[index])})"
+
+
+def _names(obs: Observation, rows: Sequence[int]) -> str:
     names = [obs.names[row] if row < len(obs.names) else f"parameter {row}" for row in rows]
-    span = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}, {len(names)} parameters"
-    return f"the reduction of bucket {index + 1} of {len(obs.buckets.rows)} ({span})"
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}, {len(names)} parameters"
 
 
 def _is_complete(bucket: Sequence[int], arrived: bytes) -> bool:

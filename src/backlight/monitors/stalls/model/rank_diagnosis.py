@@ -290,7 +290,7 @@ def _outlier(observations: Sequence[Observation], diagnoses: Diagnoses) -> Diagn
 
 def _compare_issued(observations: Sequence[Observation]) -> Diagnosis | None:
     """Compare what the flight recorders of the ranks hold; None where some rank has none."""
-    dumps = {o.rank: o.issued.dump for o in observations if o.issued.dump is not None}
+    dumps = {o.rank: dump for o in observations if (dump := o.dump) is not None}
     return diagnose_collectives(dumps) if len(dumps) == len(observations) else None
 
 
