@@ -34,7 +34,7 @@ from backlight.trace.rates import (
 )
 from backlight.trace.sequences import Sequence, sequences
 from backlight.trace.timeline import Step, Timeline
-from backlight.trace.utilization import Causes, Idle, Overlap, overlap
+from backlight.trace.utilization import Idle, Overlap, Utilization
 
 
 @dataclass(frozen=True)
@@ -160,17 +160,16 @@ def chosen_steps(timeline: Timeline, number: int | None) -> list[Step]:
 
 def _step_rows(timeline: Timeline, steps: list[Step], devices: list[int]) -> list[StepRow]:
     paths = Paths(timeline)
-    causes = {device: Causes(timeline, device) for device in devices}
+    uses = {device: Utilization(timeline, device) for device in devices}
     rows = []
     for step in steps:
         path = paths.of(step)
         length = step.end - step.start
         if not devices:
             rows.append(StepRow(step.number, length, None, 0, Idle(), Overlap(0, 0, 0), path))
-        for device, cause in causes.items():
-            busy = cause.busy.within(step.start, step.end).length
-            both = overlap(timeline, step, device)
-            rows.append(StepRow(step.number, length, device, busy, cause.within(step), both, path))
+        for device, use in uses.items():
+            busy = use.busy.within(step.start, step.end).length
+            rows.append(StepRow(step.number, length, device, busy, use.idle(step), use.overlap(step), path))
     return rows
 
 

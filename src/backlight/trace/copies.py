@@ -7,13 +7,13 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from backlight.trace.classification import MEMCPY
-from backlight.trace.events import Integers
+from backlight.trace.events import MISSING, Integers
 from backlight.trace.operators import Costs, joined
 from backlight.user_code import is_user_code
 
@@ -102,13 +102,21 @@ def _lines(costs: Costs, indices: Integers) -> list[str]:
     tree, events = costs.timeline.tree, costs.timeline.events
     ranges = any(word.startswith(LINE) for word in events.words["name"])
     forwards = dict(zip(*(part.tolist() for part in reversed(joined(costs))), strict=True)) if ranges else {}
-    lines = []
-    for index in indices.tolist():
-        frames = re.split(r"[;\n]", events.word("stack", int(tree.rows[index])))
-        frames += [events.word("name", int(tree.rows[outer])) for outer in tree.upwards(index)]
-        of_range = _of_range(costs, index, forwards) if ranges else ""
-        lines.append(of_range or next(filter(None, map(_location, frames)), ""))
-    return lines
+    calls = [_line(word) for word in events.words["name"]]
+    here = np.array([*(at if line else MISSING for at, line in enumerate(calls)), MISSING])
+    around = tree.inherited(here[events["name"][tree.rows]])[indices]
+    return [
+        (_of_range(costs, index, forwards) if ranges else "")
+        or _line(events.word("stack", int(tree.rows[index])))
+        or (calls[call] if call >= 0 else "")
+        for index, call in zip(indices.tolist(), around.tolist(), strict=True)
+    ]
+
+
+@lru_cache(2**14)
+def _line(stack: str) -> str:
+    """Return the first location in a call stack, or in the name of one call."""
+    return next(filter(None, map(_location, re.split(r"[;\n]", stack))), "")
 
 
 def _of_range(costs: Costs, index: int, forwards: Mapping[int, int]) -> str:

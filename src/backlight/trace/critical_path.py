@@ -10,6 +10,7 @@ streams) are assumed to be on the event that ended last.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,12 +78,15 @@ class Paths:
         blocked = (length >= BLOCKED_LAUNCH_NS) & (busy >= 0.95 * length)
         indices = indices[timeline.waits[indices] | blocked]
         indices = indices[np.argsort(tree.end[indices], kind="stable")]
-        self._waits = (tree.start[indices], tree.end[indices])
-        self._by_end = np.argsort(device.end, kind="stable")
-        self._ends = device.end[self._by_end]
-        self._launch = (
+        self._waits = (tree.start[indices].tolist(), tree.end[indices].tolist())
+        by_end = np.argsort(device.end, kind="stable")
+        # Lists, because single numbers are read much faster from them than from arrays.
+        self._by_end, self._ends = by_end.tolist(), device.end[by_end].tolist()
+        self._start, self._end = device.start.tolist(), device.end.tolist()
+        launch = (
             np.where(device.launch >= 0, tree.start[device.launch], -1) if len(tree.rows) else device.launch
         )
+        self._launch = launch.tolist()
         # Inner phases overlap outer ones and other threads; the specific ones are counted first.
         self._phases: list[tuple[int, Union]] = []
         taken = EMPTY
@@ -117,7 +121,6 @@ class Paths:
 
     def _walk(self, step: Step) -> Iterator[tuple[str, int, int, int]]:
         """Yield where, device event (-1 for none), start and end of each part, from the end of the step."""
-        device = self._timeline.device
         time, event = step.end, -1
         while time > step.start:
             if event < 0:
@@ -125,17 +128,17 @@ class Paths:
                 if event < 0:
                     yield "host", -1, step.start, time
                     break
-                end = min(int(device.end[event]), wait)
+                end = min(self._end[event], wait)
                 yield "host", -1, wait, time
                 yield "wait", event, end, wait
                 time = end
                 continue
-            begin = max(int(device.start[event]), step.start)
+            begin = max(self._start[event], step.start)
             yield "device", event, begin, time
             time = begin
             before = self._before(time, event)
-            ended = max(int(device.end[before]), step.start) if before >= 0 else step.start
-            launched = int(self._launch[event])
+            ended = max(self._end[before], step.start) if before >= 0 else step.start
+            launched = self._launch[event]
             if launched > ended or before < 0:
                 launched = min(max(launched, step.start), time)
                 yield "launch", event, launched, time
@@ -147,23 +150,21 @@ class Paths:
     def _wait(self, time: int, floor: int) -> tuple[int, int]:
         """Return when the last wait before ``time`` returned, and the event that it was for."""
         begins, ends = self._waits
-        index = int(np.searchsorted(ends, time, side="right")) - 1
+        index = bisect_right(ends, time) - 1
         while index >= 0 and ends[index] > floor:
-            event = self._before(int(ends[index]), -1)
+            event = self._before(ends[index], -1)
             # A wait that found the device idle delayed nothing.
-            if event >= 0 and self._timeline.device.end[event] > max(begins[index], floor):
-                return int(ends[index]), event
+            if event >= 0 and self._end[event] > max(begins[index], floor):
+                return ends[index], event
             index -= 1
         return floor, -1
 
     def _before(self, time: int, event: int) -> int:
         """Return the device event that ended last, not after ``time``; -1 for none."""
-        index = int(np.searchsorted(self._ends, time, side="right")) - 1
-        while index >= 0 and (
-            self._by_end[index] == event or self._timeline.device.start[self._by_end[index]] >= time
-        ):
+        index = bisect_right(self._ends, time) - 1
+        while index >= 0 and (self._by_end[index] == event or self._start[self._by_end[index]] >= time):
             index -= 1
-        return int(self._by_end[index]) if index >= 0 else -1
+        return self._by_end[index] if index >= 0 else -1
 
     def _sum(
         self, on_device: Counter[int], host: list[tuple[int, int]], launch: int, synchronisation: int

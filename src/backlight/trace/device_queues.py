@@ -104,9 +104,10 @@ def by_stream(timeline: Timeline) -> list[tuple[int, int, Integers]]:
     """Return device, stream and device events of each stream."""
     device = timeline.device
     streams = timeline.events["stream"][device.rows]
-    keys, inverse = np.unique(np.stack((device.device, streams)), axis=1, return_inverse=True)
-    inverse = inverse.reshape(-1)
-    return [(int(keys[0, n]), int(keys[1, n]), np.flatnonzero(inverse == n)) for n in range(keys.shape[1])]
+    return [
+        (number, stream, np.flatnonzero((device.device == number) & (streams == stream)))
+        for number, stream in sorted(set(zip(device.device.tolist(), streams.tolist(), strict=True)))
+    ]
 
 
 def streams(costs: Costs) -> list[Stream]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,12 @@ ITEM_BYTES = {
 """Bytes of an element by the name of its type, in lower case and without ``c10::``."""
 
 
+@lru_cache(2**14)
+def _listed(text: str) -> list[Any]:
+    found = json.loads(text or "[]")
+    return found if isinstance(found, list) else []
+
+
 @dataclass(frozen=True)
 class Events:
     """Columns of equal length, in the order of the file, and the vocabularies of the coded ones."""
@@ -92,9 +99,8 @@ class Events:
         return self.words[name][code] if code >= 0 else ""
 
     def listed(self, name: str, row: int) -> list[Any]:
-        """Return the list in a coded column, empty where the event has none."""
-        found = json.loads(self.word(name, row) or "[]")
-        return found if isinstance(found, list) else []
+        """Return the list in a coded column, empty where the event has none; it may not be changed."""
+        return _listed(self.word(name, row))
 
     def where(self, name: str, accept: Callable[[str], bool]) -> Mask:
         """Return the rows whose word in the coded column ``name`` is accepted, bool [events]."""

@@ -6,6 +6,7 @@ All intervals are half open, ``[start, end)``; a union is sorted and disjoint.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -24,15 +25,20 @@ class Union:
         """Total length in nanoseconds."""
         return int((self.end - self.start).sum())
 
+    @cached_property
+    def _before(self) -> Integers:
+        lengths = self.end - self.start
+        result: Integers = np.cumsum(lengths) - lengths
+        return result
+
     def before(self, times: Integers) -> Integers:
         """Return the length of the set before each of ``times``, int64 like ``times``."""
         if not len(self.start):
             return np.zeros(len(times), np.int64)
-        total = np.concatenate(([0], np.cumsum(self.end - self.start)))
         index = np.searchsorted(self.start, times, side="right")
         last = np.maximum(index - 1, 0)
         inside = np.clip(np.minimum(times, self.end[last]) - self.start[last], 0, None)
-        result: Integers = np.where(index > 0, total[last] + inside, 0)
+        result: Integers = np.where(index > 0, self._before[last] + inside, 0)
         return result
 
     def covered(self, start: Integers, end: Integers) -> Integers:

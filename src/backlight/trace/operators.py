@@ -88,24 +88,22 @@ class Costs:
         ``host_key`` is int64 like ``host_rows``, ``device_key`` like ``device_rows``, negative for no row;
         ``label`` names a key. Calls are those of ``counted`` host events, or else the device events.
         """
-        keys, inverse = np.unique(np.concatenate((host_key, device_key)), return_inverse=True)
-        host, device = inverse[: len(host_key)], inverse[len(host_key) :]
-        inner = self.timeline.tree.inner[self.host_rows]
-        spread = _spread(device, self.durations, len(keys))
-        columns = zip(
-            keys.tolist(),
-            np.bincount(device if counted is None else host[counted], minlength=len(keys)).tolist(),
-            *(
-                _sums(index, values, len(keys)).tolist()
-                for index, values in ((host, inner), (device, self.shares), (device, self.durations))
-            ),
-            *(values.tolist() for values in spread),
-            strict=True,
-        )
+        size = int(max(host_key.max(initial=-1), device_key.max(initial=-1))) + 1
+        has_row = host_key >= 0
+        host, inner = host_key[has_row], self.timeline.tree.inner[self.host_rows[has_row]]
+        has_row = device_key >= 0
+        device, shares, durations = (a[has_row] for a in (device_key, self.shares, self.durations))
+        there = np.flatnonzero(np.bincount(host, minlength=size) + np.bincount(device, minlength=size))
+        columns = (
+            np.bincount(device if counted is None else host_key[counted], minlength=size),
+            _sums(host, inner, size), _sums(device, shares, size), _sums(device, durations, size),
+            *_spread(device, durations, size),
+        )  # fmt: skip
         rows = [
             Row(*label(key), calls, own, part, busy, self.share(own, part), *spread)
-            for key, calls, own, part, busy, *spread in columns
-            if key >= 0
+            for key, calls, own, part, busy, *spread in zip(
+                there.tolist(), *(column[there].tolist() for column in columns), strict=True
+            )
         ]
         return sorted(rows, key=lambda row: (row.share, row.host), reverse=True)
 

@@ -78,51 +78,56 @@ def tree(events: Events) -> Tree:
     Where two intervals cross, the later one is a sibling, and what they share counts as the later one's.
     """
     rows = np.flatnonzero(events.among(HOST) & (events["duration"] >= 0))
-    pairs = (
-        events["process"][rows].astype(np.int64) << 32 | events["thread"][rows].astype(np.int64) & 0xFFFFFFFF
-    )
-    _, thread = np.unique(pairs, return_inverse=True)
+    threads = len(events.words["thread"]) + 1
+    thread = (events["process"][rows].astype(np.int64) + 1) * threads + events["thread"][rows]
     start, end = events["start"][rows], events["start"][rows] + events["duration"][rows]
-    order = np.lexsort((rows, -end, start, thread))
-    rows, thread, start, end = rows[order], thread[order].astype(np.int64), start[order], end[order]
-    parent, depth, crossed = _parents(thread, start, end)
-    inner = end - start
-    inside = parent >= 0
-    np.subtract.at(inner, parent[inside], (end - start)[inside])
-    for index, overlap in crossed:
-        inner[index] -= overlap
-    return Tree(rows, parent, depth, thread, start, end, np.maximum(inner, 0))
+    order = np.lexsort((-end, start, thread))
+    rows, thread, start, end = rows[order], thread[order], start[order], end[order]
+    parent = _parents(thread, end)
+    inner = _inner(parent, thread, start, end)
+    return Tree(rows, parent, _depth(parent), thread, start, end, inner)
 
 
-def _parents(
-    thread: Integers, start: Integers, end: Integers
-) -> tuple[Integers, Integers, list[tuple[int, int]]]:
-    """Return parent and depth of each index, and what to subtract from which index where intervals cross."""
+def _parents(thread: Integers, end: Integers) -> Integers:
+    """Return the nearest index before each one on its thread that does not end before it, -1 for none."""
+    parent = np.arange(len(end)) - 1
+    parent[np.diff(thread, prepend=-1) != 0] = -1
+    # All between an index and its candidate end before it: where the candidate ends too early too, its own
+    # candidate is the next. Steps between siblings double in length, since all take theirs at once.
+    at = np.arange(len(end))
+    while len(at := at[(parent[at] >= 0) & (end[parent[at]] < end[at])]):
+        parent[at] = parent[parent[at]]
+    return parent
+
+
+def _depth(parent: Integers) -> Integers:
+    depth = np.zeros(len(parent), np.int64)
+    at, outer = np.arange(len(parent)), parent
+    while len(at := at[outer >= 0]):
+        depth[at] += 1
+        outer = parent[outer[outer >= 0]]
+    return depth
+
+
+def _inner(parent: Integers, thread: Integers, start: Integers, end: Integers) -> Integers:
+    """Return the time of each index without its children, in nanoseconds."""
+    inner, nested = end - start, parent >= 0
+    np.subtract.at(inner, parent[nested], (end - start)[nested])
     # A moment in two intervals that cross belongs to the later one; their parent has lost it twice.
-    parents, depths = [-1] * len(end), [0] * len(end)
-    stack: list[int] = []
-    ends: list[int] = []
-    crossed: list[tuple[int, int]] = []
-    current = -1
-    for index, (number, begin, finish) in enumerate(
-        zip(thread.tolist(), start.tolist(), end.tolist(), strict=True)
-    ):
-        if number != current:
-            current, stack, ends = number, [], []
-        reached = begin
-        while ends and ends[-1] < finish:
-            before, ended = stack.pop(), ends.pop()
-            if ended > reached:
-                crossed.append((before, ended - reached))
-                reached = ended
-        if stack:
-            parents[index] = stack[-1]
-            depths[index] = len(stack)
-            if reached > begin:
-                crossed.append((stack[-1], begin - reached))
-        stack.append(index)
-        ends.append(finish)
-    return np.array(parents, dtype=np.int64), np.array(depths, dtype=np.int64), crossed
+    siblings = np.argsort(np.where(nested, parent, -1 - thread), kind="stable")
+    before, after = siblings[:-1], siblings[1:]
+    same = (parent[before] == parent[after]) & (thread[before] == thread[after])
+    for index in after[same & (end[before] > start[after])].tolist():
+        reached, other = start[index], index - 1
+        while other != parent[index]:
+            if end[other] > reached:
+                inner[other] -= end[other] - reached
+                reached = end[other]
+            other = parent[other]
+        if other >= 0:
+            inner[other] += reached - start[index]
+    result: Integers = np.maximum(inner, 0)
+    return result
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,35 @@ class Idle:
         return sum(astuple(self))
 
 
-class Causes:
-    """Explains the gaps of one device."""
+@dataclass(frozen=True)
+class Overlap:
+    """Nanoseconds in which a device computes, communicates, and does both.
+
+    ``communication - overlapped`` is exposed: in that time nothing else ran on the device.
+    """
+
+    computation: int
+    communication: int
+    overlapped: int
+
+    @property
+    def exposed(self) -> int:
+        """Communication that no computation hides."""
+        return self.communication - self.overlapped
+
+
+class Utilization:
+    """Use of one device: why it idles, and what it does at the same time."""
 
     def __init__(self, timeline: Timeline, number: int) -> None:
         device, tree, events = timeline.device, timeline.tree, timeline.events
         here = device.device == number
         self.busy = union(device.start[here], device.end[here])
+        # Copies count as computation: during one the device does not merely wait for others.
+        talks = device.of_kind(Kind.COMMUNICATION)[here]
+        self._talk, self._work = (
+            union(device.start[here][chosen], device.end[here][chosen]) for chosen in (talks, ~talks)
+        )
         self._starts = device.start[here]
         launch = device.launch[here]
         self._launched = np.where(launch >= 0, tree.start[launch], -1) if len(tree.rows) else launch
@@ -59,7 +81,12 @@ class Causes:
         data = timeline.phases == PHASES.index(Phase.DATA)
         self._data = union(tree.start[data], tree.end[data])
 
-    def within(self, step: Step) -> Idle:
+    def overlap(self, step: Step) -> Overlap:
+        """Return computation, communication and their overlap in one window."""
+        talk, work = (one.within(step.start, step.end) for one in (self._talk, self._work))
+        return Overlap(work.length, talk.length, int(work.covered(talk.start, talk.end).sum()))
+
+    def idle(self, step: Step) -> Idle:
         """Return the idle time in one window, by cause."""
         gaps = self.busy.gaps(step.start, step.end)
         start, end = gaps.start, gaps.end
@@ -91,33 +118,3 @@ class Causes:
             queued=int(queued[~unknown & (queued > MAX_LAUNCH_GAP_NS)].sum()),
             unknown=int(queued[unknown].sum()),
         )
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Nanoseconds in which a device computes, communicates, and does both.
-
-    ``communication - overlapped`` is exposed: in that time nothing else ran on the device.
-    """
-
-    computation: int
-    communication: int
-    overlapped: int
-
-    @property
-    def exposed(self) -> int:
-        """Communication that no computation hides."""
-        return self.communication - self.overlapped
-
-
-def overlap(timeline: Timeline, step: Step, number: int) -> Overlap:
-    """Return computation, communication and their overlap on one device in one window."""
-    device = timeline.device
-    here = device.device == number
-    communicates = device.of_kind(Kind.COMMUNICATION)
-    # Copies count as computation: during one the device does not merely wait for others.
-    talk, work = (
-        union(device.start[here & chosen], device.end[here & chosen]).within(step.start, step.end)
-        for chosen in (communicates, ~communicates)
-    )
-    return Overlap(work.length, talk.length, int(work.covered(talk.start, talk.end).sum()))
