@@ -4,9 +4,10 @@ Each case of the matrix (models x precisions x checkpointing with AdamW; models 
 steps under torch.profiler, which counts in the CPU's allocator, and two on fake tensors; compared is the
 peak of the second, without the workspaces that kernels allocate and free. Cases off by more than 1 % are
 listed. Then the time of a prediction of GPTs of several depths, in a process that has started already,
-against torch's own MemTracker over two fake steps of the same.
+against torch's own MemTracker over two fake steps of the same. Then the processor seconds of whole processes,
+interleaved: ``backlight memory --fake`` against a process that does nothing but MemTracker's two steps.
 
-    OMP_NUM_THREADS=1 python bench/memory.py [--quick] [--speed]
+    OMP_NUM_THREADS=1 python bench/memory.py [--quick] [--speed] [--processes]
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import argparse
 import contextlib
 import itertools
 import os
+import resource
+import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -79,26 +83,42 @@ def agreement(predictor: Predictor, console: Console, *, quick: bool) -> None:
 
 def tracked(recipe_settings: dict[str, int]) -> float:
     """Return the seconds that torch's MemTracker takes for two fake steps."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
+    from mem_tracker import track
 
     recipe = read_recipe(GPT, recipe_settings)
     begin = time.perf_counter()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = recipe.build_model()
-        optimizer = recipe.build_optimizer(model)
-        shape = (recipe_settings["batch"], recipe_settings["seq"])
-        batch = (torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long))
-        tracker = MemTracker()
-        tracker.track_external(model, optimizer)
-        with tracker:
-            for step in range(2):
-                if step:
-                    tracker.reset_mod_stats()
-                recipe.loss(model, batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+    track(recipe.module, recipe_settings)
     return time.perf_counter() - begin
+
+
+def processor_seconds(command: list[str]) -> float:
+    """Return the processor seconds of a command and of what it starts."""
+
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = used()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return used() - before
+
+
+def whole_processes(console: Console, *, quick: bool) -> None:
+    table = Table("layers", "backlight memory --fake s", "MemTracker s", "ratio")
+    here = Path(sys.executable).parent / "backlight"
+    for layers in (2, 4) if quick else (2, 4, 12, 48):
+        settings = [f"n_blocks={layers}", "batch=8", "seq=64"]
+        ours_command = [str(here), "memory", str(GPT), "--fake"]
+        ours_command += [part for setting in settings for part in ("--set", setting)]
+        theirs_command = [sys.executable, str(Path(__file__).parent / "mem_tracker.py"), *settings]
+        pairs = [
+            (processor_seconds(ours_command), processor_seconds(theirs_command))
+            for _ in range(3 if quick else 5)
+        ]
+        ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratio = statistics.median(a / b for a, b in pairs)
+        table.add_row(str(layers), f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}")
+    console.print(table)
 
 
 def speed(predictor: Predictor, console: Console, *, quick: bool) -> None:
@@ -132,15 +152,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--speed", action="store_true", help="leave the matrix out")
     parser.add_argument("--quick", action="store_true", help="a fifth of the matrix, 12 layers at most")
+    parser.add_argument("--processes", action="store_true", help="whole processes alone")
     asked = parser.parse_args()
     quick = asked.quick
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     console = Console()
+    if asked.processes:
+        whole_processes(console, quick=quick)
+        return
     with Predictor() as predictor:
         if not asked.speed:
             agreement(predictor, console, quick=quick)
         speed(predictor, console, quick=quick)
+    whole_processes(console, quick=quick)
 
 
 if __name__ == "__main__":

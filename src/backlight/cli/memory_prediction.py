@@ -76,23 +76,28 @@ def _pairs(target: str, rest: list[str]) -> Iterator[tuple[str, str]]:
 def predict(options: FakeOptions) -> None:
     """Predict the memory of a recipe, print it and store it where asked."""
     from backlight.cli.render.memory import print_predicted
-    from backlight.diagnose.memory.predictor import Predictor, checkpointing_savings, largest_batch
+    from backlight.diagnose.memory.predictor import (
+        Predictor,
+        UnreadRecipe,
+        checkpointing_savings,
+        largest_batch,
+    )
     from backlight.diagnose.memory.result import open_memory_run, store_memory
-    from backlight.launch.recipe import parse_settings, read_recipe
+    from backlight.launch.recipe import parse_settings
 
     budget = None if options.budget is None else parse_size(options.budget, "--budget")
-    recipe = read_recipe(options.recipe, parse_settings(options.settings))
-    if budget is not None:
-        recipe.with_settings({options.batch_setting: 1})  # refused now, not after a prediction
+    recipe = UnreadRecipe(Path(options.recipe), parse_settings(options.settings))
+    # A setting that the recipe does not take is refused now, not after a prediction.
+    accepts = () if budget is None else (options.batch_setting,)
     console = make_console(stderr=True)
     with (
+        Predictor() as predictor,  # first: it may fork, which no open run should see
         nullcontext()
         if options.out is None
         else open_memory_run(options.out, options.recipe, options.settings) as writer,
-        Predictor() as predictor,
         console.status("predicting") as status,
     ):
-        prediction = predictor.predict(recipe)
+        prediction = predictor.predict(recipe, accepts=accepts)
         if options.checkpointing:
             status.update("predicting with checkpointing")
             savings = checkpointing_savings(predictor, recipe, prediction)

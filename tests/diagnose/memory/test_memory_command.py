@@ -98,6 +98,16 @@ def test_recipe_is_predicted_and_stored(tmp_path: Path, capsys: pytest.CaptureFi
     assert answer["fit"]["peak"] <= 8_000_000 < answer["fit"]["peak_above"]
 
 
+def test_command_reads_recipe_once_without_a_gpu_and_prints_only_json(tmp_path: Path) -> None:
+    seen = "import os\nprint('read with', repr(os.environ['CUDA_VISIBLE_DEVICES']))\n"
+    head, future, rest = RECIPE.read_text(encoding="utf-8").partition("from __future__ import annotations\n")
+    (tmp_path / "recipe.py").write_text(f"{head}{future}{seen}{rest}", encoding="utf-8")
+    command = [sys.executable, "-m", "backlight", "memory", "recipe.py", "--fake", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["how"] == "predicted"
+    assert done.stderr.count("read with ''") == done.stderr.count("read with") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,15 +1,19 @@
 """Predict the memory of a recipe's step without allocating it, in a subprocess; search the largest batch.
 
 The process sees no accelerator, so that a recipe builds on the CPU, where fake tensors are safe; it serves as
-many predictions as a search needs. Every number is a prediction of the whole step; nothing is extrapolated.
+many predictions as a search needs. Where this process has imported no torch, as that of the command line, it
+is forked, and torch and the recipe are read once. Every number is a prediction of the whole step; nothing is
+extrapolated.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import uuid
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -19,27 +23,43 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from backlight.diagnose.memory.result import GRANULE_BYTES, Fit, PredictedMemory, PredictionError, Saving
 from backlight.launch.recipe import Recipe, RecipeError, read_recipe
-from backlight.launch.subprocess import ProcessTree, start
+from backlight.launch.subprocess import MARK, ProcessTree, start
 
 MAX_BATCH = 2**20
 """Batch at which a search ends."""
 
 EXIT_TIMEOUT_S = 5
 
+# Without a GPU a recipe cannot choose one; compiled code would hide its operations.
+_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+
 
 @dataclass(frozen=True)
 class Request:
-    """Step to predict."""
+    """Step to predict; the recipe has to take the settings ``accepts`` as well."""
 
     path: Path
     settings: Mapping[str, Any]
     checkpoint: tuple[str, ...] = ()
     reentrant: bool = False
     granule: int = GRANULE_BYTES
+    accepts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnreadRecipe:
+    """A recipe with its settings that only the subprocess reads."""
+
+    path: Path
+    settings: Mapping[str, Any]
+
+    def with_settings(self, settings: Mapping[str, Any]) -> UnreadRecipe:
+        """Return the same recipe with ``settings`` over those that it has."""
+        return UnreadRecipe(self.path, {**self.settings, **settings})
 
 
 def predict(
@@ -59,16 +79,26 @@ def predict(
         return predictor.predict(recipe, checkpoint=checkpoint, reentrant=reentrant, granule=granule)
 
 
+class _Started(Protocol):
+    """A subprocess, spawned or forked."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, or minus the signal; TimeoutExpired after ``timeout`` seconds."""
+
+
 class Predictor(AbstractContextManager["Predictor"]):
     """A subprocess that predicts; several predictions share its start."""
 
     def __init__(self) -> None:
         self._pipe, child = Pipe()
-        # Without a GPU a recipe cannot choose one; compiled code would hide its operations.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-        command = [sys.executable, "-m", "backlight.diagnose.memory.predictor", str(child.fileno())]
         mark = uuid.uuid4().hex
-        self._process = start(command, Path.cwd(), environment, mark, 2, None, inherit=[child.fileno()])
+        # Neither torch nor a thread is there to be forked in a state that a child cannot use.
+        lean = "torch" not in sys.modules and threading.active_count() == 1
+        self._process = (_Forked if lean else _spawn)(self._pipe, child, mark)
+        assert self._process.pid is not None
         self._tree = ProcessTree(self._process.pid, mark)
         child.close()
 
@@ -82,14 +112,16 @@ class Predictor(AbstractContextManager["Predictor"]):
 
     def predict(
         self,
-        recipe: Recipe,
+        recipe: Recipe | UnreadRecipe,
         *,
         checkpoint: Collection[str] = (),
         reentrant: bool = False,
         granule: int = GRANULE_BYTES,
+        accepts: Collection[str] = (),
     ) -> PredictedMemory:
         """Return a prediction; see :func:`predict`. PredictionError also if the subprocess died."""
-        request = Request(recipe.path, dict(recipe.settings), tuple(checkpoint), reentrant, granule)
+        settings = dict(recipe.settings)
+        request = Request(recipe.path, settings, tuple(checkpoint), reentrant, granule, tuple(accepts))
         try:
             self._pipe.send(request)
             reply = self._pipe.recv()
@@ -104,9 +136,39 @@ class Predictor(AbstractContextManager["Predictor"]):
         raise PredictionError(str(reply))
 
 
+def _spawn(_parent: Connection, child: Connection, mark: str) -> _Started:
+    command = [sys.executable, "-m", "backlight.diagnose.memory.predictor", str(child.fileno())]
+    return start(command, Path.cwd(), {**os.environ, **_ENVIRONMENT}, mark, 2, None, inherit=[child.fileno()])
+
+
+class _Forked:
+    """A fork of this process that answers, with what it prints on standard error."""
+
+    def __init__(self, parent: Connection, child: Connection, mark: str) -> None:
+        def run() -> None:
+            parent.close()
+            os.setsid()
+            os.dup2(2, 1)
+            os.environ.update(_ENVIRONMENT, **{MARK: mark})
+            serve(child)
+
+        self._process = multiprocessing.get_context("fork").Process(target=run)
+        self._process.start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("prediction", timeout or 0.0)
+        return self._process.exitcode
+
+
 def largest_batch(
     predictor: Predictor,
-    recipe: Recipe,
+    recipe: Recipe | UnreadRecipe,
     budget: int,
     *,
     setting: str = "batch",
@@ -162,7 +224,9 @@ def _narrow(
     return guess, high
 
 
-def checkpointing_savings(predictor: Predictor, recipe: Recipe, base: PredictedMemory) -> tuple[Saving, ...]:
+def checkpointing_savings(
+    predictor: Predictor, recipe: Recipe | UnreadRecipe, base: PredictedMemory
+) -> tuple[Saving, ...]:
     """Return the effect of checkpointing one block of each group, and all of them, against ``base``."""
     found = []
     for blocks in base.blocks:
@@ -191,6 +255,8 @@ def answer(request: Request) -> PredictedMemory | str:
 
     try:
         recipe = read_recipe(request.path, request.settings)
+        if request.accepts:
+            recipe.with_settings(dict.fromkeys(request.accepts, 1))
         return predict_step(
             recipe.build_model,
             partial(_first_batch, recipe),
@@ -218,17 +284,16 @@ def _first_batch(recipe: Recipe) -> Any:
         raise RecipeError(f"{recipe.path}: batches gave no batch") from None
 
 
-def main(handle: int) -> None:
+def serve(pipe: Connection) -> None:
     """Answer requests until the other end closes."""
     warnings.simplefilter("ignore")
-    with Connection(handle) as pipe:
-        while True:
-            try:
-                request = pipe.recv()
-            except EOFError:
-                return
-            pipe.send(answer(request))
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(answer(request))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    serve(Connection(int(sys.argv[1])))
