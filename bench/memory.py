@@ -108,16 +108,15 @@ def whole_processes(console: Console, *, quick: bool) -> None:
     here = Path(sys.executable).parent / "backlight"
     for layers in (2, 4) if quick else (2, 4, 12, 48):
         settings = [f"n_blocks={layers}", "batch=8", "seq=64"]
-        ours_command = [str(here), "memory", str(GPT), "--fake"]
-        ours_command += [part for setting in settings for part in ("--set", setting)]
-        theirs_command = [sys.executable, str(Path(__file__).parent / "mem_tracker.py"), *settings]
+        predicting = [str(here), "memory", str(GPT), "--fake"]
+        predicting += [part for setting in settings for part in ("--set", setting)]
+        tracking = [sys.executable, str(Path(__file__).parent / "mem_tracker.py"), *settings]
         pairs = [
-            (processor_seconds(ours_command), processor_seconds(theirs_command))
-            for _ in range(3 if quick else 5)
+            (processor_seconds(predicting), processor_seconds(tracking)) for _ in range(3 if quick else 5)
         ]
-        ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+        own, other = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(a / b for a, b in pairs)
-        table.add_row(str(layers), f"{ours:.2f}", f"{theirs:.2f}", f"{ratio:.2f}")
+        table.add_row(str(layers), f"{own:.2f}", f"{other:.2f}", f"{ratio:.2f}")
     console.print(table)
 
 
