@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 
@@ -103,6 +104,30 @@ def test_overlay_keeps_the_trace_and_adds_the_path(tmp_path: Path, layout: str, 
     assert sum(event["dur"] for event in path) == pytest.approx(2 * 900)
     assert {event["args"]["where"] for event in path} == {"host", "device", "launch", "wait"}
     assert any(event["ph"] == "C" for event in events[:added])
+
+
+@pytest.mark.parametrize(
+    "shift", [0.001, 1_712_195_495_519_689.047]
+)  # a recent trace, one that counts from 1970
+def test_parts_do_not_overlap_as_perfetto_reads_them(tmp_path: Path, shift: float) -> None:
+    builder = made(0.213, steps=40)
+    for event in builder.events:
+        event["ts"] = Decimal(str(event["ts"])) + Decimal(str(shift))
+    timeline = Timeline(read_trace(builder.write(tmp_path / "a.json")))
+    save_overlay(timeline, tmp_path / "b.json")
+    events = json.loads((tmp_path / "b.json").read_bytes())["traceEvents"]
+    path = [event for event in events if event.get("cat") == "critical_path"]
+    # Perfetto reads whole microseconds exactly, others as floats; it drops slices that begin inside others.
+    times = [
+        [
+            time * 1000 if isinstance(time, int) else round(time * 1000.0)
+            for time in (event["ts"], event["dur"])
+        ]
+        for event in path
+    ]
+    assert all(start + length <= later for (start, length), (later, _) in pairwise(times))
+    assert sum(event["args"]["ns"] for event in path) == 40 * 900_000
+    assert sum(length for _, length in times) == pytest.approx(40 * 900_000, abs=40 * 1000)
 
 
 def test_parts_of_the_path_follow_each_other(tmp_path: Path) -> None:

@@ -55,8 +55,16 @@ def save_overlay(timeline: Timeline, path: Path, number: int | None = None) -> i
     return len(added)
 
 
+def _shown(nanoseconds: int) -> int:
+    """Return a time as it can be drawn: since 1970 in whole microseconds, which alone fit into a float.
+
+    Perfetto reads other times as floats, and drops a slice that then begins inside the one before.
+    """
+    return nanoseconds if nanoseconds < 2**53 else nanoseconds // 1000 * 1000
+
+
 def _micro(nanoseconds: int) -> float:
-    return nanoseconds / 1000
+    return nanoseconds / 1000 if nanoseconds % 1000 else nanoseconds // 1000
 
 
 def _path(timeline: Timeline, number: int | None) -> Iterator[dict[str, Any]]:
@@ -65,10 +73,11 @@ def _path(timeline: Timeline, number: int | None) -> Iterator[dict[str, Any]]:
     paths = Paths(timeline)
     for step in chosen_steps(timeline, number):
         for part in paths.parts(step):
+            start, end = _shown(part.start), _shown(part.end)
             yield {
                 "ph": "X", "cat": "critical_path", "name": part.name, "pid": TRACK, "tid": 0,
-                "ts": _micro(part.start), "dur": _micro(part.end - part.start),
-                "args": {"where": part.where, "step": step.number},
+                "ts": _micro(start), "dur": _micro(end - start),
+                "args": {"where": part.where, "step": step.number, "ns": part.end - part.start},
             }  # fmt: skip
 
 
@@ -93,4 +102,4 @@ def _bandwidths(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _counter(name: str, unit: str, times: Integers, values: Any) -> Iterator[dict[str, Any]]:
     for at, value in zip(times.tolist(), np.round(values, 3).tolist(), strict=True):
-        yield {"ph": "C", "name": name, "pid": TRACK, "ts": _micro(at), "args": {unit: max(value, 0)}}
+        yield {"ph": "C", "name": name, "pid": TRACK, "ts": _micro(_shown(at)), "args": {unit: max(value, 0)}}
