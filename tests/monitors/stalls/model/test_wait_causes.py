@@ -18,6 +18,7 @@ import pytest
 from backlight import processes
 from backlight.monitors.stalls.model import wait_causes
 from backlight.monitors.stalls.model.attach import attach
+from backlight.monitors.stalls.model.attached_job import attach_job
 from backlight.monitors.stalls.model.named_waits import TABLE
 from backlight.monitors.stalls.model.stacks import Frame, ThreadStack, dump_by_py_spy
 from backlight.monitors.stalls.model.wait_causes import name_wait
@@ -375,23 +376,53 @@ def test_input_of_a_pipe_whose_writer_computes(start: Start) -> None:
 
 @pytest.mark.full
 def test_rank_that_is_still_starting(start: Start) -> None:
-    """A rendezvous is no finding while a rank of this machine is on its way to it."""
-    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    """Rendezvous and creation of a group are no finding while a rank of this machine is on its way."""
+    job = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code = "import torch.distributed as dist; dist.init_process_group('gloo')"
-    first = start(code, RANK="0", **job)
-    late = start("import sys\nsys.stdin.readline()\nwhile True: pass", RANK="1", **job)
-    wait_until_in(first, "rendezvous.py")
-    wait_until_idle(late.pid)
-    found = diagnosed(first)
-    assert (found.kind, "rendezvous for ranks that have not come" in found.claim) == (
-        DiagnosisKind.BLOCKED,
-        True,
-    )
+    first, second = (start(code, RANK=rank, **job) for rank in "01")
+    late = start("import sys\nsys.stdin.readline()\nwhile True: pass", RANK="2", **job)
+    wait_until_in(first, "_create_c10d_store")
+    wait_until_in(second, "_new_process_group_helper")
+    for process in (first, second, late):
+        wait_until_idle(process.pid)
+    assert "rendezvous for ranks that have not come" in diagnosed(first).claim
+    assert "for all ranks to create a process group" in diagnosed(second).claim
     tell(late)
     wait_until_computing(late.pid)
+    for process in (first, second):
+        found = diagnosed(process)
+        assert found.kind is DiagnosisKind.PASS, found.claim
+        assert f"rank 2 (process {late.pid}) computes" in found.claim
+    assert attach_job(first.pid, 0.8).diagnosis.kind is DiagnosisKind.PASS
+
+
+@pytest.mark.full
+def test_node_that_does_not_come_to_torchrun(start: Start, tmp_path: Path) -> None:
+    """The launcher of one node of two; the control is that the other one comes."""
+    script = tmp_path / "train.py"
+    script.write_text("import time; time.sleep(600)")
+    code = "import sys; from torch.distributed.run import main; main(sys.argv[1:])"
+    node = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", script)
+    first = start(code, *node)
+    wait_until_in(first, "next_rendezvous")
+    wait_until_idle(first.pid)
     found = diagnosed(first)
-    assert found.kind is DiagnosisKind.PASS, found.claim
-    assert f"rank 1 (process {late.pid}) computes" in found.claim
+    assert found.kind is DiagnosisKind.BLOCKED
+    assert "in the rendezvous of torchrun for nodes that have not come" in found.claim
+    second = start(code, *node)
+    workers: list[int] = []
+
+    def has_workers() -> bool:
+        children = [c.pid for agent in (first, second) for c in processes.children(agent.pid)]
+        workers[:] = [pid for pid in children if str(script) in processes.command_line(pid)]
+        return len(workers) == 2
+
+    try:
+        wait_until(has_workers, "both nodes have started their script")
+        assert attach(first.pid, 0.8).cause is None
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_thread_that_computes_waits_for_nothing(start: Start) -> None:
