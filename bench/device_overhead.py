@@ -4,7 +4,7 @@ Run ``python bench/device_overhead.py``. Blocks of watched and unwatched steps a
 the first steps of the run, which are all recorded. Once the host runs ahead of the device, as in a loop that
 reads no value; once it waits for the loss of each step, so that all of its own time shows. The figure is the
 median over pairs of neighbouring blocks of the ratio of their times, with quartiles; ``control`` is the same
-of two unwatched blocks. It contains the kernels that a recorded step adds, which run on a core of the host here.
+of two unwatched blocks. It contains the kernels that a recorded step adds, which run on a core of the host.
 The aim is 1.01.
 """
 
