@@ -48,7 +48,7 @@ def text_of(events: list[Plain], layout: str = "kineto", **top: Any) -> str:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
 
 
-_LISTS = ("types", "shapes", "strides", "group", "group_name", "dtype")
+_LISTS = ("types", "shapes", "values", "strides", "group", "group_name", "dtype")
 """Columns whose values are kept as their JSON text."""
 
 LAYOUTS = ("kineto", "compact", "pretty", "ascii", "first", "array")

@@ -15,7 +15,7 @@ from backlight.trace.events import COLUMNS, Events, Trace
 from backlight.trace.reader import read_trace
 
 SUFFIX = ".backlight.parquet"
-VERSION = 4
+VERSION = 5
 """Version of the columns; a file of another version is ignored."""
 
 MAX_CACHE_BYTES = 16 * 1024**3

@@ -23,7 +23,7 @@ _IN_ARGS = {
 }
 _NUMBERS = tuple(name for name in _IN_ARGS if not COLUMNS[name].coded)
 _WORDS = tuple(name for name in _IN_ARGS if COLUMNS[name].coded)
-_LISTS = frozenset({"types", "shapes", "strides", "group", "group_name", "dtype"})
+_LISTS = frozenset({"types", "shapes", "values", "strides", "group", "group_name", "dtype"})
 """Words that stay JSON text, because few are ever read."""
 
 

@@ -56,6 +56,7 @@ COLUMNS: Mapping[str, KeptColumn] = {
     "elements": KeptColumn("int64", False, "args.In msg nelems"),
     "types": KeptColumn("int32", True, "args.Input type"),
     "shapes": KeptColumn("int32", True, "args.Input Dims"),
+    "values": KeptColumn("int32", True, "args.Concrete Inputs"),
     "strides": KeptColumn("int32", True, "args.Input Strides"),
     "stack": KeptColumn("int32", True, "args.Call stack"),
     "collective": KeptColumn("int32", True, "args.Collective name"),

@@ -13,11 +13,9 @@ import numpy as np
 
 from backlight.trace.classification import MEMCPY, MEMSET, Kind, kind_of
 from backlight.trace.collectives import collectives
-from backlight.trace.events import ITEM_BYTES
+from backlight.trace.events import ITEM_BYTES, MISSING
+from backlight.trace.operator_work import HAVE_WORK, is_shape, matrices, work
 from backlight.trace.operators import Costs
-
-_MATRICES = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Operators of two matrices, with the input that is the first of both."""
 
 _FACTORS = (
     ("allreduce", "2n"), ("all_reduce", "2n"), ("gather", "n"), ("scatter", "n"),
@@ -30,8 +28,9 @@ _FACTORS = (
 class OperatorRate:
     """One operator with one set of shapes: its device time in ns, and TFLOP/s and TB/s.
 
-    Operations are those of matrix products. Bytes are those of the inputs and one output, of matrix products,
-    elementwise operators and copies: what must be moved at least. None where they are not known.
+    Operations are those of matrix products, convolutions and fused attention; what these call is their time.
+    Bytes are those of the inputs and one output, of matrix products, elementwise operators and copies: what
+    must be moved at least. None where they are not known.
     """
 
     name: str
@@ -80,14 +79,21 @@ def operator_rates(costs: Costs) -> list[OperatorRate]:
     """Return the operators that launched device work and have shapes, the most expensive first."""
     timeline = costs.timeline
     tree, events, device = timeline.tree, timeline.events, timeline.device
-    operator = device.operator[costs.device_rows]
-    known = operator >= 0
-    spent = np.bincount(operator[known], costs.durations[known], len(tree.rows)).astype(np.int64)
+    launching = device.operator[costs.device_rows]
+    known = launching >= 0
+    # What an operator with counted operations calls, such as the library's own convolution, is its time.
+    counted = events.where("name", HAVE_WORK.__contains__)[tree.rows]
+    around = tree.inherited(np.where(counted, np.arange(len(counted)), MISSING))[launching[known]]
+    operator = np.where(around >= 0, around, launching[known])
+    spent = np.bincount(operator, costs.durations[known], len(tree.rows)).astype(np.int64)
     indices = np.flatnonzero(spent)
     rows = tree.rows[indices]
     codes = np.zeros(len(rows), np.int64)
-    for column in ("name", "shapes", "types"):
-        codes = codes * (len(events.words[column]) + 1) + events[column][rows] + 1
+    for column in ("name", "shapes", "types", "values"):
+        own = events[column][rows] + 1
+        if column == "values":
+            own[~counted[indices]] = 0  # of others they are no part of the shape
+        codes = np.unique(codes * (len(events.words[column]) + 1) + own, return_inverse=True)[1]
     _, first, inverse, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
     times = np.bincount(inverse, spent[indices], len(first)).astype(np.int64)
     found = []
@@ -96,45 +102,25 @@ def operator_rates(costs: Costs) -> list[OperatorRate]:
         if not shapes:
             continue
         name, seconds = events.word("name", row), time / 1e9 / calls
-        work, moved = _work(name, shapes), _moved(name, shapes, types)
+        operations, moved = work(name, shapes, events.listed("values", row)), _moved(name, shapes, types)
         found.append(
             OperatorRate(
                 name, json.dumps(shapes), ", ".join(str(kind) for kind in types if kind), calls, time,
-                work / seconds / 1e12 if work else None, moved / seconds / 1e12 if moved else None,
+                *(None if not amount else amount / seconds / 1e12 for amount in (operations, moved)),
             )
         )  # fmt: skip
     return sorted(found, key=lambda one: -one.device)
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(side, int) for side in value)
-
-
-def _matrices(name: str, shapes: Sequence[Any]) -> tuple[list[int], list[int]] | None:
-    first = _MATRICES.get(name)
-    if first is None or len(shapes) < first + 2:
-        return None
-    one, other = shapes[first], shapes[first + 1]
-    if not _is_shape(one) or not _is_shape(other) or len(one) < 2 or len(other) != len(one):
-        return None
-    return one, other
-
-
-def _work(name: str, shapes: Sequence[Any]) -> int | None:
-    """Return the floating-point operations of a matrix product."""
-    matrices = _matrices(name, shapes)
-    return int(2 * math.prod(matrices[0]) * matrices[1][-1]) if matrices else None
-
-
 def _moved(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
     """Return the bytes of the inputs and the output."""
-    matrices = _matrices(name, shapes)
-    if matrices is None and kind_of(name) not in {Kind.ELEMENTWISE, Kind.COPY}:
+    both = matrices(name, shapes)
+    if both is None and kind_of(name) not in {Kind.ELEMENTWISE, Kind.COPY}:
         return None
     sizes = [
         (math.prod(shape), item_bytes(str(kind)))
         for shape, kind in zip(shapes, types, strict=False)
-        if _is_shape(shape) and shape
+        if is_shape(shape) and shape
     ]
     if not sizes or any(size is None for _, size in sizes):
         return None
@@ -142,8 +128,8 @@ def _moved(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> int | None
     if name == "aten::copy_":
         return int(read)  # its first input is the target
     largest, size = max(sizes)
-    if matrices is not None:
-        largest = math.prod(matrices[0][:-1]) * matrices[1][-1]
+    if both is not None:
+        largest = math.prod(both[0][:-1]) * both[1][-1]
     return int(read + largest * (size or 0))
 
 
