@@ -119,7 +119,7 @@ def _index(device: int | str | torch.device) -> int:
 
 def _get_rng_state(device: int | str | torch.device = "sim") -> torch.Tensor:
     size = _library.simulated_random_state(_index(device), None, ctypes.c_int64(0), 0)
-    state = torch.empty(size, dtype=torch.uint8)
+    state = torch.empty(size, dtype=torch.uint8, device="cpu")
     _library.simulated_random_state(
         _index(device), ctypes.c_void_p(state.data_ptr()), ctypes.c_int64(size), 0
     )

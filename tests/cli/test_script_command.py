@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -117,3 +118,18 @@ def test_an_option_of_backlight_that_the_script_refuses_is_explained(
 
 def test_an_option_unknown_to_both_gets_no_hint(console_script: Console, folder: Path) -> None:
     assert "came after" not in console_script(folder, "run", "train.py", "--colour", "3").stderr
+
+
+def test_samples_of_a_requested_step(console_script: Console, folder: Path) -> None:
+    done = console_script(folder, "run", "--out", "first", "--decompose", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    done = console_script(folder, "findings", "first", "--samples", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Sample 0 of 1 has the largest share of the squared gradient norm, 100 %")
+    done = console_script(folder, "findings", "first", "--samples", "1", "--json")
+    answer = json.loads(done.stdout)
+    assert (answer["step"], answer["decomposed"]) == (1, [])
+    assert "`backlight run --decompose 1`" in answer["text"]
+    done = console_script(folder, "findings", "first", "--samples", "1", "--fail-on", "error")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--samples excludes --format and --fail-on" in done.stderr

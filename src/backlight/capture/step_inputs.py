@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from backlight.capture.hub import HUB, Listener
 from backlight.capture.loss_terms import single_losses
 from backlight.capture.modules import unwrapped
 from backlight.capture.sample_indices import indices_of
-from backlight.devices import is_capturing_graph
+from backlight.devices import is_accelerator, is_capturing_graph, random_states
 
 HELD_BYTES = 256 << 20
 """Most bytes of gradients of outputs that are held until the step is over."""
@@ -36,13 +37,15 @@ class ForwardCall:
 
     ``deltas`` are the gradients of its outputs, by their number among the tensors that it returned; ``batch``
     is the number of the batch of its loader, ``indices`` are the dataset indices of its samples, None where
-    not known. ``losses`` are those of its samples, where a loss function of torch has them.
+    not known. ``random`` is the random state of the host, then of ``devices``. ``losses`` are those of its
+    samples, where a loss function of torch has them.
     """
 
     module: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    random: Tensor
+    devices: Sequence[torch.device]
+    random: Sequence[Tensor]
     autocast: tuple[bool, torch.dtype]
     versions: list[int]
     batch: int | None = None
@@ -112,13 +115,17 @@ class StepInputs(Listener):
             return
         known = given[0] if len(given) == 1 else (None, None)  # of several, no one knows which
         if not self.keeps:
-            self.calls.append(ForwardCall(module, (), {}, torch.empty(0), (False, torch.float32), [], *known))
+            self.calls.append(ForwardCall(module, (), {}, (), (), (False, torch.float32), [], *known))
             return
         found = [x for _, x in tensors((tuple(args), dict(kwargs)))]
         device = found[0].device.type if found else "cpu"
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         versions = [x._version for x in found]
-        call = ForwardCall(unwrapped(module), args, kwargs, torch.get_rng_state(), autocast, versions, *known)
+        # Those of the inputs, and of a model that moves them.
+        held = (x.device for x in (*found, *islice(module.parameters(), 1)))
+        devices = [where for where in dict.fromkeys(held) if is_accelerator(where)]
+        random = random_states(devices)
+        call = ForwardCall(unwrapped(module), args, kwargs, devices, random, autocast, versions, *known)
         self.calls.append(call)
         self._inside = call
 

@@ -71,6 +71,9 @@ class Settings:
     noise_scale:
         Measure the noise scale of the first microbatch of every Nth step; 0 for steps that become rarer as
         the run goes on, None for none.
+    decompose:
+        Steps whose gradient is decomposed by samples, counted as the run counts them; on an accelerator the
+        training process computes their forward passes once more.
     reduce:
         Join the total norm over all ranks while the training runs, for ``watch.total_norm`` on rank 0:
         collectives of backlight, next to those of the training run; needs ``every``, so that all ranks record
@@ -126,6 +129,7 @@ class Settings:
     exact_updates: int | None = None
     per_backward: bool = False
     noise_scale: int | None = None
+    decompose: tuple[int, ...] = ()
     reduce: bool = False
     detail: int = 20
     stall: float | None = None
@@ -164,6 +168,11 @@ class Settings:
                 f"reduce=True, every={self.every}, monitors={self.monitors}: expected every=N, without "
                 "which each rank chooses its own steps, and the monitor health, which measures norms"
             )
+        if self.decompose and (min(self.decompose) < 0 or "health" not in self.monitors):
+            raise ValueError(
+                f"decompose={self.decompose}, monitors={self.monitors}: expected numbers of steps from 0 on, "
+                "and the monitor health, which decomposes them"
+            )
         check_patterns(self.redact)
         if not self.monitors:
             raise ValueError("monitors is empty: name at least one monitor")
@@ -200,6 +209,8 @@ class Settings:
         for key in ("monitors", "stop_on"):
             if isinstance(prepared.get(key), str):
                 prepared[key] = tuple(name.strip() for name in prepared[key].split(",") if name.strip())
+        if isinstance(prepared.get("decompose"), int):
+            prepared["decompose"] = (prepared["decompose"],)
         for key in ("trackers", "redact"):
             if isinstance(prepared.get(key), str):
                 prepared[key] = (prepared[key],)
@@ -234,6 +245,7 @@ class SettingsKeywords(TypedDict, total=False):
     exact_updates: int | None
     per_backward: bool
     noise_scale: int | None
+    decompose: int | Sequence[int]
     reduce: bool
     detail: int
     stall: float | None

@@ -326,6 +326,7 @@ def watch(
     exact_updates: int | None = None,
     per_backward: bool = False,
     noise_scale: int | None = None,
+    decompose: int | Sequence[int] = (),
     reduce: bool = False,
     detail: int = 20,
     stall: float | None = None,

@@ -29,7 +29,7 @@ class SlowChild:
 def test_child_is_not_asked_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[int] = []
     monitor, child = SpikeSamplesMonitor(), SlowChild()
-    monitor._receiving = threading.Lock()
+    monitor._receiving, monitor._requested = threading.Lock(), []
     monkeypatch.setattr(monitor, "_record", lambda step, *_: recorded.append(step))
     monitor._child = 7, {}, child  # type: ignore[assignment]
     waiting = threading.Thread(target=monitor._receive, kwargs={"wait": True})

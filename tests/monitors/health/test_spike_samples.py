@@ -19,7 +19,7 @@ from backlight.capture.loss_terms import SHOWS_HOOKS
 from backlight.capture.step_inputs import StepInputs
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.health.instrument.sample_shares import samples_of_step
-from backlight.monitors.health.model.spike_samples import SAMPLES
+from backlight.monitors.health.model.spike_samples import SAMPLES, samples_of
 from backlight.records import Finding
 from backlight.store.read.run import Run, open_run
 from ranks.launching import run_ranks
@@ -67,9 +67,12 @@ def train(
     *,
     rate: Callable[[int], float] = lambda step: 0.01,
     parts: int = 1,
+    every: int = 1,
+    decompose: tuple[int, ...] = (),
 ) -> Run:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with backlight.watch(model, optimizer, run=path, monitors=("health",), every=1, quiet=True):
+    settings: Any = {"every": every, "decompose": decompose, "monitors": ("health",), "quiet": True}
+    with backlight.watch(model, optimizer, run=path, **settings):
         for number, batch in enumerate(batches):
             (loss_of(batch) / parts).backward()
             if (number + 1) % parts == 0:
@@ -194,6 +197,28 @@ def test_microbatch_of_an_accumulation_is_named(tmp_path: Path) -> None:
     assert event(run)["difference"] < 1e-5
 
 
+def test_requested_step_names_the_sample_with_the_largest_share(tmp_path: Path) -> None:
+    x, y = data()
+    x[123] *= 3  # no spike
+    model = classifier()
+    loader = DataLoader(Samples(x, y), batch_size=N, sampler=order(SPIKE * N + BAD, 123))
+    loss = lambda b: functional.cross_entropy(model(b[0]), b[1])  # noqa: E731
+    run = train(tmp_path / "run", model, loader, loss, every=50, decompose=(SPIKE, SPIKE + 1))
+    assert [e.payload["cause"] for e in run.events(SAMPLES)] == ["requested", "requested"]
+    assert f"Sample {BAD} of {N} (dataset index 123) has the largest share" in samples_of(run, SPIKE)
+    assert event(run)["calls"][0]["share"] == pytest.approx(1, abs=1e-4)
+    assert not [f for f in evaluate_rules(run) if f.rule == "spike"]
+    assert "`backlight run --decompose 3`" in samples_of(run, 3)
+    assert f"not decomposed; those of {SPIKE}, {SPIKE + 1} were." in samples_of(run, 3)
+
+
+def test_request_without_health_or_of_a_negative_step_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"decompose=\(3,\), .* the monitor health, which decomposes them"):
+        backlight.watch(classifier(), decompose=3, monitors=("steptime",))
+    with pytest.raises(ValueError, match=r"decompose=\(-1,\), .* expected numbers of steps from 0 on"):
+        backlight.watch(classifier(), decompose=-1)
+
+
 def test_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
     x, y = data()
     x[123, 2] = torch.nan
@@ -305,3 +330,46 @@ def test_rank_of_the_sample_is_named(tmp_path: Path) -> None:
     found = [e.payload["calls"][0]["share"] for e in run.events(SAMPLES) if e.step == SPIKE]
     assert len(found) == 2
     assert sum(found) == pytest.approx(1, abs=1e-4)
+
+
+COMMUNICATING = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.distributed.fsdp import fully_shard
+import backlight
+dist.init_process_group("gloo")
+rank, kind = dist.get_rank(), sys.argv[2]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+if kind == "sharded":
+    fully_shard(model)
+else:  # as a layer of tensor parallelism by hand does
+    class Reduces(nn.Module):
+        def forward(self, x):
+            dist.all_reduce(x.detach().clone())
+            return x
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(model, Reduces()))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with backlight.watch(model, optimizer, run=sys.argv[1], monitors=("health",), decompose=1, quiet=True):
+    for step in range(3):
+        functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(0, 4, (16,))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("sharded", "its parameters are sharded over ranks"), ("reduces", "communicates with other ranks")],
+)
+def test_pass_that_needs_other_ranks_is_not_computed_again(tmp_path: Path, kind: str, reason: str) -> None:
+    (tmp_path / "train.py").write_text(COMMUNICATING)
+    done = run_ranks(tmp_path, "train.py", str(tmp_path / "run"), kind)
+    assert [process.returncode for process in done] == [0, 0], done
+    run = open_run(tmp_path / "run")
+    found = run.events(SAMPLES)
+    assert [e.step for e in found] == [1, 1]
+    assert all(reason in e.payload["reason"] for e in found)
+    assert f"not decomposed: {reason}" in samples_of(run, 1).replace("its forward pass ", "")

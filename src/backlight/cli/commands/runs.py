@@ -63,12 +63,15 @@ def ls(
 
 @command(
     "findings", "backlight findings", "backlight findings runs/first --fail-on error,spike",
-    "backlight findings --format sarif",
+    "backlight findings runs/first --samples 120", "backlight findings --format sarif",
 )  # fmt: skip
 def findings(
     path: RunOrLatest = None,
     as_json: Json = False,
     full: Full = False,
+    samples: Annotated[
+        int | None, Option(metavar="STEP", min=0, help="Print the samples that carry this step instead.")
+    ] = None,
     annotation: Annotated[
         Literal["github", "junit", "sarif"] | None,
         Option("--format", metavar="NAME", help="Annotations of a CI job: github, junit or sarif."),
@@ -89,6 +92,13 @@ def findings(
         raise BadParameter("--json and --format exclude one another")
     failing = parse_fail_on(fail_on) if fail_on is not None else None
     run = open_run(given_or_latest(path))
+    if samples is not None:
+        if annotation is not None or fail_on is not None:
+            raise BadParameter("--samples excludes --format and --fail-on")
+        from backlight.cli.render.samples import print_samples
+
+        print_samples(run, samples, as_json=as_json)
+        return 0
     found = findings_of(run)
     if as_json:
         print_json(found)

@@ -68,6 +68,9 @@ def run(
     noise_scale: Annotated[
         int | None, Option(min=0, help="Steps between noise scales; 0 for ever rarer ones.")
     ] = None,
+    decompose: Annotated[
+        list[int] | None, Option(metavar="STEP", min=0, help="Step to decompose by samples (repeatable).")
+    ] = None,
     reduce: Annotated[
         bool, Option("--reduce", help="Reduce the total norm over ranks; needs --every.")
     ] = False,
@@ -110,7 +113,7 @@ def run(
     check(script, module=module)
     given: dict[str, Any] = {
         "resume": resume, "monitors": monitors, "every": every, "steps": steps, "histogram": histogram,
-        "stall": stall, "noise_scale": noise_scale,
+        "stall": stall, "noise_scale": noise_scale, "decompose": tuple(decompose or ()),
         "exact_updates": exact_updates, "per_backward": per_backward, "reduce": reduce, "trace": trace,
         "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
         "quiet": quiet, "stop_on": stop_on, "share": share, "redact": tuple(redact or ()),

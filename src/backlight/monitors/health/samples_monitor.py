@@ -1,7 +1,9 @@
 """Which samples a spike comes from: decomposes the step at which gradients or loss leap, in a forked child.
 
 The child is made when the gradients of the step are final and its weights have not moved, so that what it
-computes is exact for this step. It shares nothing with the training run, and exists only at a leap.
+computes is exact for this step. It shares nothing with the training run, and exists only at a leap, or at a
+step that was requested. In a process with an accelerator a child can neither share device memory nor run
+autograd: there the training process computes the step once more, and only where that was requested.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from backlight.capture.forked_child import ChildError, ForkedChild, silence
+from backlight.capture.model_state import preserve_state
 from backlight.capture.step_inputs import StepInputs
-from backlight.devices import is_accelerator
+from backlight.devices import is_accelerator, is_available
 from backlight.distributed import world
+from backlight.generators import kept_random
 from backlight.monitor import NEVER, Gradients, Monitor, RunContext, StoredStep
 from backlight.monitors.health.instrument.sample_shares import samples_of_step
 from backlight.monitors.health.model.leaps import LiveHistory
-from backlight.monitors.health.model.spike_samples import SAMPLES
+from backlight.monitors.health.model.spike_samples import REQUESTED, SAMPLES
 from backlight.monitors.health.rules.spike import SpikeLimits
 from backlight.processes import available_memory, resident_memory
+from backlight.records import Layout
 from backlight.store.format.schema import GRADIENT
 
 if TYPE_CHECKING:
@@ -38,6 +43,9 @@ MAX_STEPS = 4
 
 TIMEOUT_S = 120.0
 """Seconds that a child may take."""
+
+SHARDED = "its parameters are sharded over ranks, and a forward pass of one rank alone cannot gather them"
+"""Why a step of FSDP is not decomposed."""
 
 END_TIMEOUT_S = 5.0
 """Seconds that the end of the run waits for a child."""
@@ -52,10 +60,10 @@ LIMITS = SpikeLimits()
 
 
 class SpikeSamplesMonitor(Monitor):
-    """Finds the samples that carry a spike or give a gradient that is not finite.
+    """Finds the samples that carry a spike or give a gradient that is not finite, or a requested step.
 
-    Where the numbers of a step are on an accelerator, which no child can share, and known late, the dataset
-    indices of the batch are recorded only.
+    In a process with an accelerator dataset indices of the batch are recorded only, unless the step was
+    requested. A leap on an accelerator is known late, when its step is over.
     """
 
     name = "spike_samples"
@@ -71,7 +79,10 @@ class SpikeSamplesMonitor(Monitor):
         self._losses: defaultdict[tuple[int, int], LiveHistory] = defaultdict(_history)
         self._child: tuple[int, dict[str, Any], ForkedChild] | None = None
         self._receiving = threading.Lock()
-        self._known: dict[int, list[dict[str, Any]]] = {}
+        self._known: dict[int, dict[str, Any]] = {}
+        offset = run.writer.step_offset
+        self._requested = sorted({step - offset for step in run.settings.decompose if step >= offset})
+        self._on_accelerator = False
         self._left, self._last, self._was_ill = MAX_STEPS, -LIMITS.spike_gap - 1, False
         run.listen(self._inputs)
         run.follow_forwards()
@@ -81,13 +92,18 @@ class SpikeSamplesMonitor(Monitor):
         self._inputs.restart()
         self._receive(wait=True)
 
+    def wants_step(self, step: int) -> bool:
+        """Return whether the step was requested."""
+        return step in self._requested
+
     def next_step(self, step: int) -> int:
-        """Return no step: those between recorded ones are not needed."""
-        return NEVER
+        """Return the next step that was requested."""
+        return next((one for one in self._requested if one > step), NEVER)
 
     def on_step_start(self, step: int) -> None:
         """Drop what is held of the step before."""
         self._inputs.restart()
+        self._inputs.keeps = not self._on_accelerator or step in self._requested
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
         """Decompose the step if its gradients or its loss leap."""
@@ -95,16 +111,18 @@ class SpikeSamplesMonitor(Monitor):
         if found is None or not gradients.rows:
             return
         if any(map(is_accelerator, {p.device.type for p in gradients.parameters})):
-            self._inputs.keeps = False
-            self._keep_indices(record.step)
-        elif found.pending.ready() and self._inputs.calls:
+            self._on_accelerator = True
+            self._know(
+                record.step, self._here(gradients) if self.wants_step(record.step) else self._indices()
+            )
+        elif found.pending.ready() and (self._inputs.calls or self.wants_step(record.step)):
             loss = self._inputs.loss
             # On the host: numpy reads it where it lies.
             value = loss.detach().double().numpy().item() if _is_plain(loss) else None
             number = None if value is None else value / self._inputs.scale()
             floats, integers = found.pending.arrays()
             cause = self._cause(_key(gradients.rows), floats, integers, number)
-            if cause:
+            if cause or self.wants_step(record.step):
                 self._decompose(cause, gradients, record.step)
 
     def _cause(self, key: tuple[int, int], floats: Any, integers: Any, loss: float | None) -> dict[str, Any]:
@@ -127,39 +145,80 @@ class SpikeSamplesMonitor(Monitor):
         return cause
 
     def _decompose(self, cause: Mapping[str, Any], gradients: Gradients, step: int) -> None:
-        if self._child is not None or not self._left or step - self._last <= LIMITS.spike_gap:
+        if self.wants_step(step):
+            self._receive(wait=True)
+        elif self._child is not None or not self._may_decompose(step):
             return
-        self._left, self._last = self._left - 1, step
-        facts = {**cause, "ranks": world().size}
+        facts = _facts(cause)
+        if _is_sharded(gradients):
+            self._record(step, facts, {"calls": [], "reason": SHARDED})
+            return
+        if is_available():
+            answer = self._here(gradients) if self.wants_step(step) else self._not_here(step, self._indices())
+            self._record(step, facts, answer)
+            return
         if available_memory() < resident_memory():
             # What the child changes is copied, and it needs what a forward and backward pass do.
             self._record(step, facts, {"calls": [], "reason": "there was too little memory for a child"})
             return
-        names = [gradients.table.records[row].name for row in gradients.rows]
-        scale = 1.0 if gradients.scale is None else float(gradients.scale)
-        loss_scale = self._inputs.scale()
-        compute = functools.partial(
+        try:
+            self._child = step, facts, ForkedChild(functools.partial(_alone, self._computation(gradients)))
+        except (ChildError, OSError) as error:
+            self._record(step, facts, {"calls": [], "reason": str(error)})
+
+    def _may_decompose(self, step: int) -> bool:
+        """Count a leap, and return whether it is one of the first and no neighbour of another."""
+        if not self._left or step - self._last <= LIMITS.spike_gap:
+            return False
+        self._left, self._last = self._left - 1, step
+        return True
+
+    def _computation(self, gradients: Gradients) -> functools.partial[dict[str, Any]]:
+        return functools.partial(
             samples_of_step,
             list(self._inputs.calls),
             gradients.parameters,
             gradients.tensors,
-            names,
-            scale=scale,
-            loss_scale=loss_scale,
+            [gradients.table.records[row].name for row in gradients.rows],
+            scale=1.0 if gradients.scale is None else float(gradients.scale),
+            loss_scale=self._inputs.scale(),
             world_size=world().size,
         )
-        try:
-            self._child = step, facts, ForkedChild(functools.partial(_alone, compute))
-        except (ChildError, OSError) as error:
-            self._record(step, facts, {"calls": [], "reason": str(error)})
 
-    def _keep_indices(self, step: int) -> None:
+    def _here(self, gradients: Gradients) -> dict[str, Any]:
+        """Decompose the step in this process, and leave models and random state as they were."""
+        if _is_sharded(gradients):
+            return {**self._indices(), "reason": SHARDED}
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(kept_random())
+                for module in {id(call.module): call.module for call in self._inputs.calls}.values():
+                    stack.enter_context(preserve_state(module))
+                found = self._computation(gradients)()
+        except Exception as error:  # noqa: BLE001 - out of memory, for example; the training goes on
+            found = {"calls": [], "reason": f"{type(error).__name__}: {error}".split("\n")[0]}
+        return found if found["calls"] else {**found, **self._indices()}
+
+    def _indices(self) -> dict[str, Any]:
+        return {
+            "calls": [
+                {"number": n, "batch": call.batch, "indices": call.indices, "top": []}
+                for n, call in enumerate(self._inputs.calls)
+            ]
+        }
+
+    def _not_here(self, step: int, known: Mapping[str, Any]) -> dict[str, Any]:
+        number = step + self._run.writer.step_offset
+        reason = (
+            "in a process with an accelerator no forked child can compute it; in a run with "
+            f"--decompose {number} the training process does"
+        )
+        return {**known, "reason": reason}
+
+    def _know(self, step: int, answer: dict[str, Any]) -> None:
         if len(self._known) >= KNOWN_STEPS:
             del self._known[next(iter(self._known))]
-        self._known[step] = [
-            {"number": n, "batch": call.batch, "indices": call.indices, "top": []}
-            for n, call in enumerate(self._inputs.calls)
-        ]
+        self._known[step] = answer
 
     # On the writer thread
 
@@ -171,11 +230,10 @@ class SpikeSamplesMonitor(Monitor):
             return
         floats, integers = step.blobs["gradient", 0]
         cause = self._cause((len(floats), 0), floats, integers, step.scalars.get("loss"))
-        if cause and self._left and step.step - self._last > LIMITS.spike_gap:
-            self._left, self._last = self._left - 1, step.step
-            calls = [{**one, "indices": list(one["indices"] or ()) or None} for one in known]
-            reason = "its gradients are on an accelerator, which a forked child cannot share"
-            self._record(step.step, {**cause, "ranks": world().size}, {"calls": calls, "reason": reason})
+        if self.wants_step(step.step):
+            self._record(step.step, _facts(cause), known)
+        elif cause and self._may_decompose(step.step):
+            self._record(step.step, _facts(cause), self._not_here(step.step, known))
 
     def on_flush(self) -> None:
         """Look for the answer of a child."""
@@ -192,7 +250,8 @@ class SpikeSamplesMonitor(Monitor):
                 return
             step, facts, forked = child
             try:
-                timeout_s = min(TIMEOUT_S, forked.age_s + END_TIMEOUT_S) if wait else TIMEOUT_S
+                hurries = wait and not self.wants_step(step)
+                timeout_s = min(TIMEOUT_S, forked.age_s + END_TIMEOUT_S) if hurries else TIMEOUT_S
                 answer = forked.answer(timeout_s, wait=wait)
             except ChildError as error:
                 answer = {"calls": [], "reason": f"the child that decomposes the step {error}"}
@@ -203,7 +262,8 @@ class SpikeSamplesMonitor(Monitor):
             self._receiving.release()
 
     def _record(self, step: int, facts: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-        self._run.recorder.event(step, SAMPLES, {**facts, **answer})
+        calls = [{**one, "indices": list(one.get("indices") or ()) or None} for one in answer["calls"]]
+        self._run.recorder.event(step, SAMPLES, {**facts, **answer, "calls": calls})
 
 
 def _alone(compute: functools.partial[dict[str, Any]]) -> dict[str, Any]:
@@ -215,6 +275,15 @@ def _alone(compute: functools.partial[dict[str, Any]]) -> dict[str, Any]:
         file.write("1000")
     torch.set_num_threads(1)  # those of the parent's pool are not here
     return compute()
+
+
+def _is_sharded(gradients: Gradients) -> bool:
+    records = gradients.table.records
+    return any(records[row].placement.layout is Layout.SHARD for row in gradients.rows)
+
+
+def _facts(cause: Mapping[str, Any]) -> dict[str, Any]:
+    return {"cause": REQUESTED, **cause, "ranks": world().size}
 
 
 def _history() -> LiveHistory:

@@ -20,6 +20,7 @@ from backlight.capture.loss_terms import single_losses
 from backlight.capture.modules import walk
 from backlight.capture.per_sample import Call, Taps, gradients
 from backlight.capture.step_inputs import ForwardCall
+from backlight.devices import set_random_states
 from backlight.measure.gram.factors import Factors, VectorFactors, lengths
 from backlight.measure.gram.gram import gram
 from backlight.measure.gram.layers import kernel_of
@@ -147,7 +148,7 @@ class Replay:
     # The passes.
 
     def _forward(self, call: ForwardCall, args: Any, kwargs: Any) -> list[Tensor]:
-        torch.set_rng_state(call.random)
+        set_random_states(call.devices, call.random)
         enabled, dtype = call.autocast
         device = next((x.device.type for x in call.inputs()), "cpu")
         with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):

@@ -7,12 +7,14 @@ some samples, ``|G - sum g_n|``, says whether they are the cause. docs/formulas.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backlight.capture.step_inputs import ForwardCall
 from backlight.monitors.health.instrument.replay import Decomposed, Replay, ReplayError
@@ -23,8 +25,21 @@ LISTED = 16
 WINDOW_SHARE = 0.8
 """Part of a sample's share that the shortest run of positions is to hold."""
 
+COMMUNICATES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+"""Namespaces of the operators of torch that communicate."""
+
 REPLAYED = 1e-2
 """Largest relative difference of the replayed gradient from that of the step."""
+
+
+class NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Refuses communication: other ranks do not compute the pass again, and would never answer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator that stays on this rank."""
+        if func.namespace in COMMUNICATES:
+            raise ReplayError("its forward pass communicates with other ranks, which do not compute it again")
+        return func(*args, **(kwargs or {}))
 
 
 def samples_of_step(
@@ -60,7 +75,9 @@ def samples_of_step(
     reasons: list[str] = []
     for number, call in enumerate(calls):
         try:
-            found.append((number, call, Replay(call, kept, named, 1 / (loss_scale * world_size)).run()))
+            with _alone_of(world_size):
+                replay = Replay(call, kept, named, 1 / (loss_scale * world_size))
+                found.append((number, call, replay.run()))
         except ReplayError as error:
             reasons.append(str(error))
         except Exception as error:  # noqa: BLE001 - code of the user's
@@ -91,6 +108,10 @@ def samples_of_step(
         return out
     out["calls"] = [_described(number, call, one, covered) for number, call, one in found]
     return out
+
+
+def _alone_of(world_size: int) -> contextlib.AbstractContextManager[Any]:
+    return NoCollectives() if world_size > 1 else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 def _difference(

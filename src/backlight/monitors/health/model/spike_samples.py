@@ -10,10 +10,13 @@ from typing import Any
 from backlight.findings import phrases
 from backlight.records import Evidence
 from backlight.store.read.run import Event, Run
-from backlight.text import visible
+from backlight.text import listed, visible
 
 SAMPLES = "spike_samples"
 """Kind of the events that hold the samples of a step."""
+
+REQUESTED = "requested"
+"""Cause of an event about a step that did not leap, and was decomposed on request."""
 
 NEAR_NORM = 2.5
 """Times the usual norm up to which a norm is an ordinary one: half of the least spike."""
@@ -45,6 +48,18 @@ class Samples:
 NOTHING = Samples("")
 
 
+def samples_of(run: Run, step: int) -> str:
+    """Return what is known of the samples of ``step`` as sentences, or how to record it."""
+    if text := samples_at(run, step, step).text:
+        return text
+    recorded = sorted({e.step for e in run.events(SAMPLES) if e.step is not None})
+    others = f"; those of {listed([str(one) for one in recorded], 8)} were" if recorded else ""
+    return (
+        f"The samples of step {step} were not decomposed{others}. Run the script again with "
+        f"`backlight run --decompose {step}`."
+    )
+
+
 def samples_at(run: Run, first: int, last: int) -> Samples:
     """Return what is known of the samples of the steps ``first`` to ``last``."""
     found = [e for e in run.events(SAMPLES) if e.step is not None and first <= e.step <= last]
@@ -61,13 +76,15 @@ def _at(step: int, events: Sequence[Event]) -> Samples:
         return Samples(f"Its samples were not decomposed: {visible(reason)}.") if reason else NOTHING
     if not any(call.get("top") or call.get("non_finite_count") for _, call in passes):
         return _indices_only(step, passes)
-    if any(e.payload.get("cause") == "non_finite" for e in events):
+    causes = {str(e.payload.get("cause")) for e in events}
+    requested = causes == {REQUESTED}
+    if "non_finite" in causes or (requested and any(c.get("non_finite_count") for _, c in passes)):
         return _not_finite(step, passes)
     shares = _added(events, passes)
     if shares is not None and abs(shares - 1) > 0.05:
         text = f"The shares of its samples add up to {phrases.number(shares)}, not 1, so that none is named."
         return Samples(text)
-    return _standing_out(step, passes)
+    return _largest(step, passes) if requested else _standing_out(step, passes)
 
 
 def _added(events: Sequence[Event], passes: Sequence[tuple[Event, Mapping[str, Any]]]) -> float | None:
@@ -86,7 +103,7 @@ def _standing_out(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]]) 
                     best = amount, event, call, by_loss
                 break
     if best is None:
-        return _none(step, passes)
+        return _largest(step, passes, leaps=True)
     amount, event, call, by_loss = best
     where = _where(event, call, passes)
     if by_loss:
@@ -127,20 +144,29 @@ def _amount(payload: Mapping[str, Any], call: Mapping[str, Any], *, by_loss: boo
     return next((k for k, one in enumerate(listed[:most], 1) if one["without"] <= limit), 0)
 
 
-def _none(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]]) -> Samples:
+def _largest(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]], *, leaps: bool = False) -> Samples:
+    """Name the sample with the largest share; where the step ``leaps``, it does not stand out."""
     tops = [(event, call, call["top"][0]) for event, call in passes if call.get("top")]
     if not tops:
         return NOTHING
     event, call, top = max(tops, key=lambda found: found[2]["share"])
-    text = (
-        f"No sample stands out: the largest share of the squared gradient norm is {100 * top['share']:.0f} "
-        f"%, and without that sample the norm would still be {phrases.number(top['without'])}."
-        f"{_copies(call)}{_uncovered(event.payload)}"
-    )
-    where = _where(event, call, passes)
+    where, share = _where(event, call, passes), f"{100 * top['share']:.0f} %"
+    if leaps:
+        text = (
+            f"No sample stands out: the largest share of the squared gradient norm is {share}, and without "
+            f"that sample the norm would still be {phrases.number(top['without'])}.{_copies(call)}"
+        )
+    else:
+        verb = "has" if top["copies"] == 1 else "have"
+        text = (
+            f"{_names([top], call, where)} {verb} the largest share of the squared gradient norm, {share}: "
+            f"without it the norm would be {phrases.number(top['without'])}, "
+            f"not {phrases.number(event.payload['total'])}."
+            f"{_loss_of(top, call)}{_window(top)}{_copies(call)}"
+        )
     path = f"events/{SAMPLES}, share of sample {top['sample']}{where}"
-    share = Evidence(path, step, round(float(top["share"]), 6), "of the squared gradient norm")
-    return Samples(text, (share,), stand_out=False)
+    evidence = Evidence(path, step, round(float(top["share"]), 6), "of the squared gradient norm")
+    return Samples(f"{text}{_uncovered(event.payload)}", (evidence,), stand_out=False if leaps else None)
 
 
 def _not_finite(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]]) -> Samples:

@@ -7,6 +7,7 @@ from typing import Any
 from backlight.monitors.health.model.spike_samples import SAMPLES
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
+from backlight.store.read.run import Event
 from backlight.text import count, number, visible
 
 ROWS = 24
@@ -41,14 +42,16 @@ def spike_samples(source: Source) -> Drawn | NotMeasured:
     remarks = []
     events = source.run.events(SAMPLES)
     for event in events:
-        found = [_row(event, call, top) for call in event.payload.get("calls") or () for top in call["top"]]
-        rows += [row for _, row in sorted(found, key=lambda pair: -pair[0])]
+        rows += rows_of(event)
         if event.payload.get("reason"):
             remarks.append(f"Step {event.step}: {visible(str(event.payload['reason']))}.")
     if not rows and not remarks:
         if not source.run.has("gradient"):
             return NotMeasured(source.reason("gradient", otherwise="No gradient was recorded."))
-        none = "No step was decomposed: neither gradients nor loss leapt at a recorded step."
+        none = (
+            "No step was decomposed: neither gradients nor loss leapt at a recorded step, and none was "
+            "requested (backlight run --decompose STEP)."
+        )
         return Drawn("words", {"text": none})
     if not rows:
         return NotMeasured(" ".join(remarks))
@@ -56,6 +59,12 @@ def spike_samples(source: Source) -> Drawn | NotMeasured:
         remarks.append(f"{count(len(rows) - ROWS, 'more sample')} were decomposed.")
     table = {"title": "", "columns": list(HEAD), "numbers": list(range(len(HEAD))), "rows": rows[:ROWS]}
     return Drawn("figures", {"tables": [table]}, (), tuple(remarks))
+
+
+def rows_of(event: Event) -> list[list[str]]:
+    """Return the samples of an event as rows under ``HEAD``, those with the largest shares first."""
+    found = [_row(event, call, top) for call in event.payload.get("calls") or () for top in call["top"]]
+    return [row for _, row in sorted(found, key=lambda pair: -pair[0])]
 
 
 def _row(event: Any, call: Any, top: Any) -> tuple[float, list[str]]:
