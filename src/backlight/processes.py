@@ -312,6 +312,13 @@ def open_file(pid: int, number: int) -> str:
         return ""
 
 
+def transfers(pid: int, tid: int) -> str:
+    """Return the kernel's counters of what a thread has read and written so far; empty if not known."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/task/{tid}/io").read_text(encoding="ascii")
+    return ""
+
+
 def format_threads(pid: int, limit: int = 200) -> str:
     """Return state, CPU time and wait of every thread as a table of text."""
     lines = ["tid      state  cpu_s    waits_for            name"]

@@ -11,6 +11,7 @@ from backlight.findings.limits import ThresholdError
 from backlight.monitors.stalls.model.diagnosis import diagnose, estimate_speed
 from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, Dump
 from backlight.monitors.stalls.model.graph_samples import GraphBuild
+from backlight.monitors.stalls.model.named_waits import WaitCause
 from backlight.monitors.stalls.model.observation import IssuedCollectives, Observation
 from backlight.monitors.stalls.model.shared_state import Collective, RankStatus, StateSnapshot
 from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack, native_operation
@@ -239,6 +240,23 @@ def test_native_operation_is_read_from_native_frames() -> None:
     stack = ThreadStack(MAIN, (ENGINE, TOP), native=tuple(Frame("libtorch.so", 0, n) for n in names))
     assert native_operation(StackSample(0, "py-spy", (stack,))) == "MmBackward0"
     assert native_operation(StackSample(0, "py-spy", (dataclasses.replace(stack, frames=(TOP,)),))) is None
+
+
+STORAGE = WaitCause("storage", "the kernel does not interrupt its wait on /mnt/x.pt (state D)", "check it")
+
+
+def test_wait_with_a_name_inside_a_checkpoint() -> None:
+    """A checkpoint has no timeout of its own; one whose storage does not answer is reported in the end."""
+    late = snapshot(phase=Phase.CHECKPOINT, heartbeat=0, phase_since=0, timeout_s=1.0)
+    found = diagnose(observation(late, cause=STORAGE), LIMITS, 1.0)
+    assert found is not None
+    assert (found.kind, found.phase) == (DiagnosisKind.BLOCKED, Phase.CHECKPOINT)
+    assert "on /mnt/x.pt (state D)" in found.claim
+    slow = dataclasses.replace(STORAGE, progresses=True)
+    early = in_phase(Phase.CHECKPOINT, timeout_s=1.0)  # 500 s ago
+    evaluating = snapshot(phase=Phase.EVALUATION, heartbeat=0, phase_since=0, timeout_s=1.0)
+    for state, cause in ((late, slow), (late, None), (early, STORAGE), (evaluating, STORAGE)):
+        assert diagnose(observation(state, cause=cause), LIMITS, 1.0) is None
 
 
 def compiling(file: str) -> Observation:

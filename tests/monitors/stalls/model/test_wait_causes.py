@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from backlight.monitors.stalls.model.named_waits import TABLE
 from backlight.monitors.stalls.model.stacks import Frame, ThreadStack, dump_by_py_spy
 from backlight.monitors.stalls.model.wait_causes import name_wait
 from backlight.records import DiagnosisKind
+from backlight.store.read.run import open_run
 from observed_processes import (
     Start,
     diagnosed,
@@ -276,6 +278,45 @@ def test_write_to_storage_that_does_not_return(start: Start, storage: Path) -> N
 
 def state_of(pid: int) -> str:
     return next((t.state for t in processes.read_threads(pid) if t.tid == pid), "")
+
+
+CHECKPOINT = """
+    import sys, torch
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1000):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if step >= 3:
+            torch.save(model.state_dict(), sys.argv[1])
+            print("saved", flush=True)
+            sys.stdin.readline()
+"""
+
+
+@pytest.mark.full
+def test_watchdog_reports_a_checkpoint_that_is_not_written(storage: Path, tmp_path: Path) -> None:
+    script, out, config = tmp_path / "train.py", tmp_path / "run", tmp_path / "limits.toml"
+    script.write_text(textwrap.dedent(CHECKPOINT))
+    config.write_text("[thresholds.stalls]\nfloor_checkpoint = 2.0\n")
+    options = ["--monitors", "stalls", "--config", config, "--out", out]
+    with subprocess.Popen(
+        [sys.executable, "-m", "backlight", "run", *options, script, storage / "x.pt"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as process:  # fmt: skip
+        try:
+            assert next_line(process) == "saved"
+            with frozen(storage):
+                tell(process)
+                wait_until(lambda: bool(open_run(out).stored_findings()), "the watchdog reports it")
+                attached = attach(process.pid, 0.8)
+            (found,) = open_run(out).stored_findings()
+            assert (found.subject.verdict, found.subject.phase) == ("BLOCKED", "checkpoint")
+            assert "(state D)" in f"{found.title} {found.detail}"
+            assert found.subject.line == f"{script}:9"
+            assert "(state D)" in attached.diagnosis.claim
+        finally:
+            process.kill()
 
 
 READ_IN_WORKER = """

@@ -17,6 +17,7 @@ from backlight.monitors.stalls.model.diagnosis import (
     HELD,
     STARVED,
     diagnose,
+    diagnose_cause,
     is_idle,
     name_native_function,
     wait_words,
@@ -255,6 +256,7 @@ def _attach_watched(pid: int, directory: Path, rank: int, duration_s: float, *, 
     finally:
         request.unlink(missing_ok=True)
         observer.close()
+    diagnosis = diagnosis or diagnose_cause(obs, limits)
     if diagnosis is None:
         where = f" (step {obs.state.step}, {obs.phase})" if obs.state is not None else ""
         diagnosis = Diagnosis(

@@ -60,9 +60,10 @@ def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = No
         return _ended(obs)
     if obs.stopped:
         return _stopped(obs)
-    if state is None or state.is_closed or (state.phase in EXEMPT_PHASES and not state.inside):
+    if state is None or state.is_closed:
         return None
-    timeout_s = timeout_of(state, limits) if timeout_s is None else timeout_s
+    is_exempt = state.phase in EXEMPT_PHASES and not state.inside
+    timeout_s = timeout_of(state, limits) if timeout_s is None or is_exempt else timeout_s
     if timeout_s is None:
         return None
     summary = summarize_stacks(obs, limits)
@@ -73,9 +74,9 @@ def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = No
         if obs.cause.name != BUSY_WORKER:  # one may compute for ever: its phase is reported
             return None
     if thread is not None:
-        is_exempt = state.phase is not Phase.BACKWARD and stacks.phase_of(thread) in EXEMPT_PHASES
-        if is_exempt or stacks.is_compiling(thread):
-            return None
+        is_exempt |= state.phase is not Phase.BACKWARD and stacks.phase_of(thread) in EXEMPT_PHASES
+    if is_exempt or (thread is not None and stacks.is_compiling(thread)):
+        return None
     if state.phase is Phase.BACKWARD and is_moving(state, timeout_s):
         return _slow(obs, state) if state.phase_s > timeout_s and is_steady(obs, state.phase_since) else None
     if state.silence_s < timeout_s:
@@ -87,6 +88,13 @@ def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = No
     if state.phase is not Phase.BACKWARD:
         return _outside_backward(obs, state, summary, limits)
     return _in_backward(obs, state, summary, limits)
+
+
+def diagnose_cause(obs: Observation, limits: StallLimits) -> Diagnosis | None:
+    """Return the diagnosis of a wait with a name, whatever the phase and its timeout; None without one."""
+    if obs.cause is None or obs.cause.progresses or obs.state is None:
+        return None
+    return _for_cause(obs, obs.cause, obs.state, summarize_stacks(obs, limits))
 
 
 def name_native_function(diagnosis: Diagnosis, function: str) -> Diagnosis:

@@ -9,7 +9,10 @@ from backlight.monitors.stalls.model.shared_state import StateSnapshot
 from backlight.records import Phase
 
 EXEMPT_PHASES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT})
-"""Phases without a timeout: their duration depends on the amount of data, or on the disk."""
+"""Phases without a diagnosis: their duration depends on the amount of data, or on the disk.
+
+Only a wait with a name inside a checkpoint has one.
+"""
 
 TIMES_LONGEST = 2.0
 """Multiple of the longest time between phases so far up to which another is ordinary."""
@@ -36,6 +39,9 @@ class StallLimits(Limits, monitor="stalls"):
     )
     floor_data: float = limit(60.0, "waiting for data: a new epoch starts its workers", low=0.1)
     floor_other: float = limit(300.0, "between steps: the script may do anything there", low=0.1)
+    floor_checkpoint: float = limit(
+        600.0, "inside a checkpoint, in a wait with a name: a large one takes minutes to write", low=0.1
+    )
     idle: float = limit(0.05, "share of one core below which a process waits rather than works", high=1.0)
     busy: float = limit(0.6, "share of one core above which a thread computes without a pause", high=1.0)
     looks: float = limit(3.0, "stack samples without which a finding names no line", low=2.0)
@@ -45,7 +51,7 @@ class StallLimits(Limits, monitor="stalls"):
 def timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
     """Return the seconds without a heartbeat after which a phase is diagnosed, None for no timeout."""
     if state.phase in EXEMPT_PHASES and not state.inside:
-        return None
+        return limits.floor_checkpoint if state.phase is Phase.CHECKPOINT else None
     begun = state.backwards > 0 or state.forwards > 0 or state.phase in _COMPUTING
     if state.timeout_s is not None:
         preparing = not begun and state.phase is Phase.OTHER and not state.inside

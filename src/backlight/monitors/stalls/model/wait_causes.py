@@ -192,11 +192,14 @@ def _has_argument(pid: int, part: str) -> bool:
 
 def _uninterruptible_wait(pid: int, tid: int) -> str | None:
     """Return `` on PATH``, or nothing, for a thread that stays in state D; None for any other."""
+    transfers = processes.transfers(pid, tid)
     for _ in range(NUM_STATES):
         thread = next((t for t in processes.read_threads(pid) if t.tid == tid), None)
         if thread is None or thread.state != "D":
             return None
         clock.sleep(WINDOW_S / NUM_STATES)
+    if processes.transfers(pid, tid) != transfers:
+        return None  # slow, but it moves
     call = processes.current_call(pid, tid)
     path = processes.open_file(pid, call[1]) if call is not None and call[1] < MAX_DESCRIPTOR else ""
     return f" on {path}" if path.startswith("/") else ""
