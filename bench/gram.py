@@ -3,16 +3,17 @@
 Models are an MLP 784-256-256-10 with 128 and 512 samples, a GPT of four layers with 8 to 256 positions, and
 a small CNN. Every method computes the 10 largest eigenvalues of A^T A / N, A holding the gradients of N
 samples: `torch.func.vmap`, BackPACK, ViViT's Gram of BackPACK's gradients, Opacus, and Lanczos with
-curvlinops' empirical Fisher (extra `peers`). All methods are interleaved in one process on one thread, and
-every figure is the median of their processor time, which a busy machine stretches least; ratios are to
-backlight, so that 20 means twenty times slower. Memory is how far the peak of the process rose above what
-it held before the call; the last row of a model is a plain forward and backward pass, which every method
-that takes all samples at once needs at least, and the column after `of vmap` is what a method takes above
-that row over what `vmap` takes above it. Models are float32; the eigenvalues of backlight are compared with
-those of `vmap` in float64. Peers form and multiply gradients in float32. So does backlight where it forms
-them, in runs of 64 whose sums go on in float64; it multiplies everything in float64 in the row named so; `4
-at once` are samples in a pass. `backlight` is a measurement between checks, which come at measurements 1, 2,
-4, 8, ... of a model; `backlight, checked` is one with all of them. Below stand the bytes of one snapshot.
+curvlinops' empirical Fisher (extra `peers`). All methods are interleaved in one process on one thread, in
+random order, and every figure is the median of their processor time, which a busy machine stretches least;
+ratios are to backlight, so that 20 means twenty times slower. Memory is how far the peak of the process rose
+above what it held before the call; the last row of a model is a plain forward and backward pass, which every
+method that takes all samples at once needs at least, and the column after `of vmap` is what a method takes
+above that row over what `vmap` takes above it. Models are float32; the eigenvalues of backlight are compared
+with those of `vmap` in float64. Peers form and multiply gradients in float32. So does backlight where it
+forms them, in runs of 64 whose sums go on in float64, and where only float32 makes it faster not to form
+them; it multiplies everything in float64 in the row named so; `4 at once` are samples in a pass. `backlight`
+is a measurement between checks, which come at measurements 1, 2, 4, 8, ... of a model; `backlight, checked`
+is one with all of them. Below stand the bytes of one snapshot.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/gram.py
 """
@@ -25,6 +26,7 @@ import ctypes
 import gc
 import importlib
 import math
+import random
 import statistics
 import time
 import warnings
@@ -270,12 +272,18 @@ def _status(path: Path, field: str) -> int:
 
 
 def timed(methods: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
-    """Return the median milliseconds of processor time of each method; interleaved."""
+    """Return the median milliseconds of processor time of each method; interleaved, in a new order each time.
+
+    What ran before leaves caches and a heap that slow the next: a method that always follows the same one
+    would pay for it.
+    """
     took: dict[str, list[float]] = {name: [] for name in methods}
     for method in methods.values():
         method()
+    order, shuffled = list(methods.items()), random.Random(0)
     for _ in range(repeats):
-        for name, method in methods.items():
+        shuffled.shuffle(order)
+        for name, method in order:
             begin = time.process_time()
             method()
             took[name].append(1e3 * (time.process_time() - begin))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,10 +42,10 @@ def lookup(t: int, rows: int, d: int) -> tuple[LookupFactors, Tensor]:
 def test_gram_of_matrix_factors(kernel: str, scratch: int, t: int, g: int, i: int, o: int) -> None:
     use, A = factors(t, g, i, o)
     second, B = factors(2, g, i, o)
-    K, used = kernels.gram([use], kernel=kernel, scratch=scratch)
+    K, used, _ = kernels.gram([use], kernel=kernel, scratch=scratch)
     assert used == kernel
     torch.testing.assert_close(K, A @ A.T, rtol=1e-12, atol=1e-12)
-    K, _ = kernels.gram([use, second], kernel=kernel, scratch=scratch)
+    K, *_ = kernels.gram([use, second], kernel=kernel, scratch=scratch)
     torch.testing.assert_close(K, (A + B) @ (A + B).T, rtol=1e-12, atol=1e-12)
 
 
@@ -53,10 +54,10 @@ def test_gram_of_matrix_factors(kernel: str, scratch: int, t: int, g: int, i: in
 def test_lookups_and_their_sum_with_product(kernel: str, scratch: int) -> None:
     use, A = lookup(6, 9, 4)
     other, B = lookup(3, 9, 4)
-    K, _ = kernels.gram([use, other], kernel=kernel, scratch=scratch)
+    K, *_ = kernels.gram([use, other], kernel=kernel, scratch=scratch)
     torch.testing.assert_close(K, (A + B) @ (A + B).T, rtol=1e-12, atol=1e-12)
     product, C = factors(2, 1, 4, 9)
-    K, used = kernels.gram([use, product], kernel=kernel, scratch=scratch)
+    K, used, _ = kernels.gram([use, product], kernel=kernel, scratch=scratch)
     assert used == "chunked"  # uses of two kinds are walked together, row by row
     torch.testing.assert_close(K, (A + C) @ (A + C).T, rtol=1e-12, atol=1e-12)
 
@@ -69,7 +70,7 @@ def test_many_samples_use_symmetry(samples: int, kernel: str, t: int) -> None:
     A = torch.einsum("ntgo,ntgi->noi", d.double(), x.double()).flatten(1)
     use = matrix_factors(x, d)
     for products, rtol in ((torch.float64, 1e-6), (torch.float32, 1e-5)):
-        K, _ = kernels.gram([use], kernel=kernel, products=products)
+        K, *_ = kernels.gram([use], kernel=kernel, products=products)
         assert K.dtype == torch.float64
         assert float((K - A @ A.T).norm()) <= rtol * float((A @ A.T).norm())
         assert torch.equal(K, K.T) or float((K - K.T).abs().max()) < rtol * float(K.diagonal().max())
@@ -81,8 +82,8 @@ def test_small_eigenvalues_need_products_in_float64() -> None:
     d = torch.ones(40, 1, 1, 1)
     use = matrix_factors(x, d)
     exact = torch.linalg.eigvalsh(x.double().flatten(1) @ x.double().flatten(1).T)
-    double, _ = kernels.gram([use], products=torch.float64)
-    single, _ = kernels.gram([use], products=torch.float32)
+    double, *_ = kernels.gram([use], products=torch.float64)
+    single, *_ = kernels.gram([use], products=torch.float32)
     torch.testing.assert_close(torch.linalg.eigvalsh(double)[5:], exact[5:], rtol=1e-6, atol=0)
     off = (torch.linalg.eigvalsh(single)[5:] - exact[5:]).abs() / exact[5:]
     assert float(off.max()) > 0.01
@@ -95,7 +96,7 @@ def test_default_product_dtype() -> None:
         ("chunked", torch.float32, torch.float64),  # the gradients were formed in float32
         ("ghost", torch.float64, torch.float32),
     ):
-        found, _ = kernels.gram([use], kernel=kernel)
+        found, *_ = kernels.gram([use], kernel=kernel)
         assert torch.equal(found, kernels.gram([use], kernel=kernel, products=same)[0])
         assert not torch.equal(found, kernels.gram([use], kernel=kernel, products=other)[0])
     wide = matrix_factors(x.double(), d.double())
@@ -126,26 +127,42 @@ def test_factors_of_different_shapes_are_refused() -> None:
 
 
 def test_cost_rule_takes_cheaper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ghost_cost_ratio", lambda device, dtype, products: 1.0)
+    monkeypatch.setattr(kernels, "ghost_cost_ratio", lambda device, dtype, products, formed: 1.0)
 
     def counts(t: int, i: int, o: int) -> tuple[int, int]:
         return N * N * t * t * (i + o), N * t * i * o + N * N * i * o
 
     for t, i, o in [(1, 30, 30), (1, 1, 50), (2, 30, 30), (8, 30, 30), (30, 6, 6), (3, 64, 4), (5, 64, 64)]:
         ghost, chunked = counts(t, i, o)
-        assert kernels.choose([factors(t, 1, i, o)[0]]) == ("ghost" if ghost < chunked else "chunked")
-    assert kernels.choose([lookup(2, 500, 4)[0], factors(1, 1, 4, 500)[0]]) == "chunked"
-    monkeypatch.setattr(kernels, "ghost_cost_ratio", lambda device, dtype, products: 1e9)
-    assert kernels.choose([factors(1, 1, 30, 30)[0]]) == "chunked"
+        assert kernels.choose([factors(t, 1, i, o)[0]])[0] == ("ghost" if ghost < chunked else "chunked")
+    assert kernels.choose([lookup(2, 500, 4)[0], factors(1, 1, 4, 500)[0]])[0] == "chunked"
+    monkeypatch.setattr(kernels, "ghost_cost_ratio", lambda device, dtype, products, formed: 1e9)
+    assert kernels.choose([factors(1, 1, 30, 30)[0]])[0] == "chunked"
+
+
+def test_products_without_gradients_are_in_float64_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ratios = {torch.float64: 1.0, torch.float32: 0.25}
+    monkeypatch.setattr(kernels, "ghost_cost_ratio", lambda device, dtype, products, formed: ratios[products])
+    single, double = torch.float32, torch.float64
+    for t, expected in ((1, ("ghost", double)), (6, ("ghost", single)), (64, ("chunked", single))):
+        use, A = factors(t, 1, 24, 24, single)
+        assert kernels.choose([use]) == expected
+        K, *used = kernels.gram([use])
+        assert tuple(used) == expected
+        torch.testing.assert_close(K, A @ A.T, rtol=1e-5, atol=1e-5 * float(K.abs().max()))
+        assert kernels.choose([use], double)[1] == kernels.choose([factors(t, 1, 24, 24)[0]])[1] == double
 
 
 def test_cost_ratio_is_measured_once() -> None:
     kernels.ghost_cost_ratio.cache_clear()
     device = torch.device("cpu")
     before = torch.get_rng_state()
-    found = kernels.ghost_cost_ratio(device, torch.float32)
+    kinds = torch.float32, torch.float64, torch.float32
+    found = kernels.ghost_cost_ratio(device, *kinds)
     assert 0.125 <= found <= 8
-    assert kernels.ghost_cost_ratio(device, torch.float32) == found
+    assert kernels.ghost_cost_ratio(device, *kinds) == found
     assert kernels.ghost_cost_ratio.cache_info().hits == 1
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -226,11 +243,11 @@ def test_wide_matrices_are_chunked_transposed() -> None:
     assert (transposed.rows, transposed.columns) == (40, 6)
     A = torch.einsum("ntgo,ntgi->noi", d, x).flatten(1)
     for uses, factor in (([use], 1), ([use, use], 2)):
-        K, _ = kernels.gram(uses, kernel="chunked")
+        K, *_ = kernels.gram(uses, kernel="chunked")
         torch.testing.assert_close(K, factor**2 * A @ A.T, rtol=1e-12, atol=1e-12)
     other = MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), 40)  # inputs are computed on demand
     assert other.transposed() is None
-    K, _ = kernels.gram([use, other], kernel="chunked")
+    K, *_ = kernels.gram([use, other], kernel="chunked")
     torch.testing.assert_close(K, 4 * A @ A.T, rtol=1e-12, atol=1e-12)
 
 
@@ -240,7 +257,7 @@ def test_float32_products_are_summed_in_float64(sums: int, monkeypatch: pytest.M
     n, m = 3, 64 * kernels.RUN + 5
     A = 1 + 1e-3 * torch.randn(n, m)  # partial sums grow far beyond the summands
     d, x = torch.ones(n, 1, 1, 1), A.view(n, 1, 1, m)
-    K, used = kernels.gram(
+    K, used, _ = kernels.gram(
         [MatrixFactors(d, lambda a, b: x[a:b], lambda: x[..., 0], m)],
         kernel="chunked",
         products=torch.float32,
@@ -258,17 +275,22 @@ def test_float32_products_are_summed_in_float64(sums: int, monkeypatch: pytest.M
         nn.Conv3d(2, 4, 2, padding=(0, 1, 1)),
     ],
 )
-def test_direct_gradients_of_convolution_are_those_of_unfolding(module: nn.Module) -> None:
+@pytest.mark.parametrize("block", [1, 1 << 17])
+def test_direct_gradients_of_convolution_are_those_of_unfolding(
+    module: nn.Module, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backlight.measure.gram.factors.DIRECT_SCALARS", block)
     x = torch.randn(N, module.in_channels, *(7,) * (module.weight.dim() - 2))
     delta = torch.randn_like(module(x))
     use = convolution(module, x, delta, N)["weight"]
     assert isinstance(use, MatrixFactors)
     unfolded = torch.full((N, use.rows, use.columns), torch.nan)  # like uninitialised memory
-    use.take(0, use.rows, unfolded, add=False)
-    torch.testing.assert_close(use.direct(), unfolded, rtol=1e-5, atol=1e-5)
-    ((_, rows, G),) = kernels.chunks([use])
-    assert rows == use.rows
-    torch.testing.assert_close(G, unfolded, rtol=1e-5, atol=1e-5)
+    replace(use, direct=None).take(0, use.rows, unfolded, add=False)
+    assert use.direct is not None
+    for uses, factor in (([use], 1), ([use, use], 2)):
+        ((_, rows, G),) = kernels.chunks(uses)
+        assert rows == use.rows
+        torch.testing.assert_close(G / factor, unfolded, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("t", [1, 3])

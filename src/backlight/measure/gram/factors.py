@@ -55,8 +55,8 @@ class MatrixFactors(_OfDelta):
     ``delta`` is ``[N, T, g, o]``; ``inputs(a, b)`` returns the inputs ``[b - a, T, g, i]`` of samples a to
     b, so that a convolution unfolds only the samples in use; ``lengths()`` returns their Euclidean norms
     ``[N, T, g]``. ``columns`` is i, and ``reread`` the least number of rows that justify reading the inputs
-    again. ``direct()``, where there is one, returns all gradients ``[N, g o, i]`` faster than the product;
-    ``held`` says that the inputs are in memory.
+    again. ``direct(a, b)``, where there is one, returns the gradients ``[b - a, g o, i]`` of samples a to b
+    faster than the product; ``held`` says that the inputs are in memory.
     """
 
     delta: Tensor
@@ -64,7 +64,7 @@ class MatrixFactors(_OfDelta):
     lengths: Callable[[], Tensor]
     columns: int
     reread: int = 16
-    direct: Callable[[], Tensor] | None = None
+    direct: Callable[[int, int], Tensor] | None = None
     held: bool = False
 
     @property
@@ -92,6 +92,15 @@ class MatrixFactors(_OfDelta):
 
     def take(self, start: int, stop: int, out: Tensor, *, add: bool) -> None:
         """Write or add rows ``start`` to ``stop`` of every sample, within a group or whole groups."""
+        if self.direct is not None and stop - start == self.rows:
+            block = max(1, DIRECT_SCALARS // (self.rows * self.columns))
+            for a in range(0, self.samples, block):
+                b = min(self.samples, a + block)
+                if add:
+                    out[a:b] += self.direct(a, b)
+                else:
+                    out[a:b] = self.direct(a, b)
+            return
         width = self.delta.shape[3]
         first, last = start // width, -(-stop // width)
         block = max(1, BLOCK_SCALARS // max(1, self.positions * (last - first) * self.columns))
@@ -190,6 +199,10 @@ Factors = MatrixFactors | LookupFactors | VectorFactors
 
 BLOCK_SCALARS = 1 << 19
 """Most elements of unfolded inputs at work at once: 2 MB in float32, which a cache holds."""
+
+DIRECT_SCALARS = 1 << 17
+"""Most elements of gradients that torch computes at once: more is fresh memory at each call, which costs as
+much as the gradients."""
 
 
 def common_shape(uses: Sequence[Factors]) -> tuple[int, int, int]:

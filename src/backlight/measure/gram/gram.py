@@ -10,8 +10,10 @@ section 3.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -49,14 +51,13 @@ def gram(
     kernel: str = "auto",
     scratch: int = SCRATCH_BYTES,
     products: torch.dtype | None = None,
-) -> tuple[Tensor, str]:
+) -> tuple[Tensor, str, torch.dtype]:
     """Return the Gram of the per-sample gradients of one parameter, float64 ``[N, N]``, and the kernel used.
 
     ``uses`` are the factors of each use of the parameter. ``kernel`` is ``"ghost"``, ``"chunked"``, or
-    ``"auto"`` for the one that the cost rule expects to be faster; ``"vectors"`` may be used. ``scratch`` are
-    bytes of memory. Gradients are multiplied in the type ``products``, see :func:`product_dtype`; in float32
-    runs of :data:`RUN` products are summed in float32 and the runs in float64, and eigenvalues below about
-    1e-7 of the largest are lost.
+    ``"auto"`` for what :func:`choose` expects to be fastest; ``"vectors"`` may be used. ``scratch`` are bytes
+    of memory. ``products`` is the type of products, None for that of the choice; in float32 eigenvalues below
+    about 1e-7 of the largest are lost. The type is returned as well.
     """
     with torch.no_grad(), _no_autocast(uses[0]):
         uses = renumbered(uses)
@@ -66,15 +67,17 @@ def gram(
             values = promoted(total).double()  # type: ignore[arg-type]
             n = len(values)
             if n <= 64:
-                return values @ values.T, "vectors"
+                return values @ values.T, "vectors", torch.float64
             K = values.new_zeros(n, n)
             for a, b in _triangle(n, 1, scratch):
                 _fill(K, values[a:b] @ values[a:].T, a, b)
-            return K, "vectors"
-        chosen = kernel if kernel != "auto" else choose(uses, products)
+            return K, "vectors", torch.float64
+        chosen, kind = choose(uses, products) if kernel == "auto" else (kernel, products)
         if chosen == "ghost" and can_concatenate(uses):
-            return ghost(uses, scratch, products or torch.float64), "ghost"
-        return chunked(uses, scratch, products or product_dtype(uses)), "chunked"
+            kind = kind or torch.float64
+            return ghost(uses, scratch, kind), "ghost", kind
+        kind = kind or product_dtype(uses)
+        return chunked(uses, scratch, kind), "chunked", kind
 
 
 def product_dtype(uses: Sequence[Factors]) -> torch.dtype:
@@ -82,8 +85,10 @@ def product_dtype(uses: Sequence[Factors]) -> torch.dtype:
     return working_dtype(uses) if device_of(uses[0]).type == "cpu" else torch.float64
 
 
-def _no_autocast(use: Factors) -> torch.autocast:
-    return torch.autocast(device_of(use).type, enabled=False)
+def _no_autocast(use: Factors) -> contextlib.AbstractContextManager[object]:
+    kind = device_of(use).type
+    enabled = torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if enabled else contextlib.nullcontext()
 
 
 def renumbered(uses: Sequence[Factors]) -> Sequence[Factors]:
@@ -100,24 +105,32 @@ def renumbered(uses: Sequence[Factors]) -> Sequence[Factors]:
     ]
 
 
-def choose(uses: Sequence[Factors], products: torch.dtype | None = None) -> str:
-    """Return ``"ghost"`` or ``"chunked"``: what the cost rule expects to be faster.
+def choose(uses: Sequence[Factors], products: torch.dtype | None = None) -> tuple[str, torch.dtype]:
+    """Return the kernel that the cost rule expects to be faster, ``"ghost"`` or ``"chunked"``, and its type.
 
-    Ghost iff ``c T^2 N^2 (i + o) < N T i o + N^2 i o``, T over all uses and c measured on this device.
+    Ghost iff ``c T^2 N^2 (i + o) < N T i o + N^2 i o``, T over all uses and c measured here. Without
+    ``products``, ghost products are in float64 where that is faster than to form gradients; else they are in
+    the type of gradients that are formed (:func:`product_dtype`) where that is, and these are formed last.
     """
     n, rows, columns = common_shape(uses)
+    formed = products or product_dtype(uses)
     if not can_concatenate(uses):
-        return "chunked"
+        return "chunked", formed
+    kinds = [products] if products else list(dict.fromkeys([torch.float64, formed]))
     positions = sum(use.positions for use in uses if not isinstance(use, VectorFactors))
-    if isinstance(uses[0], MatrixFactors):
-        width = uses[0].groups * columns + rows
+    first = uses[0]
+    if isinstance(first, MatrixFactors):
+        width = first.groups * columns + rows
         chunk_cost = positions * rows * columns + n * rows * columns
-        constant = ghost_cost_ratio(uses[0].delta.device, working_dtype(uses), products)
     else:
         width = columns
         chunk_cost = positions * columns + n * rows * columns
-        constant = 1.0
-    return "ghost" if constant * n * positions**2 * width < chunk_cost else "chunked"
+    device, dtype = device_of(first), working_dtype(uses)
+    for kind in kinds:
+        constant = ghost_cost_ratio(device, dtype, kind, formed) if isinstance(first, MatrixFactors) else 1.0
+        if constant * n * positions**2 * width < chunk_cost:
+            return "ghost", kind
+    return "chunked", formed
 
 
 def can_concatenate(uses: Sequence[Factors]) -> bool:
@@ -127,34 +140,36 @@ def can_concatenate(uses: Sequence[Factors]) -> bool:
 
 
 @functools.cache
-def ghost_cost_ratio(device: torch.device, dtype: torch.dtype, products: torch.dtype | None = None) -> float:
-    """Return the time of a ghost product over that of a chunked one of equal count, measured once."""
+def ghost_cost_ratio(
+    device: torch.device, dtype: torch.dtype, products: torch.dtype, formed: torch.dtype
+) -> float:
+    """Return the time of a ghost product over that of a chunked one of equal count, measured once.
+
+    The median over interleaved pairs: a machine that is busy for a while slows both.
+    """
     n, t, i, o = 32, 16, 128, 384
     x = torch.linspace(-1, 1, n * t * i, device=device, dtype=dtype).view(n, t, 1, i)
     d = torch.linspace(1, -1, n * t * o, device=device, dtype=dtype).view(n, t, 1, o)
-    uses = [MatrixFactors(d, lambda a, b: x[a:b], lambda: x[..., 0], i)]
-    kinds = products or torch.float64, products or product_dtype(uses)
-    kernels = (
-        lambda: ghost(uses, SCRATCH_BYTES, kinds[0]),
-        lambda: chunked(uses, SCRATCH_BYTES, kinds[1]),
-    )
+    uses = [MatrixFactors(d, lambda a, b: x[a:b], lambda: x[..., 0], i, held=True)]
+    ghost_time = _clock(lambda: ghost(uses, SCRATCH_BYTES, products), device)
+    chunk_time = _clock(lambda: chunked(uses, SCRATCH_BYTES, formed), device)
+    ghost_time(), chunk_time()
+    ratio = statistics.median(ghost_time() / chunk_time() for _ in range(7))
     counts = n * n * t * t * (i + o), n * t * i * o + n * n * i * o
-    ghost_time, chunk_time = (
-        took / count for took, count in zip(_fastest(kernels, device), counts, strict=True)
-    )
-    return min(8.0, max(0.125, ghost_time / chunk_time))
+    return min(8.0, max(0.125, ratio * counts[1] / counts[0]))
 
 
-def _fastest(kernels: Sequence[Callable[[], Tensor]], device: torch.device) -> list[float]:
-    """Return the least time of each kernel, measured interleaved, since a machine may be busy for a while."""
-    times: list[list[float]] = [[] for _ in kernels]
-    for _ in range(7):
-        for kernel, took in zip(kernels, times, strict=True):
-            begin = time.perf_counter()
-            kernel()
-            devices.synchronize("time of a Gram kernel", device)
-            took.append(time.perf_counter() - begin)
-    return [min(took[1:]) for took in times]
+def _clock(kernel: Callable[[], Tensor], device: torch.device) -> Callable[[], float]:
+    """Return a function that runs the kernel and returns its seconds; of this thread alone on a CPU."""
+    now = time.thread_time if device.type == "cpu" else time.perf_counter
+
+    def timed() -> float:
+        begin = now()
+        kernel()
+        devices.synchronize("time of a Gram kernel", device)
+        return max(now() - begin, 1e-9)
+
+    return timed
 
 
 def ghost(uses: Sequence[Factors], scratch: int, products: torch.dtype = torch.float64) -> Tensor:
@@ -312,11 +327,7 @@ def chunks(
             step = max(step, use.reread if use.positions > 1 and scratch >= SCRATCH_BYTES else 1)
     step = max(1, min(rows, step))
     step = step // width * width if step >= width else step
-    first = uses[0]
-    if len(uses) == 1 and isinstance(first, MatrixFactors) and first.direct is not None and step == rows:
-        yield 0, rows, first.direct()
-        return
-    buffer = _buffer("rows", (n * step * columns,), dtype, device_of(first))
+    buffer = _buffer("rows", (n * step * columns,), dtype, device_of(uses[0]))
     start = 0
     while start < rows:
         stop = min(rows, start + step)

@@ -133,6 +133,9 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> ByName:
         total = unfold(module, energy).sum(2).reshape(n, frames, groups, -1)
         return total.transpose(2, 3).reshape(n, -1, groups).sqrt()
 
+    def direct(a: int, b: int) -> Tensor:
+        return per_sample_weight(module, x[a:b].to(dtype), delta[a:b])
+
     # Elsewhere torch loops over groups, or no measurement speaks for it.
     quick = dtype == torch.float32 and delta.device.type == "cpu" and frames == 1
     plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
@@ -143,7 +146,7 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> ByName:
             norms,
             columns,
             reread=64,
-            direct=(lambda: per_sample_weight(module, x.to(dtype), delta)) if quick and plain else None,
+            direct=direct if quick and plain else None,
         )
     }
     if module.bias is not None:

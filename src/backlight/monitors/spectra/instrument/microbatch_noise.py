@@ -138,7 +138,7 @@ class MicrobatchMeasurement:
             with torch.no_grad():
                 # With single positions no time has to be measured to know which kernel is faster.
                 single = all(getattr(use, "positions", 1) == 1 for use in uses)
-                K, _ = gram(uses, kernel="ghost" if single else "auto")
+                K, *_ = gram(uses, kernel="ghost" if single else "auto")
                 eps = torch.finfo(coarsest_dtype(uses)).eps
                 summands = torch.linalg.vector_norm(sizes(uses), dtype=torch.float64)
                 norm = pending.gradient.sqrt()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backlight
+from backlight.monitors.grokking.instrument.gram import independence
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 
 N = 6
@@ -234,6 +235,30 @@ def test_samples_learned_by_heart_pass_in_float32() -> None:
     found = backlight.gram(model, lambda m, b: entropies(m, b).sum(), batch)
     assert {check.method for check in found.coverage.values()} <= {"ghost", "chunked", "vectors"}
     assert all(check.holds for check in found.coverage.values())
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gradients_that_add_up_over_long_sequences(mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding is relative to their sum, so that they are not compared again in float64."""
+    precise = []
+    again = independence.Independence._again
+    monkeypatch.setattr(
+        independence.Independence, "_again", lambda *a: precise.append(again(*a)) or precise[-1]
+    )
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    batch = (1 + 0.1 * torch.randn(N, 1024, 16),)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        (x,) = batch
+        return (model(x + 0.1 * x.amax(0) if mixed else x) - 10).square().sum()
+
+    if mixed:
+        with pytest.raises(GramError, match="samples do not seem to be independent"):
+            backlight.gram(model, loss, batch)
+        return
+    found = backlight.gram(model, loss, batch)
+    assert all(check.independence is not None for check in found.coverage.values())
+    assert not precise
 
 
 def test_measurement_between_checks_computes_mean_gradient_on_request() -> None:

@@ -21,7 +21,7 @@ from backlight.capture.model_state import PreservedState, preserve_state
 from backlight.capture.modules import unwrapped, walk
 from backlight.capture.per_sample import Call, Taps, gradients
 from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape, compress, concatenate, sizes
-from backlight.measure.gram.gram import combine, product_dtype
+from backlight.measure.gram.gram import combine
 from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
 from backlight.monitors.grokking.instrument.gram import checks, inputs
@@ -204,9 +204,8 @@ class Measurement:
             parameter.parts.append(compress(pieces))
 
     def _measure(self, parameter: Measured, pieces: list[Factors]) -> None:
-        K, parameter.method = gram_of_pieces(pieces, kernel=self.kernel, products=self.products)
-        if parameter.method == "chunked" and self.products is None:
-            self.rounding = max(self.rounding, torch.finfo(product_dtype(pieces)).eps)
+        K, parameter.method, kind = gram_of_pieces(pieces, kernel=self.kernel, products=self.products)
+        self.rounding = max(self.rounding, torch.finfo(kind).eps)
         parameter.eps = checks.epsilon(coarsest_dtype(pieces), K.device)
         self._keep(parameter, K, pieces)
 
@@ -447,7 +446,7 @@ class Measurement:
             for name, piece, method in per_sample(self.model, self.loss_fn, self.batch, wanted):
                 parameter = self.parameters[name]
                 before = parameter.method
-                K, _ = gram_of_pieces([piece])
+                K, _, _ = gram_of_pieces([piece])
                 parameter.method = method
                 # Passes of one sample take other kernels than that of all.
                 parameter.eps = max(parameter.eps, 64 * checks.epsilon(piece.dtype, K.device))

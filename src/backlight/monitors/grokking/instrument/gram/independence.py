@@ -115,10 +115,11 @@ def deviations(
 ) -> list[Deviation]:
     """Compare products ``[s, s]`` entry by entry, and return the largest deviation of each pair of sets.
 
-    ``sizes [s]`` are roots of the summed squares of what the gradients were added up from: rounding is
-    relative to these, since a gradient may cancel to nothing.
+    ``sizes [s]`` are roots of the summed squares of what the gradients were added up from. Rounding is
+    relative to these, since a gradient may cancel to nothing, or to the gradient where all of it adds up.
     """
     out = []
+    sizes = torch.maximum(sizes, expected.diagonal().clamp(min=0).sqrt())
     for begin in range(0, len(members), 2):
         part = slice(begin, begin + 2)
         difference = (expected[part, part] - found[part, part]).abs()

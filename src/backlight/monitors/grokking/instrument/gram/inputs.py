@@ -20,6 +20,9 @@ ALONE = frozenset({"vmap", "loop"})
 """Methods that run each sample alone."""
 
 
+_NONE = torch.zeros(1, dtype=torch.float64)
+
+
 @dataclass
 class Measured:
     """A trainable parameter while it is measured."""
@@ -35,8 +38,8 @@ class Measured:
     # Of a measurement that is checked:
     total: float = 0.0
     magnitude: float = 0.0
-    sizes: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-    entries: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    sizes: Tensor = _NONE
+    entries: Tensor = _NONE
     independence: float | None = None
 
     def forget(self) -> None:
