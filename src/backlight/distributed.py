@@ -93,6 +93,11 @@ def launch_id() -> str | None:
     return given if given or rank_and_size()[1] <= 1 else _id_of_launcher()
 
 
+def given_directory() -> str | None:
+    """Return the run directory that the launcher has chosen, ``BACKLIGHT_RUN_DIR``; None without one."""
+    return os.environ.get("BACKLIGHT_RUN_DIR") or None
+
+
 def start_id() -> str | None:
     """Return the id of this launch; for a single process, that of its job under torchrun or Slurm.
 

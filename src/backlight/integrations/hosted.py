@@ -43,6 +43,7 @@ OLDEST_RELEASES = {
     "transformers": "4.50",
     "accelerate": "1.2",
     "torchtitan": "0.3",
+    "ray": "2.51",
 }
 """Oldest release that each integration takes, by distribution; pyproject.toml states the same."""
 
@@ -65,7 +66,12 @@ def require(distribution: str, extra: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         found = ""
     if _numbers(found) < _numbers(least):
-        names = {"lightning": "lightning", "huggingface": "huggingface", "accelerate": "huggingface"}
+        names = {
+            "lightning": "lightning",
+            "huggingface": "huggingface",
+            "accelerate": "huggingface",
+            "ray": "ray",
+        }
         source = f"'backlight[{names[extra]}]'" if extra in names else extra
         raise FrameworkError(
             f"backlight.integrations.{extra}: expected {distribution} {least} or newer, "

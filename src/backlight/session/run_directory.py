@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backlight.distributed import launch_id, rank_and_size, start_id, world
+from backlight.distributed import given_directory, launch_id, rank_and_size, start_id, world
 from backlight.findings.evaluate import evaluate_rules
 from backlight.notifier import Notifier
 from backlight.records import OTHERS, Finding, Made
@@ -36,7 +36,8 @@ def chosen_path(run: str | os.PathLike[str] | None, script: str) -> tuple[Path, 
     in_notebook = notebook_shell() is not None and launch is None
     if run is not None:
         return Path(run), in_notebook  # a cell that runs again makes another run
-    return default_path(notebook_name() if in_notebook else script, launch), launch is None
+    is_free = launch is None and given_directory() is None
+    return default_path(notebook_name() if in_notebook else script, launch), is_free
 
 
 def open_writer(

@@ -14,12 +14,13 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import backlight
-from backlight import processes
+from backlight import clock, processes
 from backlight.capture import sharding
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.distributed import launch_id, local_rank
@@ -31,8 +32,8 @@ from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.borrowed_stderr import hand_over
-from backlight.monitors.stalls.model.observation import exit_reason_of
-from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState
+from backlight.monitors.stalls.model.observation import ExitReason, exit_reason_of
+from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState, Slot
 from backlight.monitors.stalls.model.stacks import DUMP_SIGNAL
 from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.store.write.watchdog import host_name
@@ -54,6 +55,15 @@ _starting: list[subprocess.Popen[bytes]] = []
 """Processes that a busy machine has not started in time: they are reaped later, not forgotten."""
 
 
+_attached: weakref.WeakSet[StallMonitor] = weakref.WeakSet()
+
+
+def expect_end(launcher: str) -> None:
+    """Report that ``launcher`` ends this process on purpose: its end, and what it causes, is no finding."""
+    for monitor in list(_attached):
+        monitor.expect_end(launcher)
+
+
 class StallMonitor(Monitor):
     """Publishes the progress of this rank, and starts the watchdog process that reads it."""
 
@@ -72,6 +82,7 @@ class StallMonitor(Monitor):
         self._periods = 0
         self._bucket_reads = 0
         self._buckets: dict[str, list[Any]] = {}
+        self._is_ended = False
         self.heartbeat: Heartbeat | None = None
 
     @classmethod
@@ -100,7 +111,8 @@ class StallMonitor(Monitor):
                 runtime_dir.remove(directory)
             return
         self._directory = directory
-        main = threading.main_thread()
+        # The first backward corrects it where another thread trains.
+        trains = threading.current_thread()
         self.heartbeat = Heartbeat(shared_state, run.scope, self._store_names, self._store_buckets)
         trace = CollectiveTrace(self._document("collectives"))
         self._collectives = Collectives(shared_state, self._store_group, trace.follow)
@@ -116,19 +128,21 @@ class StallMonitor(Monitor):
         shared_state.open(
             rank=run.rank,
             world_size=run.world_size,
-            main_ident=main.ident or 0,
-            main_tid=main.native_id or 0,
+            main_ident=trains.ident or 0,
+            main_tid=trains.native_id or 0,
             timeout_s=self._stall_s,
         )
         self.resume()
         run.account(self._sampler)
         self._sampler.start()
+        _attached.add(self)
 
     def detach(self, error: BaseException | None) -> None:
         """Remove everything, and leave the watchdog process word of how this rank has ended."""
         if self.heartbeat is None:
             return
-        if error is not None:
+        _attached.discard(self)
+        if error is not None and not self._is_ended:
             # A third-party exception may fail to be printed.
             with contextlib.suppress(Exception):
                 runtime_dir.write_document(self._document("exit"), dataclasses.asdict(exit_reason_of(error)))
@@ -147,6 +161,13 @@ class StallMonitor(Monitor):
         _starting[:] = [process for process in _starting if process.poll() is None]
         if self._first_on_host and not self._watchdog_lives():
             runtime_dir.remove(self._directory)
+
+    def expect_end(self, launcher: str) -> None:
+        """Report that this process is ended on purpose; from any thread."""
+        if self.heartbeat is not None:
+            self._is_ended = True
+            self._write("exit", dataclasses.asdict(ExitReason(launcher, clock.monotonic(), interrupted=True)))
+            self.heartbeat.shared_state.slots[Slot.STATUS] = RankStatus.FAILED
 
     def resume(self) -> None:
         """Install the hooks of the heartbeat."""
@@ -262,7 +283,7 @@ class StallMonitor(Monitor):
             self._check_watchdog()
 
     def _check_watchdog(self) -> None:
-        if self._watchdog_pid > 0 and not processes.is_alive(self._watchdog_pid):
+        if self._watchdog_pid > 0 and not self._is_ended and not processes.is_alive(self._watchdog_pid):
             self._watchdog_pid = -1
             error = runtime_dir.read_document(
                 self._directory / runtime_dir.WATCHDOG, lambda d: d.get("error")

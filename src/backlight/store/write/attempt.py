@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight import clock, untrusted_files
-from backlight.distributed import JOB_SEPARATOR
+from backlight.distributed import JOB_SEPARATOR, given_directory
 from backlight.records import Fingerprint, RunStatus
 from backlight.redaction import Redaction
 from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunWriteError
@@ -137,7 +137,11 @@ def default_path(script: str = "", launch: str | None = None) -> Path:
 
     Ranks of one launch need the same folder without communicating, and their clocks differ: given ``launch``,
     which they share, the folder is ``runs/<script>-<its hash>``; a restart of the same job has the same one.
+    A launcher that has chosen the folder takes precedence.
     """
+    chosen = given_directory()
+    if chosen is not None:
+        return Path(chosen)
     name = Path(script or (sys.argv[0] if sys.argv else "")).name.removesuffix(".py")
     stem = safe_name(name or "training")
     if launch is not None:

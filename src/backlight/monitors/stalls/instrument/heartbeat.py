@@ -363,7 +363,9 @@ class Heartbeat(Listener):
         slots[Slot.ROW] = slots[Slot.REACHED] = slots[Slot.NODE_SINCE] = 0
         slots[Slot.EXPECTED] = self._expected
         self.shared_state.rows[: len(self._zeros)] = self._zeros
-        slots[Slot.BACKWARD_IDENT] = threading.get_ident()
+        slots[Slot.BACKWARD_IDENT] = ident = threading.get_ident()
+        if slots[Slot.MAIN_IDENT] != ident:  # as in Ray Train, which trains in a thread of its own
+            slots[Slot.MAIN_IDENT], slots[Slot.MAIN_TID] = ident, threading.get_native_id()
 
     def _follow_parameters(self) -> None:
         if not self._scope.table.records:

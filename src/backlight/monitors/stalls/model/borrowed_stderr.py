@@ -18,6 +18,9 @@ from backlight import processes
 
 STDERR = 2
 
+COLLECTED = "BACKLIGHT_STALLS_COLLECTED"
+"""Environment variable, set where a launcher prints the diagnoses of all machines: watchdogs print none."""
+
 MAX_ANCESTORS = 8
 """Processes above the starter in which the same stream is looked for: launchers, shells."""
 
@@ -27,6 +30,8 @@ Identity = tuple[int, int]
 
 def hand_over() -> tuple[int | None, str]:
     """Return the standard error for a watchdog process, as for Popen, and what finds the stream again."""
+    if os.environ.get(COLLECTED):
+        return subprocess.DEVNULL, ""
     try:
         found = os.fstat(STDERR)
     except OSError:
