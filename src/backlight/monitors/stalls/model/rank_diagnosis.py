@@ -44,7 +44,9 @@ def diagnose_ranks(
     """
     if world_size <= 1 or len(observations) == 1:
         alone = [d for d in diagnoses.values() if d is not None]
-        return open_to_unobserved_ranks(alone[0], observations, world_size) if alone else None
+        if not alone or world_size <= 1:
+            return alone[0] if alone else None
+        return open_to_unobserved_ranks(_named(alone[0]), observations, world_size)
     failed = diagnose_failures(observations, world_size, lambda: find_mismatch(observations, groups))
     if failed is not None:
         return open_to_unobserved_ranks(failed, observations, world_size)
@@ -54,7 +56,7 @@ def diagnose_ranks(
         return _gone(gone, waiting, diagnoses, find_mismatch(observations, groups))
     if not waiting:
         found = [d for d in diagnoses.values() if d is not None]
-        return max(found, key=_severity) if found else None
+        return _named(max(found, key=_severity)) if found else None
     outside = [o for o in observations if o not in waiting]
     if outside:
         return _outside(outside, waiting, diagnoses)
@@ -131,8 +133,7 @@ def _outside(
         return dataclasses.replace(
             own,
             rank=stalled[0] if len(stalled) == 1 else only,
-            claim=(own.claim if f"rank {cause.rank}" in own.claim else _with_rank(own.claim, cause.rank))
-            + _waiting_words(waiting),
+            claim=_named(dataclasses.replace(own, rank=cause.rank)).claim + _waiting_words(waiting),
         )
     if state is not None and state.is_closed:
         how = "has ended its training"
@@ -310,6 +311,14 @@ def _fewer_backwards(cause: Observation, others: Sequence[Observation]) -> str:
     if cause.state is None or not reached or cause.backwards >= max(reached):
         return ""
     return f", with {cause.backwards} backward passes where the others are at {max(reached)}"
+
+
+def _named(diagnosis: Diagnosis) -> Diagnosis:
+    """Return the diagnosis of one of several ranks with its rank in words."""
+    rank = diagnosis.rank
+    if rank is None or f"rank {rank}" in diagnosis.claim:
+        return diagnosis
+    return dataclasses.replace(diagnosis, claim=_with_rank(diagnosis.claim, rank))
 
 
 def _with_rank(claim: str, rank: int) -> str:

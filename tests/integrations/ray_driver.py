@@ -1,0 +1,83 @@
+"""A driver of Ray Train, run by test_ray.py: ``python ray_driver.py FOLDER CASE``; one ray.init per process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # else a token is written to the home directory
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "1",
+}
+
+import ray
+from pyarrow import fs
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, UserCallback
+from ray.train.torch import TorchTrainer
+
+from backlight.integrations.ray import BacklightCallback
+from integrations import ray_loop
+
+
+class Reports(UserCallback):
+    """Writes what the workers have reported."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        Path(self._folder, "reports.json").write_text(json.dumps(metrics))
+
+
+def fit(folder: Path, case: str, *, fail_after: float | None = None, **config: Any) -> str:
+    """Fit; return the error."""
+    callbacks = [BacklightCallback(fail_after=fail_after), Reports(str(folder))]
+    storage = {"storage_path": str(folder)}
+    if case == "remote":
+        base = fs.SubTreeFileSystem(str(folder), fs.LocalFileSystem())
+        storage = {"storage_path": "bucket", "storage_filesystem": base}
+    scaling = ScalingConfig(num_workers=2)
+    if case == "elastic":
+        scaling = ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=1.0)
+    trainer = TorchTrainer(
+        getattr(ray_loop, case),
+        train_loop_config={"folder": str(folder)},
+        scaling_config=scaling,
+        run_config=RunConfig(name=case, callbacks=callbacks, **storage, **config),
+    )
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@ray.remote(num_cpus=1)
+def take_core(folder: str) -> None:
+    """Take a core until a worker group of one has begun."""
+    while not Path(folder, "begun").exists():
+        time.sleep(0.1)
+
+
+def main() -> None:
+    folder, case = Path(sys.argv[1]), sys.argv[2]
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
+    given: dict[str, Any] = {"fail_after": 0.0} if case in {"hang", "retry", "remote"} else {}
+    if case == "retry":
+        given["failure_config"] = FailureConfig(max_failures=1)
+    if case == "elastic":
+        taken = take_core.remote(str(folder))
+    (folder / "error.txt").write_text(fit(folder, case, **given))
+    if case == "elastic":
+        ray.get(taken)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
