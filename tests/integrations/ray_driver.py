@@ -1,4 +1,4 @@
-"""A driver of Ray Train, run by test_ray.py: ``python ray_driver.py FOLDER CASE``; one ray.init per process."""
+"""A driver of Ray Train for test_ray.py: ``python ray_driver.py FOLDER CASE``; one ray.init per process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ os.environ |= {
 
 import ray
 from pyarrow import fs
+from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError, UserCallback
 from ray.train.torch import TorchTrainer
 
 from backlight.integrations.ray import BacklightCallback
 from integrations import ray_loop
+
+STORE_BYTES = 80_000_000
 
 
 class Reports(UserCallback):
@@ -58,24 +62,31 @@ def fit(folder: Path, case: str, *, fail_after: float | None = None, **config: A
     return ""
 
 
-@ray.remote(num_cpus=1)
-def take_core(folder: str) -> None:
-    """Take a core until a worker group of one has begun."""
-    while not Path(folder, "begun").exists():
-        time.sleep(0.1)
+def fit_elastic(folder: Path) -> str:
+    """Fit on a node of one core, to which another one is added once the first worker group has begun."""
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
+    with ThreadPoolExecutor() as pool:
+        fitted = pool.submit(fit, folder, "elastic")
+        while not ((folder / "begun").exists() or fitted.done()):
+            time.sleep(0.1)
+        cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)  # in the main thread: it sets signals
+        error = fitted.result()
+    ray.shutdown()
+    cluster.shutdown()
+    return error
 
 
 def main() -> None:
     folder, case = Path(sys.argv[1]), sys.argv[2]
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000)
+    if case == "elastic":
+        (folder / "error.txt").write_text(fit_elastic(folder))
+        return
     given: dict[str, Any] = {"fail_after": 0.0} if case in {"hang", "retry", "remote"} else {}
     if case == "retry":
         given["failure_config"] = FailureConfig(max_failures=1)
-    if case == "elastic":
-        taken = take_core.remote(str(folder))
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=STORE_BYTES)
     (folder / "error.txt").write_text(fit(folder, case, **given))
-    if case == "elastic":
-        ray.get(taken)
     ray.shutdown()
 
 

@@ -18,6 +18,7 @@ import backlight
 from integrations.tiny import digest
 
 STEPS = 24
+STALL_S = 6.0
 VARIABLES = ("BACKLIGHT_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -61,7 +62,7 @@ def hang(config: dict[str, Any]) -> None:
 
     note(config, "variables", {name: os.environ.get(name) for name in VARIABLES})
     train(config, "plain")
-    train(config, "watched", {"stall": 2.0, "trackers": "ray", "flush_interval": 0.1}, then)
+    train(config, "watched", {"stall": STALL_S, "trackers": "ray", "flush_interval": 0.1}, then)
 
 
 def skip_collective(marker: Path, model: nn.Module) -> None:
@@ -79,15 +80,15 @@ def skip_collective(marker: Path, model: nn.Module) -> None:
 def retry(config: dict[str, Any]) -> None:
     """Hang once, as the first attempt; the second one trains to its end."""
     first = Path(config["folder"], "first")
+    is_first = not first.exists()
 
     def then(watch: backlight.Watch, model: nn.Module) -> None:
-        is_first = not first.exists()
         torch.distributed.barrier()
         if is_first:
             first.touch()
             skip_collective(Path(config["folder"], "waits"), model)
 
-    train(config, "watched", {"stall": 2.0}, then)
+    train(config, "watched", {"stall": STALL_S} if is_first else {}, then)
 
 
 def elastic(config: dict[str, Any]) -> None:
@@ -100,7 +101,7 @@ def elastic(config: dict[str, Any]) -> None:
             model(torch.randn(4, 8)).sum().backward()
             time.sleep(0.05)
 
-    train(config, "watched", {"stall": 2.0}, then)
+    train(config, "watched", {}, then)
 
 
 def lightning(config: dict[str, Any]) -> None:
@@ -147,6 +148,6 @@ def remote(config: dict[str, Any]) -> None:
     train(
         config,
         "watched",
-        {"stall": 2.0},
+        {"stall": STALL_S},
         lambda watch, model: skip_collective(Path(config["folder"], "waits"), model),
     )

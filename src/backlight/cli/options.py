@@ -71,6 +71,10 @@ SlurmScript = Annotated[
     Path | None,
     Option("--slurm-script", metavar="FILE", help="Write the batch script instead of submitting it."),
 ]
+Ray = Annotated[
+    list[str] | None,
+    Option("--ray", metavar="KEY=VALUE", help="Run on Ray: cpus=4, gpus=1, address=auto (repeatable)."),
+]
 
 # Of the configuration of an experiment
 Preset = Annotated[

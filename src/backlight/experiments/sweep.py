@@ -1,4 +1,4 @@
-"""Several runs of one experiment, over seeds and settings: as processes here or as Slurm jobs."""
+"""Several runs of one experiment, over seeds and settings: as processes here, tasks of Ray or Slurm jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backlight.experiments.config import Configuration, ConfigurationError
+from backlight.launch.ray_tasks import RayOptions, run_tasks
 from backlight.launch.slurm import ClusterError, require, sbatch_lines
+from backlight.launch.subprocess import run_in_own_session
 from backlight.processes import available_cores
 from backlight.text import assignment
 
@@ -108,6 +110,40 @@ def run_all(
             pool.shutdown(cancel_futures=True)
             raise
     return failed
+
+
+def run_on_ray(
+    commands: Sequence[tuple[Path, Sequence[str]]],
+    options: RayOptions,
+    *,
+    threads: int,
+    on_end: Callable[[Path, int], None],
+) -> int:
+    """Run every command as a task of Ray, with its output in ``DIRECTORY.log``; return the failures.
+
+    The nodes need the directories, on storage that they share, and backlight.
+    """
+    calls = [(directory.absolute(), tuple(line), threads) for directory, line in commands]
+    failed = 0
+    for index, result in run_tasks(_run_task, calls, options):
+        failed += result is not None
+        on_end(commands[index][0], int(result is not None))
+    return failed
+
+
+def _run_task(directory: Path, line: Sequence[str], threads: int) -> None:
+    """Run one command; a repeated task goes on with the run that the earlier one began."""
+    is_begun = (directory / "manifest.json").exists() and "--resume" not in line
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f"{directory.name}.log").open("ab") as log:
+        # Where the task is cancelled, nothing that it has started goes on.
+        done = run_in_own_session(
+            [sys.executable, *line[1:], *(["--resume"] if is_begun else [])],
+            limit=None, stdout=log.fileno(), stderr=log.fileno(), environment=environment,
+        )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"ended with exit code {done.returncode}; see {directory}.log")
 
 
 def _safe(name: str) -> str:

@@ -14,7 +14,7 @@ from typer import Argument, Option, confirm
 
 from backlight.cli.app import command
 from backlight.cli.commands.grok import configured, overlay
-from backlight.cli.options import Changes, Device, Preset, Seed, Slurm, SlurmScript, Steps
+from backlight.cli.options import Changes, Device, Preset, Ray, Seed, Slurm, SlurmScript, Steps
 from backlight.terminal import write
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def run(
     jobs: Annotated[int | None, Option(min=1, help="Concurrent processes; default: as cores allow.")] = None,
     slurm: Slurm = None,
     slurm_script: SlurmScript = None,
+    ray: Ray = None,
 ) -> int:
     """Run an experiment into a run directory.
 
@@ -65,8 +66,12 @@ def run(
     check_control(control or "")
     options = overlay(changes, steps=steps, seed=seed, device=device)
     request = _Request(name, preset, config, options, out, control or "", degrade)
+    if ray is not None and (slurm is not None or slurm_script is not None):
+        raise ValueError("--ray and --slurm: a sweep runs on one of them; give one")
+    if ray is not None and seeds is None and not sweep:
+        raise ValueError("--ray: runs the members of a sweep; give --seeds or --sweep as well")
     if seeds is not None or sweep:
-        return _sweep(request, seeds, sweep or [], jobs, slurm, slurm_script)
+        return _sweep(request, seeds, sweep or [], jobs, slurm, slurm_script, ray)
     if slurm is not None or slurm_script is not None:
         return _submit(request, slurm or [], slurm_script)
     return _run_here(request, resume=resume)
@@ -152,12 +157,13 @@ def _one(
 
 def _sweep(
     request: _Request, seeds: str | None, sweeps: list[str], jobs: int | None,
-    slurm: list[str] | None, script: Path | None,
+    slurm: list[str] | None, script: Path | None, ray: list[str] | None,
 ) -> int:  # fmt: skip
     """Run one process for each member of a sweep; return the exit code."""
     from backlight.experiments.runner import finished
-    from backlight.experiments.sweep import command, concurrent_runs, members, run_all
+    from backlight.experiments.sweep import command, concurrent_runs, members, run_all, run_on_ray
     from backlight.experiments.sweep import seeds as seeds_of
+    from backlight.launch.ray_tasks import RayOptions
 
     configuration = request.configuration()
     root = request.out if request.out is not None else Path("runs") / f"{configuration.experiment}-sweep"
@@ -174,12 +180,18 @@ def _sweep(
     if slurm is not None or script is not None:
         return _as_jobs(request, configuration, [line for _, line in commands], root, slurm or [], script)
     threads = configuration.run.threads
-    failed = run_all(
-        commands,
-        concurrent=concurrent_runs(jobs, len(commands), threads),
-        threads=threads,
-        on_end=lambda folder, code: write(folder if not code else f"{folder}: failed, see {folder}.log"),
-    )
+
+    def show(folder: Path, code: int) -> None:
+        write(folder if not code else f"{folder}: failed, see {folder}.log")
+
+    if ray is not None:
+        gpus = float(configuration.device.startswith("cuda"))
+        failed = run_on_ray(
+            commands, RayOptions.of(ray, cpus=threads, gpus=gpus), threads=threads, on_end=show
+        )
+    else:
+        concurrent = concurrent_runs(jobs, len(commands), threads)
+        failed = run_all(commands, concurrent=concurrent, threads=threads, on_end=show)
     for member in found:
         if member not in left:
             write(f"{member.directory} (was finished)")

@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
-from backlight.cli.options import Json, Overwrite, parse_size
+from backlight.cli.options import Json, Overwrite, Ray, parse_size
 from backlight.cli.progress import count_bar
 from backlight.terminal import write
 
@@ -100,24 +100,28 @@ def sweep(
     at: Annotated[
         list[str] | None, Option(metavar="KEY=VALUE", help="Setting to extrapolate to (repeatable).")
     ] = None,
+    ray: Ray = None,
     as_json: Json = False,
 ) -> int:
     """Measure a recipe at several sizes and fit how it scales.
 
-    Each size runs in its own process.
+    Each size runs in its own process, one after the other; with --ray as a task of a Ray cluster.
     """
     from backlight.cli.render.sweep import show
     from backlight.diagnose.scaling.sweep import parse_axes
     from backlight.diagnose.scaling.sweep import sweep as run
+    from backlight.launch.ray_tasks import RayOptions
     from backlight.launch.recipe import parse_settings
 
     axes = parse_axes(chosen)
+    options = None if ray is None else RayOptions.of(ray)
     memory = None if max_memory is None else parse_size(max_memory, "--max-memory")
     wanted = parse_settings(at) if at else None
     with count_bar("sizes", quiet=as_json) as bar:
         found = run(
-            recipe, axes, fake=fake, steps=timed, limit=limit, max_memory=memory, at=wanted, on_point=bar
-        )
+            recipe, axes, fake=fake, steps=timed, limit=limit, max_memory=memory, at=wanted, on_point=bar,
+            ray=options,
+        )  # fmt: skip
     if as_json:
         print_json(found)
     else:

@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from backlight.diagnose.scaling.power_law import Exponent, PowerLaw, ScalingError, fit
+from backlight.launch.ray_tasks import RayOptions, run_tasks
 from backlight.launch.recipe import RecipeError, parse_value, refuse_script
 from backlight.launch.subprocess import run_in_own_session
 from backlight.text import assignments
@@ -89,8 +90,17 @@ def sweep(
     max_memory: int | None = None,
     at: Mapping[str, Any] | None = None,
     on_point: Callable[[int, int], None] = lambda _done, _of: None,
+    ray: RayOptions | None = None,
 ) -> Scaling:
-    """Measure a recipe, or with ``fake`` predict it, at every combination of the values of ``axes``."""
+    """Measure a recipe, or with ``fake`` predict it, at every combination of the values of ``axes``.
+
+    Each is measured after the other here, or as tasks of ``ray``.
+
+    Raises
+    ------
+    RecipeError
+        If the recipe cannot be read, nothing is swept, or no size gave a result.
+    """
     if not recipe.is_file():
         raise RecipeError(f"{recipe}: no such recipe; expected a Python file below {Path.cwd()}")
     refuse_script(recipe)
@@ -98,25 +108,44 @@ def sweep(
     if not swept:
         raise RecipeError("nothing is swept: give a setting several values, such as --set dim=512,768,1024")
     combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    points = []
-    for number, settings in enumerate(combinations):
-        on_point(number, len(combinations))
-        request = {
-            "recipe": str(recipe),
+    requests = [
+        {
+            "recipe": str(recipe if ray is None else recipe.absolute()),
             "settings": settings,
             "fake": fake,
             "steps": steps,
             "max_memory": max_memory,
         }
-        given = _ask(request, limit)
-        points.append(Point({name: settings[name] for name in swept}, **given))
-    on_point(len(combinations), len(combinations))
+        for settings in combinations
+    ]
+    answers: dict[int, Mapping[str, Any]] = {}
+    on_point(0, len(combinations))
+    for number, given in _answers(requests, limit, ray):
+        answers[number] = given
+        on_point(len(answers), len(combinations))
+    points = [
+        Point({name: settings[name] for name in swept}, **answers[number])
+        for number, settings in enumerate(combinations)
+    ]
     if all(point.status == "failed" for point in points):
         raise RecipeError(f"no size gave a result: {points[0].message}")
     laws, notes = _laws(points)
     expected = {law.quantity: law.at(at) for law in laws} if at else {}
     faster = tuple(e for law in laws for e in law.exponents if e.faster_than_linear)
     return Scaling(str(recipe), fake, tuple(points), tuple(laws), faster, expected, tuple(notes))
+
+
+def _answers(
+    requests: Sequence[Mapping[str, Any]], limit: float, ray: RayOptions | None
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield number and result of each size, as they end."""
+    if ray is None:
+        for number, request in enumerate(requests):
+            yield number, _ask(request, limit)
+        return
+    for number, given in run_tasks(_ask, [(request, limit) for request in requests], ray):
+        lost = isinstance(given, BaseException)
+        yield number, {"status": "failed", "message": f"Ray: {given}"} if lost else given
 
 
 def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:

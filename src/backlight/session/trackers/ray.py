@@ -18,8 +18,8 @@ class _RayReport:
             # Below the public function, so that the callbacks of Ray for other frameworks come here as well.
             from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils  # noqa: PLC0415
 
-            self._worker: Any = get_train_fn_utils()
-            report = self._worker.report
+            worker: Any = get_train_fn_utils()
+            report = worker.report
         except (ImportError, RuntimeError, AttributeError) as error:
             raise TrackerError(
                 f"ray: this process is no worker of Ray Train ({error}); use the tracker in a worker function"
@@ -29,7 +29,8 @@ class _RayReport:
         def with_newest(metrics: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             return report({**self.newest, **metrics}, *args, **kwargs)
 
-        self._worker.report = with_newest
+        self._worker = worker
+        worker.report = with_newest
 
     def send(self, points: Sequence[Point]) -> None:
         """Keep the newest values, and the step that they belong to."""
