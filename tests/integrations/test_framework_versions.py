@@ -17,6 +17,7 @@ FAKED = [
     ("huggingface", "transformers", "4.50", r"'backlight\[huggingface\]'"),
     ("accelerate", "accelerate", "1.2", r"'backlight\[huggingface\]'"),
     ("torchtitan", "torchtitan", "0.3", "torchtitan"),
+    ("ray", "ray", "2.51", r"'backlight\[ray\]'"),
 ]
 
 
@@ -59,3 +60,4 @@ def test_extras_require_the_same_releases() -> None:
     required = [entry for name in ("lightning", "huggingface", "dev") for entry in extras[name]]
     for distribution in ("lightning", "transformers", "accelerate", "torchtitan"):
         assert f"{distribution}>={OLDEST_RELEASES[distribution]}" in required
+    assert extras["ray"] == [f"ray[train]>={OLDEST_RELEASES['ray']}"]
