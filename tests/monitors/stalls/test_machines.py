@@ -19,10 +19,12 @@ from backlight.monitors.stalls.model import peers, runtime_dir
 from backlight.monitors.stalls.model.emit import claim_of
 from backlight.monitors.stalls.model.observation import Observation
 from backlight.monitors.stalls.model.peers import HostObservation, join, pack, unpack
+from backlight.monitors.stalls.model.reported_stalls import newest_stall, stall_events
 from backlight.monitors.stalls.model.shared_state import PHASES, RankStatus, SharedState, Slot
 from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.monitors.stalls.model.watchdog import Watchdog
 from backlight.records import Phase
+from backlight.store.format.manifest import read_manifest
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter, host_name
 from backlight.store.write.writer import RunWriter
@@ -79,6 +81,10 @@ def machines(folder: Path, run: Path) -> Iterator[tuple[Machine, Machine]]:
             machine.watchdog._writer.close()
 
 
+def launch_of(run: Path) -> str:
+    return read_manifest(run).attempts[-1].launch
+
+
 def stalls(run: Run) -> list[tuple[str | None, int | None, str]]:
     return [(f.subject.verdict, f.subject.rank, claim_of(f)) for f in findings_of(run) if f.rule == "stall"]
 
@@ -94,11 +100,22 @@ def test_rank_that_waits_for_a_rank_of_another_machine(
         assert len(partial) == 1
         assert partial[0][1] is None  # one machine alone names no rank
         assert "1 of 2 ranks are not observable from this machine, so the cause is open" in partial[0][2]
+        alone = newest_stall(stall_events(run, launch_of(run)))
+        assert (alone.claim, alone.is_open) == (partial[0][2], True)
         assert second.watchdog.poll()
+        newest = newest_stall(stall_events(run, launch_of(run)))
+        for _ in range(2):
+            second.state.slots[Slot.PROGRESS] += 1
+            second.hang(0)
+            second.watchdog.poll()
+        over = newest_stall(stall_events(run, launch_of(run)))
     ((kind, rank, claim),) = stalls(open_run(run))
     assert (kind, rank) == ("PHASE", 1)
     assert "waiting for data" in claim
     assert claim.endswith("Waiting for it: rank 0 in all_reduce(8 float32) #4")
+    assert (newest.claim, newest.rank, newest.is_open, newest.over) == (claim, 1, False, "")
+    assert (over.claim, over.over) == (claim, "rank 1 moves again")
+    assert stall_events(run, "another launch") == ()
     assert sorted(p.name for p in (run / "attempt-000").glob("watchdog-*.db")) == [
         "watchdog-node-0.db", "watchdog-node-1.db",
     ]  # fmt: skip

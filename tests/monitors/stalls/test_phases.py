@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,27 @@ def test_longest_time_between_phases_is_recorded(tmp_path: Path, directory: Path
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         assert read_shared_state(directory).longest_other_s >= rollout_s
+
+
+def test_thread_that_trains_is_the_one_that_is_sampled(tmp_path: Path, directory: Path) -> None:
+    """The thread that attaches counts until the first backward, as for ``backlight run``."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def note(name: str) -> None:
+        state = read_shared_state(directory)
+        found[name] = state.main_ident, state.main_tid
+        found[f"{name} own"] = threading.get_ident(), threading.get_native_id()
+
+    def train() -> None:
+        model = nn.Linear(4, 1)
+        model(torch.ones(2, 4)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        note("trained")
+
+    with backlight.watch(run=tmp_path / "run", monitors="stalls"):
+        note("attached")
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert found["attached"] == found["attached own"]
+    assert found["trained"] == found["trained own"] != found["attached"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,27 +58,20 @@ def newest_stall(events: Sequence[Event]) -> ReportedStall | None:
     made = [e for e in events if e.kind == RULE and e.payload.get("verdict") != slow]
     if not made:
         return None
-    time = max(event.time for event in made)
-    recent = [event for event in made if time - event.time <= JOIN_WINDOW_S]
-    ends = [e for e in events if e.kind in {RESUMED, ENDED} and e.time > time]
+    last = max(made, key=lambda event: event.time)
+    ends = [e for e in events if e.kind in {RESUMED, ENDED} and e.time > last.time]
     over = "; ".join(f"rank {e.payload.get('rank')} {e.payload.get('how')}" for e in ends)
-    joint = list(joint_findings(event for event in events if event.kind == EVENT))
+    # A machine stores its observations after its diagnosis.
+    joint = [f for at, f in joint_findings(e for e in events if e.kind == EVENT) if at >= last.time]
     if joint:
-        return ReportedStall(claim_of(joint[-1]), joint[-1].subject.rank, time, over=over)
-    closed = [event for event in recent if UNOBSERVED not in str(event.payload.get("claim"))]
-    last = max(closed or recent, key=lambda event: event.time)
-    rank = last.payload.get("rank")
-    return ReportedStall(
-        str(last.payload.get("claim", "")),
-        rank if isinstance(rank, int) else None,
-        time,
-        is_open=not closed,
-        over=over,
-    )
+        return ReportedStall(claim_of(joint[-1]), joint[-1].subject.rank, last.time, over=over)
+    claim, rank = str(last.payload.get("claim", "")), last.payload.get("rank")
+    is_open = UNOBSERVED in claim
+    return ReportedStall(claim, rank if isinstance(rank, int) else None, last.time, is_open, over)
 
 
-def joint_findings(events: Iterator[Event] | Sequence[Event]) -> Iterator[Finding]:
-    """Yield a finding for each stall that several machines observed, from their observations."""
+def joint_findings(events: Iterable[Event]) -> Iterator[tuple[float, Finding]]:
+    """Yield each stall that several machines observed, with the time of its last observation."""
     ordered = sorted(events, key=lambda event: (event.attempt, event.time))
     for attempt in dict.fromkeys(event.attempt for event in ordered):
         here = [event for event in ordered if event.attempt == attempt]
@@ -87,7 +80,7 @@ def joint_findings(events: Iterator[Event] | Sequence[Event]) -> Iterator[Findin
             # Newest first: of each rank the first observation counts.
             found = _joint_finding(incident[::-1], left[::-1])
             if found is not None:
-                yield found
+                yield incident[-1].time, found
 
 
 def _group_by_incident(events: list[Event]) -> list[list[Event]]:
