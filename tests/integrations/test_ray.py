@@ -59,7 +59,9 @@ def test_hang_fails_the_job_with_one_diagnosis_that_names_rank_line_and_collecti
         assert re.fullmatch(r"ray-hang\+[0-9a-f]{32}", variables["BACKLIGHT_RUN_ID"])
     first, second = json.loads((tmp_path / "reports.json").read_text())
     assert (first["mine"], second) == (1, {"mine": 1})
-    assert first["backlight/loss"] == pytest.approx(run.scalar("loss").values[first["backlight/step"]])
+    assert first["backlight/loss"] == pytest.approx(
+        run.scalar("loss", rank=0).values[first["backlight/step"]]
+    )
 
 
 @pytest.mark.full
