@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import tempfile
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
-    ray.init(num_cpus=2, log_to_driver=False, logging_level="WARNING")
+    ray.init(num_cpus=2, log_to_driver=False, logging_level=logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         TorchTrainer(
             train,

@@ -41,6 +41,7 @@ EXTRAS = {
     "plots": "backlight report --plots",
     "lightning": "Lightning",
     "huggingface": "Trainer and Accelerate",
+    "ray": "Ray Train, --ray",
     "tensorboard": "tracker", "wandb": "tracker", "mlflow": "tracker", "prometheus": "tracker",
     "slurm": "backlight run --slurm",
     "grokking": "backlight grok",

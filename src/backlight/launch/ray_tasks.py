@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def run_tasks(
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # tasks without a GPU see what they saw
     try:
-        ray.init(address=options.address, log_to_driver=False, logging_level="WARNING")
+        ray.init(address=options.address, log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError) as error:
         where = options.address or "RAY_ADDRESS"
         raise RayError(
