@@ -9,9 +9,11 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
 import pytest
 
 from backlight.trace.analysis import RankAnalysis, analyse
+from backlight.trace.annotations import MIN_STEPS
 from backlight.trace.device_queues import FULL_QUEUE, Spread
 from backlight.trace.reader import read_trace
 from backlight.trace.verdict import facts, verdict
@@ -222,3 +224,23 @@ def test_real_queue_is_full_where_launches_block() -> None:
     assert launches.calls == 4350
     assert sum(row.count for row in found.sequences) > 100
     assert len(facts(found)) <= 10
+
+
+@pytest.mark.parametrize("steps", [9, 10])
+def test_optimizers_are_apart_with_their_time_per_step(steps: int, analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    for step in range(steps):
+        begin = 1000 * step
+        builder.step(step, begin, 990)
+        for name, at, length in (("Muon", 100, 10 + step), ("AdamW", 500, 5)):
+            builder.add("user_annotation", f"Optimizer.step#{name}.step", begin + at, 300)
+            builder.kernel("multi_tensor_apply_kernel", begin + at + 10, begin + at + 20, length)
+    found = {row.name: row for row in analysed(builder).annotations}
+    muon, adamw = (found[f"Optimizer.step#{name}.step"] for name in ("Muon", "AdamW"))
+    assert (muon.steps, adamw.steps) == (steps, steps)
+    if steps < MIN_STEPS:
+        assert (muon.device_per_step, muon.host_per_step) == (None, None)
+    else:
+        assert muon.device_per_step == Spread.of(np.arange(10, 20) * US)
+        assert adamw.device_per_step == Spread(5 * US, 5 * US, 5 * US, 5 * US)
+        assert adamw.host_per_step == Spread(300 * US, 300 * US, 300 * US, 300 * US)

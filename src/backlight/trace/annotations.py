@@ -7,15 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.trace.classification import ANNOTATION
+from backlight.trace.device_queues import Spread
 from backlight.trace.events import Integers
 from backlight.trace.operators import Costs
+
+MIN_STEPS = 10
+"""Fewer steps show no variation."""
 
 
 @dataclass(frozen=True)
 class Annotation:
     """One name; nanoseconds of the host, and of the device for what was launched inside.
 
-    Annotations inside one of the same name count once; others are included in those around them.
+    Annotations inside one of the same name count once; others are included in those around them. What it
+    takes in a step, over the ``steps`` that it is in, is None for fewer than :data:`MIN_STEPS`, and on the
+    device where there is none.
     """
 
     name: str
@@ -23,6 +29,9 @@ class Annotation:
     host: int
     device: int
     share: float
+    steps: int
+    host_per_step: Spread | None
+    device_per_step: Spread | None
 
 
 def by_annotation(costs: Costs, launched: Integers) -> list[Annotation]:
@@ -38,12 +47,23 @@ def by_annotation(costs: Costs, launched: Integers) -> list[Annotation]:
         for row in rows.tolist()
     ]
     outermost = ~np.array(inner, dtype=bool)
-    host = (tree.end - tree.start)[rows]
+    host, device = (tree.end - tree.start)[rows], launched[rows]
+    steps = timeline.step_of(tree.start[rows])
     found = []
     for code in np.unique(names[rows]):
         here = names[rows] == code
         once = here & outermost
-        spent, on_device = int(host[once].sum()), int(launched[rows[once]].sum())
-        share = costs.share(spent, on_device)
-        found.append(Annotation(events.words["name"][int(code)], int(here.sum()), spent, on_device, share))
+        spent, on_device = int(host[once].sum()), int(device[once].sum())
+        numbers, at = np.unique(steps[once], return_inverse=True)
+        per_step = [
+            Spread.of(np.bincount(at, time[once])) if len(numbers) >= MIN_STEPS else None
+            for time in (host, device)
+        ]
+        found.append(
+            Annotation(
+                events.words["name"][int(code)], int(here.sum()), spent, on_device,
+                costs.share(spent, on_device), len(numbers), per_step[0],
+                per_step[1] if costs.on_device else None,
+            )
+        )  # fmt: skip
     return sorted(found, key=lambda one: (one.share, one.host), reverse=True)

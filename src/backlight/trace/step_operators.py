@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.trace.analysis import RankAnalysis, analyse, exposed_communication, idle_causes, idle_share
+from backlight.trace.annotations import MIN_STEPS
 from backlight.trace.classification import HOST, OPERATOR
 from backlight.trace.events import ITEM_BYTES, Events, Trace, TraceError
 from backlight.trace.operators import NO_OPERATOR, Row
@@ -24,6 +27,9 @@ SUM_TOLERANCE = 0.02
 
 LAUNCH_BOUND_IDLE = 0.2
 """Share of idle time above which a device that waits for the host is launch-bound."""
+
+_OPTIMIZER_STEP = re.compile(r"^Optimizer\.step#(.+)\.step$")
+"""Range of torch around the step of an optimizer; it names the type."""
 
 _HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
 
@@ -77,6 +83,20 @@ class JoinedTime:
 
 
 @dataclass(frozen=True)
+class TracedOptimizer:
+    """The steps of one type of optimizer: median, 95th percentile and largest milliseconds of a traced step.
+
+    They are of the device where there is one, else of the host.
+    """
+
+    type: str
+    steps: int
+    median_ms: float
+    p95_ms: float
+    max_ms: float
+
+
+@dataclass(frozen=True)
 class DeviceTime:
     """Use of the device: median share of a step that is ``idle``, its ``causes`` (they add up to 1)."""
 
@@ -93,9 +113,10 @@ class DeviceTime:
 class Operations:
     """The tables of the traced steps, per step; times are milliseconds.
 
-    ``operators`` are by phase, their shares of a phase add up to 1. None are: ``device`` without device
-    events, ``exposed_communication`` (median share of a step) without communication, ``logits`` without a
-    cross entropy. ``trace_sum_error`` is the share by which the phases miss the steps, on their thread.
+    ``operators`` are by phase, their shares of a phase add up to 1. ``traced_optimizers`` are those in at
+    least ten traced steps: fewer show no variation. None are: ``device`` without device events,
+    ``exposed_communication`` (median share of a step) without communication, ``logits`` without a cross
+    entropy. ``trace_sum_error`` is the share by which the phases miss the steps, on their thread.
     """
 
     traced_steps: int
@@ -104,6 +125,7 @@ class Operations:
     operators: tuple[OperatorTime, ...]
     kinds: tuple[OperatorTime, ...]
     kernels: tuple[OperatorTime, ...]
+    traced_optimizers: tuple[TracedOptimizer, ...]
     copies: tuple[CopyTime, ...]
     joined: tuple[JoinedTime, ...]
     device: DeviceTime | None
@@ -131,6 +153,7 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
         operators=_operators(one, count),
         kinds=tuple(OperatorTime.of(row, count, row.share) for row in one.kinds),
         kernels=tuple(OperatorTime.of(row, count, row.share) for row in one.kernels),
+        traced_optimizers=tuple(_optimizers(one)),
         copies=_copies(copying),
         joined=tuple(
             JoinedTime(
@@ -145,7 +168,7 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
         exposed_by_step=tuple(row.overlap.exposed / row.duration for row in one.steps if row.duration),
         logits=logits(main),
         trace_sum_error=_sum_error(main),
-        trace_notes=one.notes,
+        trace_notes=(*one.notes, *_few_steps(count)),
     )  # fmt: skip
 
 
@@ -199,6 +222,20 @@ def _operators(one: RankAnalysis, steps: int) -> tuple[OperatorTime, ...]:
         found.append(OperatorTime(NO_OPERATOR, 0.0, rest * scale, 0.0, share, phase.phase))
     order = {row.phase: place for place, row in enumerate(one.phases)}
     return tuple(sorted(found, key=lambda row: (order[row.phase], -row.share, -row.host_ms)))
+
+
+def _optimizers(one: RankAnalysis) -> Iterator[TracedOptimizer]:
+    for row in one.annotations:
+        found = _OPTIMIZER_STEP.match(row.name)
+        spread = row.device_per_step or row.host_per_step
+        if found and spread is not None:
+            times = (1e-6 * time for time in (spread.median, spread.p95, spread.max))
+            yield TracedOptimizer(found[1], row.steps, *times)
+
+
+def _few_steps(steps: int) -> list[str]:
+    few = f"optimizers in the trace: {steps} traced steps, {MIN_STEPS} are needed"
+    return [few] if steps < MIN_STEPS else []
 
 
 def _copies(one: RankAnalysis) -> tuple[CopyTime, ...]:

@@ -19,6 +19,7 @@ from backlight.trace.module_times import attribute
 from backlight.trace.operators import NO_OPERATOR
 from backlight.trace.reader import read_trace
 from backlight.trace.step_operators import Operations, read_operations, split
+from synthetic_traces import TraceBuilder
 
 BATCH, LENGTH, HEADS, SIZE, WORDS = 2, 8, 2, 4, 11
 
@@ -175,3 +176,18 @@ def test_observer_removes_its_hooks(traced: Traced) -> None:
         for module in model.modules():
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
+
+
+@pytest.mark.parametrize("steps", [9, 12])
+def test_traced_optimizers_are_apart(steps: int, tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    for step in range(steps):
+        builder.step(step, 1000 * step, 1000)
+        for name, at, length in (("Muon", 100, 300 + 10 * step), ("AdamW", 600, 50)):
+            builder.add("user_annotation", f"Optimizer.step#{name}.step", 1000 * step + at, length)
+    found = read_operations(read_trace(builder.write(tmp_path / "made.json")), None)
+    rows = [(one.type, one.steps, round(one.median_ms, 9), one.max_ms) for one in found.traced_optimizers]
+    few = any("optimizers in the trace: 9 traced steps, 10 are needed" in note for note in found.trace_notes)
+    assert few == (steps == 9)
+    expected = [("Muon", 12, 0.355, pytest.approx(0.41)), ("AdamW", 12, 0.05, pytest.approx(0.05))]
+    assert rows == ([] if few else expected)

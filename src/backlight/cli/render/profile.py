@@ -90,6 +90,12 @@ def _phases(result: ProfileResult) -> None:
         name = f"optimizer {one.number}: {one.type}"
         table.add_row(name, f"{one.median_ms:.2f}", "", "", f"{one.share:.1%}")
     _print(table)
+    where = "host" if result.device is None else "device"
+    table = make_table(f"optimizer, {where}, traced steps", "steps", "median ms", "p95 ms", "max ms")
+    for row in result.traced_optimizers:
+        times = (f"{time:.2f}" for time in (row.median_ms, row.p95_ms, row.max_ms))
+        table.add_row(row.type, str(row.steps), *times)
+    _print(table)
 
 
 def _lines(result: ProfileResult) -> None:

@@ -39,9 +39,13 @@ def detail_tables(one: RankAnalysis, top: int) -> Iterator[Table]:
 
 
 def _annotations(one: RankAnalysis, top: int) -> Table:
-    table = make_table("user annotation", "calls", "host ms", "device ms", "share")
+    table = make_table("user annotation", "calls", "host ms", "device ms", "share", "ms per step", "p95")
     for row in one.annotations[:top]:
-        table.add_row(short(row.name), f"{row.calls:,}", ms(row.host), ms(row.device), f"{row.share:.1%}")
+        spread = row.device_per_step or row.host_per_step
+        per_step = (ms(spread.median), ms(spread.p95)) if spread is not None else ("-", "-")
+        table.add_row(
+            short(row.name), f"{row.calls:,}", ms(row.host), ms(row.device), f"{row.share:.1%}", *per_step
+        )
     return table
 
 

@@ -26,7 +26,14 @@ from backlight.store.errors import RunWriteError
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from backlight.trace.module_times import ModuleTime
-from backlight.trace.step_operators import CopyTime, DeviceTime, JoinedTime, Logits, OperatorTime
+from backlight.trace.step_operators import (
+    CopyTime,
+    DeviceTime,
+    JoinedTime,
+    Logits,
+    OperatorTime,
+    TracedOptimizer,
+)
 
 if TYPE_CHECKING:
     from backlight.diagnose.profile.run import Profile
@@ -91,6 +98,7 @@ class ProfileResult(BaseModel):
     operators: tuple[OperatorTime, ...] | None = None
     kinds: tuple[OperatorTime, ...] | None = None
     kernels: tuple[OperatorTime, ...] | None = None
+    traced_optimizers: tuple[TracedOptimizer, ...] = ()
     copies: tuple[CopyTime, ...] | None = None
     joined: tuple[JoinedTime, ...] | None = None
     device: DeviceTime | None = None
