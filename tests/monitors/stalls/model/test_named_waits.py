@@ -23,7 +23,15 @@ from backlight.monitors.stalls.model.rank_processes import ProcessNotFoundError
 from backlight.monitors.stalls.model.stacks import Frame, ThreadStack
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
-from observed_processes import Start, diagnosed, free_port, wait_until_computing, wait_until_in
+from observed_processes import (
+    Start,
+    diagnosed,
+    free_port,
+    wait_until,
+    wait_until_computing,
+    wait_until_idle,
+    wait_until_in,
+)
 
 pytestmark = [
     pytest.mark.alone,
@@ -106,33 +114,60 @@ def test_rendezvous_and_creation_of_a_group_wait_for_a_rank(start: Start) -> Non
     assert "for all ranks to create a process group" in diagnosed(second).claim
 
 
-@pytest.mark.full
-def test_worker_in_a_lock_that_it_inherited(start: Start) -> None:
-    """The threads of OpenMP do not survive a fork: a worker waits for those of its parent."""
-    code = """
-        import torch
-        from torch.utils.data import DataLoader, Dataset
-        class Data(Dataset):
-            def __len__(self): return 2
-            def __getitem__(self, i):
-                torch.set_num_threads(2)
-                return torch.ones(1000, 1000) @ torch.ones(1000, 1000) + torch.ones(1000, 1000).exp()
+OPENMP = """
+    import torch
+    torch.set_num_threads(2)
+    def work():
         torch.set_num_threads(2)
-        (torch.ones(2000, 2000).exp() + 1).sum()
-        for _ in DataLoader(Data(), num_workers=1, multiprocessing_context="fork"):
-            pass
-        print("done", flush=True)
-        input()
-    """
-    process = start(code)
-    deadline = time.monotonic() + 60
-    while not processes.children(process.pid) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.2)
-    time.sleep(3)
-    found = diagnosed(process)
-    if "input()" in found.claim:
-        pytest.skip("this build of OpenMP survives a fork")
-    assert "which is in a lock of OpenMP that it inherited by fork" in found.claim
+        return (torch.ones(2000, 2000).exp() + 1).sum()
+"""
+TOKENIZERS = """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    def work():
+        return len(tokenizer.encode_batch(["a a a"] * 1000))
+"""
+IN_A_WORKER = """
+    from torch.utils.data import DataLoader, Dataset
+    class Data(Dataset):
+        def __len__(self): return 2
+        def __getitem__(self, i): return work()
+    work()
+    for _ in DataLoader(Data(), num_workers=1, multiprocessing_context="fork"):
+        pass
+    print("done", flush=True)
+    input()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("library", "code", "fix"),
+    [
+        ("OpenMP", OPENMP, "call torch.set_num_threads(1)"),
+        ("tokenizers", TOKENIZERS, "set TOKENIZERS_PARALLELISM=false"),
+    ],
+)
+def test_worker_in_a_lock_that_it_inherited(library: str, code: str, fix: str, start: Start) -> None:
+    """The threads of the library do not survive a fork: a worker waits for those of its parent."""
+    if library == "tokenizers":
+        pytest.importorskip("tokenizers")
+    process = start(f"{code}{IN_A_WORKER}", TOKENIZERS_PARALLELISM="true")
+    wait_until(lambda: bool(processes.children(process.pid)), "the worker is there")
+    wait_until_in(process, "dataloader.py")
+    for worker in processes.children(process.pid):
+        wait_until_idle(worker.pid)
+    found = [diagnosed(process)]
+    if "input()" in found[-1].claim:
+        pytest.skip(f"this build of {library} survives a fork")
+
+    def is_named() -> bool:  # on a busy machine py-spy may not answer in time
+        found.append(diagnosed(process))
+        return f"which is in a lock of {library} that it inherited by fork" in found[-1].claim
+
+    wait_until(is_named, "the lock has a name")
+    assert fix in found[-1].next_check
 
 
 @pytest.mark.full

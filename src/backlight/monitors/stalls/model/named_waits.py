@@ -111,7 +111,7 @@ TABLE = (
         "inherited_lock", LOADER, (),
         "it waits for worker {holder} of the data loader, which is in a lock of {library} that it inherited "
         "by fork",
-        "start workers with multiprocessing_context='spawn', or use one thread of {library} in them",
+        "start workers with multiprocessing_context='spawn', or {how} in them",
         other=Other.LOADER_WORKERS,
     ),
     NamedWait(

@@ -51,9 +51,6 @@ CPU_WINDOW_S = 1.6
 RECENT_S = 1.5
 """Age of the snapshots from which the speed of backward is estimated."""
 
-NATIVE_TIMEOUT_S = 10.0
-"""Time in which py-spy reads the symbols of torch, on a busy machine."""
-
 RESUME_CHECKS = 10
 """Tenths of a second that a process has to continue after py-spy has stopped it."""
 
@@ -221,7 +218,7 @@ class RankObserver:
         before = self.state
         if before is None:
             return ""
-        self.take_native_samples(1, NATIVE_TIMEOUT_S)
+        self.take_native_samples(1, stacks.NATIVE_TIMEOUT_S)
         now = read_state(self._path)
         if not self._native or now is None or now.progress != before.progress:
             return ""

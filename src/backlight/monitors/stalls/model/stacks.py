@@ -30,6 +30,9 @@ DUMP_TIMEOUT_S = 0.6
 MAX_DUMP_BYTES = 256 * 1024 * 1024
 _DUMP_POLL_S = 0.02
 
+NATIVE_TIMEOUT_S = 10.0
+"""Time in which py-spy reads the symbols of torch, on a busy machine."""
+
 D_CHECKS = 5
 D_PERIOD_S = 0.04
 """Number and distance of readings of a state D: most such waits are over in a moment."""

@@ -22,7 +22,7 @@ from backlight.monitors.stalls.model.named_waits import (
     row_of,
 )
 from backlight.monitors.stalls.model.rank_processes import WATCHDOG, ProcessNotFoundError, find_ranks
-from backlight.monitors.stalls.model.stacks import ThreadStack, dump_by_py_spy
+from backlight.monitors.stalls.model.stacks import NATIVE_TIMEOUT_S, ThreadStack, dump_by_py_spy
 
 WINDOW_S = 0.3
 """Time over which CPU times and states are read."""
@@ -35,17 +35,22 @@ NUM_STATES = 3
 
 MAX_DESCRIPTOR = 1 << 20
 
+MAX_SAMPLED = 2
+"""Workers whose native stacks are taken."""
+
 COMPILE_WORKER = "compile_worker"
 """Part of the command of workers of torch's compiler."""
 
 LOADER_WORKER = "pt_data_worker"
 """Name that a worker of a DataLoader gives itself."""
 
+_OPENMP = ("OpenMP", "call torch.set_num_threads(1)")
+_TOKENIZERS = ("tokenizers", "set TOKENIZERS_PARALLELISM=false")
 FORK_LOCKS = (
-    ("libgomp", "OpenMP"), ("libomp", "OpenMP"), ("libiomp", "OpenMP"), ("cv::", "OpenCV"),
-    ("tokenizers", "tokenizers"), ("rayon", "tokenizers"),
+    ("libgomp", *_OPENMP), ("libomp", *_OPENMP), ("libiomp", *_OPENMP),
+    ("cv::", "OpenCV", "call cv2.setNumThreads(0)"), ("tokenizers", *_TOKENIZERS), ("rayon", *_TOKENIZERS),
 )  # fmt: skip
-"""Parts of native frames, and the library whose threads do not survive a fork."""
+"""Parts of native frames, the library whose threads do not survive a fork, and how to do without them."""
 
 
 def name_wait(
@@ -162,14 +167,14 @@ def _loader_wait(pid: int, oom_kills_before: int | None) -> WaitCause | None:
         if path is not None:
             return _cause(row_of("worker_storage"), holder=worker.pid, path=path)
     busy = _computing([worker.pid for worker in workers])
-    for worker in workers:
-        if worker.pid in busy or processes.wait_reason(worker.pid, worker.pid) != "a lock":
-            continue
-        sample, _ = dump_by_py_spy(worker.pid, native=True)
+    idle = [w for w in workers if w.pid not in busy]
+    locked = [w for w in idle if processes.wait_reason(w.pid, w.pid) == "a lock"]
+    for worker in locked[:MAX_SAMPLED]:
+        sample, _ = dump_by_py_spy(worker.pid, native=True, timeout_s=NATIVE_TIMEOUT_S)
         native = [f"{f.file} {f.function}" for t in (sample.threads if sample else ()) for f in t.native]
-        library = next((words for part, words in FORK_LOCKS if any(part in f for f in native)), "")
-        if library:
-            return _cause(row_of("inherited_lock"), holder=worker.pid, library=library)
+        for part, library, how in FORK_LOCKS:
+            if any(part in frame for frame in native):
+                return _cause(row_of("inherited_lock"), holder=worker.pid, library=library, how=how)
     if busy:
         return _cause(row_of(BUSY_WORKER), holder=_join(sorted(busy)), progresses=True)
     return None
