@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from backlight.session.step_recorder import StepRecord
     from backlight.store.write.writer import RunWriter
 
-Samples = tuple[Callable[[Any, Any], Any], Any]
+Samples = tuple[Callable[[Any, Any], Any], Any] | tuple[Callable[[Any, Any], Any], Any, Any]
 """``(loss_fn, batch)``: ``loss_fn(model, batch)`` is the loss summed over the samples; ``batch`` is a fixed
-probe batch or a callable that returns one."""
+probe batch or a callable that returns one. A third is a held-out batch."""
 
 
 NEVER = 2**62

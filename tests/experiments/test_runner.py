@@ -18,6 +18,7 @@ import torch
 import backlight
 from backlight.experiments import runner
 from backlight.experiments.config import Configuration, ConfigurationError, assigned, configure
+from backlight.experiments.cost import MEASURED as MEASURED_PARTS
 from backlight.experiments.cost import Choice, Cost, DoesNotFitError, Estimate, choose, estimate_of
 from backlight.experiments.runner import Progress, run_experiment
 from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier
@@ -32,9 +33,10 @@ SETTINGS = (
     "run.disk_free=0",
     "measures.gram=4",
     "measures.sketch=4",
+    "measures.ntk=4",
     "measures.window_steps=6",
 )
-MEASURED = ["gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "sketch"]
+MEASURED = list(MEASURED_PARTS)
 OFF = [f"measures.{name}=0" for name in MEASURED]
 
 
@@ -82,6 +84,7 @@ def test_run_holds_status_facts_and_series(whole: Path, reports: list[Progress])
     assert facts["settings"]["training"]["steps"] == 120
     assert run.scalar("train_accuracy", "user").steps.tolist() == list(range(0, 121, 5))
     expected = {"gram/model/trace", "window/trace", "agop/trace", "sketch/model/shrinkage"}
+    expected |= {"influence/drop", "influence/held_out_loss", "ntk/alignment", "ntk/distance"}
     assert expected <= set(run.scalar_names())
     assert [one.step for one in reports] == list(range(0, 121, 5))
     assert (reports[0].phase, reports[-1].phase) == ("memorising", "memorised")

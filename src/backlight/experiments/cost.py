@@ -18,13 +18,17 @@ from backlight.experiments.config import Configuration
 from backlight.experiments.experiment import Duration
 from backlight.experiments.runner import build, measures_of, named_gradients, probe_of, torch_threads
 from backlight.experiments.task import Task
+from backlight.monitors.grokking.instrument.kernel_series import ROWS
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.measures import SAMPLED, TIERS, Measures, at_tier, free_bytes, left_out
 from backlight.processes import available_memory, resident_memory
 from backlight.text import size
 
-MEASURED = ("gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "sketch")
+MEASURED = (
+    "gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "influence", "ntk",
+    "sketch",
+)  # fmt: skip
 """Measures by the key of their cadence."""
 
 HELD = {"window", "sketch"}
@@ -255,6 +259,8 @@ def _measure(task: Task, steps: int, measures: Measures, probe: Probe | None, na
         "vectors": 2 * min(measures.top_k, samples) * outer * 8,
         "sketch": 2 * measures.sketch_rows * outer * 8,
         "agop": 0,
+        "influence": 8 * (2 * samples) ** 2,
+        "ntk": 3 * 8 * ROWS**2,
     }[name]
     return Cost(name, -(-steps // (measures.every * getattr(measures, name))), seconds, stored, memory)
 

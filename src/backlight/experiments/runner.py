@@ -153,7 +153,17 @@ def measures_of(configuration: Configuration) -> Measures:
 
 def probe_of(task: Task, measures: Measures) -> Probe | None:
     """Return the probe batch of a task, None if no measure needs samples."""
-    return Probe(task.model, task.sample_loss, task.probe, task.inputs) if measures.sampled else None
+    if not measures.sampled:
+        return None
+    held_out = task.held_out if len(task.held_out[0]) else None
+    return Probe(
+        task.model,
+        task.sample_loss,
+        task.probe,
+        task.inputs,
+        held_out=held_out,
+        optimizers=lambda: [task.optimizer],
+    )
 
 
 def run_experiment(

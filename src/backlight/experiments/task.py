@@ -22,7 +22,7 @@ from backlight.experiments.progress import weight_norm
 Batch = tuple[Tensor, Tensor]
 
 PROBE_SIZE = 128
-"""Training samples of which per-sample gradients are taken."""
+"""Training samples, and as many test samples, of which per-sample gradients are taken."""
 
 EVALUATION_CHUNK = 4096
 """Most samples in one forward pass of an evaluation."""
@@ -165,6 +165,9 @@ class Task:
         draw = generator(self.seed, "probe")
         chosen = torch.randperm(len(inputs), generator=draw)[:PROBE_SIZE].to(inputs.device)
         self.probe: Batch = (inputs[chosen], labels[chosen])
+        unseen, truth = self.split.test_inputs, self.split.test_labels
+        chosen = torch.randperm(len(unseen), generator=generator(self.seed, "held-out"))[:PROBE_SIZE]
+        self.held_out: Batch = (unseen[chosen.to(unseen.device)], truth[chosen.to(unseen.device)])
         self._epoch = -1
         self._order = torch.empty(0, dtype=torch.int64)
 

@@ -19,10 +19,11 @@ def listed(given: Any, what: str, expected: str, attribute: str) -> list[Any]:
 
 def check_samples(samples: Any, models: Sequence[Any]) -> None:
     """Refuse samples that are no pair of a loss function and a batch, or not of a single model."""
-    if not isinstance(samples, tuple) or len(samples) != 2 or not callable(samples[0]):
+    if not isinstance(samples, tuple) or len(samples) not in {2, 3} or not callable(samples[0]):
         raise ValueError(
             "watch: samples must be (loss_fn, batch): loss_fn(model, batch) returns the loss summed over "
-            "the samples, batch is a fixed probe batch or a callable that gives one; got "
+            "the samples, batch is a fixed probe batch or a callable that gives one; or (loss_fn, batch, "
+            "held_out) with a held-out batch; got "
             f"{type(samples).__name__}"
         )
     if len(models) != 1:

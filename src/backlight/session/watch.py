@@ -368,8 +368,9 @@ def watch(
     samples:
         For the monitor grokking: ``(loss_fn, batch)``, where ``loss_fn(model, batch)`` is the loss summed
         over the samples along the first dimension, and ``batch`` a fixed probe batch or a callable that gives
-        one. Without them, what needs per-sample gradients is not measured. The monitor spectra splits that
-        batch where ``spectra={"split": R}`` asks for it.
+        one. A third entry is a held-out batch: which samples of the probe batch carry the drop of its loss
+        is measured too. Without samples, what needs per-sample gradients is not measured. The monitor spectra
+        splits that batch where ``spectra={"split": R}`` asks for it.
     summary:
         Print one line with the result to standard error at the end, on rank 0.
     monitors, every, steps, groups, ...:

@@ -64,7 +64,11 @@ class GrokkingMonitor(Monitor):
         self._sampled_model = run.scope.models[0] if run.samples is not None else None
         probe = None
         if run.samples is not None:
-            probe = Probe(run.scope.models[0], run.samples[0], run.samples[1], first_real)
+            loss_fn, batch, *held_out = run.samples
+            probe = Probe(
+                run.scope.models[0], loss_fn, batch, first_real,
+                held_out=held_out[0] if held_out else None, optimizers=run.scope.optimizers,
+            )  # fmt: skip
         self._tracker = Tracker(self._measures, run.recorder, probe, self._warn)
         self._disk = DiskGuard(run.path, MIN_FREE_DISK_BYTES, run.recorder)
         if probe is None and self._measures.sampled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,10 @@ from backlight.measure.gram.eigenvalues import spectrum
 from backlight.measure.noise_scale import noise_scale
 from backlight.monitors.grokking.instrument.gradient_history import record_array
 from backlight.monitors.grokking.instrument.gram.agop import input_agop
+from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.gram import gram
+from backlight.monitors.grokking.instrument.influence import record_influences
+from backlight.monitors.grokking.instrument.kernel_series import KernelSeries
 from backlight.monitors.grokking.model.measures import finite
 
 if TYPE_CHECKING:
@@ -26,7 +29,8 @@ class Probe:
 
     ``sample_loss(model, batch)`` is summed over the samples along the first dimension. ``batch`` may be a
     callable that returns one for each measurement. ``inputs`` returns the real-valued input of a batch, for
-    the AGOP; None if there is none.
+    the AGOP; None if there is none. ``held_out`` is a batch of other samples, None without; the learning
+    rates of what ``optimizers`` returns weigh the influence on its loss.
     """
 
     def __init__(
@@ -35,12 +39,18 @@ class Probe:
         sample_loss: Callable[[nn.Module, Any], Tensor],
         batch: Any,
         inputs: Callable[[Any], Tensor | None] = lambda _batch: None,
+        *,
+        held_out: Any = None,
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = tuple,
     ) -> None:
         self._model = model
         self._sample_loss = sample_loss
         self._batch = batch
         self._inputs = inputs
+        self._held_out, self._optimizers = held_out, optimizers
+        self.kernels = KernelSeries(model)
         self._reported = False  # that independence is not checked
+        self._announced = False  # whether the samples of influences are always the same
 
     def measure(self, step: int, measures: Measures, recorder: Recorder) -> None:
         """Record what is due at ``step`` for the current weights."""
@@ -80,6 +90,22 @@ class Probe:
             record_array(recorder, "agop/matrix", step, matrix.cpu(), ("input", "input"))
         if measures.spectra:
             record_array(recorder, "agop/eigenvalues", step, found.eigenvalues, ("rank",))
+
+    def influence(self, step: int, measures: Measures, recorder: Recorder) -> None:
+        """Record which samples carry the drop of the held-out loss, if that is due."""
+        if self._held_out is not None and measures.due(measures.influence, step):
+            given = self._next_batch(), self._held_out, self._optimizers()
+            record_influences(step, self._model, self._sample_loss, *given, recorder, arrays=measures.spectra)
+            if not self._announced:
+                self._announced = True
+                recorder.event(step, "influence", {"is_fixed": not callable(self._batch)})
+
+    def ntk(self, step: int, measures: Measures, recorder: Recorder) -> None:
+        """Record the neural tangent kernel of a fixed batch if it is due."""
+        if measures.due(measures.ntk, step):
+            if callable(self._batch):
+                raise GramError("ntk: a probe batch that changes has no distance from its start")
+            self.kernels.measure(step, self._batch, recorder)
 
     def _next_batch(self) -> Any:
         return self._batch() if callable(self._batch) else self._batch

@@ -106,6 +106,8 @@ class Tracker:
             self._step = step
             self._guarded("gram", self.probe.measure, step, self.measures, self.recorder)
             self._guarded("agop", self.probe.agop, step, self.measures, self.recorder)
+            self._guarded("influence", self.probe.influence, step, self.measures, self.recorder)
+            self._guarded("ntk", self.probe.ntk, step, self.measures, self.recorder)
 
     def without_window(self) -> None:
         """Stop measuring the window and release its gradients."""
@@ -114,12 +116,15 @@ class Tracker:
 
     def state(self) -> dict[str, Any]:
         """Return the state with which a resumed run measures as an uninterrupted one."""
-        return {"window": self._window.state(), "sketch": self._sketch.state()}
+        start = None if self.probe is None else self.probe.kernels.start
+        return {"window": self._window.state(), "sketch": self._sketch.state(), "ntk": start}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         self._window.load_state(state["window"])
         self._sketch.load_state(state["sketch"])
+        if self.probe is not None:
+            self.probe.kernels.start = state.get("ntk")
 
     def _measure_window(self, step: int) -> None:
         matrix, steps = self._window.gram()

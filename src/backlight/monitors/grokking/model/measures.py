@@ -22,7 +22,7 @@ SCOPES = ("full", "layers")
 EIGENVALUE_DEVICES = ("host", "device")
 PRECISIONS = ("float32", "float64")
 
-SAMPLED = ("mean_gradient", "gram", "vectors", "agop")
+SAMPLED = ("mean_gradient", "gram", "vectors", "agop", "influence", "ntk")
 """Measures that need per-sample gradients."""
 
 
@@ -46,6 +46,11 @@ class Measures:
         Gram of the per-sample gradients, its spectra, uncentred and centred, and their metrics.
     agop:
         Average outer product of the gradients by the input, where the input is real-valued.
+    influence:
+        Which samples of the probe batch carry the drop of the loss of a held-out batch; needs one.
+    ntk:
+        Empirical neural tangent kernel of the first samples of a fixed probe batch: trace, alignment with
+        the labels, distance from the first one measured.
     sketch, sketch_rows:
         Frequent Directions sketch of all logged training gradients so far, with its certificate.
     scope:
@@ -77,6 +82,8 @@ class Measures:
     gram: int = 10
     vectors: int = 100
     agop: int = 10
+    influence: int = 10
+    ntk: int = 0
     sketch: int = 0
     sketch_rows: int = 32
     scope: str = "full"

@@ -212,7 +212,7 @@ class ReplicateMonitor(Monitor):
         if self._run.samples is None:
             raise ValueError("watch was given no samples=(loss_fn, batch)")
         model, leaves = self._selection.unwrapped_model(), self._selection.parameters()
-        loss, given = self._run.samples
+        loss, given = self._run.samples[:2]
         batch: Any = given() if callable(given) else given
         parts = split(batch, self._options.split)
         targets = self._selection.captured
