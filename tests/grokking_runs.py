@@ -116,6 +116,11 @@ def _geometry(writer: RunWriter, step: int, learned: float, draw: np.random.Gene
     values |= {"window/effective_rank": 5.0 - 3 * learned, "window/explained_1": 0.4 + 0.4 * learned}
     values |= {"agop/trace": fall, "agop/circulant_deviation": 0.5 - 0.45 * learned}
     values |= {"product/head.weight/effective_rank": 6.0 - learned, "product/head.weight/trace": fall}
+    values |= {"influence/drop": 0.01 * learned, "influence/held_out_loss": 2.0 - learned}
+    values |= {"ntk/alignment": 0.1 + 0.5 * learned, "ntk/distance": 0.3 * learned, "ntk/trace": 20.0}
+    if not step:
+        writer.event(step, "influence", {"is_fixed": True})
+    writer.array("influence/samples", step, 0.01 * learned * np.linspace(-0.5, 1.5, 6), dims=("sample",))
     writer.scalars(step, values)
     for name, spectrum in (
         ("gram/model/eigenvalues", eigen),

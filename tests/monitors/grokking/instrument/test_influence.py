@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,14 @@ def test_samples_of_a_batch_that_changes_are_not_summed(tmp_path: Path) -> None:
     drawn = influence(Source(run, ()))
     assert isinstance(drawn, Drawn)
     assert drawn.facts == ()
+
+
+def test_example_agrees_with_leaving_samples_out(tmp_path: Path) -> None:
+    script = Path(__file__).parents[4] / "examples" / "influence.py"
+    command = [sys.executable, str(script), "--run", "run", "--steps", "40"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *_, last = done.stdout.splitlines()
+    assert float(last.rpartition(" ")[2]) > 0.95
+    assert done.stdout.count("wrong label") >= 3
+    assert "ntk/distance" in backlight.open_run(tmp_path / "run").scalar_names()
