@@ -416,7 +416,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def observed_begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _is_nested(optimizer):
+        if hub.in_engine or _is_nested(optimizer):
             return None
         unrecorded = hub.unrecorded
         if unrecorded is not None:
@@ -447,7 +447,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def observed_end(optimizer: Any) -> None:
-        if hub.active and not _is_nested(optimizer):
+        if hub.active and not hub.in_engine and not _is_nested(optimizer):
             hub.emit("optimizer_end", optimizer)
 
     return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]

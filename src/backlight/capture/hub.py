@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from backlight import clock
-from backlight.capture import call_hooks, hooks, modules, sample_indices, state_hooks, transfers
+from backlight.capture import call_hooks, engines, hooks, modules, sample_indices, state_hooks, transfers
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.records import Phase
 
@@ -196,6 +196,12 @@ class SeenOptimizers:
     def __init__(self) -> None:
         self._references: list[weakref.ref[torch.optim.Optimizer]] = []
         self._in_use: set[int] = set()
+        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def use_engine(self, engine: engines.EngineOptimizer) -> None:
+        """Remember the optimizer of an engine, and that the one inside it does not step on its own."""
+        self._parts.add(engine.inner)
+        self.use(engine)  # type: ignore[arg-type]  # it has what is used of one
 
     def use(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember ``optimizer``, which was just made or is being used."""
@@ -211,8 +217,11 @@ class SeenOptimizers:
 
     def scan(self) -> None:
         """Look for optimizers that were made before the hooks were there."""
-        for optimizer in modules.live_objects(torch.optim.Optimizer):
-            self._meet(optimizer)
+        for optimizer in modules.live_objects(torch.optim.Optimizer, *engines.kinds()):
+            if (engine := engines.adapted(optimizer)) is None:
+                self._meet(optimizer)
+            else:
+                self.use_engine(engine)
 
     def use_holders(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count every optimizer that holds one of ``tensors`` as used."""
@@ -233,7 +242,8 @@ class SeenOptimizers:
         """Return the optimizers that exist, in use or not."""
         self._references = [r for r in self._references if r() is not None]
         found = [reference() for reference in self._references]
-        return [o for o in found if o is not None and getattr(o, "param_groups", None)]
+        parts = self._parts
+        return [o for o in found if o is not None and o not in parts and getattr(o, "param_groups", None)]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -248,10 +258,14 @@ def underlying(optimizer: Any) -> list[torch.optim.Optimizer]:
     (torchtitan, whose container has learning rates of its own that are not used). Torch's hooks see the steps
     of those inside. A wrapper that is an optimizer in its own right, such as Lookahead, is itself what steps.
     """
+    if (engine := engines.adapted(optimizer)) is not None:
+        return [engine]  # type: ignore[list-item]  # it has what is used of one
     several = getattr(optimizer, "optimizers", None)
     if isinstance(several, (list, tuple)) and several and all(hasattr(o, "param_groups") for o in several):
         return [inner for one in several for inner in underlying(one)]
     one = getattr(optimizer, "optimizer", None)
+    if engines.adapted(one) is not None:
+        return underlying(one)
     if isinstance(one, torch.optim.Optimizer) and not getattr(type(optimizer).step, "hooked", False):
         return underlying(one)
     return [optimizer]
@@ -272,6 +286,7 @@ class Hub:
         self.backward_depth = 0
         self.grad_depth = 0
         self.own_passes = 0
+        self.in_engine = False
         self.spent = 0.0
         self._is_emitting = False
         self.loader_workers: int | None = None
@@ -298,7 +313,8 @@ class Hub:
         Whatever is no plain step of that optimizer ends it sooner: a closure, a gradient scaler, another
         optimizer, a new listener.
         """
-        if self.own_passes or any(listener.every_step for listener in self.listeners):
+        is_engine = isinstance(optimizer, engines.EngineOptimizer)
+        if self.own_passes or is_engine or any(listener.every_step for listener in self.listeners):
             return False
         self.emit("unrecorded_begin")
         call_hooks.HUB_COUNTING[0] = self
@@ -439,9 +455,16 @@ class Hub:
             state_hooks.install_autocast,
             state_hooks.install_recomputation,
             transfers.install_transfers,
+            engines.install_engines,
         ):
             install(self, self._patches)
         self._handles = [*hooks.install_optimizers(self, self._patches), *modules.install(self.seen)]
+        self.seen.on_engine = None if engines.kinds() else self._meet_engine
+
+    def _meet_engine(self) -> None:
+        if self.listeners:
+            self.seen.on_engine = None
+            engines.install_engines(self, self._patches)
 
     def _uninstall(self) -> None:
         self.unrecorded = call_hooks.HUB_COUNTING[0] = None

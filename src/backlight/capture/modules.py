@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from backlight.capture.engines import SHARES, shared
 from backlight.capture.sharding import shards
 
 Object = TypeVar("Object")
@@ -29,6 +30,8 @@ _WRAPPERS = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "DeepSpeedEngine": "module",
+    "PipelineEngine": "module",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
 }
@@ -85,7 +88,10 @@ class _Place:
 
 
 class SeenModules:
-    """Weak references to the modules of this process; ``changes`` counts registrations."""
+    """Weak references to the modules of this process; ``changes`` counts registrations.
+
+    ``on_engine`` is called when a module of DeepSpeed's runtime is being built.
+    """
 
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -94,12 +100,16 @@ class SeenModules:
         self._places: dict[int, _Place] = {}
         self._ties: list[tuple[_Place, _Place]] = []
         self.changes = 0
+        self.on_engine: Callable[[], None] | None = None
 
     def note(self, module: nn.Module) -> None:
         """Remember ``module``, to which something is being registered."""
         self.changes += 1
         if self._meet(module):
             self._modeless.add(id(module))
+            # The first child of an engine comes before its optimizer.
+            if self.on_engine is not None and type(module).__module__.startswith("deepspeed.runtime."):
+                self.on_engine()
 
     def note_mode(self, module: nn.Module) -> None:
         """Remember that ``train`` or ``eval`` of ``module`` was called."""
@@ -242,13 +252,16 @@ def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
 def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParameter]:
     """Yield every parameter of ``root`` in model order, a tied one under each of its names.
 
-    Where FSDP2 has put the whole parameters in place of its shards, the shards are given: only those stay.
+    Where FSDP2 has put the whole parameters in place of its shards, the shards are given: only those stay. So are
+    the shares of parameters that DeepSpeed cuts.
     """
     sharded: dict[tuple[int, str], nn.Parameter] = {}
     for name, module in walk(root, prefix):
         sharded.update(shards(module))
         for key, held in table_of(module, "_parameters").items():
             parameter = sharded.get((id(module), key), held) if sharded else held
+            if SHARES:
+                parameter = shared(parameter)
             if parameter is not None:
                 full = f"{name}.{key}" if name else key
                 yield NamedParameter(full, parameter, name, kind_of(module))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.engines import engine_places, why_unmeasured
 from backlight.capture.hub import HUB, parameters_of
 from backlight.capture.modules import Prefixes, SeenModules, holding, named_parameters, walk
 from backlight.capture.sharding import flat_places
@@ -113,7 +114,7 @@ def build_table(
         for named in named_parameters(root, prefix):
             rows.setdefault(id(named.parameter), [named.parameter, []])[1].append(named)
     records, tensors = [], []
-    flat = flat_places(roots)
+    flat = flat_places(roots) | engine_places(roots)
     for key, (tensor, names) in rows.items():
         first, *others = names
         group = groups[key][0] if key in groups else ""
@@ -171,7 +172,7 @@ def _record(
         module_type=kind,
         aliases=tuple(aliases),
         group=group,
-        unmeasured="" if tensor.requires_grad else "frozen",
+        unmeasured=why_unmeasured(tensor) if tensor.requires_grad else "frozen",
         placement=_placement(tensor, part),
     )
 

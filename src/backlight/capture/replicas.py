@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from backlight.capture.engines import engines
 from backlight.capture.sharding import held
 
 _APART = "post_localSGD_hook"
@@ -48,6 +49,12 @@ def replicas(roots: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> dic
         for name, parameter in wrapper.module.named_parameters():
             if name not in wrapper.parameters_to_ignore and len(ranks) > 1:
                 found.setdefault(id(parameter), Replicas(ranks, is_exact=True, by="DDP"))
+    for engine, members in engines(roots):
+        for parameter in engine.module.parameters():
+            # ZeRO writes its parts of all parameters over those of the other ranks; experts are on some ranks.
+            if len(members) > 1 and not engine.zero_optimization_stage() and getattr(parameter, "allreduce", True):
+                replica = Replicas(tuple(members), is_exact=True, by="DeepSpeed")
+                found.setdefault(id(parameter), replica)
     return found
 
 
@@ -61,7 +68,7 @@ def wrappers(roots: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def averaged_over(roots: Sequence[nn.Module]) -> list[int]:
-    """Return the ranks over which DDP, FSDP1 or FSDP2 averages gradients below ``roots``, this one included.
+    """Return the ranks over which DDP, FSDP or DeepSpeed averages gradients below ``roots``, this one included.
 
     Each of them is to train on other data. Empty where none of them is used, or a release names it otherwise.
     """
@@ -69,6 +76,8 @@ def averaged_over(roots: Sequence[nn.Module]) -> list[int]:
     flat = [
         m for root in roots for m in root.modules() if sharded is not None and issubclass(type(m), sharded)
     ]
+    for _, members in engines(roots):
+        return members
     for wrapper in (*wrappers(roots), *flat):
         return list(torch.distributed.get_process_group_ranks(wrapper.process_group))
     for one in (one for root in roots for module in root.modules() for one in held(module)):
