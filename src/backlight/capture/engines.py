@@ -1,20 +1,21 @@
-"""Where the engines of DeepSpeed keep parameters and gradients: names of DeepSpeed, read here alone.
+"""Where the engines of DeepSpeed keep parameters and gradients.
 
-A ZeRO optimizer lays the parameters of a group one behind the other, cuts the line into one piece per rank, and
-keeps fp32 weights and gradients of its own piece only: they are no longer where autograd and ``torch.optim``
-expect them. Here each parameter has a *share*: a tensor of this process on the memory of those fp32 weights, with
-the gradient that the optimizer uses as ``.grad`` while it steps. A share stands for the parameter wherever a run is
-observed, as the shards of FSDP2 do. Nothing is gathered: readers join the ranks.
+A ZeRO optimizer lays the parameters of a group one behind the other, cuts the line into one piece per rank,
+and keeps fp32 weights and gradients of its own piece only: they are no longer where autograd and
+``torch.optim`` expect them. Here each parameter has a *share*: a tensor of backlight on the memory of those
+fp32 weights, with the gradient that the optimizer uses as ``.grad`` while it steps. A share stands for the
+parameter wherever a run is observed, as the shards of FSDP2 do. Nothing is gathered: readers join the ranks.
 """
 
 from __future__ import annotations
 
-import functools
+import gc
 import math
 import sys
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,8 +25,10 @@ from backlight.records import Layout, Placement
 if TYPE_CHECKING:
     from torch import nn
 
-    from backlight.capture.hooks import Patches
-    from backlight.capture.hub import Hub
+Result = TypeVar("Result")
+
+RUNTIME = "deepspeed.runtime.engine"
+"""The module of the engine."""
 
 _OPTIMIZERS = {
     "deepspeed.runtime.zero.stage_1_and_2": "DeepSpeedZeroOptimizer",
@@ -39,29 +42,37 @@ _OPTIMIZERS = {
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 """Attribute with the model's parameters by group; those of stage 3 are parts of groups."""
 
-NVME = "DeepSpeed keeps gradients and fp32 weights on NVMe, and to read them there costs what writing them did"
+NVME = (
+    "DeepSpeed keeps gradients and fp32 weights on NVMe, and to read them there costs what writing them did"
+)
 
 
 class Share:
-    """What this rank holds of a parameter: ``tensor`` has its fp32 weights, the elements from ``start`` on."""
+    """What this rank holds of a parameter: ``tensor`` has its fp32 weights, the elements from ``start`` on.
 
-    def __init__(self, parameter: torch.Tensor, outer: Any) -> None:
+    ``why_unmeasured`` says why weights and gradient cannot be read; the tensor is then empty.
+    """
+
+    def __init__(self, parameter: torch.Tensor, outer: Any, why_unmeasured: str) -> None:
         key = id(parameter)
         # Weak: it holds the optimizer, which would never be freed.
         self.parameter = weakref.ref(parameter, lambda _: SHARES.pop(key, None))
         self.shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        weights, self.start = _weights(outer, parameter)
+        self.why_unmeasured = why_unmeasured
+        if why_unmeasured:
+            size, start = _own_part(parameter)
+            weights = torch.empty(0)
+        else:
+            weights, start = _weights(outer, parameter)
+            size = weights.numel()
         self.tensor = weights.detach().requires_grad_()
-
-    @property
-    def place(self) -> FlatPlace:
+        self.place = _place(self.shape, start, size)
         """Its run of elements in the flattened parameter."""
-        return _place(self.shape, self.start, self.tensor.numel())
 
     def load(self, outer: Any) -> None:
         """Take the gradient that the optimizer is about to use; and its weights, where they have moved."""
         parameter = self.parameter()
-        if parameter is None:
+        if parameter is None or self.why_unmeasured:
             return
         weights, _ = _weights(outer, parameter)
         if weights.data_ptr() != self.tensor.data_ptr():
@@ -75,23 +86,22 @@ class EngineOptimizer:
     """The optimizer of an engine in terms of the model's parameters, with the attributes that torch's have.
 
     ``param_groups`` hold the shares, or the parameters themselves where the engine keeps them whole.
-    ``grad_scale`` is the loss scale that gradients contain when a step begins, ``found_inf`` becomes 1 where the
-    engine skips that step.
+    ``grad_scale`` is the loss scale that gradients contain when a step begins, ``found_inf`` becomes 1 where
+    the engine skips that step.
     """
 
     def __init__(self, outer: Any) -> None:
         self._outer = weakref.ref(outer)
         self.inner: torch.optim.Optimizer = outer.optimizer
-        self.why_unmeasured = NVME if getattr(outer, "swap_optimizer", False) else ""
+        why_unmeasured = NVME if getattr(outer, "swap_optimizer", False) else ""
         self.shares: list[Share] = []
         self._shared: list[list[torch.Tensor]] = []
         self.grad_scale: float | None = None
         self.found_inf: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
         for group in _groups(outer):
-            shares = [] if self.why_unmeasured or not _is_cut(group) else [Share(p, outer) for p in group]
-            for parameter, share in zip(group, shares, strict=bool(shares)):
-                SHARES[id(parameter)] = share
+            shares = [Share(p, outer, why_unmeasured) for p in group] if _is_cut(group) else []
+            SHARES.update({id(p): share for p, share in zip(group, shares, strict=False)})
             self.shares += shares
             self._shared.append([share.tensor for share in shares])
 
@@ -109,13 +119,13 @@ class EngineOptimizer:
         """The state of the user's optimizer; its keys are no parameters of the model."""
         return self.inner.state
 
-    def begin(self) -> bool:
-        """Give the shares their gradients; return whether a loss scale is in use."""
+    def begin(self, *, loads: bool) -> bool:
+        """Give the shares their gradients if it ``loads``; return whether a loss scale is in use."""
         outer = self._outer()
         scale = float(getattr(outer, "loss_scale", 1.0) or 1.0)
         self.grad_scale = None if scale == 1.0 else scale
         self.found_inf, self._scale = torch.zeros(()), torch.tensor(scale)
-        for share in self.shares:
+        for share in self.shares if loads else ():
             share.load(outer)
         return self.grad_scale is not None
 
@@ -139,6 +149,10 @@ SHARES: dict[int, Share] = {}
 """Shares by ``id`` of the parameter; empty without an engine that cuts parameters."""
 
 _KNOWN: weakref.WeakKeyDictionary[Any, EngineOptimizer] = weakref.WeakKeyDictionary()
+_BROKEN: weakref.WeakSet[Any] = weakref.WeakSet()
+
+ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Engines that were met."""
 
 
 def shared(parameter: Any) -> Any:
@@ -150,7 +164,8 @@ def shared(parameter: Any) -> Any:
 def engine_places(roots: Sequence[nn.Module]) -> dict[int, FlatPlace]:
     """Return the positions of shares, and of frozen parameters that stage 3 cuts, by ``id`` of the tensor."""
     found = {id(share.tensor): share.place for share in SHARES.values()}
-    for root in roots if found else ():
+    for root in roots if _KNOWN else ():
+        parameter: Any
         for parameter in root.parameters():
             if hasattr(parameter, "ds_id") and id(parameter) not in SHARES:
                 size, start = _own_part(parameter)
@@ -160,140 +175,80 @@ def engine_places(roots: Sequence[nn.Module]) -> dict[int, FlatPlace]:
 
 def why_unmeasured(tensor: torch.Tensor) -> str:
     """Return why an engine's gradient of ``tensor`` cannot be read, empty where it can."""
-    for one in _KNOWN.values() if hasattr(tensor, "ds_id") else ():
-        if one.why_unmeasured and any(tensor is p for group in one.param_groups for p in group["params"]):
-            return one.why_unmeasured
-    return ""
+    return next((share.why_unmeasured for share in SHARES.values() if share.tensor is tensor), "")
 
 
 def adapted(outer: Any) -> EngineOptimizer | None:
     """Return what stands for the optimizer of an engine; None for any other object."""
-    if not any(issubclass(type(outer), kind) for kind in _kinds()):
+    if not any(issubclass(type(outer), kind) for kind in optimizer_kinds()):
         return None
     known = _KNOWN.get(outer)
     if known is None:
         # Named as the optimizer that the user chose: fingerprints and findings name the class.
         kind = type(type(outer.optimizer).__name__, (EngineOptimizer,), {})
-        known = _KNOWN[outer] = kind(outer)
+        known = attempt(outer, lambda: kind(outer))
+        if known is not None:
+            _KNOWN[outer] = known
     return known
 
 
-def engines(roots: Iterable[nn.Module]) -> Iterator[tuple[Any, list[int]]]:
-    """Yield each engine among ``roots`` and below, and the ranks between which it averages gradients."""
-    kind = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
-    for root in roots if kind is not None else ():
-        for module in root.modules():
-            # type() first: isinstance() on a third-party object may run its __class__ property.
-            if issubclass(type(module), kind) and (group := module.seq_data_parallel_group) is not None:
-                yield module, list(torch.distributed.get_process_group_ranks(group))
+def attempt(outer: Any, call: Callable[[], Result]) -> Result | None:
+    """Return what ``call`` reads of an optimizer, None and a warning where it is kept elsewhere."""
+    if outer in _BROKEN:
+        return None
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - never break the user's training
+        _BROKEN.add(outer)
+        warnings.warn(
+            f"backlight: not measured: steps of DeepSpeed's {type(outer).__name__}, after "
+            f"{type(error).__name__}: {error}. Your training continues unchanged.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
 
 
-def kinds() -> tuple[type, ...]:
-    """Return the classes of an engine's optimizers, as far as DeepSpeed is imported."""
-    return tuple(_kinds())
+def are_imported() -> bool:
+    """Return whether the process has imported DeepSpeed's engine."""
+    return RUNTIME in sys.modules
 
 
-def install_engines(hub: Hub, patches: Patches) -> None:
-    """Report the steps of an engine's optimizers to the hub, and each loss that they scale.
-
-    The step of the optimizer inside is a part of one: the engine has unscaled and clipped before it, and calls
-    it once per group.
-    """
-
-    def wrap_init(original: Any) -> Any:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-            original(self, *args, **kwargs)
-            if hub.listeners and (engine := adapted(self)) is not None:
-                hub.optimizers.use_engine(engine)
-
-        return __init__
-
-    def wrap_step(original: Any) -> Any:
-        @functools.wraps(original)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            engine = adapted(self) if hub.active and not hub.in_engine else None
-            if engine is None:
-                return original(self, *args, **kwargs)
-            hub.optimizers.use_engine(engine)
-            is_scaled = engine.begin()
-            if is_scaled:
-                hub.emit("scaler_begin", engine, engine)
-            hub.emit("optimizer_begin", engine, has_closure=False)
-            hub.in_engine = True
-            try:
-                result = original(self, *args, **kwargs)
-            except BaseException:
-                engine.release()
-                raise
-            finally:
-                hub.in_engine = False
-            skipped, limit, norm = engine.end()
-            if is_scaled:
-                hub.emit("unscaled", engine, engine)
-            if limit and not skipped:
-                own = [p for group in engine.param_groups for p in group["params"]]
-                hub.emit("clip_begin", "norm", own, limit, norm)
-                hub.emit("clip_end")
-            hub.emit("optimizer_end", engine)
-            if is_scaled:
-                hub.emit("scaler_end", engine, engine, stepped=not skipped)
-            engine.release()
-            return result
-
-        return step
-
-    def wrap_scale(original: Any) -> Any:
-        @functools.wraps(original)
-        def scale_if_loss(self: Any, value: Any) -> Any:
-            result = original(self, value)
-            if hub.active and result is not value and isinstance(value, torch.Tensor):
-                hub.emit("scaled", self, value, result)
-            return result
-
-        return scale_if_loss
-
-    norms: list[torch.Tensor] = []
-
-    def wrap_norm(original: Any) -> Any:
-        @functools.wraps(original)
-        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
-            norm = original(*args, **kwargs)
-            norms[:] = [norm.detach()]
-            return norm
-
-        return clip_grad_norm_
-
-    def wrap_clip(original: Any) -> Any:
-        @functools.wraps(original)
-        def clip_fp32_gradients(self: Any) -> None:
-            if not hub.active:
-                return original(self)
-            # The norm is known afterwards, and gradients are read before.
-            hub.optimizers.use(self.basic_optimizer)
-            hub.emit("unscaled", None, self.basic_optimizer)
-            result = original(self)
-            if norms:
-                own = [p for p in self.module.parameters() if p.grad is not None]
-                hub.emit("clip_begin", "norm", own, float(self.gradient_clipping()), norms.pop())
-                hub.emit("clip_end")
-            return result
-
-        return clip_fp32_gradients
-
-    runtime = sys.modules.get("deepspeed.runtime.engine")
-    if runtime is not None and hasattr(runtime, "DeepSpeedEngine"):
-        patches.replace(runtime, "clip_grad_norm_", wrap_norm)
-        patches.replace(runtime.DeepSpeedEngine, "clip_fp32_gradients", wrap_clip)
-    for kind in _kinds():
-        patches.replace(kind, "__init__", wrap_init)
-        patches.replace(kind, "step", wrap_step)
-    base = sys.modules.get("deepspeed.runtime.base_optimizer")
-    if (scaling := getattr(base, "ZeROOptimizer", None)) is not None:
-        patches.replace(scaling, "scale_if_loss", wrap_scale)
+def live_engines() -> list[EngineOptimizer]:
+    """Return what stands for the optimizer of every engine of the process."""
+    found = []
+    for one in gc.get_objects():
+        # type() first: isinstance() on a third-party object may run its __class__ property.
+        if issubclass(type(one), engine_kinds()):
+            ENGINES.add(one)
+        elif (optimizer := adapted(one)) is not None:
+            found.append(optimizer)
+    return found
 
 
-def _kinds() -> Iterator[type]:
+def engines(roots: Iterable[nn.Module]) -> list[tuple[Any, list[int]]]:
+    """Return the engines of modules among ``roots`` and below, with the ranks that each averages over."""
+    if not are_imported():
+        return []
+    inside = {id(module): module for root in roots for module in root.modules()}
+    met: list[Any] = [one for one in inside.values() if issubclass(type(one), engine_kinds())]
+    met += [one for one in ENGINES if one not in met and id(one.module) in inside]
+    groups = [(one, one.seq_data_parallel_group) for one in met]
+    return [
+        (one, list(torch.distributed.get_process_group_ranks(group)))
+        for one, group in groups
+        if group is not None
+    ]
+
+
+def engine_kinds() -> tuple[type, ...]:
+    """Return the class of engines, where DeepSpeed is imported."""
+    kind = getattr(sys.modules.get(RUNTIME), "DeepSpeedEngine", None)
+    return () if kind is None else (kind,)
+
+
+def optimizer_kinds() -> Iterator[type]:
+    """Yield the classes of what engines wrap around optimizers, as far as they are imported."""
     for module, name in _OPTIMIZERS.items():
         if (kind := getattr(sys.modules.get(module), name, None)) is not None:
             yield kind
@@ -317,7 +272,8 @@ def _is_cut(group: Sequence[torch.Tensor]) -> bool:
 
 
 def _own_part(parameter: Any) -> tuple[int, int]:
-    """Return size and start of what this rank holds of a parameter of stage 3; the last piece is filled up."""
+    """Return size and start of what this rank holds of a parameter of stage 3."""
+    # The last piece is filled up.
     size, rank = int(parameter.partition_numel()), int(parameter.ds_zero_partition_rank)
     return max(0, min(size, int(parameter.ds_numel) - rank * size)), rank * size
 
@@ -339,19 +295,20 @@ def _gradient(outer: Any, parameter: Any, size: int) -> torch.Tensor | None:
     if hasattr(parameter, "ds_id"):
         group, offset, _ = outer.grad_position[outer.get_param_id(parameter)]
         if outer.offload_optimizer:
-            flat = outer.fp32_partitioned_groups_flat[group].grad
+            flat: torch.Tensor | None = outer.fp32_partitioned_groups_flat[group].grad
             return None if flat is None else flat.narrow(0, offset, size)
-        return sys.modules["deepspeed.utils"].safe_get_local_grad(parameter).view(-1)[:size]
+        own: torch.Tensor = sys.modules["deepspeed.utils"].safe_get_local_grad(parameter)
+        return own.view(-1)[:size]
     mapping = parameter._hp_mapping
     if mapping is None:
         return torch.empty(0, device=parameter.device)
     try:
-        part = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach().reshape(-1)
+        part: torch.Tensor = mapping.get_lp_grad_fragment(parameter._index_in_param_group).detach()
     except ValueError:  # only between backward and step
         return None
     # BF16_Optimizer keeps the whole gradient on every rank, and uses its own part.
     start = int(mapping.lp_fragment_address.start) if part.numel() == parameter.numel() else 0
-    return part.narrow(0, start, size)
+    return part.reshape(-1).narrow(0, start, size)
 
 
 def _place(shape: tuple[int, ...], start: int, size: int) -> FlatPlace:

@@ -102,6 +102,7 @@ def install_backward(hub: Hub, patches: Patches) -> None:
                 hub.emit("nested_begin")
                 original(tensors, *args, **kwargs)
                 return
+            hub.meet_engines()
             hub.emit("backward_begin", roots)
             hub.backward_depth += 1
             try:

@@ -17,6 +17,7 @@ import torch
 
 from backlight import clock
 from backlight.capture import call_hooks, engines, hooks, modules, sample_indices, state_hooks, transfers
+from backlight.capture.engine_hooks import install_engines
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.records import Phase
 
@@ -38,6 +39,11 @@ class Listener:
     """
 
     every_step: ClassVar[bool] = True
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether ``optimizer_begin`` reads gradients in this step, which an engine may keep elsewhere."""
+        return True
 
     def unrecorded_begin(self) -> None:
         """No event comes until :meth:`unrecorded_end`, but for new optimizers: no listener needs them."""
@@ -217,11 +223,8 @@ class SeenOptimizers:
 
     def scan(self) -> None:
         """Look for optimizers that were made before the hooks were there."""
-        for optimizer in modules.live_objects(torch.optim.Optimizer, *engines.kinds()):
-            if (engine := engines.adapted(optimizer)) is None:
-                self._meet(optimizer)
-            else:
-                self.use_engine(engine)
+        for optimizer in modules.live_objects(torch.optim.Optimizer):
+            self._meet(optimizer)
 
     def use_holders(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count every optimizer that holds one of ``tensors`` as used."""
@@ -286,7 +289,7 @@ class Hub:
         self.backward_depth = 0
         self.grad_depth = 0
         self.own_passes = 0
-        self.in_engine = False
+        self.in_engine = self._has_engines = False
         self.spent = 0.0
         self._is_emitting = False
         self.loader_workers: int | None = None
@@ -386,6 +389,10 @@ class Hub:
         if not self.listeners:
             self._uninstall()
 
+    def reads_gradients(self) -> bool:
+        """Return whether a listener reads gradients when the optimizer of this step begins."""
+        return any(listener.reads_gradients for listener, _ in self._receivers_of("optimizer_begin"))
+
     def delivers(self, event: str) -> bool:
         """Return whether a listener gets ``event`` now."""
         receivers = self._receivers.get(event)
@@ -455,16 +462,19 @@ class Hub:
             state_hooks.install_autocast,
             state_hooks.install_recomputation,
             transfers.install_transfers,
-            engines.install_engines,
         ):
             install(self, self._patches)
+        self._has_engines = False
+        self.meet_engines()
         self._handles = [*hooks.install_optimizers(self, self._patches), *modules.install(self.seen)]
-        self.seen.on_engine = None if engines.kinds() else self._meet_engine
 
-    def _meet_engine(self) -> None:
-        if self.listeners:
-            self.seen.on_engine = None
-            engines.install_engines(self, self._patches)
+    def meet_engines(self) -> None:
+        """Report the steps of DeepSpeed's engines, where the script has imported it since watching began."""
+        if not self._has_engines and engines.are_imported():
+            self._has_engines = True
+            install_engines(self, self._patches)
+            for engine in engines.live_engines():
+                self.optimizers.use_engine(engine)
 
     def _uninstall(self) -> None:
         self.unrecorded = call_hooks.HUB_COUNTING[0] = None

@@ -62,6 +62,11 @@ class Microbatches(Listener):
         for handle in handles:
             handle.remove()
 
+    @property
+    def reads_gradients(self) -> bool:
+        """They come from hooks."""
+        return False
+
     # Events
 
     def forward_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

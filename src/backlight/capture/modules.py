@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,10 +88,7 @@ class _Place:
 
 
 class SeenModules:
-    """Weak references to the modules of this process; ``changes`` counts registrations.
-
-    ``on_engine`` is called when a module of DeepSpeed's runtime is being built.
-    """
+    """Weak references to the modules of this process; ``changes`` counts registrations."""
 
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -100,16 +97,12 @@ class SeenModules:
         self._places: dict[int, _Place] = {}
         self._ties: list[tuple[_Place, _Place]] = []
         self.changes = 0
-        self.on_engine: Callable[[], None] | None = None
 
     def note(self, module: nn.Module) -> None:
         """Remember ``module``, to which something is being registered."""
         self.changes += 1
         if self._meet(module):
             self._modeless.add(id(module))
-            # The first child of an engine comes before its optimizer.
-            if self.on_engine is not None and type(module).__module__.startswith("deepspeed.runtime."):
-                self.on_engine()
 
     def note_mode(self, module: nn.Module) -> None:
         """Remember that ``train`` or ``eval`` of ``module`` was called."""
@@ -252,8 +245,8 @@ def walk(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
 def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParameter]:
     """Yield every parameter of ``root`` in model order, a tied one under each of its names.
 
-    Where FSDP2 has put the whole parameters in place of its shards, the shards are given: only those stay. So are
-    the shares of parameters that DeepSpeed cuts.
+    Where FSDP2 has put the whole parameters in place of its shards, the shards are given: only those stay. A
+    parameter that DeepSpeed cuts is given as its share.
     """
     sharded: dict[tuple[int, str], nn.Parameter] = {}
     for name, module in walk(root, prefix):

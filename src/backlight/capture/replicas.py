@@ -51,8 +51,12 @@ def replicas(roots: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> dic
                 found.setdefault(id(parameter), Replicas(ranks, is_exact=True, by="DDP"))
     for engine, members in engines(roots):
         for parameter in engine.module.parameters():
-            # ZeRO writes its parts of all parameters over those of the other ranks; experts are on some ranks.
-            if len(members) > 1 and not engine.zero_optimization_stage() and getattr(parameter, "allreduce", True):
+            # ZeRO writes over the parts of other ranks at each step; experts are on some ranks.
+            if (
+                len(members) > 1
+                and not engine.zero_optimization_stage()
+                and getattr(parameter, "allreduce", True)
+            ):
                 replica = Replicas(tuple(members), is_exact=True, by="DeepSpeed")
                 found.setdefault(id(parameter), replica)
     return found
@@ -68,7 +72,7 @@ def wrappers(roots: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def averaged_over(roots: Sequence[nn.Module]) -> list[int]:
-    """Return the ranks over which DDP, FSDP or DeepSpeed averages gradients below ``roots``, this one included.
+    """Return the ranks over which DDP, FSDP or DeepSpeed averages gradients below ``roots``, with this one.
 
     Each of them is to train on other data. Empty where none of them is used, or a release names it otherwise.
     """

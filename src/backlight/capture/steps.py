@@ -127,23 +127,25 @@ class StepTracker(Listener):
         self._per_backward = per_backward
         self._max_steps = max_steps
         self._index = -1
-        self._recording = False
+        self._recording = self._refreshed = self._scaling = False
         self._summary = StepSummary(-1)
         self._stepped: set[int] = set()
         self._collected: set[int] = set()
         self._inside: list[int] = []
         self._optimizer_began = 0.0
-        self._scaling = False
         self._versions: dict[int, int] = {}
-        self._refreshed = False
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
         self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
         self._before_steps: Callable[[], None] | None = None
         self._made: set[int] = set()
-        self._is_plain = False
-        self._plain_steps = 0
+        self._is_plain, self._plain_steps = False, 0
         self._counted: UnrecordedSteps | None = None
         self.backwards = 0
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether the open step is recorded."""
+        return self._recording
 
     @property
     def index(self) -> int:

@@ -44,6 +44,7 @@ OLDEST_RELEASES = {
     "accelerate": "1.2",
     "torchtitan": "0.3",
     "ray": "2.51",
+    "deepspeed": "0.19",
 }
 """Oldest release that each integration takes, by distribution; pyproject.toml states the same."""
 

@@ -265,6 +265,13 @@ class StepRecorder(StepSink):
         if not self._is_known and self._scope.table.records:
             self._is_known = True
             self._monitors.call("on_parameters_known")
+            unmeasured: dict[str, list[str]] = {}
+            for record in self._scope.table.records:
+                if record.requires_grad and record.unmeasured:
+                    unmeasured.setdefault(record.unmeasured, []).append(record.name)
+            for reason, names in unmeasured.items():
+                payload = {"what": "gradients and weights", "reason": reason, "parameters": names}
+                self._notifier.event("unmeasured", payload, self._step)
 
     def step_opens(self, index: int) -> bool:
         """Decide whether a step is recorded: by the sampling, or because a monitor needs it."""
@@ -402,9 +409,14 @@ class StepRecorder(StepSink):
 
     def _report_missing(self, parameters: Sequence[torch.Tensor]) -> None:
         table = self._scope.table
-        rows = [row for row in table.rows_of(parameters) if row is not None and table.records[row].numel]
-        fresh = [r for r in rows if r not in self._reported_missing and table.records[r].requires_grad]
+        records = table.records
+        rows = [
+            row
+            for row in table.rows_of(parameters)
+            if row is not None and records[row].numel and not records[row].unmeasured
+        ]
+        fresh = [r for r in rows if r not in self._reported_missing and records[r].requires_grad]
         if fresh:
             self._reported_missing.update(fresh)
-            names = [table.records[row].name for row in fresh]
+            names = [records[row].name for row in fresh]
             self._notifier.event("no_grad_at_step", {"parameters": names}, self._step)

@@ -97,6 +97,11 @@ class Check(Listener):
         self._reports: Counter[str] = Counter()
 
     @property
+    def reads_gradients(self) -> bool:
+        """Whether this step is observed, or one beside it."""
+        return self.schedule.near
+
+    @property
     def due(self) -> bool:
         """Whether this step is observed."""
         return self.schedule.due
