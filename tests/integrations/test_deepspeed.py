@@ -43,7 +43,7 @@ FAULTS = ("zero0-drift", *(f"zero{stage}-{kind}" for stage in STAGES for kind in
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of one training run of each kind; the first start of DeepSpeed compiles for a minute."""
+    """Return the folder of one training run of each kind; the first start compiles for a minute."""
     pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install deepspeed")
     folder = tmp_path_factory.mktemp("deepspeed")
     pairs = [name for stage in STAGES for name in (f"zero{stage}", f"zero{stage}-plain")]

@@ -72,6 +72,7 @@ def require(distribution: str, extra: str) -> str:
             "huggingface": "huggingface",
             "accelerate": "huggingface",
             "ray": "ray",
+            "deepspeed": "deepspeed",
         }
         source = f"'backlight[{names[extra]}]'" if extra in names else extra
         raise FrameworkError(
