@@ -42,6 +42,7 @@ EXTRAS = {
     "lightning": "Lightning",
     "huggingface": "Trainer and Accelerate",
     "ray": "Ray Train, --ray",
+    "deepspeed": "engines of DeepSpeed",
     "tensorboard": "tracker", "wandb": "tracker", "mlflow": "tracker", "prometheus": "tracker",
     "slurm": "backlight run --slurm",
     "grokking": "backlight grok",
