@@ -143,3 +143,23 @@ def test_overlay_of_a_missing_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="has no step 9"):
         save_overlay(timeline, tmp_path / "b.json", 9)
     assert not (tmp_path / "b.json").exists()
+
+
+def test_series_of_the_overlay_add_up_to_bytes_and_queue_times(tmp_path: Path) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    name = "Memcpy HtoD (Pinned -> Device)"
+    for launch, start, length, size in ((0, 100, 50, 1_000_000), (10, 120, 100, 500_000), (400, 500, 10, 7)):
+        builder.kernel(name, launch, start, length, category="gpu_memcpy", call="cudaMemcpyAsync", bytes=size)
+    timeline = Timeline(read_trace(builder.write(tmp_path / "a.json")))
+    save_overlay(timeline, tmp_path / "b.json")
+    events = json.loads((tmp_path / "b.json").read_bytes())["traceEvents"]
+    total = {}
+    for series in ("bandwidth of " + name, "queue of stream 7 on device 0"):
+        points = [event for event in events if event["ph"] == "C" and event["name"] == series]
+        values = [(1000 * event["ts"], *event["args"].values()) for event in points]
+        total[series] = sum(value * (later - time) for (time, value), (later, _) in pairwise(values))
+        assert values[-1][1] == 0
+    copied, queued = total.values()
+    assert copied == pytest.approx(1_500_007, rel=1e-3)  # GB/s are written with three decimals
+    assert queued == pytest.approx((100 + 110 + 100) * 1000)  # from launch to begin
