@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import backlight
 from backlight import clock, processes
-from backlight.experiments.runner import finished
+from backlight.experiments import sweep
 from backlight.launch.ray_tasks import RayError, RayOptions
 from backlight.launch.subprocess import run_in_own_session
 from integrations.torchrun import environment
@@ -88,25 +86,52 @@ def test_sweep_on_ray_gives_what_it_gives_here(tmp_path: Path) -> None:
     assert json.loads(there.stdout) == json.loads(here.stdout)
 
 
-EXPERIMENT = ("-m", "backlight", "grok", "run", "nanda", "--steps", "40", "--seeds", "0,1", "--out", "sweep")
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("_ray")
-def test_interrupted_sweep_leaves_no_process_and_resumes(tmp_path: Path) -> None:
-    steps = ("--steps", "100000")
-    command = [sys.executable, *EXPERIMENT, *steps, "--ray", "address=local"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=ray_environment(), start_new_session=True)
-    log = tmp_path / "sweep" / "seed-0.log"
+def test_interrupted_sweep_leaves_no_process(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "backlight",
+        "grok",
+        "run",
+        "nanda",
+        "--steps",
+        "100000",
+        "--seeds",
+        "0,1",
+    ]
+    process = subprocess.Popen(
+        [*command, "--out", "sweep", "--ray", "address=local"],
+        cwd=tmp_path, env=ray_environment(), start_new_session=True,
+    )  # fmt: skip
     deadline = clock.monotonic() + 240
     while not (tmp_path / "sweep" / "seed-0" / "manifest.json").exists():
-        assert clock.monotonic() < deadline, log.read_text() if log.exists() else "no log"
+        assert clock.monotonic() < deadline, "the first run has not begun"
         clock.sleep(0.2)
+    assert running_below(tmp_path)
     process.send_signal(signal.SIGINT)
     process.wait(120)
-    left = [
-        p for p in processes.read_process_table() if str(tmp_path) in processes.environment(p).get("PWD", "")
-    ]
-    assert [p for p in left if p != os.getpid()] == []
-    assert not finished(tmp_path / "sweep" / "seed-0")
-    assert backlight.open_run(tmp_path / "sweep" / "seed-0").last_step() >= 0
+    assert running_below(tmp_path) == []
+
+
+def running_below(folder: Path) -> list[str]:
+    """Return the command lines that name a path below ``folder``."""
+    lines = [" ".join(processes.command_line(pid)) for pid in processes.read_process_table()]
+    return [line for line in lines if f"{folder}/" in line]
+
+
+def test_repeated_task_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[list[str]] = []
+
+    def end(line: list[str], **given: object) -> subprocess.CompletedProcess[str]:
+        lines.append(line)
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "manifest.json").touch()
+        return subprocess.CompletedProcess(line, int(len(lines) == 1))
+
+    monkeypatch.setattr(sweep, "run_in_own_session", end)
+    with pytest.raises(RuntimeError, match=r"ended with exit code 1; see .*run.log"):
+        sweep._run_task(tmp_path / "run", ("python", "-m", "backlight"), threads=1)
+    sweep._run_task(tmp_path / "run", ("python", "-m", "backlight"), threads=1)
+    assert [line[1:] for line in lines] == [["-m", "backlight"], ["-m", "backlight", "--resume"]]

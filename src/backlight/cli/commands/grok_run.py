@@ -167,6 +167,8 @@ def _sweep(
 
     configuration = request.configuration()
     root = request.out if request.out is not None else Path("runs") / f"{configuration.experiment}-sweep"
+    if ray is not None:
+        root = root.absolute()  # tasks have a working directory of their own
     found = members(root, [] if seeds is None else seeds_of(seeds), sweeps)
     for member in found:
         pairs = zip(member.options[::2], member.options[1::2], strict=True)
