@@ -22,7 +22,10 @@ from backlight.experiments.cost import MEASURED as MEASURED_PARTS
 from backlight.experiments.cost import Choice, Cost, DoesNotFitError, Estimate, choose, estimate_of
 from backlight.experiments.runner import Progress, run_experiment
 from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier
+from backlight.monitors.grokking.panels.influence import influence, summed_influences
 from backlight.records import RunStatus
+from backlight.report.panel import Drawn
+from backlight.report.source import Source
 from backlight.store.errors import RunExistsError
 
 SETTINGS = (
@@ -80,6 +83,11 @@ def test_run_holds_status_facts_and_series(whole: Path, reports: list[Progress])
     facts = event.payload
     assert (facts["experiment"], facts["control"], facts["seed"]) == ("oracle", "", 0)
     assert facts["probe_size"] == 128
+    total = summed_influences(run)
+    assert total is not None
+    drawn = influence(Source(run))
+    assert isinstance(drawn, Drawn)
+    assert drawn.facts[0].value.startswith(f"{facts['probe_rows'][int(total.argmax())]} (")
     assert facts["chance"] == pytest.approx(1 / 23)
     assert facts["settings"]["training"]["steps"] == 120
     assert run.scalar("train_accuracy", "user").steps.tolist() == list(range(0, 121, 5))

@@ -382,6 +382,7 @@ def _facts(configuration: Configuration, task: Task, control_of: str) -> dict[st
         "settings": configuration.as_mapping(),
         "sample_unit": "first dimension of the probe batch",
         "probe_size": len(task.probe[0]),
+        "probe_rows": task.probe_rows,
     }
 
 

@@ -165,6 +165,7 @@ class Task:
         draw = generator(self.seed, "probe")
         chosen = torch.randperm(len(inputs), generator=draw)[:PROBE_SIZE].to(inputs.device)
         self.probe: Batch = (inputs[chosen], labels[chosen])
+        self.probe_rows: list[int] = chosen.tolist()
         unseen, truth = self.split.test_inputs, self.split.test_labels
         chosen = torch.randperm(len(unseen), generator=generator(self.seed, "held-out"))[:PROBE_SIZE]
         self.held_out: Batch = (unseen[chosen.to(unseen.device)], truth[chosen.to(unseen.device)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -64,13 +66,21 @@ def influence(source: Source) -> Drawn | NotMeasured:
     if total is None:
         reason = "The probe batch changes, or was measured once: its samples have no sum over the run."
         return Drawn("lines", {"charts": charts}, (), (reason,))
-    return Drawn("lines", {"charts": charts}, _facts(total))
+    return Drawn("lines", {"charts": charts}, _facts(total, _rows(source.run, len(total))))
 
 
-def _facts(total: NDArray[np.float64]) -> tuple[Fact, ...]:
+def _rows(run: Run, count: int) -> list[int]:
+    """Return the numbers of the samples: in the training set where the run states them, else in the batch."""
+    events = run.events("grokking")
+    rows = events[-1].payload.get("probe_rows") if events else None
+    is_stated = isinstance(rows, list) and len(rows) == count and all(isinstance(row, int) for row in rows)
+    return rows if isinstance(rows, list) and is_stated else list(range(count))
+
+
+def _facts(total: NDArray[np.float64], names: Sequence[int]) -> tuple[Fact, ...]:
     order = np.argsort(-total, kind="stable")
     lowering, raising = (
-        ", ".join(f"{n} ({number(float(total[n]))})" for n in rows if sign * total[n] > 0) or "none"
+        ", ".join(f"{names[n]} ({number(float(total[n]))})" for n in rows if sign * total[n] > 0) or "none"
         for rows, sign in ((order[:LISTED], 1), (order[::-1][:LISTED], -1))
     )
     return (Fact("samples that lower it most", lowering), Fact("samples that raise it most", raising))

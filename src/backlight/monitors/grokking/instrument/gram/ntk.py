@@ -80,7 +80,8 @@ class TangentKernel:
                 f"ntk: kernels of {list(self.kernel.shape)} and {list(other.kernel.shape)} have no distance"
             )
         norms = float(self.matrix.norm() * other.matrix.norm())
-        return 1 - float((self.matrix * other.matrix.to(self.matrix)).sum()) / norms if norms else math.nan
+        product = float((self.matrix * other.matrix.to(self.matrix)).sum())
+        return max(1 - product / norms, 0.0) if norms else math.nan
 
 
 def ntk(
