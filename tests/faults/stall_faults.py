@@ -102,7 +102,7 @@ RANKS = (
     _ranks("add", "MISMATCH", slow=True, pattern="at collective 4 rank 1 calls all_reduce"),
     _ranks("reorder", "MISMATCH", rank=2, slow=True, pattern="at collective 4 rank 2 calls barrier"),
     _ranks("barrier", "MISMATCH", rank=0, slow=True, pattern="rank 0 calls barrier"),
-    _ranks("subgroup", "MISMATCH", rank=0, slow=True, pattern=r"#1 of group \[0, 1\]"),
+    _ranks("subgroup", "MISMATCH", rank=0, slow=True, pattern=r"#1 of group (\d )?\[0, 1\]"),
     _ranks("shape", "MISMATCH", slow=True, pattern=r"rank 1 calls all_reduce\(1048576 float32\)"),
     _ranks("dtype", "MISMATCH", slow=True, pattern=r"rank 1 calls all_reduce\(16 int32\)"),
     _ranks("fewer", "MISMATCH", slow=True, pattern="rank 1 calls barrier"),

@@ -17,13 +17,13 @@ import pytest
 from backlight.findings.evaluate import findings_of
 from backlight.monitors.stalls.model import peers, runtime_dir
 from backlight.monitors.stalls.model.emit import claim_of
-from backlight.monitors.stalls.model.observation import Observation
+from backlight.monitors.stalls.model.observation import Diagnosis, Observation
 from backlight.monitors.stalls.model.peers import HostObservation, join, pack, unpack
 from backlight.monitors.stalls.model.reported_stalls import newest_stall, stall_events
 from backlight.monitors.stalls.model.shared_state import PHASES, RankStatus, SharedState, Slot
 from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.monitors.stalls.model.watchdog import Watchdog
-from backlight.records import Phase
+from backlight.records import DiagnosisKind, Phase
 from backlight.store.format.manifest import read_manifest
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter, host_name
@@ -79,6 +79,40 @@ def machines(folder: Path, run: Path) -> Iterator[tuple[Machine, Machine]]:
             child.kill()
             child.wait()
             machine.watchdog._writer.close()
+
+
+def test_each_slow_phase_and_each_mismatch_is_reported_once(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an overloaded machine a slow phase pauses, and a rank may end before its mismatch is read again."""
+    with machines(tmp_path, run) as (first, _):
+        watchdog = first.watchdog
+
+        def report(kind: DiagnosisKind, claim: str) -> list[str]:
+            first.hang(40, Phase.BACKWARD)
+            first.state.slots[Slot.PHASE_SINCE] = since
+            first.state.slots[Slot.PROGRESS] += 1
+            watchdog.poll()
+            diagnosis = Diagnosis(kind, Phase.BACKWARD, f"{kind}: {claim}", "it ends", "wait", rank=0)
+            observed = tuple(watchdog._observe())
+            host = HostObservation(observed, {0: diagnosis}, {}, 2)
+            monkeypatch.setattr(watchdog, "_diagnose", lambda _due: (diagnosis, host, 5.0))
+            watchdog._report_stall(list(watchdog._ranks.values()))
+            return [claim for _, _, claim in stalls(open_run(run))]
+
+        monkeypatch.setattr(Watchdog, "_is_due", lambda *_: False)
+        since = 1 * S
+        (one,) = report(DiagnosisKind.SLOW, "12 of 67 nodes")
+        assert report(DiagnosisKind.SLOW, "43 of 67 nodes") == [one]
+        since = 2 * S  # the control: the next backward is slow as well
+        assert len(report(DiagnosisKind.SLOW, "12 of 67 nodes again")) == 2
+        assert len(report(DiagnosisKind.MISMATCH, "at collective 3; rank 0 killed by SIGABRT in it")) == 3
+        monkeypatch.setattr("backlight.monitors.stalls.model.watchdog.find_mismatch", not_called)
+        watchdog._report_mismatch()
+
+
+def not_called(*_: object) -> None:
+    raise AssertionError("the mismatch has been reported")
 
 
 def launch_of(run: Path) -> str:

@@ -86,6 +86,7 @@ class _Reports:
     stall: ReportedStall | None = None
     is_dead: bool = False
     is_death_reported: bool = False
+    slow_since: int | None = None  # begin of the last phase that was reported as slow
 
 
 class Watchdog:
@@ -326,8 +327,15 @@ class Watchdog:
         self._remember(diagnosis, due, is_slow=is_slow, is_inconclusive=is_inconclusive)
         if is_inconclusive and is_repeated:
             return  # reported before, and nothing new is known
+        if is_slow and cause is not None and cause.state is not None:
+            reports, since = self._reports[cause.rank], cause.state.phase_since
+            if reports.slow_since == since:
+                return  # a pause on an overloaded machine does not make it new
+            reports.slow_since = since
         if self._is_mismatch_reported and diagnosis.claim.startswith(self._mismatch):
             return  # reported when the call was made, before anything hung
+        if diagnosis.kind is DiagnosisKind.MISMATCH and not self._is_mismatch_reported:
+            self._is_mismatch_reported, self._mismatch = True, diagnosis.claim
         if cause is not None and diagnosis.kind is DiagnosisKind.DEAD:
             # How those that waited for it end is no news of its own.
             is_known, self._reports[cause.rank].is_death_reported = (
