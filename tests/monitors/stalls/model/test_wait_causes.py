@@ -155,6 +155,32 @@ def test_worker_of_a_loader_that_idles_has_no_cause(start: Start, tmp_path: Path
     assert (attached.cause, attached.diagnosis.kind) == (None, DiagnosisKind.BLOCKED)
 
 
+EXHAUSTED = """
+    import os
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+    class Data(IterableDataset):
+        def __iter__(self):
+            if get_worker_info().id:
+                print(os.getpid(), flush=True)
+                while True:
+                    pass
+            return iter([])
+    for _ in DataLoader(Data(), num_workers=2, multiprocessing_context="fork"):
+        pass
+"""
+
+
+@pytest.mark.full
+def test_worker_that_has_no_more_data_is_no_dead_one(start: Start) -> None:
+    process = start(EXHAUSTED)
+    worker = int(next_line(process))
+    wait_until(lambda: any(c.is_dead for c in processes.children(process.pid)), "the other one has ended")
+    wait_until_idle(process.pid)
+    found = diagnosed(process)
+    assert found.kind is DiagnosisKind.PASS, found.claim
+    assert f"it waits for worker {worker} of the data loader, which computes" in found.claim
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kills", [4, 3], ids=["counted", "not counted"])
 def test_kills_for_memory_are_counted(

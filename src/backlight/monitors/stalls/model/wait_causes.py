@@ -137,8 +137,7 @@ def _ranks_wait(row: NamedWait, pid: int) -> WaitCause:
 def _compile_wait(row: NamedWait, pid: int) -> WaitCause | None:
     children = processes.children(pid)
     # What has ended has no command any more, only its name.
-    own = processes.read_process(pid)
-    dead = [c for c in children if c.is_dead and own is not None and c.name.startswith("python")]
+    dead = [c for c in children if _has_failed(c) and c.name.startswith("python")]
     alive = [c.pid for c in children if not c.is_dead and _has_argument(c.pid, COMPILE_WORKER)]
     if alive:
         busy = _computing(alive)
@@ -155,7 +154,7 @@ def _loader_wait(pid: int, oom_kills_before: int | None) -> WaitCause | None:
     children = processes.children(pid)
     workers = [c for c in children if c.name == LOADER_WORKER]
     for worker in workers:
-        if worker.is_dead:
+        if _has_failed(worker):
             how = processes.describe_exit(worker.exit_status)
             kills = processes.count_oom_kills()
             counted = None not in {kills, oom_kills_before} and (kills or 0) > (oom_kills_before or 0)
@@ -178,6 +177,11 @@ def _loader_wait(pid: int, oom_kills_before: int | None) -> WaitCause | None:
     if busy:
         return _cause(row_of(BUSY_WORKER), holder=_join(sorted(busy)), progresses=True)
     return None
+
+
+def _has_failed(child: processes.Process) -> bool:
+    """Return whether a child is dead by an error: a worker that has no more data ends without one."""
+    return child.is_dead and child.exit_status != 0
 
 
 def _was(how: str) -> str:
