@@ -64,8 +64,11 @@ def _framework(distribution: str) -> list[Cell]:
     ]
 
 
+WITH_TORCH = {"2.9": ("torchao==0.17.*",)}
+"""Packages whose newest release needs a newer torch without declaring it."""
+
 TORCH_CELLS = tuple(
-    Cell(f"torch {torch}, Python {python}", python, (f"torch=={torch}.*",))
+    Cell(f"torch {torch}, Python {python}", python, (f"torch=={torch}.*", *WITH_TORCH.get(torch, ())))
     for torch in TORCHES
     for python in PYTHONS
 )

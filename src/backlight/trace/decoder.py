@@ -154,7 +154,7 @@ class Columns:
     def _add_counters(self, columns: dict[str, Column], plain: list[dict[str, Any]]) -> None:
         """Add the arguments of ranges with counters, whose names no field can list."""
         texts = [
-            json.dumps(one.get("args", {}), default=str) if one.get("cat") in PROFILER_RANGE else ""
+            json.dumps(one.get("args", {}), default=str) if str(one.get("cat")) in PROFILER_RANGE else ""
             for one in plain
             if one.get("ph") == "X"
         ]

@@ -67,7 +67,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     device(index).wait();
     device(index).failure.raise();
   }
-  bool isStreamCapturing(const c10::Stream& stream) const override {
+  // No `override`: torch 2.9 has no such function.
+  bool isStreamCapturing(const c10::Stream& stream) const {
     return queue_of(stream).capturing;
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {

@@ -131,20 +131,21 @@ class Rates(nn.Module):
 @pytest.mark.parametrize(
     ("build", "built_by"),
     [
-        (lambda: nn.Linear(4, 4).bfloat16(), META),
+        (lambda: nn.Linear(4, 4).bfloat16(), (META,)),
         (
             lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 2, enable_nested_tensor=False),
-            META,
+            (META,),
         ),
-        (Rates, PIECEWISE),
-        (lambda: Rates().to(torch.float64), REAL),
+        (Rates, (PIECEWISE,)),
+        # Torch 2.9 converts a fake parameter in place, later releases refuse to.
+        (lambda: Rates().to(torch.float64), (REAL, PIECEWISE)),
     ],
     ids=["type", "copies", "values", "both"],
 )
-def test_fake_build_equals_the_real_model(build: Any, built_by: str) -> None:
+def test_fake_build_equals_the_real_model(build: Any, built_by: tuple[str, ...]) -> None:
     mode = fake_mode()
     real, (model, built) = build(), build_fake(build, mode)
-    assert built == built_by
+    assert built in built_by
     assert [(n, p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()] == [
         (n, p.shape, p.dtype, p.requires_grad) for n, p in real.named_parameters()
     ]

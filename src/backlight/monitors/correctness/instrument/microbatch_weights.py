@@ -79,12 +79,12 @@ class MicrobatchWeights(Check):
         """Compare the microbatches of the step."""
         parts, scale = self._parts, self._scale
         self.forget()
-        if len(parts) > 1 and not self._is_readable:
+        known = [part for part in parts if part is not None and len(part.gradients) == 1]
+        is_plain = self.due and not has_closure and not HUB.backward_depth
+        if is_plain and len(parts) > 1 and not self._is_readable:
             self._is_readable = True  # said once
             reason = "this torch does not show whether a saved tensor has hooks, so none of a loss is read"
             self.run.notifier.unmeasured("uneven_microbatches", reason)
-        known = [part for part in parts if part is not None and len(part.gradients) == 1]
-        is_plain = self.due and not has_closure and not HUB.backward_depth
         if not is_plain or not known or len(known) < len(parts) or not self.run.scope.holds(optimizer):
             return
         with torch.no_grad():
