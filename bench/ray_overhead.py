@@ -2,7 +2,7 @@
 
 Blocks of steps with and without ``backlight.watch`` alternate in one fit, with a control of two without; the
 figures are medians of ratios over rounds, of processor time of a worker and by the clock. The steps at the
-begin of a block, which are all recorded, are not timed.
+begin of a block, of which more are recorded (0.1 s of recording), are not timed unless ``--untimed`` is less.
 
     OMP_WAIT_POLICY=PASSIVE python bench/ray_overhead.py
 """
@@ -33,11 +33,11 @@ from backlight.integrations.ray import BacklightCallback
 from backlight.monitors.stalls.model.reported_stalls import stall_events
 
 KINDS = ("plain", "watched", "control")
-UNTIMED_STEPS = 80
+UNTIMED_STEPS = 250
 POLLS = 2000
 
 
-def block(folder: Path, kind: str, number: int, steps: int) -> tuple[float, float]:
+def block(folder: Path, kind: str, number: int, steps: int, untimed: int) -> tuple[float, float]:
     """Return processor and wall seconds of the timed steps of one block."""
     torch.manual_seed(0)
     layers = [part for _ in range(6) for part in (nn.Linear(512, 512), nn.ReLU())]
@@ -47,8 +47,8 @@ def block(folder: Path, kind: str, number: int, steps: int) -> tuple[float, floa
     watch = backlight.watch(model, optimizer, run=run, quiet=True).start() if kind == "watched" else None
     x, y = torch.randn(64, 512), torch.randint(10, (64,))
     began = (0.0, 0.0)
-    for step in range(UNTIMED_STEPS + steps):
-        if step == UNTIMED_STEPS:
+    for step in range(untimed + steps):
+        if step == untimed:
             began = time.process_time(), time.perf_counter()
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
@@ -65,7 +65,9 @@ def train(config: dict[str, Any]) -> None:
     folder, found = Path(config["folder"]), []
     for number in range(config["rounds"]):
         order = KINDS[number % 3 :] + KINDS[: number % 3]
-        found.append({kind: block(folder, kind, number, config["steps"]) for kind in order})
+        found.append(
+            {kind: block(folder, kind, number, config["steps"], config["untimed"]) for kind in order}
+        )
     if ray.train.get_context().get_world_rank() == 0:
         (folder / "rounds.json").write_text(json.dumps(found))
 
@@ -84,12 +86,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--untimed", type=int, default=UNTIMED_STEPS)
     options = parser.parse_args()
     ray.init(num_cpus=2, log_to_driver=False, logging_level=logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         TorchTrainer(
             train,
-            train_loop_config={"folder": folder, "rounds": options.rounds, "steps": options.steps},
+            train_loop_config={
+                "folder": folder,
+                "rounds": options.rounds,
+                "steps": options.steps,
+                "untimed": options.untimed,
+            },
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(name="bench", storage_path=folder, callbacks=[BacklightCallback()]),
         ).fit()
