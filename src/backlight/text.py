@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import takewhile
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -117,6 +120,43 @@ def listed(items: Sequence[str], most: int = 3) -> str:
     """Return ``a, b, c and 12 more``."""
     shown = ", ".join(items[:most])
     return shown if len(items) <= most else f"{shown} and {len(items) - most:,} more"
+
+
+def told_apart(names: Sequence[str], width: int) -> dict[str, str]:
+    """Return the names in at most ``width`` characters, shortened so that they differ where that is possible.
+
+    One cut in the middle is tried first, then one in each long part of the names, what follows the part that
+    they share, and cuts elsewhere.
+    """
+
+    def once(name: str, tail: int) -> str:
+        return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
+
+    def where_they_differ(name: str) -> str:
+        return name if len(name) <= width else f"…{name[start : start + width - 2]}…"
+
+    columns = zip(*(name for name in names if len(name) > width), strict=False)
+    start = max(0, sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, columns)) - 4)
+    cuts = [partial(once, tail=width * 2 // 3), partial(_shortened_parts, width=width)]
+    cuts += [where_they_differ, *(partial(once, tail=tail) for tail in (max(0, width - 4), width // 4, 0))]
+    best: dict[str, str] = {}
+    for cut in cuts:
+        shown = {name: cut(name) for name in names}
+        if all(len(text) <= width for text in shown.values()) and len(set(shown.values())) > len(
+            set(best.values())
+        ):
+            best = shown
+    return best
+
+
+def _shortened_parts(name: str, width: int) -> str:
+    parts = re.split(r"([.:/ ]+)", name)
+    kept = [len(part) for part in parts]
+    while sum(kept) > width and max(kept) > 2:
+        kept[kept.index(max(kept))] -= 1
+    return "".join(
+        part if len(part) <= k else f"{part[: k - 1]}…" for part, k in zip(parts, kept, strict=True)
+    )
 
 
 def size(nbytes: float) -> str:

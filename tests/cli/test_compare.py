@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import backlight
+from backlight.cli.console import FACTS
 from backlight.records import Fingerprint
 from cases import build, loop
 from monitors.steptime.rules.conftest import write as write_times
@@ -48,18 +49,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_equal_runs_have_equal_rows_hidden(console_script: Console, folder: Path) -> None:
+def test_only_differences_are_named_without_full(console_script: Console, folder: Path) -> None:
     done = console_script(folder, "compare", "a", "again")
     assert done.returncode == 0, done.stderr
     assert "The recorded configurations agree." in done.stdout
     assert "Loss and gradient norm are identical at all 12 common steps." in done.stdout
     assert "final loss" not in done.stdout
-    assert "equal rows hidden; --full prints all" in done.stdout
+    assert "Tables: --full" in done.stdout
     assert "final loss" in console_script(folder, "compare", "a", "again", "--full").stdout
 
 
 def test_changed_option_is_shown_side_by_side(console_script: Console, folder: Path) -> None:
-    done = console_script(folder, "compare", "a", "lr")
+    brief = console_script(folder, "compare", "a", "lr").stdout
+    assert "  configuration: learning rate 0.1 / 0.2\n" in brief
+    assert len(brief.splitlines()) <= 1 + FACTS + 1
+    done = console_script(folder, "compare", "a", "lr", "--full")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["learning", "rate", "0.1", "0.2"] in lines
@@ -73,13 +77,14 @@ def test_slower_run_is_claimed_and_an_equal_one_is_not(console_script: Console, 
         write_times(tmp_path / name, phases, fingerprint=Fingerprint(script="train.py"), seed=seed)
     pair = console_script(tmp_path, "compare", "a", "slow").stdout
     assert "Step time: B is slower than A. B÷A is 1.2" in pair
-    lines = [line.split() for line in pair.splitlines()]
+    assert "phases that differ: backward 1." in pair
+    tables = console_script(tmp_path, "compare", "a", "slow", "--full").stdout
+    lines = [line.split() for line in tables.splitlines()]
     assert [line[0] for line in lines if line[-1:] == ["slower"]] == ["step", "backward"]
-    assert "  1 undecided row hidden; --full prints all" in pair.splitlines()
-    assert any(line[:1] == ["optimizer"] for line in map(
-        str.split, console_script(tmp_path, "compare", "a", "slow", "--full").stdout.splitlines()
-    ))  # fmt: skip
-    many = console_script(tmp_path, "compare", "a", "slow", "equal").stdout.splitlines()
+    assert any(line[:1] == ["optimizer"] for line in lines)
+    brief = console_script(tmp_path, "compare", "a", "slow", "equal").stdout
+    assert brief.startswith("Step time against A: B is slower, 1 run undecided.")
+    many = console_script(tmp_path, "compare", "a", "slow", "equal", "--full").stdout.splitlines()
     (head,) = [number for number, line in enumerate(many) if line.startswith("median step")]
     assert [line.split()[0] for line in many[head + 1 : head + 4]] == ["A", "B", "C"]
     assert [line.split()[-1] for line in many[head + 2 : head + 4]] == ["slower", "undecided"]
@@ -94,7 +99,8 @@ def test_edited_script_is_named(console_script: Console, tmp_path: Path) -> None
         assert done.returncode == 0, done.stderr
     done = console_script(tmp_path, "compare", "m0", "m0.9")
     assert "script content: train.py was edited between the runs." in done.stdout
-    assert ["SGD.momentum", "0", "0.9"] in [line.split() for line in done.stdout.splitlines()]
+    tables = console_script(tmp_path, "compare", "m0", "m0.9", "--full").stdout
+    assert ["SGD.momentum", "0", "0.9"] in [line.split() for line in tables.splitlines()]
 
 
 def test_finding_of_one_run_is_named(console_script: Console, folder: Path) -> None:
@@ -103,7 +109,9 @@ def test_finding_of_one_run_is_named(console_script: Console, folder: Path) -> N
     (row,) = [row for row in written["findings"] if row["rule"] == "no_update"]
     assert (row["present"], row["severity"]) == (["B"], "warning")
     printed = console_script(folder, "compare", "a", "frozen").stdout
-    assert "B        warning   `last.weight` and `last.bias` are not in any optimizer" in printed
+    assert "only in B: warning: `last.weight` and `last.bias` are not in any optimizer" in printed
+    printed = console_script(folder, "compare", "a", "frozen", "--full").stdout
+    assert "B   warning   `last.weight` and `last.bias` are not in any optimizer" in printed
 
 
 def test_page_has_the_tables_and_the_curves_of_all_runs(

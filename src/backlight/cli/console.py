@@ -2,36 +2,94 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import sys
-from collections.abc import Collection
+import textwrap
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from backlight.distributed import world
 from backlight.records import to_json
 from backlight.terminal import make_console, write
+from backlight.text import told_apart, visible
 
 if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
     from rich.table import Table
+    from rich.text import Text
 
     from backlight.user_code import SourceLine
 
 
-def make_table(first: str, *columns: str, left: Collection[str] = (), folded: Collection[str] = ()) -> Table:
-    """Return a table without borders: a first column that folds, then numbers on the right that do not.
+FACTS = 10
+"""Lines that a command prints after its verdict; ``--full`` prints the tables."""
 
-    ``left`` are columns of words, ``folded`` such that may be folded.
+MIN_NAME = 12
+"""Columns to which a name in a table is shortened at most."""
+
+
+def make_table(
+    first: str,
+    *columns: str,
+    left: Collection[str] = (),
+    folded: Collection[str] = (),
+    named: Collection[str] = (),
+) -> Table:
+    """Return a table without borders: names, which are shortened where space is short, then numbers.
+
+    ``left`` are columns of words, ``folded`` such that may be folded, ``named`` further columns of names.
     """
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left")
+    table = _table_class()(box=None, pad_edge=False, header_style="dim", title_justify="left")
     table.add_column(first, overflow="fold")
     for name in columns:
-        words = name in {*left, *folded}
-        table.add_column(
-            name, justify="left" if words else "right", overflow="fold", no_wrap=name not in folded
-        )
-    return table
+        words = name in {*left, *folded, *named}
+        may_shrink = name in {*folded, *named}
+        table.add_column(name, justify="left" if words else "right", overflow="fold", no_wrap=not may_shrink)
+    table.named = {0, *(index for index, name in enumerate(columns, 1) if name in named)}
+    return table  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _table_class() -> Any:
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    class Name:
+        """A cell with a name, shortened in the middle so that it differs from the others of its column."""
+
+        def __init__(self, name: str, column: list[str]) -> None:
+            self._name, self._column = name, column
+
+        def __rich_measure__(self, _console: Console, _options: ConsoleOptions) -> Measurement:
+            length = Text(self._name).cell_len
+            return Measurement(min(length, MIN_NAME), length)
+
+        def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[Text]:
+            shown = told_apart(self._column, options.max_width).get(self._name, self._name)
+            yield Text(shown, no_wrap=True, overflow="crop")
+
+    class NamesTable(Table):
+        """A table whose columns ``named`` hold names."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.named: set[int] = set()
+            self._names: dict[int, list[str]] = {}
+
+        def add_row(self, *cells: Any, **options: Any) -> None:
+            def cell(index: int, value: Any) -> Any:
+                if index not in self.named or not isinstance(value, str):
+                    return value
+                column = self._names.setdefault(index, [])
+                column.append(value)
+                return Name(value, column)
+
+            super().add_row(*(cell(index, value) for index, value in enumerate(cells)), **options)
+
+    return NamesTable
 
 
 def source_line(line: SourceLine | None) -> str:
@@ -57,23 +115,52 @@ class Page:
         # A launcher may have started several processes that print to one terminal.
         self._prefix = f"[rank {here.rank}] " if here.size > 1 else ""
 
-    def say(self, *parts: tuple[str, str] | str) -> None:
+    def say(self, *parts: tuple[str, str] | str | Text) -> None:
         """Print one line of ``(text, style)`` parts at once."""
         from rich.text import Text
 
         text = Text(self._prefix)
         for part in parts:
-            if isinstance(part, str):
-                text.append(part)
-            else:
+            if isinstance(part, tuple):
                 text.append(*part)
+            else:
+                text.append(part)
         sys.stdout.flush()
         self._console.print(text, soft_wrap=True)
         (sys.stderr if self._console.stderr else sys.stdout).flush()
 
     def note(self, text: str, label: str = "note") -> None:
         """Print ``note: text``."""
-        self.say((f"{label}: ", "dim"), text)
+        self.sentence((f"{label}: ", "dim"), text)
+
+    def sentence(self, *parts: tuple[str, str] | str, indent: int = 2) -> None:
+        """Print one line as :meth:`say` does; a terminal gets it broken between words, not inside them."""
+        from rich.text import Text
+
+        if not self._console.is_terminal:
+            self.say(*parts)
+            return
+        width = max(20, self._console.width - len(self._prefix) - indent)
+        text = Text.assemble(*parts)
+        pieces = textwrap.wrap(
+            text.plain, width, expand_tabs=False, replace_whitespace=False, drop_whitespace=False,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        for number, line in enumerate(text.divide(itertools.accumulate(map(len, pieces)))):
+            line.rstrip()
+            blanks = len(line) - len(line.plain.lstrip()) if number else 0
+            if line:
+                self.say(" " * indent if number else "", line[blanks:])
+
+    def summary(self, verdict: str, facts: Sequence[str]) -> None:
+        """Print the verdict and at most ten lines behind it."""
+        self.sentence((visible(verdict), "bold"))
+        for fact in facts[:FACTS]:
+            self.sentence(f"  {visible(fact)}", indent=4)
+
+    def more(self) -> None:
+        """Print how to get the tables."""
+        self.say(("Tables: --full. All rows: --json", "dim"))
 
 
 def print_json(answer: Any) -> None:

@@ -23,6 +23,7 @@ class FakeOptions:
     checkpointing: bool = False
     out: Path | None = None
     as_json: bool = False
+    full: bool = False
 
 
 def fake_options(target: str, rest: list[str], *, fake: bool, **options: Any) -> FakeOptions | None:
@@ -48,12 +49,14 @@ def fake_options(target: str, rest: list[str], *, fake: bool, **options: Any) ->
                 options["checkpointing"] = True
             case "--json":
                 options["as_json"] = True
+            case "--full":
+                options["full"] = True
             case _:
                 settings.append(f"{name.removeprefix('--').replace('-', '_')}={value}")
     return FakeOptions(target, tuple(settings), **options)
 
 
-_FLAGS = {"--fake", "--json", "--checkpointing"}
+_FLAGS = {"--fake", "--json", "--checkpointing", "--full"}
 
 
 def _pairs(target: str, rest: list[str]) -> Iterator[tuple[str, str]]:
@@ -111,6 +114,6 @@ def predict(options: FakeOptions) -> None:
             fit = largest_batch(predictor, recipe, budget, setting=setting, progress=show)
             prediction = prediction.model_copy(update={"fit": fit})
         status.stop()
-        print_predicted(prediction, wanted=options.checkpointing, as_json=options.as_json)
+        print_predicted(prediction, wanted=options.checkpointing, as_json=options.as_json, full=options.full)
         if writer is not None:
             store_memory(writer, prediction)

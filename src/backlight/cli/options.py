@@ -59,6 +59,7 @@ Script = Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -
 Module = Annotated[bool, Option("-m", help="Run SCRIPT as a module, as python -m does.")]
 Json = Annotated[bool, Option("--json", help="Print JSON; what a script prints goes to standard error.")]
 Full = Annotated[bool, Option("--full", help="Print all rows and names, not only the first.")]
+Tables = Annotated[bool, Option("--full", help="Print all tables, not the verdict alone.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing file.")]
 StoreIn = Annotated[
     Path | None, Option("--out", "-o", metavar="DIR", help="Run directory to store the result in.")

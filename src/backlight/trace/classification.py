@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 from backlight.records import Phase
 
@@ -174,13 +176,25 @@ def kind_of(name: str) -> Kind:
 
 def short(name: str, width: int = 60) -> str:
     """Return the name of a kernel without return type, namespaces' arguments and template arguments."""
-    text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    text = _whole(name)
     bare = re.split(r"[<(]", text, maxsplit=1)[0] or text
     if bare.endswith(("elementwise_kernel", "reduce_kernel", "multi_tensor_apply_kernel")):
         inner = text[len(bare) :]
         found = re.search(r"\w+_kernel_(?:cuda|impl)\w*", inner) or re.search(r"\w*(?:Functor|Ops)\w*", inner)
         bare = f"{bare.rpartition('::')[2]} [{found[0]}]" if found else bare
     return bare if len(bare) <= width else bare[: width - 1] + "…"
+
+
+def apart(names: Iterable[str]) -> dict[str, str]:
+    """Return each name in short; those that would be equal keep their template arguments."""
+    brief = {name: short(name) for name in names}
+    times = Counter(brief.values())
+    return {name: text if times[text] == 1 else _whole(name) for name, text in brief.items()}
+
+
+def _whole(name: str) -> str:
+    text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return text.rpartition(">::type ")[2] if text.startswith("std::enable_if") else text
 
 
 PHASES = tuple(Phase)

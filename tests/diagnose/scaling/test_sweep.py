@@ -99,6 +99,10 @@ def test_sweep_measures_sizes_and_records_out_of_memory(
     assert found.expected["phase data"] == pytest.approx(30, rel=0.25)
     assert json.loads(json.dumps(to_json(found)))["points"][3]["status"] == "out of memory"
     show(found)
+    brief = capsys.readouterr().out
+    assert brief.startswith("step grows with dim: power ")
+    assert "dim=512: out of memory: OutOfMemoryError" in brief
+    show(found, full=True)
     printed = capsys.readouterr().out
     assert "out of memory" in printed
     assert "power of dim" in printed

@@ -13,7 +13,7 @@ from typer import Argument, BadParameter, Context, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import Page, print_json
-from backlight.cli.options import Json, Module, Script, StoreIn, parse_fail_on
+from backlight.cli.options import Json, Module, Script, StoreIn, Tables, parse_fail_on
 from backlight.cli.progress import count_bar
 from backlight.records import DiagnosisKind, to_json
 from backlight.terminal import make_console, write
@@ -274,7 +274,7 @@ def profile(
         bool, Option("--confirm", help="Test each suggestion: run with and without it.")
     ] = False,
     pairs: Annotated[int, Option(min=3, help="Pairs of runs for each suggestion of --confirm.")] = 5,
-    full: Annotated[bool, Option("--full", help="Print all tables, not the verdict alone.")] = False,
+    full: Tables = False,
     as_json: Json = False,
 ) -> int:
     """Profile step time by phase, line, module and operator.
@@ -327,7 +327,7 @@ def trace(
     out: Annotated[
         Path | None, Option("--out", "-o", metavar="FILE", help="File to write, .html or .md.")
     ] = None,
-    full: Annotated[bool, Option("--full", help="Print all tables, not the verdict alone.")] = False,
+    full: Tables = False,
     against: Annotated[
         Path | None, Option(metavar="FILE", help="Second trace; print what changed, per step.")
     ] = None,
@@ -402,6 +402,7 @@ def memory(
         bool, Option("--checkpointing", help="Predict savings of checkpointing, with --fake.")
     ] = False,
     out: StoreIn = None,
+    full: Tables = False,
     as_json: Json = False,
 ) -> int:
     """Profile the memory of a step by module and tensor kind.
@@ -414,7 +415,7 @@ def memory(
 
     options = fake_options(
         target, arguments, fake=fake, settings=settings or [], budget=budget, out=out, as_json=as_json,
-        batch_setting=batch_setting, checkpointing=checkpointing,
+        batch_setting=batch_setting, checkpointing=checkpointing, full=full,
     )  # fmt: skip
     if options is not None:
         predict(options)
@@ -430,7 +431,7 @@ def memory(
         measured = measure_memory(
             target, arguments, module=module, warmup=warmup, steps=recorded, quiet=as_json
         )
-        print_measured(measured, as_json=as_json)
+        print_measured(measured, as_json=as_json, full=full)
         if writer is not None:
             store_memory(writer, measured)
     return 0

@@ -10,7 +10,7 @@ from typer import Argument, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
-from backlight.cli.options import Json, Overwrite, Ray, parse_size
+from backlight.cli.options import Json, Overwrite, Ray, Tables, parse_size
 from backlight.cli.progress import count_bar
 from backlight.terminal import write
 
@@ -101,6 +101,7 @@ def sweep(
         list[str] | None, Option(metavar="KEY=VALUE", help="Setting to extrapolate to (repeatable).")
     ] = None,
     ray: Ray = None,
+    full: Tables = False,
     as_json: Json = False,
 ) -> int:
     """Measure a recipe at several sizes and fit how it scales.
@@ -125,7 +126,7 @@ def sweep(
     if as_json:
         print_json(found)
     else:
-        show(found)
+        show(found, full=full)
     return 0
 
 

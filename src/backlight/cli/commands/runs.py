@@ -17,6 +17,7 @@ from backlight.cli.options import (
     Overwrite,
     Run,
     RunOrLatest,
+    Tables,
     given_or_latest,
     own_run,
     readable_run,
@@ -195,7 +196,7 @@ def compare(
     steps: Annotated[int, Option(min=12, help="Optimizer steps after which a run is ended, with --ab.")] = 60,
     limit: Annotated[float, Option(metavar="SECONDS", min=1, help="Time limit of a run, with --ab.")] = 600.0,
     as_json: Json = False,
-    full: Full = False,
+    full: Tables = False,
 ) -> int:
     """Compare runs, or the step times of two commands.
 
@@ -203,7 +204,7 @@ def compare(
     --ab 'COMMAND' 'COMMAND', run both interleaved and compare their step times.
     """
     if ab is not None:
-        return _alternate(ab, pairs, steps, limit, given=bool(runs), as_json=as_json)
+        return _alternate(ab, pairs, steps, limit, given=bool(runs), as_json=as_json, full=full)
     if factor is not None and not strict:
         raise BadParameter("--factor names what may differ under --strict: add --strict")
     if not runs or len(runs) < 2:
@@ -227,7 +228,14 @@ def compare(
 
 
 def _alternate(
-    commands: tuple[str, str], rounds: int, steps: int, limit: float, *, given: bool, as_json: bool
+    commands: tuple[str, str],
+    rounds: int,
+    steps: int,
+    limit: float,
+    *,
+    given: bool,
+    as_json: bool,
+    full: bool,
 ) -> int:
     from backlight.analysis.ab_test import run_ab_test
     from backlight.cli.render.comparison import print_ab_test
@@ -239,7 +247,7 @@ def _alternate(
     if as_json:
         print_json({"verdict": result.times.verdict, **to_json(result)})
     else:
-        print_ab_test(result, make_console())
+        print_ab_test(result, make_console(), full=full)
     return 0
 
 

@@ -9,29 +9,30 @@ from rich.text import Text
 
 from backlight.analysis.ab_test import ABTest
 from backlight.analysis.compare import Comparison, FindingRow
+from backlight.analysis.comparison_verdict import facts, times_facts, verdict
 from backlight.analysis.side_by_side import Row
-from backlight.cli.console import make_table
+from backlight.cli.console import Page, make_table
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow
-from backlight.records import Severity
-from backlight.text import count, duration, number, visible
-
-SHOWN = 5
-"""Rows of parameters and of findings that are printed without ``--full``."""
+from backlight.text import count, duration, visible
 
 FIRST_COLUMN = 16
 """Characters that names of the configuration have at least, also next to many runs."""
 
 
 def print_comparison(comparison: Comparison, console: Console, *, full: bool = False) -> None:
-    """Print runs side by side: configurations, series, step times, findings; all rows with ``full``."""
+    """Print what differs, then at most ten lines, or the configurations, series, times and findings."""
+    page = Page()
+    page.summary(verdict(comparison), () if full else facts(comparison))
+    if not full:
+        page.more()
+        return
     letters = [side.letter for side in comparison.runs]
     for side in comparison.runs:
         took = "" if side.seconds is None else f", took {duration(side.seconds)}"
         words = f"  {visible(side.status)}, {count(side.steps, 'step')}{took}"
         console.print(Text.assemble((side.letter, "bold"), f"  {visible(side.path)}", (words, "dim")))
-    console.print(Text(visible(comparison.headline), "bold"))
-    for note in comparison.notes:
-        console.print(f"  {visible(note)}")
+    for note in (comparison.headline, *comparison.notes):
+        page.sentence(f"  {visible(note)}")
     if comparison.differences:
         console.print()
         table = make_table("configuration", *letters, folded=letters)
@@ -43,57 +44,40 @@ def print_comparison(comparison: Comparison, console: Console, *, full: bool = F
         console.print(table)
     if comparison.rows:
         console.print()
-        _print_series("series", comparison.rows, letters, console, full=full)
+        _print_series("series", comparison.rows, letters, console)
         if comparison.steps is not None:
             first, last = comparison.steps
             console.print(
                 f"  medians over steps {first:,} to {last:,}, the last quarter of the common ones",
                 style="dim",
             )
-    differing = [row for row in comparison.parameters if full or not row.is_equal]
-    if differing:
+    if comparison.parameters:
         console.print()
-        title = "parameters that differ most"
-        _print_series(title, differing if full else differing[:SHOWN], letters, console, full=full)
+        _print_series("parameters that differ most", comparison.parameters, letters, console)
     console.print()
     if len(comparison.times) == 1:
-        print_times(comparison.times[0], console, full=full)
+        _print_times(comparison.times[0], console)
     else:
         _print_steps(comparison.times, console)
     if comparison.kinds is not None:
-        _print_rows(comparison.kinds, console, "kind of operation", full=full)
-    _print_findings(comparison.findings, letters, console, full=full)
+        _print_rows(comparison.kinds, console, "kind of operation")
+    _print_findings(comparison.findings, console)
 
 
-def _print_series(
-    title: str, rows: Sequence[Row], letters: Sequence[str], console: Console, *, full: bool
-) -> None:
-    """Print rows that are not equal; the others are counted."""
+def _print_series(title: str, rows: Sequence[Row], letters: Sequence[str], console: Console) -> None:
     pair = len(letters) == 2
-    shown = [row for row in rows if full or not row.is_equal]
-    if shown:
-        table = make_table(title, *letters, *(["B÷A"] if pair else []))
-        for row in shown:
-            ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-            table.add_row(visible(row.name), *row.texts, *([ratio] if pair else []))
-        console.print(table)
-    if len(shown) < len(rows):
-        hidden = count(len(rows) - len(shown), "equal row")
-        head = "  " if shown else f"{title}: "
-        console.print(f"{head}{hidden} hidden; --full prints all", style="dim")
+    table = make_table(title, *letters, *(["B÷A"] if pair else []))
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        table.add_row(visible(row.name), *row.texts, *([ratio] if pair else []))
+    console.print(table)
 
 
-def print_times(times: TimeComparison, console: Console, basis: str = "", *, full: bool = True) -> None:
+def _print_times(times: TimeComparison, console: Console) -> None:
     """Print step times side by side, the step first, then its phases, and what the intervals rest on."""
-    console.print(times.verdict, style="bold")
     if times.rows:
-        step, (one, other) = times.rows[0], times.names
-        rates = (f"{number(1e3 / ms)} steps/s" for ms in (step.first_ms, step.second_ms))
-        console.print(
-            "  " + ", ".join(f"{name} {rate}" for name, rate in zip((one, other), rates, strict=True))
-        )
-        _print_rows(times, console, "median time", full=full)
-        console.print(f"  {basis or times.basis}", style="dim")
+        _print_rows(times, console, "median time")
+        Page().sentence(f"  {times.basis}")
 
 
 def _print_steps(all_times: Sequence[TimeComparison], console: Console) -> None:
@@ -116,18 +100,14 @@ def _print_steps(all_times: Sequence[TimeComparison], console: Console) -> None:
         console.print(f"  {variation}", style="dim")
 
 
-def _print_rows(times: TimeComparison, console: Console, title: str, *, full: bool) -> None:
+def _print_rows(times: TimeComparison, console: Console, title: str) -> None:
     for trouble in times.trouble:
         console.print(f"  {trouble}")
     one, other = times.names
     table = make_table(title, f"{one} ms", f"{other} ms", f"{other}÷{one}", "interval", "", left=("",))
-    shown = [row for place, row in enumerate(times.rows) if full or row.found or not place]
-    for row in shown:
+    for row in times.rows:
         table.add_row(*_time_cells(row, times.rows[0]))
     console.print(table)
-    if len(shown) < len(times.rows):
-        hidden = count(len(times.rows) - len(shown), "undecided row")
-        console.print(f"  {hidden} hidden; --full prints all", style="dim")
 
 
 def _time_cells(row: TimeRow, step: TimeRow) -> tuple[str | Text, ...]:
@@ -142,39 +122,25 @@ def _milliseconds(ms: float, step: TimeRow) -> str:
     return f"{ms:.{3 if step.first_ms < 10 else 2}f}"
 
 
-def _print_findings(
-    found: Sequence[FindingRow], letters: Sequence[str], console: Console, *, full: bool
-) -> None:
+def _print_findings(found: Sequence[FindingRow], console: Console) -> None:
     console.print()
     if not found:
         console.print("No findings in any of the runs.")
         return
-    shared = [row for row in found if len(row.present) == len(letters)]
-    apart = [row for row in found if row not in shared]
-    shown = found if full else [row for row in apart if row.severity is not Severity.INFO][:SHOWN]
-    if shown:
-        table = make_table("only in", "severity", "finding", left=("severity",), folded=("finding",))
-        for row in shown:
-            table.add_row(_only_in(row), row.severity.value, visible(row.title))
-        console.print(table)
-    if not full:
-        rest = len(apart) - len(shown)
-        parts = [f"{count(len(shared), 'finding')} in all runs"] if shared else []
-        parts += [f"{rest:,} more in some"] if rest else []
-        if parts:
-            console.print(f"  {', '.join(parts)}; --full prints all", style="dim")
+    table = make_table("in", "severity", "finding", left=("severity",), folded=("finding",))
+    for row in found:
+        unknown = f" ({', '.join(row.unknown)} not checked)" if row.unknown else ""
+        table.add_row(f"{', '.join(row.present)}{unknown}", row.severity.value, visible(row.title))
+    console.print(table)
 
 
-def _only_in(row: FindingRow) -> str:
-    unknown = f" ({', '.join(row.unknown)} not checked)" if row.unknown else ""
-    return f"{', '.join(row.present)}{unknown}"
-
-
-def print_ab_test(result: ABTest, console: Console) -> None:
-    """Print the difference of two interleaved commands."""
-    for name, command in zip("AB", result.commands, strict=True):
-        console.print(f"{name}: {command}")
-    for remark in result.remarks:
-        console.print(f"  {remark}")
+def print_ab_test(result: ABTest, console: Console, *, full: bool = False) -> None:
+    """Print the difference of two interleaved commands, then at most ten lines or the phases as well."""
+    page = Page()
     basis = f"{100 * result.times.confidence:.0f} % intervals from {result.rounds} pairs of interleaved runs"
-    print_times(result.times, console, basis)
+    named = [f"{name}: {command}" for name, command in zip("AB", result.commands, strict=True)]
+    page.summary(result.times.verdict, [*named, *times_facts(result.times, basis), *result.remarks])
+    if full and result.times.rows:
+        _print_rows(result.times, console, "median time")
+    if not full:
+        page.more()

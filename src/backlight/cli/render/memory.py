@@ -1,15 +1,25 @@
-"""Memory in print: one line for the peak, tables by kind, module and tensor, or one JSON object."""
+"""Memory in print: what takes it and the facts behind it, tables by kind, module and tensor, or JSON."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from backlight.cli.console import Page, make_table, print_json
+from backlight.diagnose.memory.verdict import (
+    allocator,
+    facts,
+    fit,
+    flop,
+    logits,
+    operations,
+    verdict,
+    wrapped,
+)
 from backlight.terminal import make_console
-from backlight.text import scaled, size
+from backlight.text import size
 
 if TYPE_CHECKING:
-    from backlight.diagnose.memory.result import Fit, MeasuredMemory, PredictedMemory, Saving, StepMemory
+    from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory, Saving, StepMemory
 
 MAX_MODULES, MAX_TENSORS = 10, 8
 """Rows that are printed; --json has more."""
@@ -18,73 +28,65 @@ COLUMNS = {
     "parameters": "params",
     "gradients": "grads",
     "optimizer_state": "state",
-    "activations": "activations",
+    "activations": "activ.",
 }
 """Kinds that have a column in the table of modules."""
 
 
-def print_measured(result: MeasuredMemory, *, as_json: bool) -> None:
-    """Print a measurement."""
+def print_measured(result: MeasuredMemory, *, as_json: bool, full: bool = False) -> None:
+    """Print a measurement: what takes the memory, then at most ten lines or all tables."""
     if as_json:
         print_json(result.model_dump(mode="json"))
         return
     page = Page()
-    where = "" if result.device == "cpu" else f" on {result.device}"
-    page.say((f"{_headline(result)}{where}; {_parameters(result.parameters)}", "bold"))
-    _tables(page, result)
-    allocator = result.allocator
-    if allocator is None:
-        page.note("fragmentation: not measured, the memory is not that of a caching allocator")
-    else:
-        page.note(
-            f"allocator: {size(allocator.reserved_peak)} reserved at most, "
-            f"{size(allocator.allocated_peak)} in use "
-            f"({allocator.fragmentation:.0%} fragmented), {allocator.retries} retries",
-        )
-    steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
-    page.note(f"{steps} recorded after {result.warmup}, uncompiled: a compiled step may need less")
+    page.summary(verdict(result), () if full else facts(result))
+    if full:
+        _tables(page, result)
+        kept = allocator(result) or "not measured, the memory is not that of a caching allocator"
+        page.note(kept, "fragmentation")
+        steps = "1 step" if result.steps == 1 else f"{result.steps} steps"
+        page.note(f"{steps} recorded after {result.warmup}, uncompiled: a compiled step may need less")
     for text in result.trouble:
         page.note(text)
-    _not_included(page, result)
+    _end(page, result, full=full)
     if result.exit_code:
         page.note(f"the script ended with exit code {result.exit_code}")
 
 
-def print_predicted(result: PredictedMemory, *, wanted: bool, as_json: bool) -> None:
+def print_predicted(result: PredictedMemory, *, wanted: bool, as_json: bool, full: bool = False) -> None:
     """Print a prediction; ``wanted``: the effect of checkpointing was requested."""
     if as_json:
         print_json(result.model_dump(mode="json"))
         return
     page = Page()
-    bound = ", a lower bound" if result.too_low else ""
-    page.say((f"predicted{bound}: {_headline(result)}; {_parameters(result.parameters)}", "bold"))
+    page.summary(verdict(result), () if full else facts(result))
     for text in result.too_low:
         page.note(text, "lower bound")
-    _tables(page, result)
-    flops = result.flops
-    if flops.step:
-        recomputed = f", of which {_flops(flops.recomputed)} recomputed" if flops.recomputed else ""
-        page.say(
-            ("operations: ", "dim"),
-            f"{_flops(flops.forward)} forward, {_flops(flops.backward)} backward{recomputed}",
+    if full:
+        _tables(page, result)
+        if flops := operations(result):
+            page.note(flops, "operations")
+        if result.checkpointing:
+            _savings(result.checkpointing)
+        if result.fit is not None:
+            page.note(f"{fit(result.fit)}; both predicted", "largest batch")
+        page.note(
+            f"on a GPU also: {_range(result.context_bytes)} context; with NCCL "
+            f"{_range(result.communication_bytes)}; with DDP up to "
+            f"{size(result.ddp_bucket_bytes[1])} buckets (0 as views of gradients)",
         )
-    if result.checkpointing:
-        _savings(result.checkpointing)
-    elif wanted:
+    if wanted and not result.checkpointing:
         page.note("checkpointing: this model has no sibling blocks of one structure")
-    if result.fit is not None:
-        _fit(page, result.fit)
-    page.note(
-        f"on a GPU also: {_range(result.context_bytes)} context; with NCCL "
-        f"{_range(result.communication_bytes)}; with DDP up to "
-        f"{size(result.ddp_bucket_bytes[1])} buckets (0 as views of gradients)",
-    )
     if result.built == "real":
         page.note("the model had to be built with all its memory: its constructor works on no other device")
-    _not_included(page, result)
+    _end(page, result, full=full)
 
 
-def _not_included(page: Page, result: StepMemory) -> None:
+def _end(page: Page, result: StepMemory, *, full: bool) -> None:
+    if not full:
+        page.note("context, compiled code and memory outside of torch's tensors", "not included")
+        page.more()
+        return
     if result.workspaces:
         calls = ", ".join(f"{count} x {name}" for name, count in result.workspaces.items())
         page.note(f"plus kernel workspaces, not predictable: {calls}")
@@ -92,14 +94,7 @@ def _not_included(page: Page, result: StepMemory) -> None:
         page.note(f"not included: {text}")
 
 
-def _headline(result: StepMemory) -> str:
-    kinds = sorted(result.kinds.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{kind.replace('_', ' ')} {size(nbytes)}" for kind, nbytes in kinds[:4] if nbytes)
-    peak, between = size(result.peak), size(result.between_steps)
-    return f"peak {peak} in {result.phase_at_peak}: {parts}; between steps {between}"
-
-
-def _tables(page: Page, result: StepMemory) -> None:
+def _tables(page: Page, result: MeasuredMemory | PredictedMemory) -> None:
     table = make_table("kind", "at the peak", "share")
     for kind, nbytes in result.kinds.items():
         table.add_row(kind.replace("_", " "), size(nbytes), f"{nbytes / result.peak:.1%}")
@@ -108,7 +103,7 @@ def _tables(page: Page, result: StepMemory) -> None:
     for phase, nbytes in result.phases.items():
         highest.add_row(phase, size(nbytes))
     make_console().print(highest)
-    modules = make_table("module at the peak", "own", "inclusive", *COLUMNS.values())
+    modules = make_table("module at the peak", "self", "total", *COLUMNS.values())
     for module in result.modules[:MAX_MODULES]:
         kinds = {kind.value: nbytes for kind, nbytes in module.kinds.items()}
         modules.add_row(
@@ -120,7 +115,7 @@ def _tables(page: Page, result: StepMemory) -> None:
     make_console().print(modules)
     if len(result.modules) > MAX_MODULES:
         page.note(f"{len(result.modules) - MAX_MODULES} more modules in --json")
-    tensors = make_table("live at the peak", "bytes", "kind", "of", folded=("kind", "of"))
+    tensors = make_table("live at the peak", "bytes", "kind", "of", left=("kind",), named=("of",))
     for tensor in result.largest[:MAX_TENSORS]:
         times = f"{tensor.count} x " if tensor.count > 1 else ""
         tensors.add_row(
@@ -130,51 +125,20 @@ def _tables(page: Page, result: StepMemory) -> None:
             " ".join(part for part in (tensor.module, tensor.operation.removeprefix("aten.")) if part),
         )
     make_console().print(tensors)
-    logits = result.logits
-    if logits is not None:
-        page.say(
-            ("logits: ", "dim"),
-            f"{list(logits.shape)} {logits.dtype} take {size(logits.bytes)}, with {logits.copies} copies of "
-            f"their size at most {size(logits.live_at_most)}; elements x (bytes + 4) is "
-            f"{size(logits.formula)}",
-        )
+    found = result.logits
+    if found is not None:
+        page.note(f"{logits(result)}; elements x (bytes + 4) is {size(found.formula)}", "logits")
 
 
 def _savings(savings: tuple[Saving, ...]) -> None:
-    table = make_table("checkpointing", "peak", "saves", "recomputes", "share of the step")
+    table = make_table("checkpointing", "peak", "saves", "recomputes", "of the step")
     for saving in savings:
-        count = len(saving.wrapped)
-        group = f"all {count} {saving.type} of {saving.parent or 'the model'}"
-        what = saving.wrapped[0] if count == 1 else group
         table.add_row(
-            what, size(saving.peak), size(saving.saved),
-            _flops(saving.recomputed_flops), f"{saving.share_of_step:.1%}",
+            wrapped(saving), size(saving.peak), size(saving.saved),
+            flop(saving.recomputed_flops), f"{saving.share_of_step:.1%}",
         )  # fmt: skip
     make_console().print(table)
 
 
-def _fit(page: Page, fit: Fit) -> None:
-    end = (
-        f"{fit.setting}={fit.above} takes {size(fit.peak_above)}"
-        if fit.above is not None and fit.peak_above is not None
-        else "the search ended there"
-    )
-    page.say(
-        (f"largest {fit.setting} within {size(fit.budget)}: {fit.batch}", "bold"),
-        f" ({size(fit.peak)}; {end}; both predicted)",
-    )
-
-
 def _range(pair: tuple[int, int]) -> str:
     return f"{size(pair[0])} to {size(pair[1])}"
-
-
-def _parameters(count: int) -> str:
-    for unit, factor in ((" B", 1e9), (" M", 1e6), ("k", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g}{unit} parameters"
-    return f"{count} parameters"
-
-
-def _flops(count: float) -> str:
-    return scaled(count, "FLOP")

@@ -30,22 +30,22 @@ SMALL = 0.01
 def show(result: ProfileResult, findings: Sequence[Finding] = (), *, full: bool = False) -> None:
     """Print what limits the step, then at most ten lines or all tables with the findings in full."""
     page = Page()
-    page.say((verdict(result), "bold"))
+    page.sentence((verdict(result), "bold"))
     if result.rank == 0:
         if full:
             _tables(result)
         for control in result.controls:
-            page.say((control.text, "bold" if control.outcome == "confirmed" else ""))
+            page.sentence((control.text, "bold" if control.outcome == "confirmed" else ""))
         claims = [f"{finding.severity}: {finding.title}" for finding in findings]
         for line in [] if full else [*claims, *facts(result)][:FACTS]:
-            page.say(f"  {line}")
+            page.sentence(f"  {line}", indent=4)
         for finding in findings if full else ():
-            page.say((f"{finding.severity}: ", "bold"), finding.title)
+            page.sentence((f"{finding.severity}: ", "bold"), finding.title)
             page.note(finding.fix, "  fix")
-            page.say(("  refuted if ", "dim"), finding.refuted_if)
+            page.sentence(("  refuted if ", "dim"), finding.refuted_if)
     _notes(result, page, full=full)
     if not full and result.rank == 0:
-        page.say(("Tables: --full. All rows: --json", "dim"))
+        page.more()
 
 
 def _tables(result: ProfileResult) -> None:
@@ -99,7 +99,7 @@ def _phases(result: ProfileResult) -> None:
 
 
 def _lines(result: ProfileResult) -> None:
-    table = make_table("line", "phase", "samples", "ms", "of phase", folded=("phase",))
+    table = make_table("line", "phase", "samples", "ms", "of phase", left=("phase",))
     for row in (result.lines or ())[:MODULES]:
         table.add_row(
             line_name(row), row.phase.replace("_", " "), str(row.samples), f"{row.ms:.2f}", percent(row.share)
@@ -137,7 +137,7 @@ def _add_rest(table: Table, more: int) -> None:
 def _operators(result: ProfileResult) -> None:
     device = result.device is not None
     table = make_table(
-        "operator", "phase", "calls", "device ms" if device else "self ms", "of phase", folded=("phase",)
+        "operator", "phase", "calls", "device ms" if device else "self ms", "of phase", left=("phase",)
     )
     for phase in result.traced_phases or ():
         rows = [row for row in result.operators or () if row.phase == phase and row.share >= SMALL]
@@ -161,7 +161,7 @@ def _kinds(result: ProfileResult) -> None:
 def _copies(result: ProfileResult) -> None:
     device = result.device is not None
     table = make_table(
-        "copy", "layout", "calls", "elements", "ms", "of step", "line", folded=("layout", "line")
+        "copy", "layout", "calls", "elements", "ms", "of step", "line", left=("layout",), named=("line",)
     )
     for row in (result.copies or ())[:LINES]:
         if row.share < SMALL:
@@ -178,10 +178,11 @@ def _copies(result: ProfileResult) -> None:
 
 
 def _optimizations(result: ProfileResult) -> None:
-    table = make_table("optimization", "", "observed", folded=("", "observed"))
+    page = Page()
     for row in result.optimizations:
-        table.add_row(row.name, row.state, row.detail)
-    _print(table)
+        page.sentence((f"{row.name}: ", "dim"), f"{row.state}, {row.detail}")
+    if result.optimizations:
+        page.say("")
 
 
 def _print(table: Table) -> None:

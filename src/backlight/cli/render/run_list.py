@@ -55,7 +55,7 @@ def _table(runs: Sequence[ListedRun], left_out: Sequence[str]) -> Table:
             f"{run.steps:,}", "-" if run.loss is None else number(run.loss), _findings(run),
         )  # fmt: skip
         shown = (cell for name, cell in zip(names, cells, strict=True) if name not in left_out)
-        table.add_row(visible(run.path.name), *shown)
+        table.add_row(Text(visible(run.path.name)), *shown)  # whole, to be copied
     return table
 
 

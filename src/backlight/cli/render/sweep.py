@@ -1,26 +1,94 @@
-"""A sweep over sizes in print: a table of sizes, exponents with intervals."""
+"""A sweep over sizes in print: what grows fastest, or tables of sizes and of exponents with intervals."""
 
 from __future__ import annotations
 
 from rich.console import Console
 
-from backlight.cli.console import make_table
+from backlight.cli.console import FACTS, Page, make_table
+from backlight.diagnose.scaling.power_law import Exponent
 from backlight.diagnose.scaling.sweep import DONE, Point, Scaling
 from backlight.terminal import make_console
-from backlight.text import scaled, size
+from backlight.text import count, percent, scaled, size
+
+PHASES = 4
+"""Phases that a table has next to the settings."""
 
 UNITS = {"step_ms": "step", "memory": "memory", "flops": "operations", "parameters": "parameters"}
 
 
-def show(found: Scaling, console: Console | None = None) -> None:
-    """Print a sweep."""
+def show(found: Scaling, console: Console | None = None, *, full: bool = False) -> None:
+    """Print what grows fastest, then at most ten lines, or all sizes with their phases."""
     console = console or make_console()
+    page = Page()
+    page.summary(verdict(found), () if full else facts(found))
+    if not full:
+        page.more()
+        return
     swept = list(found.points[0].settings)
     phases = list(dict.fromkeys(phase for point in found.points for phase in point.phases))
     columns = ["parameters"]
-    columns += ["memory", "operations"] if found.fake else ["step ms", *(p.replace("_", " ") for p in phases)]
-    if not found.fake and any(point.memory for point in found.points):
-        columns.append("memory")
+    columns += ["memory", "operations"] if found.fake else ["step ms", "memory"]
+    if not found.fake and not any(point.memory for point in found.points):
+        columns.remove("memory")
+    _print_points(found, swept, columns, phases, console)
+    for start in range(0, len(phases), PHASES):
+        part = [phase.replace("_", " ") for phase in phases[start : start + PHASES]]
+        _print_points(found, swept, part, phases, console)
+    for point in found.points:
+        if point.message:
+            page.sentence(f"  {_where(point)}: {point.message}")
+    _print_laws(found, console)
+    for note in found.notes:
+        page.sentence(f"  {note}")
+
+
+def verdict(found: Scaling) -> str:
+    """Return how the step, or its predicted memory, grows, in one line."""
+    main = "memory" if found.fake else "step_ms"
+    law = next((law for law in found.laws if law.quantity == main), None)
+    if law is None:
+        done = sum(point.status in DONE for point in found.points)
+        why = next(iter(found.notes), "see --json")
+        return f"no growth fitted: {count(done, 'size')} of {len(found.points)} ran; {why}"
+    fastest = max(law.exponents, key=lambda one: one.value)
+    pace = ", faster than linear" if fastest.faster_than_linear else ""
+    how = "grows fastest with" if len(law.exponents) > 1 else "grows with"
+    return f"{_name(main)} {how} {fastest.setting}: {_power(fastest)}{pace}"
+
+
+def facts(found: Scaling) -> list[str]:
+    """Return the lines behind the verdict."""
+    shown = "memory" if found.fake else "step_ms"
+    done = [point for point in found.points if point.status in DONE]
+    ends = [done[0], done[-1]] if len(done) > 1 else done
+    lines = ["; ".join(f"{_where(point)}: {_value(shown, getattr(point, shown))}" for point in ends)]
+    lines += [
+        f"{_where(point)}: {point.status}{': ' * bool(point.message)}{point.message}"
+        for point in found.points
+        if point.status not in DONE
+    ][:2]
+    lines += [f"expected {_name(name)}: {_value(name, value)}" for name, value in found.expected.items()][:3]
+    main = sorted(found.laws, key=lambda law: law.quantity.startswith("phase"))
+    lines += [
+        f"{_name(law.quantity)}: {', '.join(f'{one.setting} {_power(one)}' for one in law.exponents)}; "
+        f"misfit {percent(law.misfit)}"
+        for law in main
+    ][: FACTS - len(lines) - bool(found.notes)]
+    lines += list(found.notes[:1])
+    return [line for line in lines if line]
+
+
+def _power(one: Exponent) -> str:
+    return f"power {one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
+
+
+def _where(point: Point) -> str:
+    return ", ".join(f"{name}={value}" for name, value in point.settings.items())
+
+
+def _print_points(
+    found: Scaling, swept: list[str], columns: list[str], phases: list[str], console: Console
+) -> None:
     table = make_table(*swept, *columns)
     for point in found.points:
         cells = [str(point.settings[name]) for name in swept]
@@ -30,13 +98,6 @@ def show(found: Scaling, console: Console | None = None) -> None:
             cells += [point.status, *[""] * (len(columns) - 1)]
         table.add_row(*cells)
     console.print(table)
-    for point in found.points:
-        if point.message:
-            where = ", ".join(f"{name}={value}" for name, value in point.settings.items())
-            console.print(f"  {where}: {point.message}")
-    _print_laws(found, console)
-    for note in found.notes:
-        console.print(f"  {note}")
 
 
 def _print_laws(found: Scaling, console: Console) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from backlight.cli.console import make_table
 from backlight.cli.render.trace_details import detail_tables, ms
 from backlight.terminal import make_console
 from backlight.text import listed
 from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
-from backlight.trace.classification import short
+from backlight.trace.classification import apart, short
 from backlight.trace.operators import Row
 from backlight.trace.ranks import Ranks, stragglers
 from backlight.trace.utilization import Idle
@@ -170,21 +171,21 @@ def _rows(
 
 
 def _kernels(rows: Sequence[Row], top: int) -> Table:
-    table = make_table("kernel", "kind", "calls", "ms", "of device", "min us", "max us", "sigma us")
+    table = make_table("kernel", "calls", "ms", "of device", "min us", "max us", "sigma")
+    names = apart(row.name for row in rows)
     for row in rows[:top]:
         spread = (f"{value / 1e3:,.1f}" for value in (row.shortest, row.longest, row.deviation))
-        cells = (row.kind, f"{row.calls:,}", ms(row.device), f"{row.share:.1%}", *spread)
-        table.add_row(short(row.name), *cells)
+        table.add_row(names[row.name], f"{row.calls:,}", ms(row.device), f"{row.share:.1%}", *spread)
     if len(rows) > top:
         rest = sum(row.share for row in rows[top:])
-        table.add_row(f"... {len(rows) - top} more", *[""] * 3, f"{rest:.1%}", *[""] * 3)
+        table.add_row(Text(f"... {len(rows) - top} more"), "", "", f"{rest:.1%}", "", "", "")
     return table
 
 
 def _add_rest(table: Table, rows: Sequence[Row], top: int, between: int) -> None:
     if len(rows) > top:
         rest = sum(row.share for row in rows[top:])
-        table.add_row(f"... {len(rows) - top} more", *[""] * between, f"{rest:.1%}")
+        table.add_row(Text(f"... {len(rows) - top} more"), *[""] * between, f"{rest:.1%}")
 
 
 def _transfers(one: RankAnalysis, top: int) -> Table:
@@ -198,7 +199,7 @@ def _transfers(one: RankAnalysis, top: int) -> Table:
 def _copies(one: RankAnalysis, top: int) -> Table:
     device = bool(one.device_total)
     where = "device ms" if device else "host ms"
-    table = make_table("aten::copy_", "layout", "calls", "elements", where, "share", "line")
+    table = make_table("aten::copy_", "layout", "calls", "elements", where, "share", "line", named=("line",))
     layouts = {None: "-", True: "same", False: "differs"}
     for row in one.copies[:top]:
         types = f"{row.source} -> {row.target}" if row.source else "types not recorded"

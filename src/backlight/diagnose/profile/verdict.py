@@ -62,7 +62,7 @@ def facts(result: ProfileResult) -> list[str]:
         "optimizers, ms": ", ".join(f"{one.type} {one.median_ms:.2f}" for one in result.optimizers),
         "device": result.device.statement if result.device is not None else "",
         "kinds of operation": _shares([(row.name, row.share) for row in result.kinds or ()]),
-        "modules, own ms": _modules(result),
+        "modules, self ms": _modules(result),
         "copies": "".join(
             f"{row.line or 'line not recorded'}, {percent(row.share)} of a step" for row in copies
         ),

@@ -152,7 +152,7 @@ def memory_modules(source: Source) -> Drawn | NotMeasured:
         if module["own"]
     ]
     by_kind = [(kind.replace("_", " ").capitalize(), f"of {kind}", _size) for kind in kinds]
-    columns = (("Module", "name", text), ("Own", "own", _size), ("Inclusive", "inclusive", _size), *by_kind)
+    columns = (("Module", "name", text), ("Self", "own", _size), ("Total", "inclusive", _size), *by_kind)
     remarks = [f"{len(rows) - ROWS:,} more modules hold less."] if len(rows) > ROWS else []
     return figures([table("", rows[:ROWS], *columns)], remarks)
 

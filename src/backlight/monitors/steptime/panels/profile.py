@@ -92,11 +92,11 @@ def lines(source: Source) -> Drawn | NotMeasured:
     title="Time by module",
     order=53,
     series=("profile/modules",),
-    note="Host milliseconds of a traced step, forward and backward; own time is without the modules inside.",
+    note="Host milliseconds of a traced step, forward and backward; self time is without the modules inside.",
     monitor="steptime",
 )
 def modules(source: Source) -> Drawn | NotMeasured:
-    """List the modules, those with the most time of their own first."""
+    """List the modules, those with the most self time first."""
     profile = read_profile(source.run)
     if profile is None:
         return NONE
@@ -106,8 +106,8 @@ def modules(source: Source) -> Drawn | NotMeasured:
     rows.sort(key=lambda r: -(r.get("forward_exclusive_ms", 0) + r.get("backward_exclusive_ms", 0)))
     listed = table(
         "", rows, ("Module", "name", text), ("Calls", "calls", count), ("Forward", "forward_ms", ms),
-        ("own", "forward_exclusive_ms", ms), ("Backward", "backward_ms", ms),
-        ("own", "backward_exclusive_ms", ms), ("Recomputed", "recomputed_ms", ms),
+        ("self", "forward_exclusive_ms", ms), ("Backward", "backward_ms", ms),
+        ("self", "backward_exclusive_ms", ms), ("Recomputed", "recomputed_ms", ms),
     )  # fmt: skip
     missing = profile.content.get("backward_unattributed_ms")
     remark = f"{ms(missing)} ms of backward belong to no module: the loss, sums of gradients."

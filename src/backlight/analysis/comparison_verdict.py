@@ -1,0 +1,95 @@
+"""What differs between runs, in one line, and the facts behind it in at most ten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from backlight.analysis.compare import Comparison, FindingRow
+from backlight.analysis.side_by_side import Row
+from backlight.monitors.steptime.model.step_comparison import TimeComparison
+from backlight.records import Severity
+from backlight.text import count, duration, listed, number
+
+RUNS, SHOWN = 3, 3
+"""Runs, and parts of another fact, that are listed."""
+
+
+def verdict(comparison: Comparison) -> str:
+    """Return which run is faster, or what stands before that question, in one line."""
+    tested = [times for times in comparison.times if times.rows]
+    if not tested:
+        return comparison.headline
+    if len(comparison.times) == 1:
+        return tested[0].verdict
+    found = [f"{times.names[1]} is {times.rows[0].verdict}" for times in tested if times.rows[0].found]
+    rest = len(tested) - len(found)
+    undecided = [f"{count(rest, 'run')} undecided"] if rest else []
+    return f"Step time against A: {listed([*found, *undecided], RUNS)}."
+
+
+def facts(comparison: Comparison) -> list[str]:
+    """Return the lines behind the verdict."""
+    headline = [] if verdict(comparison) == comparison.headline else [comparison.headline]
+    lines = [*_runs(comparison), *headline]
+    if len(comparison.times) == 1:
+        lines += times_facts(comparison.times[0])
+    else:
+        tested = [times for times in comparison.times if times.rows]
+        lines += [f"{t.names[1]}÷A is {t.rows[0].text}: {t.rows[0].verdict}" for t in tested[: RUNS - 1]]
+        lines += dict.fromkeys(times.variation_text for times in tested[:1])
+    lines += comparison.notes[:2]
+    lines += _listed("configuration", [f"{d.name} {_slashed(d.values)}" for d in comparison.differences])
+    lines += _findings(comparison)
+    lines += _series("series", comparison.rows)
+    lines += _series("parameters that differ most", comparison.parameters)
+    return lines
+
+
+def times_facts(times: TimeComparison, basis: str = "") -> list[str]:
+    """Return what a comparison of step times rests on, and the phases that differ."""
+    if not times.rows:
+        return []
+    phases = [f"{row.name.replace('_', ' ')} {row.text}" for row in times.rows[1:] if row.found]
+    step = times.rows[0]
+    rates = (number(1e3 / ms) for ms in (step.first_ms, step.second_ms))
+    rate = ", ".join(f"{name} {rate}" for name, rate in zip(times.names, rates, strict=True))
+    which = f"; phases that differ: {listed(phases, SHOWN)}" if phases else "; no phase is known to differ"
+    return [f"steps/s: {rate}{which}", *times.trouble[:1], basis or times.basis]
+
+
+def _runs(comparison: Comparison) -> Iterator[str]:
+    for side in comparison.runs[:RUNS]:
+        took = "" if side.seconds is None else f", took {duration(side.seconds)}"
+        yield f"{side.letter} {side.path}: {side.status}, {count(side.steps, 'step')}{took}"
+    if len(comparison.runs) > RUNS:
+        yield f"and {count(len(comparison.runs) - RUNS, 'more run')}"
+
+
+def _series(title: str, rows: tuple[Row, ...]) -> Iterator[str]:
+    yield from _listed(title, [f"{row.name} {_slashed(row.texts)}" for row in rows if not row.is_equal])
+
+
+def _listed(title: str, items: list[str]) -> Iterator[str]:
+    if items:
+        yield f"{title}: {listed(items, SHOWN)}"
+
+
+def _slashed(values: tuple[str, ...]) -> str:
+    return " / ".join(values[:RUNS])
+
+
+def _findings(comparison: Comparison) -> Iterator[str]:
+    apart = [row for row in comparison.findings if len(row.present) < len(comparison.runs)]
+    serious = [row for row in apart if row.severity is not Severity.INFO][:1]
+    for row in serious:
+        yield f"only in {_only_in(row)}: {row.severity.value}: {row.title}"
+    rest, shared = len(apart) - len(serious), len(comparison.findings) - len(apart)
+    parts = [f"{shared} in all runs"] if shared else []
+    parts += [f"{rest}{' more' if serious else ''} in some"] if rest else []
+    if parts or not comparison.findings:
+        yield f"findings: {', '.join(parts) or 'none in any of the runs'}"
+
+
+def _only_in(row: FindingRow) -> str:
+    unknown = f" ({', '.join(row.unknown)} not checked)" if row.unknown else ""
+    return f"{', '.join(row.present)}{unknown}"
