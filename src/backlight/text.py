@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 
@@ -137,7 +137,10 @@ def told_apart(names: Sequence[str], width: int) -> dict[str, str]:
 
     columns = zip(*(name for name in names if len(name) > width), strict=False)
     start = max(0, sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, columns)) - 4)
-    cuts = [partial(once, tail=width * 2 // 3), partial(_shortened_parts, width=width)]
+    cuts: list[Callable[[str], str]] = [
+        partial(once, tail=width * 2 // 3),
+        partial(_shortened_parts, width=width),
+    ]
     cuts += [where_they_differ, *(partial(once, tail=tail) for tail in (max(0, width - 4), width // 4, 0))]
     best: dict[str, str] = {}
     for cut in cuts:
