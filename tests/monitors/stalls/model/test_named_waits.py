@@ -99,6 +99,7 @@ def test_file_lock_of_a_cache(start: Start, tmp_path: Path) -> None:
 def test_prompt(code: str, part: str, words: str, start: Start) -> None:
     process = start(code)
     wait_until_in(process, part)
+    wait_until_idle(process.pid)
     found = diagnosed(process)
     assert (found.kind, words in found.claim) == (DiagnosisKind.BLOCKED, True), found.claim
 

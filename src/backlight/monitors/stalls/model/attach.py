@@ -141,7 +141,9 @@ def _diagnose_unwatched(
     kind, confidence, refuted_if = DiagnosisKind.UNKNOWN, LOW, "a longer observation decides"
     if not threads:
         words = "no stacks could be taken"
-    elif len(frames) < 3 or any(f != frame for f in frames):
+    elif len(frames) < 3:
+        words = f"too few stacks could be taken to see whether it moves{at}"
+    elif any(f != frame for f in frames):
         words = f"its stack changes between samples, so it moves; in {phase} now{at}"
         confidence, refuted_if = MEDIUM, "no step has ended after a while"
     elif starved:
