@@ -17,7 +17,7 @@ FAKED = [
     ("huggingface", "transformers", "4.50", r"'backlight\[huggingface\]'"),
     ("accelerate", "accelerate", "1.2", r"'backlight\[huggingface\]'"),
     ("torchtitan", "torchtitan", "0.3", "torchtitan"),
-    ("ray", "ray", "2.51", r"'backlight\[ray\]'"),
+    ("ray", "ray", "2.60", r"'backlight\[ray\]'"),
 ]
 
 

@@ -43,7 +43,7 @@ OLDEST_RELEASES = {
     "transformers": "4.50",
     "accelerate": "1.2",
     "torchtitan": "0.3",
-    "ray": "2.51",
+    "ray": "2.60",
     "deepspeed": "0.19",
 }
 """Oldest release that each integration takes, by distribution; pyproject.toml states the same."""

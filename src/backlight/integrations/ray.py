@@ -28,7 +28,7 @@ VERSION = require("ray", "ray")
 import ray  # noqa: E402 - only once it is known to be recent enough
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
-try:  # before 2.51, Ray Train has another implementation unless RAY_TRAIN_V2_ENABLED=1
+try:  # not where RAY_TRAIN_V2_ENABLED=0 keeps the earlier implementation
     from ray.train import WorkerGroupError
     from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 except ImportError as error:
