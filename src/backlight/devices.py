@@ -94,14 +94,18 @@ def synchronize(reason: str, device: str | torch.device | None = None) -> None:
 
 
 def memory() -> DeviceMemory | None:
-    """Return the memory of the current device, None where there is none or nothing was allocated."""
+    """Return the memory of the current device; None where there is none, unused, or of an unknown size."""
     stats = allocator_statistics()
     if not stats.get("allocated_bytes.all.allocated"):
+        return None
+    try:
+        _, capacity = _memory_info(None)
+    except AttributeError:  # a back-end of torch 2.9 that does not tell its size
         return None
     return DeviceMemory(
         peak_allocated=int(stats.get("allocated_bytes.all.peak", 0)),
         peak_reserved=int(stats.get("reserved_bytes.all.peak", 0)),
-        capacity=capacity(),
+        capacity=capacity,
         retries=int(stats.get("num_alloc_retries", 0)),
     )
 
@@ -117,11 +121,6 @@ def allocator_statistics(device: torch.device | None = None) -> dict[str, Any]:
         return dict(torch.accelerator.memory_stats(device))
     except RuntimeError:  # an allocator that counts nothing, as that of MPS
         return {}
-
-
-def capacity() -> int:
-    """Return the bytes of memory of the current device."""
-    return _memory_info(None)[1]
 
 
 def peak_allocated(device: torch.device | None = None) -> int:

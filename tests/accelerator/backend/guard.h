@@ -67,8 +67,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     device(index).wait();
     device(index).failure.raise();
   }
-  // No `override`: torch 2.9 has no such function.
-  bool isStreamCapturing(const c10::Stream& stream) const {
+  bool isStreamCapturing(const c10::Stream& stream) const override {
     return queue_of(stream).capturing;
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {

@@ -132,8 +132,7 @@ class CachingAllocator final : public c10::DeviceAllocator {
   void resetPeakStats(c10::DeviceIndex index) override {
     reset(index, [](c10::CachingAllocator::Stat& one) { one.reset_peak(); });
   }
-  // No `override`: torch 2.9 has no such function.
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto reserved = statistics_.at(index).reserved_bytes[0].current;
     return {CAPACITY_BYTES - reserved, CAPACITY_BYTES};

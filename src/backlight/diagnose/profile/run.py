@@ -243,8 +243,9 @@ def _device_phases(observed: Observed, warmup: int) -> dict[str, float] | None:
 
 
 def _peak_memory() -> PeakMemory:
-    if devices.is_available():
-        return PeakMemory(devices.peak_allocated(), devices.capacity(), "device")
+    device = devices.memory()
+    if device is not None:
+        return PeakMemory(device.peak_allocated, device.capacity, "device")
     # Kilobytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
