@@ -21,7 +21,7 @@ import msgspec
 from backlight import untrusted_files
 from backlight.trace.events import Events, TraceError
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2 * 2**20
 """Text that is decoded at once."""
 
 MAX_FILE_BYTES = 1024**4

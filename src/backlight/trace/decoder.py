@@ -183,19 +183,21 @@ def nanoseconds(texts: list[msgspec.Raw], missing: int) -> Integers:
 
     They are exact, or rounded to a nanosecond; an empty text becomes ``missing``.
     """
-    joined = b" ".join([*texts, b""])
+    if not texts:
+        return np.empty(0, np.int64)
+    joined = b" ".join(texts) + b" "
     letters = np.frombuffer(joined, np.uint8)
-    ends, dots = np.flatnonzero(letters == ord(" ")), np.flatnonzero(letters == ord("."))
-    at = np.searchsorted(ends, dots)
+    marks = np.flatnonzero(letters < ord("0"))
+    is_end, is_dot = (letters[marks] == ord(mark) for mark in " .")
+    ends, dots, at = marks[is_end], marks[is_dot], np.cumsum(is_end)[is_dot]
     decimals = np.zeros(len(ends), np.int64)
     decimals[at] = ends[at] - dots - 1
     figures = np.diff(ends, prepend=-1) - 1 - (decimals > 0)
     # Up to 18 figures of nanoseconds fit into 63 bits, and 19 where the first is at most 8.
-    first = letters[np.append(0, ends[:-1] + 1)] if len(texts) else letters
-    most = 18 + (first < ord("9")) - 3 + decimals
-    is_plain = (letters >= ord("0")) & (letters <= ord("9"))
+    most = 15 + decimals + (letters[np.append(0, ends[:-1] + 1)] < ord("9"))
     if (
-        is_plain.sum() + len(dots) + len(ends) != len(letters)
+        letters.max() > ord("9")
+        or len(ends) + len(dots) != len(marks)
         or len(ends) != len(texts)
         or (np.diff(at) == 0).any()
         or (decimals > 3).any()
