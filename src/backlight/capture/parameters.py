@@ -23,7 +23,7 @@ from backlight.records import Layout, ParameterRecord, Placement
 if TYPE_CHECKING:
     from torch import nn
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class ParameterTable:
@@ -179,7 +179,7 @@ def _record(
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of ``tensor`` that this process holds; the tensor itself where that is all."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     # A DTensor's own operators answer for the local part without saying so.
     part = getattr(tensor, "_local_tensor", None)
@@ -188,7 +188,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def settled(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the value of a scalar on this process; None where it takes a collective to compute it."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return tensor
     placements = getattr(tensor, "placements", None)
     if placements is None:

@@ -361,7 +361,8 @@ class StepTracker(Listener):
         if not self._recording:
             return
         self._refresh()
-        parameters = [t for t in tensors if self._scope.knows(t)]
+        rows = self._scope.table.rows_of(tensors)
+        parameters = [t for t, row in zip(tensors, rows, strict=True) if row is not None]
         if not parameters:
             # Gradients, or parameters of an optimizer that has not stepped since watching began.
             HUB.optimizers.use_holders(tensors)

@@ -16,7 +16,7 @@ import torch
 
 from backlight import clock
 from backlight.capture.hub import HUB
-from backlight.capture.parameters import local
+from backlight.capture.parameters import PLAIN, local
 from backlight.capture.steps import StepSink, StepSummary
 from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
@@ -314,13 +314,15 @@ class StepRecorder(StepSink):
         found, moved = Gradients([], [], [], scale, table), False
         for parameter, row in zip(parameters, table.rows_of(parameters), strict=True):
             if row is not None:
-                gradient = parameter.grad
-                part = None if gradient is None else local(gradient)
+                gradient = part = parameter.grad
+                # Most gradients are whole, and are recognised here without a call.
+                if gradient is not None and type(gradient) not in PLAIN:
+                    part = local(gradient)
+                    if part is not gradient:
+                        moved = table.place_gradient(row, gradient) or moved
                 found.rows.append(row)
                 found.parameters.append(parameter)
                 found.tensors.append(part)
-                if gradient is not None and part is not gradient:
-                    moved = table.place_gradient(row, gradient) or moved
         if moved:
             self._current().parameters = table.records
             self._report_partial()
