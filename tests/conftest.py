@@ -1,6 +1,7 @@
 """One torch thread per worker, a fixed seed before every test, and a small heap to search."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -40,7 +41,10 @@ def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """Call the command line in this process; return exit code, output and errors."""
+    from jsonschema import validate
+
     from backlight.cli.app import main
+    from backlight.cli.schemas import answers, schema_of
 
     monkeypatch.setenv("COLUMNS", "160")
 
@@ -48,7 +52,10 @@ def command(
         with pytest.raises(SystemExit) as leaving:
             main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
-        return int(leaving.value.code or 0), captured.out, captured.err
+        code = int(leaving.value.code or 0)
+        if "--json" in arguments and code < 2 and arguments[0] in answers():
+            validate(json.loads(captured.out), schema_of(str(arguments[0])))
+        return code, captured.out, captured.err
 
     return call
 

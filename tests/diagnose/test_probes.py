@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from jsonschema import validate
 from torch import Tensor, nn
 
+from backlight.cli.schemas import schema_of
 from backlight.diagnose.probes import one_batch
 from backlight.diagnose.probes.observer import ProbeObserver
 from backlight.diagnose.probes.result import Probe, ProbeResult
@@ -159,7 +161,9 @@ def test_command_prints_each_probe_and_fails_on_request(tmp_path: Path) -> None:
     assert "the script goes on" not in done.stdout
     done = run("--causal", "--fail-on", "any", "--json", "--steps", "9", "train.py")
     assert done.returncode == 0, done.stderr
-    assert [p["outcome"] for p in json.loads(done.stdout)["probes"]] == ["passed", "passed"]
+    answer = json.loads(done.stdout)
+    validate(answer, schema_of("check"))
+    assert [p["outcome"] for p in answer["probes"]] == ["passed", "passed"]
     assert "the script goes on" in done.stderr
 
 

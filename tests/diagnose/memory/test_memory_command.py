@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from jsonschema import validate
 
 from backlight.cli import app as application
 from backlight.cli.memory_prediction import FakeOptions, fake_options
+from backlight.cli.schemas import schema_of
 from backlight.diagnose.memory import measure
 from backlight.diagnose.memory.measure import read_allocator
 from backlight.diagnose.memory.result import AllocatorStatistics
@@ -52,6 +54,7 @@ def test_script_is_measured_and_stored(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
+    validate(answer, schema_of("memory"))
     held = (32 * 64 + 64 + 64 * 10 + 10) * 4
     assert answer["kinds"]["parameters"] == held
     # At the peak backward has come through the last layer. Adam counts steps in four bytes each.
@@ -104,7 +107,9 @@ def test_command_reads_recipe_once_without_a_gpu_and_prints_only_json(tmp_path: 
     (tmp_path / "recipe.py").write_text(f"{head}{future}{seen}{rest}", encoding="utf-8")
     command = [sys.executable, "-m", "backlight", "memory", "recipe.py", "--fake", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["how"] == "predicted"
+    answer = json.loads(done.stdout)
+    validate(answer, schema_of("memory"))
+    assert answer["how"] == "predicted"
     assert done.stderr.count("read with ''") == done.stderr.count("read with") == 1
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import validate
 
 import backlight
 from backlight.cli import app as application
+from backlight.cli.schemas import schema_of
 
 pytestmark = pytest.mark.alone  # the findings depend on shares of time
 
@@ -168,5 +170,6 @@ for _ in range(200):
 def test_alternating_optimizers_are_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ALTERNATING, encoding="utf-8")
     answer = json.loads(run_backlight(tmp_path, "profile", "--json", "--timed", "12", "train.py").stdout)
+    validate(answer, schema_of("profile"))
     assert any("they step alternately" in text for text in answer["not_measured"])
     assert {module["name"] for module in answer["modules"]} == {"Linear", "Linear#2"}

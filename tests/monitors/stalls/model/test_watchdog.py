@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonschema import validate
 
 import backlight
 from backlight import processes
 from backlight.cli.app import main
+from backlight.cli.schemas import schema_of
 from backlight.monitors.stalls import monitor
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.attach import attach
@@ -182,6 +184,7 @@ def test_attach_to_a_stopped_process(
     with pytest.raises(SystemExit):
         main(["attach", str(child.pid), "--json"])
     printed = json.loads(capsys.readouterr().out)
+    validate(printed, schema_of("attach"))
     assert printed["diagnosis"]["kind"] == "STOPPED"
     assert "the process was not started by backlight" in printed["unseen"][0]
 
