@@ -80,7 +80,7 @@ def test_package_init_files_are_empty() -> None:
 
 def test_every_module_imports() -> None:
     # tests/integrations imports the frameworks, which takes seconds.
-    frameworks = ("lightning", "huggingface", "accelerate", "torchtitan")
+    frameworks = ("lightning", "huggingface", "accelerate", "torchtitan", "deepspeed", "ray")
     left_out = {f"backlight.integrations.{name}" for name in frameworks}
     for module in pkgutil.walk_packages([str(SOURCE)], "backlight."):
         if not module.name.endswith("__main__") and module.name not in left_out:

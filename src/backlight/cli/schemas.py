@@ -99,7 +99,7 @@ class _Origin(_Ended):
 
 
 def answers() -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return, by command, the type of its answer and the types of what is printed beside its fields."""
+    """Return, by command, the type of its answer and the types of further printed fields."""
     from backlight.cli.doctor import Check
     from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory
     from backlight.diagnose.profile.result import ProfileResult
@@ -141,9 +141,9 @@ def schema_of(command: str) -> dict[str, Any]:
     """
     from pydantic import TypeAdapter
 
-    answer, beside = answers()[command]
+    answer, further = answers()[command]
     schema = TypeAdapter(answer).json_schema(mode="serialization")
-    for name, kind in beside.items():
+    for name, kind in further.items():
         more = TypeAdapter(kind).json_schema(mode="serialization")
         schema.setdefault("$defs", {}).update(more.pop("$defs", {}))
         parts = [schema] if "properties" in schema else _alternatives(schema)
