@@ -29,7 +29,9 @@ class Sink(StepSink):
         self.grads.append({})
         return True
 
-    def collect(self, parameters: Sequence[Tensor], scale: Tensor | float | None) -> None:
+    def collect(
+        self, parameters: Sequence[Tensor], scale: Tensor | float | None, summary: StepSummary
+    ) -> None:
         self.collections += 1
         if self.error is not None:
             raise self.error

@@ -91,8 +91,13 @@ class StepSink:
         """Return the first step after ``index``, which is not recorded, that has to be observed."""
         return index + 1
 
-    def collect(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None) -> None:
-        """Measure the gradients of ``parameters`` now; they are unchanged since backward."""
+    def collect(
+        self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, summary: StepSummary
+    ) -> None:
+        """Measure the gradients of ``parameters`` now; they are unchanged since backward.
+
+        ``summary`` is that of the step so far.
+        """
 
     def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
         """Parameters are about to be updated."""
@@ -498,4 +503,4 @@ class StepTracker(Listener):
                 self._summary.without_gradient.append(parameter)
             elif compares and self._versions.get(id(parameter), gradient._version) != gradient._version:
                 self._summary.changed_by_hand += 1
-        self._sink.collect(fresh, scale)
+        self._sink.collect(fresh, scale, self._summary)

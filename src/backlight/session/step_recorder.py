@@ -328,9 +328,13 @@ class StepRecorder(StepSink):
             self._report_partial()
         return found
 
-    def collect(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None) -> None:
+    def collect(
+        self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, summary: StepSummary
+    ) -> None:
         """Measure gradients as backward left them."""
         record = self._current()
+        # What the step has done so far, by which larger norms and losses are explained.
+        record.scalars["forwards"], record.scalars["addends"] = summary.forwards, summary.addends
         self._monitors.call("on_gradients_ready", self._gradients(parameters, scale), record)
         if not (HUB.backward_depth or self._has_gradients):
             self._has_gradients = any(p.grad is not None for p in parameters)
@@ -356,10 +360,11 @@ class StepRecorder(StepSink):
         scalars["time"] = clock.unix_time()
         scalars["backwards"] = summary.backwards
         scalars["backwards_seen"] = summary.backwards_seen
-        if summary.forwards:
-            scalars["forwards"] = summary.forwards
-        if summary.addends:
-            scalars["addends"] = summary.addends
+        for name, count in (("forwards", summary.forwards), ("addends", summary.addends)):
+            if count:
+                scalars[name] = count
+            else:
+                scalars.pop(name, None)
         spent = self._spent()
         scalars["cost"] = spent - self._spent_before
         self._spent_before = spent

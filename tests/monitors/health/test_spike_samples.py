@@ -69,9 +69,11 @@ def train(
     parts: int = 1,
     every: int = 1,
     decompose: tuple[int, ...] = (),
+    thresholds: dict[str, float] | None = None,
 ) -> Run:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings: Any = {"every": every, "decompose": decompose, "monitors": ("health",), "quiet": True}
+    settings["thresholds"] = {"health": thresholds or {}}
     with backlight.watch(model, optimizer, run=path, **settings):
         for number, batch in enumerate(batches):
             (loss_of(batch) / parts).backward()
@@ -93,6 +95,42 @@ def spike(run: Run) -> Finding:
 def event(run: Run) -> Any:
     (found,) = [e for e in run.events(SAMPLES) if e.step == SPIKE]
     return found.payload
+
+
+def test_thresholds_of_the_run_hold_while_it_goes_on(tmp_path: Path) -> None:
+    found = {}
+    for name, thresholds in (
+        ("default", {}),
+        ("higher", {"spike_norm_ratio": 1e9, "spike_loss_ratio": 1e9}),
+    ):
+        x, y = data()
+        x[123] *= 1000
+        loader = DataLoader(Samples(x, y), batch_size=N, sampler=order(SPIKE * N + BAD, 123))
+        model = classifier()
+        run = train(
+            tmp_path / name,
+            model,
+            loader,
+            lambda b, model=model: functional.cross_entropy(model(b[0]), b[1]),
+            thresholds=thresholds,
+        )
+        spikes = [f.subject.step for f in evaluate_rules(run) if f.rule == "spike"]
+        found[name] = spikes, [e.step for e in run.events(SAMPLES)]
+    assert found == {"default": ([SPIKE], [SPIKE]), "higher": ([], [])}
+
+
+def test_more_work_of_a_step_is_no_leap_while_the_run_goes_on(tmp_path: Path) -> None:
+    x, y = data()
+    model = classifier()
+    batches = [(x[i : i + N], y[i : i + N], 1) for i in range(0, STEPS * N, N)]
+    batches[SPIKE] = (x, y, STEPS)  # the sum of many more losses
+
+    def loss(batch: tuple[Tensor, Tensor, int]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    run = train(tmp_path / "run", model, iter(batches), loss, rate=lambda step: 1e-4)
+    assert run.scalar("loss").values[SPIKE] > 20 * run.scalar("loss").values[SPIKE - 1]
+    assert not run.events(SAMPLES)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -14,6 +13,7 @@ from backlight.measure.stats.histogram import histogram
 from backlight.measure.stats.statistics import statistics
 from backlight.measure.stats.update import WeightSample
 from backlight.monitor import Gradients, Monitor, RunContext, StoredStep
+from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
 from backlight.store.format.schema import GRADIENT
 
 if TYPE_CHECKING:
@@ -27,12 +27,6 @@ UPDATE_SPACING = 4
 
 SAMPLED_WEIGHTS = 1024
 """Weights of a tensor that an update is measured over, unless ``exact_updates`` asks for all."""
-
-HISTORY_STEPS = 64
-"""Recorded steps whose median norm a spike is compared with."""
-
-SPIKE_FACTOR = 20.0
-"""Total norm over that median from which on a step is recorded in detail."""
 
 _NORM = GRADIENT.floats.index("norm")
 _MEASURED, _NAN, _INF = (GRADIENT.integers.index(name) for name in ("measured", "nan", "inf"))
@@ -140,22 +134,21 @@ class UpdateMonitor(Monitor):
 
 
 class AlarmMonitor(Monitor):
-    """Requests detail where gradients are not finite, or their total norm leaps."""
+    """Requests detail where gradients are not finite, or their total norm or the loss leaps."""
 
     name = "alarms"
     requested_by = "health"
     records = "alarms about single steps"
     order = 10  # after the gradients, whose total norm it reads
 
-    def __init__(self) -> None:
-        self._totals: deque[float] = deque(maxlen=HISTORY_STEPS)
-
     def attach(self, run: RunContext) -> None:
-        """Remember where alarms go."""
+        """Remember where alarms go, and the thresholds of the rule ``spike``."""
         self._alarm = run.alarm
+        limits = live_limits(run.settings.thresholds)
+        self._leaps: defaultdict[frozenset[str], LiveLeaps] = defaultdict(lambda: LiveLeaps(limits))
 
     def on_step_stored(self, step: StoredStep) -> None:
-        """Look for NaN, infinities and a spike of the total norm."""
+        """Look for NaN, infinities and a spike, among the steps of the same optimizers."""
         total = step.scalars.get("total_norm")
         if total is None or ("gradient", 0) not in step.blobs:
             return
@@ -165,11 +158,9 @@ class AlarmMonitor(Monitor):
             if not step.scalars.get("scaler/skipped"):
                 self._alarm(step.step, "non_finite")
             return
-        enough = len(self._totals) >= HISTORY_STEPS // 4
-        if enough and total > SPIKE_FACTOR * float(np.median(self._totals)):
+        optimizers = frozenset([name for name in step.scalars if name[:3] == "lr/"])
+        if self._leaps[optimizers].found(total, step.scalars.get("loss"), step.scalars):
             self._alarm(step.step, "spike")
-        if math.isfinite(total):
-            self._totals.append(total)
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -28,9 +28,8 @@ from backlight.distributed import world
 from backlight.generators import kept_random
 from backlight.monitor import NEVER, Gradients, Monitor, RunContext, StoredStep
 from backlight.monitors.health.instrument.sample_shares import samples_of_step
-from backlight.monitors.health.model.leaps import LiveHistory
+from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
 from backlight.monitors.health.model.spike_samples import REQUESTED, SAMPLES
-from backlight.monitors.health.rules.spike import SpikeLimits
 from backlight.processes import available_memory, resident_memory
 from backlight.records import Layout
 from backlight.store.format.schema import GRADIENT
@@ -56,8 +55,6 @@ KNOWN_STEPS = 64
 _NORM = GRADIENT.floats.index("norm")
 _MEASURED, _NAN, _INF = (GRADIENT.integers.index(name) for name in ("measured", "nan", "inf"))
 
-LIMITS = SpikeLimits()
-
 
 class SpikeSamplesMonitor(Monitor):
     """Finds the samples that carry a spike or give a gradient that is not finite, or a requested step.
@@ -75,15 +72,15 @@ class SpikeSamplesMonitor(Monitor):
         """Hold the inputs of each step by reference."""
         self._run = run
         self._inputs = StepInputs()
-        self._norms: defaultdict[tuple[int, int], LiveHistory] = defaultdict(_history)
-        self._losses: defaultdict[tuple[int, int], LiveHistory] = defaultdict(_history)
+        self._limits = live_limits(run.settings.thresholds)
+        self._leaps: defaultdict[tuple[int, int], LiveLeaps] = defaultdict(lambda: LiveLeaps(self._limits))
         self._child: tuple[int, dict[str, Any], ForkedChild] | None = None
         self._receiving = threading.Lock()
         self._known: dict[int, dict[str, Any]] = {}
         offset = run.writer.step_offset
         self._requested = sorted({step - offset for step in run.settings.decompose if step >= offset})
         self._on_accelerator = False
-        self._left, self._last, self._was_ill = MAX_STEPS, -LIMITS.spike_gap - 1, False
+        self._left, self._last, self._was_ill = MAX_STEPS, -self._limits.spike_gap - 1, False
         run.listen(self._inputs)
         run.follow_forwards()
 
@@ -121,11 +118,18 @@ class SpikeSamplesMonitor(Monitor):
             value = loss.detach().double().numpy().item() if _is_plain(loss) else None
             number = None if value is None else value / self._inputs.scale()
             floats, integers = found.pending.arrays()
-            cause = self._cause(_key(gradients.rows), floats, integers, number)
+            cause = self._cause(_key(gradients.rows), floats, integers, number, record.scalars)
             if cause or self.wants_step(record.step):
                 self._decompose(cause, gradients, record.step)
 
-    def _cause(self, key: tuple[int, int], floats: Any, integers: Any, loss: float | None) -> dict[str, Any]:
+    def _cause(
+        self,
+        key: tuple[int, int],
+        floats: Any,
+        integers: Any,
+        loss: float | None,
+        scalars: Mapping[str, float],
+    ) -> dict[str, Any]:
         """Return how the step leaps, with what is usual; empty where it does not."""
         measured = integers[:, _MEASURED] > 0
         has_ill_loss = loss is not None and not math.isfinite(loss)
@@ -134,14 +138,9 @@ class SpikeSamplesMonitor(Monitor):
             first, self._was_ill = not self._was_ill and self._inputs.scaler is None, True
             return {"cause": "non_finite"} if first else {}
         norm = math.sqrt(float((floats[measured, _NORM] ** 2).sum()))
-        norms = self._norms[key]
-        cause = {}
-        if norms.leaps(norm, LIMITS.spike_norm_ratio):
-            cause = {"cause": "norm", "norm": norm, "usual_norm": norms.median}
-        if loss is not None:
-            losses = self._losses[key]
-            if losses.leaps(loss, LIMITS.spike_loss_ratio):
-                cause = {"cause": "loss", **cause, "loss": loss, "usual_loss": losses.median}
+        cause: dict[str, Any] = {}
+        for name, usual in self._leaps[key].found(norm, loss, scalars).items():
+            cause |= {"cause": name, name: norm if name == "norm" else loss, f"usual_{name}": usual}
         return cause
 
     def _decompose(self, cause: Mapping[str, Any], gradients: Gradients, step: int) -> None:
@@ -168,7 +167,7 @@ class SpikeSamplesMonitor(Monitor):
 
     def _may_decompose(self, step: int) -> bool:
         """Count a leap, and return whether it is one of the first and no neighbour of another."""
-        if not self._left or step - self._last <= LIMITS.spike_gap:
+        if not self._left or step - self._last <= self._limits.spike_gap:
             return False
         self._left, self._last = self._left - 1, step
         return True
@@ -229,7 +228,7 @@ class SpikeSamplesMonitor(Monitor):
         if known is None or ("gradient", 0) not in step.blobs:
             return
         floats, integers = step.blobs["gradient", 0]
-        cause = self._cause((len(floats), 0), floats, integers, step.scalars.get("loss"))
+        cause = self._cause((len(floats), 0), floats, integers, step.scalars.get("loss"), step.scalars)
         if self.wants_step(step.step):
             self._record(step.step, _facts(cause), known)
         elif cause and self._may_decompose(step.step):
@@ -284,10 +283,6 @@ def _is_sharded(gradients: Gradients) -> bool:
 
 def _facts(cause: Mapping[str, Any]) -> dict[str, Any]:
     return {"cause": REQUESTED, **cause, "ranks": world().size}
-
-
-def _history() -> LiveHistory:
-    return LiveHistory(LIMITS.spike_window, LIMITS.spike_minimum, LIMITS.spike_deviations)
 
 
 def _key(rows: Sequence[int]) -> tuple[int, int]:

@@ -5,37 +5,104 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from backlight.monitors.health.model.history import MAD_TO_DEVIATION
+from backlight.findings.limits import limit, merge_overrides, with_overrides
+from backlight.findings.step_work import WORDS
+from backlight.monitors.health.model.history import MAD_TO_DEVIATION, StretchLimits
+
+
+@dataclass(frozen=True)
+class LeapLimits(StretchLimits):
+    """Limits of a leap of the total norm or the loss."""
+
+    spike_window: int = limit(
+        64, "recorded steps of history that a value is compared with; short, since losses trend", low=8
+    )
+    spike_minimum: int = limit(
+        30, "finite values of history needed; the first steps of a run are steep", low=4
+    )
+    spike_deviations: float = limit(
+        10.0,
+        "robust standard deviations (1.4826 times the median absolute deviation) above the median; gradient "
+        "noise has heavy tails, so that the 3 of a normal distribution would cry daily",
+        source="Hampel 1974 for median and MAD; the factor is chosen",
+        low=1.0,
+    )
+    spike_norm_ratio: float = limit(
+        5.0,
+        "a total norm must also exceed this many times its median: a smooth run has a MAD near 0, and "
+        "recurrent nets leap by 4 in good health",
+        low=1.0,
+    )
+    spike_loss_ratio: float = limit(
+        1.5, "a loss must also exceed its median by this factor, for the same reason", low=1.0
+    )
+
+
+def live_limits(thresholds: Mapping[str, Mapping[str, float]]) -> LeapLimits:
+    """Return the limits with the thresholds of the run, which the rule is evaluated with as well."""
+    return with_overrides(LeapLimits, merge_overrides("health", given=thresholds.get("health")))
 
 
 @dataclass
-class LiveHistory:
-    """The last values of a positive scalar; ``median`` is theirs when the last value came."""
+class LiveLeaps:
+    """Norms and losses of the last steps of the same optimizers."""
 
-    window: int
-    minimum: int
-    deviations: float
-    median: float = math.nan
-    _values: deque[float] = field(init=False)
+    limits: LeapLimits
+    _first: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._values = deque(maxlen=self.window)
+        self._works, self._norms, self._losses = (
+            deque[float](maxlen=self.limits.spike_window) for _ in range(3)
+        )
 
-    def leaps(self, value: float, ratio: float) -> bool:
-        """Return whether ``value`` leaps by more than ``ratio``, and add it to the history.
+    def found(self, norm: float | None, loss: float | None, counts: Mapping[str, float]) -> dict[str, float]:
+        """Add a step, and return the median before it of each of ``norm`` and ``loss`` that leaps.
 
-        As in the rule: above the median by a factor, and by robust standard deviations of the logarithms.
+        As in the rule: above the median by a factor, and by robust standard deviations of the logarithms,
+        once it is divided by what the step did more than those before it. ``counts`` holds those of
+        :data:`backlight.findings.step_work.WORDS`, relative to their first values instead of the medians of
+        the run, which are not known yet. A history with values below 0 has no size to leap from.
         """
-        known = self._values
-        found = False
-        self.median = statistics.median(known) if len(known) >= self.minimum else math.nan
-        if math.isfinite(value) and value > ratio * self.median > 0:  # False for NaN
-            logs = [math.log(one) for one in known if one > 0]
-            middle = statistics.median(logs)
-            deviation = MAD_TO_DEVIATION * statistics.median(abs(one - middle) for one in logs)
-            found = math.log(value) - middle > self.deviations * deviation
-        if math.isfinite(value):
-            known.append(value)
-        return found
+        work = 0.0
+        for name in WORDS:
+            count = counts.get(name)
+            if count:
+                share = count / self._first.setdefault(name, count)
+                work = share if share > work else work
+        work, works = work or 1.0, sorted(self._works)
+        middle = len(works) // 2
+        usual_work = (works[middle] + works[~middle]) / 2 if works else work
+        self._works.append(work)
+        more = work / usual_work if work > usual_work else 1.0
+        leaping = {}
+        for name, value, known, ratio in (
+            ("norm", norm, self._norms, self.limits.spike_norm_ratio),
+            ("loss", loss, self._losses, self.limits.spike_loss_ratio),
+        ):
+            usual = None if value is None else self._usual_of_leap(known, value / more, ratio)
+            if usual is not None:
+                leaping[name] = usual
+            known.append(math.nan if value is None else value)
+        return leaping
+
+    def _usual_of_leap(self, known: deque[float], value: float, ratio: float) -> float | None:
+        sizes = sorted([one for one in known if -math.inf < one < math.inf])
+        count = len(sizes)
+        if not count or sizes[0] < 0:
+            return None
+        if sizes[0] == 0:
+            sizes = [one for one in sizes if one > 0]
+            count = len(sizes)
+        # Most values end here, without a logarithm: the median of these is no lower.
+        if count < self.limits.spike_minimum or not ratio * sizes[(count - 1) // 2] < value:
+            return None
+        logs = [math.log(one) for one in sizes]
+        middle = statistics.median(logs)
+        usual = math.exp(middle)
+        if not ratio * usual < value < math.inf:  # NaN included
+            return None
+        deviation = MAD_TO_DEVIATION * statistics.median(abs(one - middle) for one in logs)
+        return usual if math.log(value) - middle > self.limits.spike_deviations * deviation else None

@@ -12,13 +12,13 @@ from backlight.findings import phrases
 from backlight.findings.limits import limit
 from backlight.findings.step_work import WORDS, counts_at, optimizer_sets, work_of
 from backlight.monitors.health.model.history import (
-    StretchLimits,
     finite_median,
     histories,
     median_and_deviation,
     more_than_before,
     stretches,
 )
+from backlight.monitors.health.model.leaps import LeapLimits
 from backlight.monitors.health.model.score import is_rounding, total_norms
 from backlight.monitors.health.model.spike_samples import Samples, samples_at
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -41,36 +41,14 @@ class _Leaps:
 
 
 @dataclass(frozen=True)
-class SpikeLimits(StretchLimits):
+class SpikeLimits(LeapLimits):
     """Limits of the rule ``spike``."""
 
-    spike_window: int = limit(
-        64, "recorded steps of history that a value is compared with; short, since losses trend", low=8
-    )
-    spike_minimum: int = limit(
-        30, "finite values of history needed; the first steps of a run are steep", low=4
-    )
-    spike_deviations: float = limit(
-        10.0,
-        "robust standard deviations (1.4826 times the median absolute deviation) above the median; gradient "
-        "noise has heavy tails, so that the 3 of a normal distribution would cry daily",
-        source="Hampel 1974 for median and MAD; the factor is chosen",
-        low=1.0,
-    )
-    spike_norm_ratio: float = limit(
-        5.0,
-        "a total norm must also exceed this many times its median: a smooth run has a MAD near 0, and "
-        "recurrent nets leap by 4 in good health",
-        low=1.0,
-    )
     spike_norm_hard: float = limit(
         10.0,
         "a leap of the norm alone is a warning from this ratio on; a lesser one that the loss does not "
         "follow is a remark, since sound runs have them now and then",
         low=1.0,
-    )
-    spike_loss_ratio: float = limit(
-        1.5, "a loss must also exceed its median by this factor, for the same reason", low=1.0
     )
     spike_findings: int = limit(
         5, "largest spikes that get a finding of their own; each states how many there were", low=1
