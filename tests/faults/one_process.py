@@ -74,8 +74,9 @@ def acquire_locks_in_opposite_order() -> None:
 
 
 def spin_in_c() -> None:
-    count = int(RATE * SECONDS)
-    collections.deque(itertools.repeat(0, count), maxlen=0)  # at: gil_spin
+    """Read the clock until the end without any bytecode, so without a chance for another thread."""
+    until_end = itertools.takewhile((now() + SECONDS).__gt__, iter(now, None))
+    collections.deque(until_end, maxlen=0)  # at: gil_spin
 
 
 def block_in_c() -> None:
@@ -261,20 +262,11 @@ def hog() -> None:
         sum(range(1000))
 
 
-def rate() -> float:
-    begin = now()
-    collections.deque(itertools.repeat(0, 200_000_000), maxlen=0)
-    return 2e8 / (now() - begin)
-
-
 def node_count() -> int:
     x = torch.ones(2, 8, requires_grad=True)
     begin = now()
     multiply(x, 3000).sum().backward()
     return int(SECONDS * 3000 / (now() - begin) * 2)
-
-
-RATE = rate() if "gil_spin" in FAULTS else 0.0
 
 
 def main() -> None:
