@@ -20,6 +20,8 @@ FRAMEWORKS = {
     "wandb": ("tests/integrations/trackers", "wandb"),
     "mlflow-skinny": ("tests/integrations/trackers", "mlflow"),
     "prometheus-client": ("tests/integrations/trackers", "prometheus"),
+    "ray": ("tests/integrations", "ray"),
+    "deepspeed": ("tests/integrations", "deepspeed"),
 }
 """Folder and ``-k`` of the tests of each framework."""
 
@@ -40,26 +42,27 @@ class Cell:
         return re.sub(r"[^\w.]+", "-", self.name.lower())
 
 
-def _least(distribution: str) -> str:
-    """Return the lowest release that pyproject.toml takes."""
+def _required(distribution: str) -> tuple[str, str]:
+    """Return what pyproject.toml requires, with its extras, and the lowest release that it takes."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (least,) = {
-        entry.partition(">=")[2]
+    ((name, least),) = {
+        (name, least)
         for entries in extras.values()
-        for entry in entries
-        if entry.partition(">=")[0] == distribution
+        for name, _, least in (entry.partition(">=") for entry in entries)
+        if least and name.partition("[")[0] == distribution
     }
-    return least
+    return name, least
 
 
 def _framework(distribution: str) -> list[Cell]:
     folder, words = FRAMEWORKS[distribution]
+    name, least = _required(distribution)
     pinned = re.findall(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     return [
         Cell(f"{distribution}, {which}", PYTHONS[0], (*pinned, requirement), (folder, "-k", words))
         for which, requirement in (
-            ("lowest", f"{distribution}=={_least(distribution)}.*"),
-            ("newest", distribution),
+            ("lowest", f"{name}=={least}"),
+            ("newest", name),
         )
     ]
 
