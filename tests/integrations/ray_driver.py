@@ -24,6 +24,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedErr
 from ray.train.torch import TorchTrainer
 
 from backlight.integrations.ray import BacklightCallback
+from backlight.store.write.writer import RunWriter
 from integrations import ray_loop
 
 STORE_BYTES = 80_000_000
@@ -82,11 +83,16 @@ def main() -> None:
     if case == "elastic":
         (folder / "error.txt").write_text(fit_elastic(folder))
         return
-    given: dict[str, Any] = {"fail_after": 0.0} if case in {"hang", "retry", "remote"} else {}
+    given: dict[str, Any] = {"fail_after": 0.0} if case in {"hang", "held", "retry", "remote"} else {}
     if case == "retry":
         given["failure_config"] = FailureConfig(max_failures=1)
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=STORE_BYTES)
+    before = None
+    if case == "held":  # as by a worker of an earlier group that Ray has not ended
+        before = RunWriter.create(folder / case / "backlight", world_size=2, run_id="ray-held+before")
     (folder / "error.txt").write_text(fit(folder, case, **given))
+    if before is not None:
+        before.close()
     ray.shutdown()
 
 

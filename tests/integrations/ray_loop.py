@@ -91,6 +91,11 @@ def retry(config: dict[str, Any]) -> None:
     train(config, "watched", {"stall": STALL_S} if is_first else {}, then)
 
 
+def held(config: dict[str, Any]) -> None:
+    """Train and hang, where the directory of the run is not free."""
+    hang(config)
+
+
 def elastic(config: dict[str, Any]) -> None:
     """Train on one worker until there are two: it is ended for the next attempt."""
 

@@ -77,6 +77,17 @@ def test_restarted_workers_are_a_new_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_directory_that_an_earlier_worker_still_writes_costs_no_training(tmp_path: Path) -> None:
+    error, output = drive(tmp_path, "held")
+    (claim,) = diagnoses(output)
+    assert claim in error
+    assert noted(tmp_path, "plain") == noted(tmp_path, "watched")
+    (own,) = (tmp_path / "held").glob("backlight-*")
+    assert [rank.rank for rank in backlight.open_run(own).ranks()] == [0, 1]
+    assert len(backlight.open_run(tmp_path / "held" / "backlight").attempts) == 1
+
+
+@pytest.mark.full
 def test_worker_group_of_another_size_is_a_new_attempt_without_a_finding(tmp_path: Path) -> None:
     error, output = drive(tmp_path, "elastic")
     assert error == ""

@@ -6,13 +6,20 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import backlight
 from backlight.records import Layout, ParameterRecord, Placement
 from backlight.session import run_directory
+from backlight.session.watch import Watch
+from backlight.store.errors import RunExistsError
 from backlight.store.read.run import open_run
+from backlight.store.write.attempt import own_path
 from backlight.store.write.writer import RunWriter
 
 STEPS = 12
+NOW, BEFORE = "job+1111111122222222", "job+0000000033333333"
 
 
 def ranks(path: Path, trains: int | None = 1) -> list[RunWriter]:
@@ -70,3 +77,73 @@ def test_other_ranks_evaluate_no_rules(tmp_path: Path) -> None:
     assert run_directory.final_findings(second, failed=False) == []
     for writer in (first, second):
         writer.close()
+
+
+# Where the launcher has chosen the directory
+
+
+def train(watch: Watch, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        watch.log(own=1.0)
+
+
+@pytest.fixture
+def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the directory that the launcher of this process has chosen."""
+    monkeypatch.setenv("BACKLIGHT_RUN_ID", NOW)
+    monkeypatch.setenv("BACKLIGHT_RUN_DIR", str(tmp_path / "results" / "run"))
+    return tmp_path / "results" / "run"
+
+
+def test_launch_whose_predecessor_still_writes_takes_a_directory_of_its_own(chosen: Path) -> None:
+    before = RunWriter.create(chosen, world_size=2, run_id=BEFORE)
+    model = nn.Linear(4, 1)
+    train(first := backlight.watch(model, summary=False), model)
+    train(second := backlight.watch(model, summary=False), model)  # as for each fold
+    assert [first.path.name, second.path.name] == ["run-11111111", "run-11111111-2"]
+    assert [open_run(watch.path).last_step() for watch in (first, second)] == [2, 2]
+    before.close()
+    assert [attempt.status.value for attempt in open_run(chosen).attempts] == ["finished"]
+
+
+def test_all_ranks_take_the_directory_of_their_launch(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    before = RunWriter.create(path, world_size=2, run_id=BEFORE)
+    otherwise = own_path(path, NOW)
+    now = [
+        RunWriter.create(path, rank=r, world_size=2, run_id=NOW, otherwise=otherwise, join_timeout=0.0)
+        for r in range(2)
+    ]
+    assert [writer.path for writer in now] == [otherwise, otherwise]
+    assert [writer.part_reason for writer in now] == ["", ""]
+    for writer in (before, *now):
+        writer.close()
+    assert own_path(otherwise, NOW) == otherwise
+
+
+def test_directory_of_the_launcher_that_cannot_be_written_costs_no_training(chosen: Path) -> None:
+    chosen.parent.touch()  # a file
+    torch.manual_seed(0)
+    model, control = nn.Linear(4, 1), nn.Linear(4, 1)
+    control.load_state_dict(model.state_dict())
+    with pytest.warns(RuntimeWarning, match=r"not measured: this training, which is not watched, after Run"):
+        train(watch := backlight.watch(model, summary=False), model)
+    assert not watch.is_recorded
+    assert str(watch.findings).startswith(f"not recorded: {chosen}: cannot be written")
+    optimizer = torch.optim.SGD(control.parameters(), 0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        control(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert torch.equal(model.weight, control.weight)
+
+
+def test_directory_that_the_user_has_chosen_is_refused_nevertheless(chosen: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(RunExistsError, match="mine: is a file"):
+        backlight.watch(nn.Linear(4, 1), run=tmp_path / "mine").start()

@@ -20,6 +20,7 @@ from backlight.monitors.stalls.model.borrowed_stderr import COLLECTED
 from backlight.monitors.stalls.model.reported_stalls import ReportedStall, newest_stall, stall_events
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import safe_name
+from backlight.store.write.attempt import own_path
 from backlight.terminal import write
 
 VERSION = require("ray", "ray")
@@ -104,7 +105,7 @@ class BacklightCallback(ControllerCallback, WorkerGroupCallback):  # type: ignor
             directory = (
                 Path(self._storage.experiment_fs_path, self._run)
                 if is_shared
-                else Path(self._storage.local_working_directory, f"{self._run}-{attempt[:8]}")
+                else own_path(Path(self._storage.local_working_directory, self._run), launch)
             )
             self._workers = workers = worker_group.get_workers()
             first = workers[0].metadata.node_id
@@ -149,7 +150,7 @@ class BacklightCallback(ControllerCallback, WorkerGroupCallback):  # type: ignor
         with self._shield(f"the run is not copied to the storage; it is {stalls.directory} on its node"):
             target = storage.experiment_fs_path
             copies = [
-                _on_node(node, _upload, stalls.directory, storage.storage_filesystem, target)
+                _on_node(node, _upload, stalls.directory, stalls.launch, storage.storage_filesystem, target)
                 for node in stalls.nodes
             ]
             ray.get(copies, timeout=UPLOAD_TIMEOUT_S)
@@ -180,8 +181,7 @@ class _Stalls:
     """
 
     def __init__(self, directory: Path, launch: str, nodes: tuple[str, ...]) -> None:
-        self.directory, self.nodes = directory, nodes
-        self._launch = launch
+        self.directory, self.launch, self.nodes = directory, launch, nodes
         self._events: dict[str, tuple[Event, ...]] = {}
         self._requests: dict[str, Any] = {}
         self._since = 0.0
@@ -208,15 +208,14 @@ class _Stalls:
 
     def _read(self) -> list[Event]:
         if not self.nodes:
-            with contextlib.suppress(RunFormatError):  # it is being written
-                self._events["here"] = stall_events(self.directory, self._launch)
+            self._events["here"] = _read_parts(self.directory, self.launch)
         # The interpreter lock of a hung worker may be held: another process of its node reads the files.
         for node in self.nodes:
             request = self._requests.get(node)
             if request is not None and ray.wait([request], timeout=0)[0]:
                 self._events[node] = ray.get(request)
                 request = None
-            self._requests[node] = request or _on_node(node, _read_part, self.directory, self._launch)
+            self._requests[node] = request or _on_node(node, _read_parts, self.directory, self.launch)
         return [event for events in self._events.values() for event in events]
 
 
@@ -239,25 +238,25 @@ def _on_node(node: str, function: Callable[..., Any], *arguments: Any) -> Any:
     )
 
 
-def _parts(directory: Path) -> list[Path]:
-    """Return the run directory, and the part of a run that this node keeps for itself."""
-    return sorted(
-        {*directory.parent.glob(directory.name), *directory.parent.glob(f"{directory.name}.part-*")}
-    )
+def _parts(directory: Path, launch: str) -> list[Path]:
+    """Return the run directory, the part of it that this node keeps for itself, and where it was taken."""
+    names = (f"{directory.name}.part-", own_path(directory, launch).name)
+    there = directory.parent.iterdir() if directory.parent.is_dir() else ()
+    return sorted(one for one in there if one.name == directory.name or one.name.startswith(names))
 
 
-def _read_part(directory: Path, launch: str) -> tuple[Event, ...]:
+def _read_parts(directory: Path, launch: str) -> tuple[Event, ...]:
     found: list[Event] = []
-    for part in _parts(directory):
-        with contextlib.suppress(RunFormatError, OSError):
+    for part in _parts(directory, launch):
+        with contextlib.suppress(RunFormatError, OSError):  # it is being written
             found += stall_events(part, launch)
     return tuple(found)
 
 
-def _upload(directory: Path, filesystem: Any, target: str) -> None:
+def _upload(directory: Path, launch: str, filesystem: Any, target: str) -> None:
     from pyarrow import fs  # noqa: PLC0415 - Ray Train needs it
 
-    for part in _parts(directory):
+    for part in _parts(directory, launch):
         filesystem.create_dir(f"{target}/{part.name}")
         fs.copy_files(
             str(part), f"{target}/{part.name}",

@@ -19,7 +19,7 @@ from backlight.store.format.manifest import read_manifest
 from backlight.store.format.schema import EVALUATED
 from backlight.store.read.attempt_files import open_attempt, wait_for_ranks
 from backlight.store.read.run import open_run
-from backlight.store.write.attempt import JOIN_TIMEOUT_S, default_path
+from backlight.store.write.attempt import JOIN_TIMEOUT_S, default_path, own_path
 from backlight.store.write.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ def chosen_path(run: str | os.PathLike[str] | None, script: str) -> tuple[Path, 
     return default_path(notebook_name() if in_notebook else script, launch), is_free
 
 
+def is_chosen_by_launcher(path: Path) -> bool:
+    """Return whether the launcher, not the user, has chosen this run directory."""
+    return given_directory() == str(path)
+
+
 def open_writer(
     path: Path,
     settings: Settings,
@@ -56,6 +61,7 @@ def open_writer(
 
     A process whose environment makes no sense is watched as a single one, next to ``path`` where that is
     taken; a rank that does not find the run of rank 0 writes a part of it. Both are reported and recorded.
+    Where the directory of the launcher is taken, the ranks of this launch take one of their own.
 
     Raises
     ------
@@ -64,6 +70,7 @@ def open_writer(
     """
     rank, size = rank_and_size()
     problem = world().problem if size == 1 else ""
+    launch = launch_id()
     given: dict[str, Any] = {
         "name": path.name,
         "script": script,
@@ -77,10 +84,11 @@ def open_writer(
         "step_offset": settings.step_offset,
         "rank": rank,
         "world_size": size,
-        "run_id": None if problem else launch_id(),
+        "run_id": None if problem else launch,
         "launch": None if problem else start_id(),
         "resume": resume,
         "numbered": numbered,
+        "otherwise": own_path(path, launch) if launch and is_chosen_by_launcher(path) else None,
         "filters": Filters(settings.measures.compression, settings.measures.level),
         "options": _options(settings, size),
         "join_timeout": join_timeout(),

@@ -24,10 +24,11 @@ from backlight.session.attached_run import AttachedRun
 from backlight.session.closing_line import print_result
 from backlight.session.monitor_set import MonitorSet, check_use_of_samples, requested_monitors
 from backlight.session.notebook import STARTED, notebook_name, notebook_shell
-from backlight.session.run_directory import chosen_path, open_writer
+from backlight.session.run_directory import chosen_path, is_chosen_by_launcher, open_writer
 from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
 from backlight.session.step_recorder import Sampling
+from backlight.store.errors import StoreError
 from backlight.store.read.run import open_run
 from backlight.text import count
 
@@ -156,7 +157,12 @@ class Watch:
                 self.path, self.settings, self._notifier, script=self._script, arguments=self._arguments,
                 resume=self._resumes, numbered=self._is_numbered,
             )  # fmt: skip
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StoreError) and is_chosen_by_launcher(self.path):
+                # The user has chosen no directory, and can choose no other one.
+                self._started, self._error, self._abandoned = True, error, True
+                self._notifier.trouble(error, "this training, which is not watched")
+                return self
             self._depth = 0
             raise
         self.path, self._started = writer.path, True
@@ -276,11 +282,12 @@ class Watch:
     def findings(self) -> Findings:
         """Findings of the run so far; while it runs, of what has been flushed."""
         self._require_start("findings")
-        if self._attached is not None:
-            if self._attached.not_kept:
-                return NoFindings(f"not recorded: {self._attached.not_kept}")
-            if self._depth and not self._abandoned:
-                self._attached.thread.settle()
+        if self._attached is None:
+            return NoFindings(f"not recorded: {self._error}")
+        if self._attached.not_kept:
+            return NoFindings(f"not recorded: {self._attached.not_kept}")
+        if self._depth and not self._abandoned:
+            self._attached.thread.settle()
         return findings_of(open_run(self.path))
 
     @property

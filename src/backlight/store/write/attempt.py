@@ -162,6 +162,12 @@ def job_of(launch: str) -> str:
     return launch.rpartition(JOB_SEPARATOR)[0] or launch
 
 
+def own_path(path: Path, launch: str) -> Path:
+    """Return the folder that one launch of a job takes where ``path``, the folder of the job, is taken."""
+    suffix = f"-{safe_name(launch.rpartition(JOB_SEPARATOR)[2])[:8]}"
+    return path if path.name.endswith(suffix) else path.with_name(path.name + suffix)
+
+
 def part_path(path: Path) -> Path:
     """Return the folder for the ranks of this host where they cannot reach the folder of rank 0."""
     return path.with_name(f"{path.name}.part-{safe_name(socket.gethostname()) or 'host'}")
@@ -193,18 +199,26 @@ def enter_first(
             return _open_attempt(free, own, step_offset, created, resume=resume)
 
 
-def enter_further(path: Path, *, rank: int, launch: str | None, timeout_s: float = JOIN_TIMEOUT_S) -> Entry:
-    """Enter, as rank > 0, the attempt that rank 0 of the same launch opens."""
+def enter_further(
+    path: Path,
+    *,
+    rank: int,
+    launch: str | None,
+    timeout_s: float = JOIN_TIMEOUT_S,
+    otherwise: Path | None = None,
+) -> Entry:
+    """Enter, as rank > 0, the attempt that rank 0 of the same launch opens in ``path`` or ``otherwise``."""
     if not launch:
         raise ValueError(
             f"rank {rank} joins the run of rank 0 and needs its run_id; give all ranks the same one"
         )
     deadline = clock.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(RunFormatError):
-            joined = _joined(path, rank, launch)
-            if joined is not None:
-                return joined
+        for one in (path, otherwise):
+            with contextlib.suppress(RunFormatError):
+                joined = None if one is None else _joined(one, rank, launch)
+                if joined is not None:
+                    return joined
         if clock.monotonic() > deadline:
             raise RunExistsError(
                 f"{path}: rank {rank} found no running attempt of launch {launch!r} within {timeout_s:g} s;"

@@ -120,6 +120,7 @@ class RunWriter:
         launch: str | None = None,
         resume: bool = False,
         numbered: bool = False,
+        otherwise: Path | None = None,
         script: str = "",
         arguments: Sequence[str] = (),
         max_disk: int | None = None,
@@ -148,6 +149,8 @@ class RunWriter:
             Whether to continue a run that is at ``path``.
         numbered:
             Whether ``path`` is to be a new directory, with a number where another process has created it.
+        otherwise:
+            Directory for all ranks where ``path`` cannot take this run; that of a single process is numbered.
         share:
             Whether a directory that is created is open to other users, as far as the umask permits.
         redact:
@@ -189,11 +192,20 @@ class RunWriter:
         own.attempts.append(attempt)
         part_reason = ""
         if rank == 0:
-            entry = enter_first(Path(path), own, step_offset, resume=resume, numbered=numbered, share=share)
+            try:
+                entry = enter_first(
+                    Path(path), own, step_offset, resume=resume, numbered=numbered, share=share
+                )
+            except RunExistsError:
+                if otherwise is None:
+                    raise
+                entry = enter_first(otherwise, own, step_offset, numbered=world_size == 1, share=share)
         else:
             timeout_s = JOIN_TIMEOUT_S if join_timeout is None else join_timeout
             try:
-                entry = enter_further(Path(path), rank=rank, launch=run_id, timeout_s=timeout_s)
+                entry = enter_further(
+                    Path(path), rank=rank, launch=run_id, timeout_s=timeout_s, otherwise=otherwise
+                )
             except RunExistsError as error:
                 if join_timeout is None:
                     raise
