@@ -237,8 +237,8 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             "that hides everything."
             if everything
             else f"Check the activations that follow `{name}`: a ReLU that is never positive, a "
-            "multiplication by zero (a mask, a gate, an output layer that stays at zero), or an expert "
-            "without tokens."
+            "multiplication by zero (a mask, a gate, an output layer that stays at zero), an expert without "
+            "tokens, or, with DeepSpeed, a `detach()`."
         ),
         refuted_if=f"a recorded step shows a non-zero gradient of `{name}`.",
     )
