@@ -30,6 +30,7 @@ SCALARS = ("loss", "total_norm", "clip/norm", "clip/limit", "clip/factor", "back
 FLAVOURS = (
     "zero1-module",
     "zero3-optimizer",
+    "zero0-fp16",
     "zero1-bf16",
     "zero2-fp16",
     "zero1-offload",
@@ -108,6 +109,18 @@ def test_half_precision_is_measured_in_true_size(runs: Path, name: str, toleranc
     compare(run, backlight.open_run(runs / "ddp"), tolerance)
     # The engine's own norm is another algorithm on the same gradients.
     assert apart(run.scalar("total_norm").values, run.scalar("clip/norm").values) < 2e-6
+
+
+@pytest.mark.full
+def test_fp16_at_stage_0_is_measured_as_its_optimizer_uses_it(runs: Path) -> None:
+    run, control = backlight.open_run(runs / "zero0-fp16"), backlight.open_run(runs / "ddp")
+    scale = run.scalar("scaler/scale").values
+    assert (scale == 256).all()
+    # The loss is not scaled, but the step divides, so that no norm reaches the limit of clipping.
+    first = run.scalar("total_norm").values[:1] * 256  # of equal weights
+    assert apart(first, control.scalar("total_norm").values[:1]) < 0.01
+    assert apart(run.scalar("clip/norm").values, run.scalar("total_norm").values) < 2e-6
+    assert run.scalar("clip/factor").values.tolist() == [1.0] * 6
 
 
 @pytest.mark.full

@@ -39,6 +39,9 @@ _OPTIMIZERS = {
 }
 """What an engine wraps around the user's optimizer, by module."""
 
+_SCALED_NORM = "FP16_UnfusedOptimizer"
+"""The optimizer whose global norm still contains the loss scale."""
+
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 """Attribute with the model's parameters by group; those of stage 3 are parts of groups."""
 
@@ -98,7 +101,6 @@ class EngineOptimizer:
         self._shared: list[list[torch.Tensor]] = []
         self.grad_scale: float | None = None
         self.found_inf: torch.Tensor | None = None
-        self._scale: torch.Tensor | None = None
         for group in _groups(outer):
             shares = [Share(p, outer, why_unmeasured) for p in group] if _is_cut(group) else []
             SHARES.update({id(p): share for p, share in zip(group, shares, strict=False)})
@@ -124,7 +126,7 @@ class EngineOptimizer:
         outer = self._outer()
         scale = float(getattr(outer, "loss_scale", 1.0) or 1.0)
         self.grad_scale = None if scale == 1.0 else scale
-        self.found_inf, self._scale = torch.zeros(()), torch.tensor(scale)
+        self.found_inf = torch.zeros(())
         for share in self.shares if loads else ():
             share.load(outer)
         return self.grad_scale is not None
@@ -137,6 +139,8 @@ class EngineOptimizer:
             self.found_inf.fill_(skipped)
         norm = getattr(outer, "_global_grad_norm", None)
         found = None if norm is None else torch.as_tensor(norm, dtype=torch.float32).detach()
+        if found is not None and type(outer).__name__ == _SCALED_NORM:
+            found = found / (self.grad_scale or 1.0)
         return skipped, float(getattr(outer, "clip_grad", 0.0) or 0.0), found
 
     def release(self) -> None:
