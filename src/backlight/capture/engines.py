@@ -179,6 +179,8 @@ def engine_places(roots: Sequence[nn.Module]) -> dict[int, FlatPlace]:
 
 def why_unmeasured(tensor: torch.Tensor) -> str:
     """Return why an engine's gradient of ``tensor`` cannot be read, empty where it can."""
+    if tensor.numel():  # such a share is empty
+        return ""
     return next((share.why_unmeasured for share in SHARES.values() if share.tensor is tensor), "")
 
 

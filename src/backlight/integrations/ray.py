@@ -239,7 +239,7 @@ def _on_node(node: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _parts(directory: Path, launch: str) -> list[Path]:
-    """Return the run directory, the part of it that this node keeps for itself, and where it was taken."""
+    """Return the run directory, the part of it that this node keeps for itself, and those of this launch."""
     names = (f"{directory.name}.part-", own_path(directory, launch).name)
     there = directory.parent.iterdir() if directory.parent.is_dir() else ()
     return sorted(one for one in there if one.name == directory.name or one.name.startswith(names))
