@@ -101,6 +101,7 @@ class EngineOptimizer:
         self._shared: list[list[torch.Tensor]] = []
         self.grad_scale: float | None = None
         self.found_inf: torch.Tensor | None = None
+        self._scale: torch.Tensor | None = None  # read where a scaler of torch has it
         for group in _groups(outer):
             shares = [Share(p, outer, why_unmeasured) for p in group] if _is_cut(group) else []
             SHARES.update({id(p): share for p, share in zip(group, shares, strict=False)})
@@ -126,7 +127,7 @@ class EngineOptimizer:
         outer = self._outer()
         scale = float(getattr(outer, "loss_scale", 1.0) or 1.0)
         self.grad_scale = None if scale == 1.0 else scale
-        self.found_inf = torch.zeros(())
+        self.found_inf, self._scale = torch.zeros(()), torch.tensor(scale)
         for share in self.shares if loads else ():
             share.load(outer)
         return self.grad_scale is not None
