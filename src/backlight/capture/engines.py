@@ -101,7 +101,7 @@ class EngineOptimizer:
         self._shared: list[list[torch.Tensor]] = []
         self.grad_scale: float | None = None
         self.found_inf: torch.Tensor | None = None
-        self._scale: torch.Tensor | None = None  # read where a scaler of torch has it
+        self._scale: torch.Tensor | None = None  # as GradScaler has it: the hooks read both alike
         for group in _groups(outer):
             shares = [Share(p, outer, why_unmeasured) for p in group] if _is_cut(group) else []
             SHARES.update({id(p): share for p, share in zip(group, shares, strict=False)})
