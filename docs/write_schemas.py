@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from backlight.cli.schemas import answers, schema_of
+from backlight.cli.schemas import ANSWERS, file_name, schema_of
 
 FOLDER = Path(__file__).parent / "schemas"
 
@@ -18,5 +18,5 @@ def as_text(schema: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for command in answers():
-        (FOLDER / f"{command}.json").write_text(as_text(schema_of(command)))
+    for command in ANSWERS:
+        (FOLDER / file_name(command)).write_text(as_text(schema_of(command)))

@@ -115,14 +115,22 @@ def test_failure_summary_ends_at_exception() -> None:
     assert ab_test._last_lines("") == "it printed nothing"
 
 
+@pytest.mark.usefixtures("recorded")
+def test_json_of_an_assumed_variation(command: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = command("compare", "--ab", "train.py", "python train.py --slow", "--json")
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["times"]["variation"] == {"deviation": 0.0, "measured": False}
+    assert answer["times"]["rows"][0]["verdict"] in answer["times"]["verdict"]
+
+
 @pytest.mark.full
-def test_cli_compares_two_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cli_compares_two_scripts(
+    tmp_path: Path, console_script: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    monkeypatch.chdir(tmp_path)
-    line = [sys.executable, "-m", "backlight", "compare", "--ab", "train.py", "python train.py --unused"]
-    done = subprocess.run(
-        [*line, "--pairs", "3", "--steps", "20", "--json"], capture_output=True, text=True, check=False
-    )
+    sides = ("train.py", "python train.py --unused")
+    done = console_script(tmp_path, "compare", "--ab", *sides, "--pairs", "3", "--steps", "20", "--json")
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     assert answer["differences"] == ["--unused not given against given"]

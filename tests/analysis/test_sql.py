@@ -16,7 +16,6 @@ import pytest
 
 import backlight
 from backlight.analysis.sql import QueryError, query, tables, write
-from backlight.cli import app as application
 from backlight.store.errors import ExportError
 from backlight.store.read.run import Run, open_run
 from cases import CASES
@@ -127,17 +126,6 @@ def test_query_leaves_run_directory_unchanged(run: Run) -> None:
     before = sorted(p.name for p in run.path.rglob("*"))
     select(run, "select parameter, step, norm from gradient order by norm, parameter")
     assert sorted(p.name for p in run.path.rglob("*")) == before
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_info:
-            application.main([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return int(exit_info.value.code or 0), captured.out, captured.err
-
-    return call
 
 
 def test_query_command(command: Command, path: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import typer
 import backlight
 from backlight.cli import app as application
 from backlight.cli.help_page import value_name
+from backlight.cli.schemas import ANSWERS
 from cases import CASES, build, loop
 
 Run = Callable[..., tuple[int, str, str]]
@@ -130,6 +131,15 @@ def test_commands_and_options_match_surface_json() -> None:
         for name, command in sorted(_commands().items())
     }
     assert surface == json.loads(Path(__file__).with_name("surface.json").read_text())
+
+
+def test_every_command_that_prints_json_has_a_schema() -> None:
+    printing = {
+        name
+        for name, command in _commands().items()
+        if any("--json" in parameter.opts for parameter in command.params)
+    }
+    assert printing == set(ANSWERS)
 
 
 def test_an_option_means_the_same_in_every_command() -> None:

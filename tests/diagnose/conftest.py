@@ -1,6 +1,7 @@
 """Fixtures of the commands that diagnose a script."""
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +21,12 @@ def _only_new_models(only_new_models: None) -> None:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+def command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    check_answer: Callable[[Sequence[object], int, str], None],
+) -> Command:
     from backlight.cli.app import main
 
     monkeypatch.chdir(tmp_path)
@@ -34,6 +40,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
             patch.setattr(sys, "stdout", stdout)
             with pytest.raises(SystemExit) as leaving:
                 main(list(arguments))
-        return (leaving.value.code, *capfd.readouterr())
+        out, errors = capfd.readouterr()
+        check_answer(arguments, int(leaving.value.code or 0), out)
+        return leaving.value.code, out, errors
 
     return run

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from backlight.analysis.fingerprint_diff import differences
 from backlight.launch.subprocess import run_in_own_session
 from backlight.monitors.steptime.model.step_comparison import STEP, TimeComparison, compare_pairs, interleave
 from backlight.monitors.steptime.model.step_times import MIN_STEPS, read_phases
+from backlight.records import to_json
 from backlight.store.read.run import RunFormatError, open_run
 
 LINES_SHOWN = 3
@@ -47,6 +49,10 @@ class ABTest:
         """Lines next to the table."""
         what = "; ".join(self.differences)
         return (f"they differ in: {what}" if what else "their configurations agree", *self.notes)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON types."""
+        return {**to_json(self), "times": self.times.as_json()}
 
 
 def run_ab_test(

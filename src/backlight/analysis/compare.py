@@ -98,23 +98,12 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         finite = [value if value is not None and math.isfinite(value) else None for value in each.values]
         return {**to_json(each), "values": finite, "texts": list(each.texts)}
 
-    def times(each: TimeComparison) -> dict[str, Any]:
-        rows = [{**to_json(part), "verdict": part.verdict} for part in each.rows]
-        variation = {"deviation": each.variation.deviation, "measured": each.variation.is_measured}
-        return {
-            "verdict": each.verdict,
-            "basis": each.basis,
-            **to_json(each),
-            "rows": rows,
-            "variation": variation,
-        }
-
     return {
         **to_json(comparison),
         "rows": [row(each) for each in comparison.rows],
         "parameters": [row(each) for each in comparison.parameters],
-        "times": [times(each) for each in comparison.times],
-        "kinds": None if comparison.kinds is None else times(comparison.kinds),
+        "times": [each.as_json() for each in comparison.times],
+        "kinds": None if comparison.kinds is None else comparison.kinds.as_json(),
     }
 
 

@@ -6,14 +6,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import (
-    Any,
-    NotRequired,  # before Python 3.12 pydantic reads no other
-)
+from types import GenericAlias
+from typing import Any, ClassVar, NotRequired, get_origin, get_type_hints
 
-from typing_extensions import TypedDict
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict  # before Python 3.12 pydantic reads no other
 
+from backlight.analysis.ab_test import ABTest
+from backlight.analysis.compare import Comparison
+from backlight.analysis.side_by_side import Row
+from backlight.cli.doctor import Check
+from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory
+from backlight.diagnose.profile.result import ProfileResult
+from backlight.diagnose.scaling.sweep import Scaling
+from backlight.diagnose.test_matrix.report import MatrixReport
+from backlight.monitors.grokking.model.lead_lag import LeadLag
+from backlight.monitors.grokking.model.reader import Stated
+from backlight.monitors.grokking.model.verdicts import Detection
+from backlight.monitors.stalls.model.attach import Attached
+from backlight.monitors.stalls.model.attached_dumps import AttachedDumps
+from backlight.monitors.stalls.model.attached_job import AttachedJob
+from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow
 from backlight.records import Finding
+from backlight.store.format.spectra import NUMBERS
+from backlight.store.read.run_list import ListedRun
+from backlight.trace.analysis import Analysis
+from backlight.trace.trace_diff import TraceDiff
+
+
+def _with(kind: Any, name: str = "", /, **fields: Any) -> Any:
+    """Return the type of an object with the fields of ``kind``, and ``fields`` as well or instead."""
+    hints = get_type_hints(kind, include_extras=True)
+    own = {field: hint for field, hint in hints.items() if get_origin(hint) is not ClassVar}
+    found: Any = TypedDict(name or kind.__name__, {**own, **fields})  # type: ignore[misc]  # not a literal
+    found.__doc__ = kind.__doc__
+    return found
+
+
+def _list(kind: Any) -> Any:
+    return GenericAlias(list, (kind,))
 
 
 class _Line(TypedDict):
@@ -98,63 +129,187 @@ class _Origin(_Ended):
     vanished: Mapping[str, int]
 
 
-def answers() -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return, by command, the type of its answer and the types of further printed fields."""
-    from backlight.cli.doctor import Check
-    from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory
-    from backlight.diagnose.profile.result import ProfileResult
-    from backlight.diagnose.scaling.sweep import Scaling
-    from backlight.diagnose.test_matrix.report import MatrixReport
-    from backlight.monitors.stalls.model.attach import Attached
-    from backlight.monitors.stalls.model.attached_dumps import AttachedDumps
-    from backlight.monitors.stalls.model.attached_job import AttachedJob
-    from backlight.store.read.run_list import ListedRun
-    from backlight.trace.analysis import Analysis
-    from backlight.trace.trace_diff import TraceDiff
+class _StepSamples(TypedDict):
+    step: int
+    text: str
+    decomposed: list[Mapping[str, Any]]
 
-    unit = {"unit": str}
-    return {
-        "attach": (Attached | AttachedDumps | AttachedJob, {}),
-        "check": (_Probes, {}),
-        "checkpointing": (_Regions, {}),
-        "doctor": (list[Check], {}),
-        "findings": (list[Finding], {}),
-        "ls": (list[ListedRun], {}),
-        "memory": (MeasuredMemory | PredictedMemory, {}),
-        "nan": (_Origin, {}),
-        "profile": (ProfileResult, {"findings": list[Finding]}),
-        "query": (list[Mapping[str, Any]], {}),
-        "sweep": (Scaling, {}),
-        "test-matrix": (MatrixReport, {}),
-        "trace": (Analysis | TraceDiff, unit),
-        "why-no-grad": (_Missing, {}),
-    }
+
+class _Variation(TypedDict):
+    deviation: float
+    measured: bool
+
+
+_Times = _with(
+    TimeComparison, verdict=str, basis=str, rows=_list(_with(TimeRow, verdict=str)), variation=_Variation
+)  # fmt: skip
+_Rows = _list(_with(Row, texts=list[str]))
+_Comparison = _with(Comparison, rows=_Rows, parameters=_Rows, times=_list(_Times), kinds=_Times | None)
+
+
+class _Interval(TypedDict):
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class _Spectrum(TypedDict):
+    eigenvalues: list[float | None]
+    trace: float | None
+    frobenius: float | None
+    spectral: float | None
+    nuclear: float | None
+    participation_ratio: float | None
+    numerical_rank: float | None
+    condition: float | None
+    log_pseudo_determinant: float | None
+    effective_rank: float | None
+    coherence: NotRequired[float | None]
+    noise_scale: NotRequired[float | None]
+    explained_1: float | None
+    explained_10: NotRequired[float | None]
+
+
+class _Gram(TypedDict):
+    recipe: str
+    samples: int
+    parameters: int
+    loss: float | None
+    unchecked: str | None
+    second_moment: _Spectrum
+    covariance: _Spectrum
+    blocks: Mapping[str, _Spectrum]
+    noise_scales: Mapping[str, _Interval]
+
+
+class _Checkpoint(TypedDict):
+    step: int
+    path: str | None
+
+
+class _Layer(TypedDict):
+    parameter: str
+    step: int
+    shape: list[int]
+    split_of: str | None
+    method: str
+
+
+class _Spectra(TypedDict):
+    run: str
+    world_size: int
+    checkpoints: list[_Checkpoint]
+    measured: int
+    measured_before: int
+    sweeps: int
+    samples_per_replicate: float | None
+    left_out: Mapping[str, str]
+    noise_scale: _Interval | None
+
+
+class _Experiment(TypedDict):
+    name: str
+    title: str
+    arxiv: str
+    paper: str
+    claim: str
+    unclear: str
+    effect: str
+    expects: str
+    ci_expects: str
+
+
+class _Part(TypedDict):
+    name: str
+    times: int
+    seconds: float
+    disk_bytes: int
+    memory_bytes: int
+
+
+class _Tier(TypedDict):
+    fits: bool
+    reason: str
+    disk_bytes: int
+
+
+class _Estimate(TypedDict):
+    parts: list[_Part]
+    seconds: float
+    disk_bytes: int
+    memory_bytes: int
+    free_disk_bytes: int
+    reserve_bytes: int
+    free_memory_bytes: int
+    tiers: Mapping[str, _Tier]
+    tier: str
+    left_out: list[str]
+
+
+_Grokking = _with(
+    Detection, "Grokking", run=str, name=str, facts=Stated, controls=list[str], seeds=list[str], needed=int,
+    control=_with(Detection, "Control", run=str) | None, following=list[LeadLag],
+    change_points=list[int] | None,
+)  # fmt: skip
+
+
+class _NotEvaluated(TypedDict):
+    run: str
+    error: str
+
+
+class _OverlaidRun(TypedDict):
+    run: str
+    facts: Stated
+    verdict: Detection | None
+    reason: str | None
+
+
+class _Curve(TypedDict):
+    steps: list[int]
+    values: list[float | None]
+
+
+class _Overlaid(TypedDict):
+    aligned: bool
+    left_out: list[str]
+    runs: Mapping[str, _OverlaidRun]
+    measures: Mapping[str, Mapping[str, _Curve]]
+
+
+ANSWERS: Mapping[str, Any] = {
+    "attach": Attached | AttachedDumps | AttachedJob,
+    "check": _Probes,
+    "checkpointing": _Regions,
+    "compare": _Comparison | _with(ABTest, times=_Times),
+    "doctor": list[Check],
+    "findings": list[Finding] | _StepSamples,
+    "gram": _Gram,
+    "grok compare": _Overlaid,
+    "grok detect": _list(_Grokking | _NotEvaluated),
+    "grok estimate": _Estimate,
+    "grok list": list[_Experiment],
+    "ls": list[ListedRun],
+    "memory": MeasuredMemory | PredictedMemory,
+    "nan": _Origin,
+    "profile": _with(ProfileResult, findings=list[Finding]),
+    "query": list[Mapping[str, Any]],
+    "spectra": _with(_Spectra, layers=_list(_with(_Layer, **dict.fromkeys(NUMBERS, float | None)))),
+    "sweep": Scaling,
+    "test-matrix": MatrixReport,
+    "trace": _with(Analysis, unit=str) | _with(TraceDiff, unit=str),
+    "why-no-grad": _Missing,
+}
+"""Type of the answer by command."""
 
 
 def schema_of(command: str) -> dict[str, Any]:
-    """Return the JSON schema of what ``backlight COMMAND --json`` prints.
-
-    Raises
-    ------
-    KeyError
-        If none is published for ``command``.
-    """
-    from pydantic import TypeAdapter
-
-    answer, further = answers()[command]
-    schema = TypeAdapter(answer).json_schema(mode="serialization")
-    for name, kind in further.items():
-        more = TypeAdapter(kind).json_schema(mode="serialization")
-        schema.setdefault("$defs", {}).update(more.pop("$defs", {}))
-        parts = [schema] if "properties" in schema else _alternatives(schema)
-        for part in parts:
-            part["properties"][name] = more
-            part["required"] = sorted({*part.get("required", ()), name})
+    """Return the JSON schema of what ``backlight COMMAND --json`` prints; KeyError for another command."""
+    schema = TypeAdapter(ANSWERS[command]).json_schema(mode="serialization")
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"backlight {command} --json"}
     return {**schema, **head}
 
 
-def _alternatives(schema: Mapping[str, Any]) -> list[Any]:
-    if "$ref" in schema:
-        return [schema["$defs"][schema["$ref"].rpartition("/")[2]]]
-    return [schema["$defs"][one["$ref"].rpartition("/")[2]] for one in schema["anyOf"]]
+def file_name(command: str) -> str:
+    """Return the name of the file of a command's schema."""
+    return f"{command.replace(' ', '-')}.json"

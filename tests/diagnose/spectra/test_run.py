@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.cli import app as application
 from backlight.diagnose.spectra import checkpoint_measurement
 from backlight.diagnose.spectra.options import SpectraRequest
 from backlight.diagnose.spectra.run import measure_spectra
@@ -413,23 +412,17 @@ def loss(model, batch):
         np.testing.assert_allclose(one["echo"], other["echo"], atol=1e-5)
 
 
-def test_command_prints_layers_and_json(recipe, tmp_path, capsys):
-    arguments = ["spectra", str(recipe), "--replicates", "5", "--out", str(tmp_path / "run")]
-    for extra in ([], ["--json"]):
-        with pytest.raises(SystemExit) as leaving:
-            application.main([*arguments, *extra])
-        assert not leaving.value.code
-        printed = capsys.readouterr()
-        assert printed.err == ""
-        if extra:
-            answer = json.loads(printed.out)
-            assert [layer["parameter"] for layer in answer["layers"]]
-            assert answer["measured_before"] == 5
-        else:
-            for name in NAMES:
-                assert name in printed.out
-            assert f"next: backlight report {tmp_path / 'run'}" in printed.out
-    with pytest.raises(SystemExit) as leaving:
-        application.main([*arguments[:2], "--method", "magic"])
-    assert leaving.value.code == 2
-    assert "--method magic: expected one of auto, svd, gram, randomized" in capsys.readouterr().err
+def test_command_prints_layers_and_json(recipe, tmp_path, command):
+    arguments = ("spectra", str(recipe), "--replicates", "5", "--out", str(tmp_path / "run"))
+    code, out, errors = command(*arguments)
+    assert (code, errors) == (0, "")
+    assert all(name in out for name in NAMES)
+    assert f"next: backlight report {tmp_path / 'run'}" in out
+    code, out, errors = command(*arguments, "--json")
+    assert (code, errors) == (0, "")
+    answer = json.loads(out)
+    assert {layer["parameter"] for layer in answer["layers"]} == set(NAMES)
+    assert answer["measured_before"] == 5
+    code, _, errors = command(*arguments[:2], "--method", "magic")
+    assert code == 2
+    assert "--method magic: expected one of auto, svd, gram, randomized" in errors

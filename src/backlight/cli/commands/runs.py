@@ -23,7 +23,6 @@ from backlight.cli.options import (
     readable_run,
 )
 from backlight.cli.progress import count_bar
-from backlight.records import to_json
 from backlight.terminal import make_console, write
 
 
@@ -245,7 +244,7 @@ def _alternate(
     with count_bar("runs", quiet=as_json) as bar:
         result = run_ab_test(commands, rounds=rounds, steps=steps, limit=limit, on_run=bar)
     if as_json:
-        print_json({"verdict": result.times.verdict, **to_json(result)})
+        print_json(result.as_json())
     else:
         print_ab_test(result, make_console(), full=full)
     return 0

@@ -22,6 +22,7 @@ from backlight.monitors.steptime.model.step_times import (
     paired_difference,
     read_phases,
 )
+from backlight.records import to_json
 from backlight.store.read.run import Run
 from backlight.text import number
 
@@ -118,6 +119,16 @@ class TimeComparison:
         steps = f"{first:,} steady steps of {one} and {second:,} of {other}"
         levels = f"{100 * self.confidence:.0f} % (all phases together {100 * CONFIDENCE:.0f} %)"
         return f"intervals of {levels} from {steps}; {self.variation_text}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as JSON types; the freedom of a variation, which may be infinite, is left out."""
+        return {
+            **to_json(self),
+            "verdict": self.verdict,
+            "basis": self.basis,
+            "rows": [{**to_json(row), "verdict": row.verdict} for row in self.rows],
+            "variation": {"deviation": self.variation.deviation, "measured": self.variation.is_measured},
+        }
 
 
 def compare_times(
