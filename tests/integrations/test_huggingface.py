@@ -15,6 +15,7 @@ pytestmark = [
     # Warnings of transformers' imports and of its use of torch, each matched by its text.
     pytest.mark.filterwarnings("ignore:.*swigvarlink:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast:FutureWarning"),  # of transformers 4.50
 ]
 
 
