@@ -86,7 +86,7 @@ def main() -> None:
     given: dict[str, Any] = {"fail_after": 0.0} if case in {"hang", "held", "retry", "remote"} else {}
     if case == "retry":
         given["failure_config"] = FailureConfig(max_failures=1)
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=STORE_BYTES)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=STORE_BYTES)
     before = None
     if case == "held":  # as by a worker of an earlier group that Ray has not ended
         before = RunWriter.create(folder / case / "backlight", world_size=2, run_id="ray-held+before")
