@@ -23,7 +23,8 @@ from torch import profiler
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
-from backlight.capture.steps import StepSink, StepTracker
+from backlight.capture.step_sink import StepSink
+from backlight.capture.steps import StepTracker
 from backlight.diagnose.profile.ranges import LineRanges, ModuleRanges, PhaseRanges
 
 

@@ -89,9 +89,8 @@ def check_answer() -> Callable[[Sequence[object], int, str], None]:
         given = [*itertools.takewhile(lambda word: command not in SCRIPTS or word != "train.py", arguments)]
         if "--json" not in given or code > 1:
             return
+        from answer_schemas import ANSWERS, schema_of
         from jsonschema import validate
-
-        from backlight.cli.schemas import ANSWERS, schema_of
 
         if command in ANSWERS:
             validate(json.loads(out), _closed(schema_of(command)))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from backlight.capture.hub import Hub, Listener
     from backlight.capture.parameters import ParameterTable, Scope
-    from backlight.capture.steps import StepSummary
+    from backlight.capture.step_sink import StepSummary
     from backlight.notifier import Notifier
     from backlight.records import Finding, ParameterRecord
     from backlight.session.settings import Settings

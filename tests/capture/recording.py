@@ -11,7 +11,8 @@ from torch import Tensor
 
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
-from backlight.capture.steps import StepSink, StepSummary, StepTracker
+from backlight.capture.step_sink import StepSink, StepSummary
+from backlight.capture.steps import StepTracker
 
 
 @dataclass

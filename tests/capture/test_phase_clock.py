@@ -14,7 +14,8 @@ from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
 from backlight.capture.phase_clock import PhaseClock
-from backlight.capture.steps import StepSummary, StepTracker
+from backlight.capture.step_sink import StepSummary
+from backlight.capture.steps import StepTracker
 from backlight.records import Phase
 
 

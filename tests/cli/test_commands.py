@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from answer_schemas import ANSWERS
 
 import backlight
 from backlight.cli import app as application
 from backlight.cli.help_page import value_name
-from backlight.cli.schemas import ANSWERS
 from cases import CASES, build, loop
 
 Run = Callable[..., tuple[int, str, str]]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-
-from backlight.cli.schemas import ANSWERS, file_name, schema_of
+from answer_schemas import ANSWERS, file_name, schema_of
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
 
@@ -34,7 +33,7 @@ def test_stored_schema_is_the_generated_one(name: str) -> None:
     schema = schema_of(name)
     jsonschema.Draft202012Validator.check_schema(schema)
     assert json.loads((FOLDER / file_name(name)).read_text()) == json.loads(json.dumps(schema)), (
-        "run: python docs/write_schemas.py"
+        "run: python docs/answer_schemas.py"
     )
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from answer_schemas import schema_of
 from jsonschema import validate
 from torch import Tensor, nn
 
-from backlight.cli.schemas import schema_of
 from backlight.diagnose.probes import one_batch
 from backlight.diagnose.probes.observer import ProbeObserver
 from backlight.diagnose.probes.result import Probe, ProbeResult

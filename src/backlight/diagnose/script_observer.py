@@ -13,7 +13,8 @@ from backlight.capture.forward import ScopeForwards
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.parameters import Scope
-from backlight.capture.steps import StepSink, StepTracker
+from backlight.capture.step_sink import StepSink
+from backlight.capture.steps import StepTracker
 from backlight.diagnose.node_origin import Origins
 
 

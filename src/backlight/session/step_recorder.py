@@ -17,7 +17,7 @@ import torch
 from backlight import clock
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import PLAIN, local
-from backlight.capture.steps import StepSink, StepSummary
+from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
 from backlight.monitor import Gradients

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from answer_schemas import schema_of
 from jsonschema import validate
 
 from backlight.cli import app as application
 from backlight.cli.memory_prediction import FakeOptions, fake_options
-from backlight.cli.schemas import schema_of
 from backlight.diagnose.memory import measure
 from backlight.diagnose.memory.measure import read_allocator
 from backlight.diagnose.memory.result import AllocatorStatistics

@@ -9,7 +9,8 @@ from torch import nn
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
-from backlight.capture.steps import StepSink, StepTracker
+from backlight.capture.step_sink import StepSink
+from backlight.capture.steps import StepTracker
 from backlight.diagnose.profile.device_phases import MAX_PENDING_STEPS, DevicePhases
 from backlight.records import Phase
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answer_schemas import schema_of
 from jsonschema import validate
 
 import backlight
 from backlight.cli import app as application
-from backlight.cli.schemas import schema_of
 
 pytestmark = pytest.mark.alone  # the findings depend on shares of time
 

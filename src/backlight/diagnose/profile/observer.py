@@ -17,7 +17,7 @@ import torch
 from backlight import devices
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.hub import HUB
-from backlight.capture.steps import StepSummary
+from backlight.capture.step_sink import StepSummary
 from backlight.diagnose.profile.device_phases import DevicePhases
 from backlight.diagnose.profile.line_samples import LineSampler
 from backlight.diagnose.profile.optimizations import LiveObjects, read_live_objects

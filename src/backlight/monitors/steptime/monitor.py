@@ -16,7 +16,7 @@ from backlight.records import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from backlight.capture.steps import StepSummary
+    from backlight.capture.step_sink import StepSummary
     from backlight.session.step_recorder import StepRecord
 
 REMAINDER = "between"

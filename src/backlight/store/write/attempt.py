@@ -173,6 +173,44 @@ def part_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.part-{safe_name(socket.gethostname()) or 'host'}")
 
 
+def enter(
+    path: Path,
+    own: Manifest,
+    step_offset: int | None,
+    *,
+    launch: str | None,
+    join_timeout: float | None = None,
+    otherwise: Path | None = None,
+    resume: bool = False,
+    numbered: bool = False,
+    share: bool = False,
+) -> tuple[Entry, str]:
+    """Enter the attempt of ``own`` as its first rank says; return why this host keeps its part, if it does.
+
+    ``otherwise`` is the directory for all ranks where ``path`` cannot take this run.
+
+    Raises
+    ------
+    RunExistsError
+        If no directory can take it.
+    """
+    rank, world_size = own.attempts[0].first, own.attempts[0].world_size
+    if rank == 0:
+        try:
+            return enter_first(path, own, step_offset, resume=resume, numbered=numbered, share=share), ""
+        except RunExistsError:
+            if otherwise is None:
+                raise
+            return enter_first(otherwise, own, step_offset, numbered=world_size == 1, share=share), ""
+    timeout_s = JOIN_TIMEOUT_S if join_timeout is None else join_timeout
+    try:
+        return enter_further(path, rank=rank, launch=launch, timeout_s=timeout_s, otherwise=otherwise), ""
+    except RunExistsError as error:
+        if join_timeout is None:
+            raise
+        return enter_first(part_path(path), own, step_offset, resume=resume, share=share), str(error)
+
+
 def enter_first(
     path: Path,
     own: Manifest,

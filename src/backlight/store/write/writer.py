@@ -29,13 +29,7 @@ from backlight.store.format.names import ARRAYS, database_name, storable
 from backlight.store.format.schema import SERIES
 from backlight.store.platform import atomic_json, filesystem
 from backlight.store.write.arrays import ArrayWriter, write_evidence
-from backlight.store.write.attempt import (
-    JOIN_TIMEOUT_S,
-    Entry,
-    enter_first,
-    enter_further,
-    part_path,
-)
+from backlight.store.write.attempt import Entry, enter
 from backlight.store.write.database import SCALAR_BYTES, Batch, DiskBudget, RankDatabase, VanishedError
 from backlight.store.write.segments import SegmentedDatabase
 
@@ -190,27 +184,10 @@ class RunWriter:
         )
         attempt.started = attempt.progress.updated
         own.attempts.append(attempt)
-        part_reason = ""
-        if rank == 0:
-            try:
-                entry = enter_first(
-                    Path(path), own, step_offset, resume=resume, numbered=numbered, share=share
-                )
-            except RunExistsError:
-                if otherwise is None:
-                    raise
-                entry = enter_first(otherwise, own, step_offset, numbered=world_size == 1, share=share)
-        else:
-            timeout_s = JOIN_TIMEOUT_S if join_timeout is None else join_timeout
-            try:
-                entry = enter_further(
-                    Path(path), rank=rank, launch=run_id, timeout_s=timeout_s, otherwise=otherwise
-                )
-            except RunExistsError as error:
-                if join_timeout is None:
-                    raise
-                part_reason = str(error)
-                entry = enter_first(part_path(Path(path)), own, step_offset, resume=resume, share=share)
+        entry, part_reason = enter(
+            Path(path), own, step_offset, launch=run_id, join_timeout=join_timeout,
+            otherwise=otherwise, resume=resume, numbered=numbered, share=share,
+        )  # fmt: skip
         entry.redaction = redaction
         writer = None
         try:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from answer_schemas import schema_of
 from jsonschema import validate
 
 import backlight
 from backlight import processes
 from backlight.cli.app import main
-from backlight.cli.schemas import schema_of
 from backlight.monitors.stalls import monitor
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.attach import attach

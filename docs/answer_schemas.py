@@ -1,11 +1,13 @@
 """JSON schemas of what commands print with ``--json``, made from the types of their answers.
 
-``python docs/write_schemas.py`` writes them to ``docs/schemas``, one file per command.
+``python docs/answer_schemas.py`` writes them to ``docs/schemas``, one file per command.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from types import GenericAlias
 from typing import Any, ClassVar, NotRequired, get_origin, get_type_hints
 
@@ -32,6 +34,8 @@ from backlight.store.format.spectra import NUMBERS
 from backlight.store.read.run_list import ListedRun
 from backlight.trace.analysis import Analysis
 from backlight.trace.trace_diff import TraceDiff
+
+FOLDER = Path(__file__).parent / "schemas"
 
 
 def _with(kind: Any, name: str = "", /, **fields: Any) -> Any:
@@ -313,3 +317,14 @@ def schema_of(command: str) -> dict[str, Any]:
 def file_name(command: str) -> str:
     """Return the name of the file of a command's schema."""
     return f"{command.replace(' ', '-')}.json"
+
+
+def as_text(schema: dict[str, Any]) -> str:
+    """Return what a file holds."""
+    return json.dumps(schema, indent=1, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for command in ANSWERS:
+        (FOLDER / file_name(command)).write_text(as_text(schema_of(command)))
