@@ -59,7 +59,7 @@ def test_samples_of_a_requested_step_are_those_on_the_host(tmp_path: Path) -> No
         train(device, plain(), tmp_path / device, SPIKE)
         run = backlight.open_run(tmp_path / device)
         (found,) = run.events(SAMPLES)
-        assert found.payload["cause"] == "norm"
+        assert found.payload["cause"] in {"norm", "loss"}  # both leap: the value that arrives first
         assert found.payload["reason"] == ""
         tops.append(found.payload["calls"][0]["top"])
         (spike,) = [f for f in evaluate_rules(run) if f.rule == "spike"]
