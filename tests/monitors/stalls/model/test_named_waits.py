@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from torch.utils import cpp_extension
 
 from backlight import processes
 from backlight.monitors.stalls.model.attach import attach
@@ -50,6 +51,8 @@ EXTENSION = """
 
 
 def test_build_lock_that_a_killed_build_left(start: Start, tmp_path: Path) -> None:
+    if not hasattr(cpp_extension, "FileBaton"):
+        pytest.skip("this torch holds builds by a lock that ends with its process")
     lock = tmp_path / "lock"
     lock.touch()
     process = start(EXTENSION, tmp_path)
