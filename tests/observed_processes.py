@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
 
 from backlight import processes
 from backlight.monitors.stalls.model.attach import attach
 from backlight.monitors.stalls.model.observation import Diagnosis
 from backlight.monitors.stalls.model.stacks import dump_by_py_spy
+
+PY_SPY = pytest.mark.skipif(
+    shutil.which("py-spy", path=str(Path(sys.executable).parent)) is None,
+    reason="py-spy is not installed",
+)
+"""Mark of tests that take stacks from outside."""
 
 Start = Callable[..., subprocess.Popen[str]]
 

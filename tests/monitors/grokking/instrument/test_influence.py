@@ -21,21 +21,7 @@ from backlight.monitors.grokking.instrument.kernel_series import KernelSeries
 from backlight.monitors.grokking.panels.influence import influence, summed_influences, tangent_kernel
 from backlight.report.panel import Drawn, NotMeasured
 from backlight.report.source import Source
-
-Batch = tuple[Tensor, Tensor]
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
-def batch(n: int) -> Batch:
-    return torch.randn(n, 5, dtype=torch.float64), torch.randint(0, 3, (n,))
-
-
-def summed(model: nn.Module, given: Batch) -> Tensor:
-    return functional.cross_entropy(model(given[0]), given[1], reduction="sum")
+from tiny_classifier import Batch, batch, net, summed
 
 
 @pytest.mark.parametrize("rates", [(0.1, 0.1), (0.1, 0.02)])

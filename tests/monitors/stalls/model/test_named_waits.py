@@ -25,6 +25,7 @@ from backlight.monitors.stalls.model.stacks import Frame, ThreadStack
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
 from observed_processes import (
+    PY_SPY,
     Start,
     diagnosed,
     free_port,
@@ -34,13 +35,7 @@ from observed_processes import (
     wait_until_in,
 )
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(
-        shutil.which("py-spy", path=str(Path(sys.executable).parent)) is None,
-        reason="py-spy is not installed",
-    ),
-]
+pytestmark = [pytest.mark.alone, PY_SPY]
 
 EXTENSION = """
     import sys

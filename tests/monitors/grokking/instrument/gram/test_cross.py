@@ -13,21 +13,7 @@ from torch.nn import functional
 import backlight
 from backlight.experiments import oracle
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-
-Batch = tuple[Tensor, Tensor]
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
-def batch(n: int) -> Batch:
-    return torch.randn(n, 5, dtype=torch.float64), torch.randint(0, 3, (n,))
-
-
-def summed(model: nn.Module, batch: Batch) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+from tiny_classifier import Batch, batch, net, summed
 
 
 def per_sample(model: nn.Module, given: Batch) -> Tensor:
