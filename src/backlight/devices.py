@@ -214,11 +214,17 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_streams(devices: Iterable[str]) -> Iterator[None]:
-    """Work on a new stream of each accelerator among ``devices``."""
+def own_streams(devices: Iterable[str], tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Work on a new stream of each accelerator among ``devices``.
+
+    The memory of ``tensors``, which other streams have made, is used again only after that work.
+    """
     with contextlib.ExitStack() as stack:
         for device in sorted(filter(is_accelerator, set(devices))):
             stack.enter_context(on_stream(side_stream(device)))
+        for tensor in tensors:
+            if has_async_copies(tensor.device):
+                tensor.record_stream(current_stream(tensor.device))
         yield
 
 

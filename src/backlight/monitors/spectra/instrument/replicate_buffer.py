@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,13 +74,17 @@ class CapturedStep:
         """The factor of the gradients; waits for the device that holds it."""
         return 1.0 if self.scale is None else float(self.scale)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every replicate and state that is held."""
+        for replicates in self.replicates.values():
+            yield from replicates
+        for states in (self.weights, self.before, self.momenta):
+            yield from states.values()
+
     @property
     def size(self) -> int:
         """Bytes that are held."""
-        states = (self.weights, self.before, self.momenta)
-        return sum(x.nbytes for replicates in self.replicates.values() for x in replicates) + sum(
-            x.nbytes for held in states for x in held.values()
-        )
+        return sum(tensor.nbytes for tensor in self.tensors())
 
 
 class ReplicateBuffer:

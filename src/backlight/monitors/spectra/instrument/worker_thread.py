@@ -90,7 +90,8 @@ class WorkerThread:
         _lower_priority()
         while (job := self._jobs.get()) is not None:
             try:
-                with torch.no_grad(), own_streams(target.device for target in job.targets):
+                devices = [target.device for target in job.targets]
+                with torch.no_grad(), own_streams(devices, job.captured.tensors()):
                     self._step(job)
             except Exception as error:  # noqa: BLE001 - the other steps can still be measured
                 self._notifier.trouble(error, f"spectra of step {job.captured.step}")
