@@ -42,5 +42,5 @@ def test_host_random_state_is_restored() -> None:
 
 
 def test_missing_stream_is_a_no_op() -> None:
-    with devices.on_stream(None), devices.own_streams(["cpu"]):
+    with devices.on_stream(None), devices.own_streams(["cpu"], [torch.ones(1)]):
         assert torch.ones(2).sum() == 2
