@@ -29,7 +29,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 
 import backlight
-from backlight.integrations.ray import BacklightCallback, _read_parts
+from backlight.integrations.ray import BacklightCallback, read_stalls
 
 KINDS = ("plain", "watched", "control")
 UNTIMED_STEPS = 250
@@ -76,7 +76,7 @@ def polls(run: Path) -> float:
     launch = "bench"
     began = time.process_time()
     for _ in range(POLLS):
-        _read_parts(run, launch)
+        read_stalls(run, launch)
     return (time.process_time() - began) / POLLS
 
 

@@ -32,6 +32,7 @@ from backlight.monitors.steptime.model.step_comparison import TimeComparison, Ti
 from backlight.records import Finding
 from backlight.store.format.spectra import NUMBERS
 from backlight.store.read.run_list import ListedRun
+from backlight.strict_json import NOT_FINITE
 from backlight.trace.analysis import Analysis
 from backlight.trace.trace_diff import TraceDiff
 
@@ -307,11 +308,28 @@ ANSWERS: Mapping[str, Any] = {
 """Type of the answer by command."""
 
 
+_NUMBER = {"anyOf": [{"type": "number"}, {"enum": list(NOT_FINITE)}]}
+
+
+def _numbers(schema: Any) -> Any:
+    """Return a schema whose numbers may be the name of one that JSON does not have."""
+    if isinstance(schema, list):
+        return [_numbers(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("type") == "number":
+        return {**{key: part for key, part in schema.items() if key != "type"}, "$ref": "#/$defs/number"}
+    return {key: _numbers(part) for key, part in schema.items()}
+
+
 def schema_of(command: str) -> dict[str, Any]:
     """Return the JSON schema of what ``backlight COMMAND --json`` prints; KeyError for another command."""
     schema = TypeAdapter(ANSWERS[command]).json_schema(mode="serialization")
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"backlight {command} --json"}
-    return {**schema, **head}
+    numbers: dict[str, Any] = _numbers(schema)
+    if numbers != schema:
+        numbers["$defs"] = {**numbers.get("$defs", {}), "number": _NUMBER}
+    return {**numbers, **head}
 
 
 def file_name(command: str) -> str:

@@ -2,14 +2,12 @@
 
 import gc
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The flight recorder of torch 2.9 records nothing unless it is told how much; later ones record 2,000.
@@ -25,6 +23,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import pytest
 import torch
+
+from answers import closed, strict_loads
 
 torch.set_num_threads(1)
 # In a build for GPUs, fake tensors pretend to have some: autograd would start threads for them at its first
@@ -82,30 +82,21 @@ def console_script(
 
 @pytest.fixture
 def check_answer() -> Callable[[Sequence[object], int, str], None]:
-    """Check what ``--json`` printed against the schema of the command, which has to name every field."""
+    """Check what ``--json`` printed: strict JSON, with every field in the schema of the command."""
 
     def check(arguments: Sequence[object], code: int, out: str) -> None:
         command = " ".join(map(str, arguments[: 2 if "grok" in arguments[:1] else 1]))
         given = [*itertools.takewhile(lambda word: command not in SCRIPTS or word != "train.py", arguments)]
         if "--json" not in given or code > 1:
             return
+        answer = strict_loads(out)
         from answer_schemas import ANSWERS, schema_of
         from jsonschema import validate
 
         if command in ANSWERS:
-            validate(json.loads(out), _closed(schema_of(command)))
+            validate(answer, closed(schema_of(command)))
 
     return check
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema that allows no field without a description."""
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: _closed(part) for key, part in schema.items()}
-    return found | {"additionalProperties": False} if isinstance(found.get("properties"), dict) else found
 
 
 @pytest.fixture(autouse=True, scope="session")

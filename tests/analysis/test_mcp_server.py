@@ -33,7 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mcp") / "runs"
     loss = [float(np.exp(-step / 50)) for step in range(200)]
     rms = {"first.weight": [1.0] * 200, HOSTILE: [1.0] * 200}
-    write_synthetic(folder / "sound", rms, scalars={"loss": dict(enumerate(loss))})
+    gap = dict.fromkeys(range(100), float("nan")) | dict.fromkeys(range(100, 200), float("inf"))
+    write_synthetic(folder / "sound", rms, scalars={"loss": dict(enumerate(loss)), "gap": gap})
     writer = RunWriter.create(folder / "many", name="many", monitors=("health",))
     for step in range(60):
         writer.finding(
@@ -103,6 +104,11 @@ def test_series_has_minimum_mean_and_maximum_of_windows(call: Call) -> None:
         np.testing.assert_allclose(windows[:, column], truth, rtol=1e-4)
     gradient = call("series", run="sound", name="gradient/norm", parameter="first.weight")["recorded"]
     assert gradient["windows"][0][1:] == [8.0, 8.0, 8.0]
+
+
+def test_numbers_that_json_lacks_are_named(call: Call) -> None:
+    windows = call("series", run="sound", name="gap", points=2)["recorded"]["windows"]
+    assert windows == [[0, "NaN", "NaN", "NaN"], [100, "Infinity", "Infinity", "Infinity"]]
 
 
 def test_compares_runs(call: Call) -> None:

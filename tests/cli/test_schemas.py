@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 from answer_schemas import ANSWERS, file_name, schema_of
+
+from answers import strict_loads
+from backlight.analysis.report import write_bundle
+from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.store.write.writer import RunWriter
+from health_runs import write_synthetic
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
 
@@ -60,3 +68,46 @@ def test_doctor_and_an_empty_list(command: Callable[..., tuple[int, str, str]], 
     assert code == 0
     assert json.loads(out)
     assert json.loads(command("ls", tmp_path, "--json")[1]) == []
+
+
+@pytest.fixture
+def diverged(tmp_path: Path) -> Path:
+    """Return a run whose loss, event and evidence are not finite."""
+    path, infinite = tmp_path / "runs" / "diverged", float("inf")
+    writer = RunWriter.create(path, monitors=("health",))
+    writer.finding(
+        Finding(
+            severity=Severity.ERROR, rule="spike", monitor="health", title="loss", detail="", fix="",
+            subject=Subject(), evidence=(Evidence("scalars/loss", 1, -infinite),), refuted_if="",
+        )
+    )  # fmt: skip
+    events = [(1, "skipped", {"scale": infinite})]
+    write_synthetic(
+        path, {"a": [1.0, 1.0]}, writer=writer, scalars={"loss": [1.0, float("nan")]}, events=events
+    )
+    return path
+
+
+def test_answers_name_the_numbers_that_json_lacks(
+    command: Callable[..., tuple[int, str, str]], diverged: Path
+) -> None:
+    def answer(*arguments: object) -> Any:
+        return json.loads(command(*arguments, "--json")[1])  # the fixture refuses Python's NaN
+
+    assert answer("ls", diverged.parent)[0]["loss"] == "NaN"
+    assert "-Infinity" in [
+        e["value"] for finding in answer("findings", diverged) for e in finding["evidence"]
+    ]
+    assert answer("query", diverged, "SELECT 'inf'::DOUBLE AS a")[0]["a"] == "Infinity"
+    payload = answer("query", diverged, "SELECT payload FROM events WHERE kind = 'skipped'")[0]["payload"]
+    assert strict_loads(payload) == {"scale": "Infinity"}
+
+
+def test_documents_of_a_bundle_are_strict_json(diverged: Path, tmp_path: Path) -> None:
+    with tarfile.open(write_bundle(diverged, tmp_path / "run.tar.gz")) as bundle:
+        documents = [member for member in bundle.getmembers() if member.name.endswith(".json")]
+        assert len(documents) >= 3
+        for member in documents:
+            file = bundle.extractfile(member)
+            assert file is not None
+            strict_loads(file.read())

@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 2 deepspeed_loop.py FOLDER NAME...
 
 A name is ``ddp``, or ``zero0`` to ``zero3`` and what differs: ``fp16``, ``bf16``, ``offload``, ``overflow``,
-``nvme``, a fault (``cut``, ``drift``) or its length (``long``), ``module`` or ``optimizer`` for what is
-watched, ``plain`` for no watch.
+``nvme``, ``spectra``, a fault (``cut``, ``drift``) or its length (``long``), ``module`` or ``optimizer`` for
+what is watched, ``plain`` for no watch.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.integrations.deepspeed import watch
+from backlight.session.settings import DEFAULT_MONITORS
 
 STEPS, FAULT_STEPS, MICROBATCHES, LIMIT = 6, 24, 2, 0.5
 
@@ -111,7 +112,8 @@ def train(out: Path, stage: int, words: set[str]) -> dict[str, Any]:
     elif "optimizer" in words:
         context = backlight.watch(engine.module, outer, run=out, every=1, summary=False)
     elif "plain" not in words:
-        context = watch(engine, run=out, every=1, summary=False)
+        monitors = (*DEFAULT_MONITORS, *(words & {"spectra"}))
+        context = watch(engine, run=out, every=1, summary=False, monitors=monitors)
     skipped = []
     with context:
         if "nvme" in words:

@@ -17,6 +17,7 @@ import backlight
 from backlight.capture import engines
 from backlight.findings.evaluate import findings_of
 from backlight.records import Severity
+from backlight.store.read.spectra import left_out
 from integrations.torchrun import environment, start
 
 STAGES = (0, 1, 2, 3)
@@ -38,6 +39,7 @@ FLAVOURS = (
     "zero2-overflow",
     "zero3-overflow",
     "zero3-nvme",
+    *(f"zero{stage}-spectra" for stage in STAGES),
 )
 FAULTS = ("zero0-drift", *(f"zero{stage}-{kind}" for stage in STAGES for kind in ("cut", "long")))
 
@@ -134,6 +136,21 @@ def test_skipped_steps_are_recorded_with_their_scale(runs: Path, stage: int) -> 
     scales = run.scalar("scaler/scale").values
     assert (scales[1:] / scales[:-1])[np.array(skipped[:-1])].tolist() == [0.5] * sum(skipped[:-1])
     assert {one.rule for one in findings_of(run)} <= {"loss_scale", "no_gradient"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stage", STAGES)
+def test_spectra_state_one_reason_why_an_engine_leaves_them_out(runs: Path, stage: int) -> None:
+    run = backlight.open_run(runs / f"zero{stage}-spectra")
+    known, reasons = left_out(run), [event.payload["reason"] for event in run.events("unmeasured")]
+    if stage == 0:  # whose replicates are too few
+        assert {why for name, why in known.items() if name in {"up.weight", "down.weight"}} == set()
+        assert all("needs 3 replicates" in reason for reason in reasons)
+        return
+    cut = "its engine keeps a part of it on each rank, and no gradient of a single backward"
+    assert (known["up.weight"], known["down.weight"], reasons) == (cut, cut, [])
+    assert known["frozen.weight"].startswith("frozen")
+    assert [one for one in findings_of(run) if one.severity is not Severity.INFO] == []
 
 
 @pytest.mark.full

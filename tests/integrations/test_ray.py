@@ -84,6 +84,7 @@ def test_directory_that_an_earlier_worker_still_writes_costs_no_training(tmp_pat
     assert claim in error
     assert noted(tmp_path, "plain") == noted(tmp_path, "watched")
     (own,) = (tmp_path / "held").glob("backlight-*")
+    assert f"evidence: backlight findings {own}\n" in output
     assert [rank.rank for rank in backlight.open_run(own).ranks()] == [0, 1]
     assert len(backlight.open_run(tmp_path / "held" / "backlight").attempts) == 1
 

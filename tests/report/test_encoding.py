@@ -77,5 +77,5 @@ def test_text_cannot_end_its_script_element(text: str) -> None:
 
 def test_non_finite_numbers_are_encoded_by_name() -> None:
     assert json.loads(script_json({"a": [float("nan"), float("inf"), -float("inf"), np.float64(1)]})) == {
-        "a": ["NaN", "inf", "-inf", 1.0]
+        "a": ["NaN", "Infinity", "-Infinity", 1.0]
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,11 +91,10 @@ class Comparison:
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON types; a value that is not finite is None, and named in ``texts``."""
+    """Return a comparison as JSON types."""
 
     def row(each: Row) -> dict[str, Any]:
-        finite = [value if value is not None and math.isfinite(value) else None for value in each.values]
-        return {**to_json(each), "values": finite, "texts": list(each.texts)}
+        return {**to_json(each), "texts": list(each.texts)}
 
     return {
         **to_json(comparison),

@@ -33,6 +33,7 @@ from backlight.store.errors import StoreError
 from backlight.store.read.run import Run, open_run
 from backlight.store.read.run_list import ListedRun
 from backlight.store.read.run_list import list_runs as stored_runs
+from backlight.strict_json import json_types
 from backlight.text import did_you_mean, visible
 
 MAX_BYTES = 4000
@@ -244,14 +245,14 @@ def _values(run: Run, name: str, parameter: str) -> tuple[Any, Any, str]:
     return frame.steps[measured], frame.values[measured, at], frame.unit
 
 
-def _windows(steps: Any, values: Any, points: int) -> list[list[float | None]]:
+def _windows(steps: Any, values: Any, points: int) -> list[list[float]]:
     """Return first step, minimum, mean and maximum of up to ``points`` windows of equal numbers of steps."""
-    found: list[list[float | None]] = []
+    found: list[list[float]] = []
     for window in np.array_split(np.arange(len(steps)), min(points, len(steps)) or 1):
         if len(window):
             part = np.asarray(values[window], dtype=np.float64)
             numbers = (float(part.min()), float(part.mean()), float(part.max()))
-            rounded = [float(f"{number:.5g}") if np.isfinite(number) else None for number in numbers]
+            rounded = [float(f"{number:.5g}") for number in numbers]
             found.append([int(steps[window[0]]), *rounded])
     return found
 
@@ -265,7 +266,7 @@ def _owner(pid: int) -> int | None:
 
 def _bounded(recorded: Mapping[str, Any], missing: Any, full: bool) -> Answer:
     """Return an answer of at most :data:`MAX_BYTES`: its longest list loses its last entries first."""
-    answer = Answer(recorded=dict(recorded), not_measured=[visible(text) for text in missing])
+    answer = Answer(recorded=json_types(recorded), not_measured=[visible(text) for text in missing])
     if full:
         return answer
     lists = [(answer.recorded, key) for key, value in answer.recorded.items() if isinstance(value, list)]

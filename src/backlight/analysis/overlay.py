@@ -61,11 +61,7 @@ class Overlaid:
         return [round(float(step)) for step in np.linspace(low, high, TABLE_STEPS)]
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON types; a value that is not finite is None."""
-
-        def plain(values: NDArray[np.float64]) -> list[float | None]:
-            return [float(v) if math.isfinite(v) else None for v in values]
-
+        """Return everything as JSON types."""
         return {
             "aligned": self.aligned,
             "left_out": list(self.left_out),
@@ -80,7 +76,7 @@ class Overlaid:
             },
             "measures": {
                 measure: {
-                    name: {"steps": steps.tolist(), "values": plain(values)}
+                    name: {"steps": steps.tolist(), "values": values.tolist()}
                     for name, (steps, values) in of_run.items()
                 }
                 for measure, of_run in self.measures.items()

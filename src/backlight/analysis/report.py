@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from backlight import strict_json
 from backlight.findings.evaluate import findings_of
 from backlight.monitors.health.model.parameters import untrained_parameters
 from backlight.monitors.health.model.score import health_series
@@ -15,7 +16,6 @@ from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
 from backlight.report.plots.writer import Written, write_animations, write_plots
 from backlight.report.source import Source
-from backlight.store.platform.atomic_json import dump
 from backlight.store.read.run import Run, open_run
 
 
@@ -65,9 +65,9 @@ def _members(run: Run, folder: Path) -> Iterator[tuple[str, Path | bytes]]:
     }
     yield "report.html", write_html(run.path, folder / "report.html")
     yield "report.md", write_markdown(run.path, folder / "report.md")
-    yield "findings.json", dump(findings_of(run)).encode()
-    yield "environment.json", dump(environment).encode()
-    yield "events.json", dump([to_json(event) for event in run.events()]).encode()
+    yield "findings.json", strict_json.dump(findings_of(run)).encode()
+    yield "environment.json", strict_json.dump(environment).encode()
+    yield "events.json", strict_json.dump([to_json(event) for event in run.events()]).encode()
     for name in run.evidence():
         yield name, run.read_evidence(name)
 

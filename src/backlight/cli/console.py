@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from backlight import strict_json
 from backlight.distributed import world
-from backlight.records import to_json
 from backlight.terminal import make_console, write
 from backlight.text import told_apart, visible
 
@@ -165,4 +164,4 @@ class Page:
 
 def print_json(answer: Any) -> None:
     """Print a result as JSON; what JSON does not know becomes its text."""
-    write(json.dumps(to_json(answer), indent=2, default=str))
+    write(strict_json.dump(answer, indent=2))

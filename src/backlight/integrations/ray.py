@@ -41,6 +41,8 @@ except ImportError as error:
 if TYPE_CHECKING:
     from backlight.store.read.run import Event
 
+    Stored = list[tuple[Path, Event]]
+
 OPEN_TIMEOUT_S = 6.0
 """Seconds in which a diagnosis waits for what another machine observes."""
 
@@ -182,7 +184,7 @@ class _Stalls:
 
     def __init__(self, directory: Path, launch: str, nodes: tuple[str, ...]) -> None:
         self.directory, self.launch, self.nodes = directory, launch, nodes
-        self._events: dict[str, tuple[Event, ...]] = {}
+        self._events: dict[str, Stored] = {}
         self._requests: dict[str, Any] = {}
         self._since = 0.0
         self._newest: ReportedStall | None = None
@@ -190,7 +192,8 @@ class _Stalls:
 
     def poll(self) -> tuple[ReportedStall, float] | None:
         """Print what is new; return the stall that lasts, with the seconds since it was diagnosed."""
-        stall = newest_stall(self._read())
+        stored = self._read()
+        stall = newest_stall([event for _, event in stored])
         if stall is None:
             return None
         now = clock.monotonic()
@@ -203,20 +206,21 @@ class _Stalls:
             after = "" if is_first else stall.over and f"after that diagnosis, {stall.over}"
             write(f"backlight: {after or words}", file=sys.stderr, flush=True)
             if is_first:
-                write(f"  evidence: backlight findings {self.directory}", file=sys.stderr, flush=True)
+                run = next(path for path, event in stored if event.time == stall.time)
+                write(f"  evidence: backlight findings {run}", file=sys.stderr, flush=True)
         return None if stall.over else (stall, now - self._since)
 
-    def _read(self) -> list[Event]:
+    def _read(self) -> Stored:
         if not self.nodes:
-            self._events["here"] = _read_parts(self.directory, self.launch)
+            self._events["here"] = read_stalls(self.directory, self.launch)
         # The interpreter lock of a hung worker may be held: another process of its node reads the files.
         for node in self.nodes:
             request = self._requests.get(node)
             if request is not None and ray.wait([request], timeout=0)[0]:
                 self._events[node] = ray.get(request)
                 request = None
-            self._requests[node] = request or _on_node(node, _read_parts, self.directory, self.launch)
-        return [event for events in self._events.values() for event in events]
+            self._requests[node] = request or _on_node(node, read_stalls, self.directory, self.launch)
+        return [one for stored in self._events.values() for one in stored]
 
 
 def _enter(environment: dict[str, str]) -> None:
@@ -245,12 +249,13 @@ def _parts(directory: Path, launch: str) -> list[Path]:
     return sorted(one for one in there if one.name == directory.name or one.name.startswith(names))
 
 
-def _read_parts(directory: Path, launch: str) -> tuple[Event, ...]:
-    found: list[Event] = []
+def read_stalls(directory: Path, launch: str) -> Stored:
+    """Return what watchdogs have stored of a launch on this node, in the run directory and next to it."""
+    found: Stored = []
     for part in _parts(directory, launch):
         with contextlib.suppress(RunFormatError, OSError):  # it is being written
-            found += stall_events(part, launch)
-    return tuple(found)
+            found += [(part, event) for event in stall_events(part, launch)]
+    return found
 
 
 def _upload(directory: Path, launch: str, filesystem: Any, target: str) -> None:

@@ -6,7 +6,6 @@ is listed, and never reads as passed.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
 
-from backlight import __version__
+from backlight import __version__, strict_json
 from backlight.findings.pages import rule_page
 from backlight.records import Finding, Severity
 from backlight.registry import RULES
@@ -180,7 +179,7 @@ def _sarif(source: Source, failing: Failing) -> str:
     invocation = {"executionSuccessful": True, "toolExecutionNotifications": notes}
     driver = {"name": "backlight", "semanticVersion": __version__, "rules": rules}
     run = {"tool": {"driver": driver}, "results": results, "invocations": [invocation]}
-    return json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
+    return strict_json.dump({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
 
 
 def _identity(finding: Finding) -> str:

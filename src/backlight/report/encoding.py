@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import enum
 import json
-import math
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from backlight.strict_json import json_types
 
 Packed = dict[str, Any]
 
@@ -93,24 +94,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Quantised):
         return pack_share(value.values) if value.scale == "share" else pack_log(value.values)
     if isinstance(value, np.generic):
-        return _finite(value.item())
+        return json_types(value.item())
     if isinstance(value, enum.Enum):
         return value.value
     raise TypeError(f"cannot put a {type(value).__name__} into the page: {value!r}")
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: a number that is none is sent as its name."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    if isinstance(value, dict):
-        return {str(key): _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return value
-
-
 def script_json(value: Any) -> str:
     r"""Return JSON, in ASCII and with ``<``, ``>`` and ``&`` escaped: no name in it can end the element."""
-    text = json.dumps(_finite(value), default=_plain, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(json_types(value), default=_plain, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

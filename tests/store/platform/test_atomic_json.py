@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from answers import strict_loads
 from backlight import untrusted_files
 from backlight.records import Severity
 from backlight.store.errors import RunFormatError
@@ -50,6 +51,14 @@ def test_json_accepts_numpy_and_sets() -> None:
         "name": "\udcff\0ü",
         "3": [1, 2],
     }
+
+
+def test_documents_are_strict_json_and_those_of_python_are_read(tmp_path: Path) -> None:
+    infinite = {"a": [float("inf"), np.float32("nan")]}
+    atomic_json.write_document(tmp_path / "new.json", infinite)
+    assert strict_loads((tmp_path / "new.json").read_text())["a"] == ["Infinity", "NaN"]
+    (tmp_path / "old.json").write_bytes(atomic_json.seal(atomic_json.dump(infinite)))
+    assert str(atomic_json.read_document(tmp_path / "old.json")) == "{'a': [inf, nan]}"
 
 
 @pytest.mark.parametrize(

@@ -75,21 +75,21 @@ def _blocks(found: RecipeGram, rows: int) -> Any:
 
 
 def as_object(found: RecipeGram) -> dict[str, Any]:
-    """Return what was measured as JSON types; what is not finite is null."""
+    """Return what was measured as JSON types; what is not defined is null."""
     return {
         "recipe": str(found.recipe),
         "samples": found.gram.samples,
         "parameters": found.parameters,
-        "loss": _finite(found.loss),
+        "loss": found.loss,
         "unchecked": found.gram.unchecked or None,
         "second_moment": _spectrum(found.second_moment),
         "covariance": _spectrum(found.covariance),
         "blocks": {name: _spectrum(spectrum) for name, spectrum in found.blocks.items()},
         "noise_scales": {
             name: {
-                "value": _finite(one.value),
-                "low": _finite(one.interval.low),
-                "high": _finite(one.interval.high),
+                "value": _defined(one.value),
+                "low": _defined(one.interval.low),
+                "high": _defined(one.interval.high),
             }
             for name, one in found.gram.noise_scales().items()
         },
@@ -97,8 +97,8 @@ def as_object(found: RecipeGram) -> dict[str, Any]:
 
 
 def _spectrum(spectrum: Spectrum) -> dict[str, Any]:
-    metrics = {name: _finite(value) for name, value in spectrum.metrics().items()}
-    return {**metrics, "eigenvalues": [_finite(float(value)) for value in spectrum.eigenvalues]}
+    metrics = {name: _defined(value) for name, value in spectrum.metrics().items()}
+    return {**metrics, "eigenvalues": [_defined(float(value)) for value in spectrum.eigenvalues]}
 
 
 def _interval(scale: NoiseScale) -> str:
@@ -108,5 +108,5 @@ def _interval(scale: NoiseScale) -> str:
     return f"95 %: {number(low, 3)} " + ("or more" if math.isinf(high) else f"to {number(high, 3)}")
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _defined(value: float) -> float | None:
+    return None if math.isnan(value) else value

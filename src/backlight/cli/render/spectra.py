@@ -46,7 +46,7 @@ def show(outcome: SpectraResult, run: Run) -> None:
 
 
 def as_object(outcome: SpectraResult, run: Run) -> dict[str, Any]:
-    """Return what was measured as JSON types; what was not measured, or is infinite, is null."""
+    """Return what was measured as JSON types; what was not measured is null."""
     from backlight.store.read.spectra import layers, measurements
 
     known = {layer.parameter: layer for layer in layers(run)}
@@ -60,14 +60,14 @@ def as_object(outcome: SpectraResult, run: Run) -> dict[str, Any]:
         "measured": outcome.measured,
         "measured_before": outcome.resumed,
         "sweeps": outcome.sweeps,
-        "samples_per_replicate": _finite(outcome.batch),
+        "samples_per_replicate": _measured(outcome.batch),
         "left_out": dict(outcome.left_out),
         "noise_scale": None
         if (together := _together(run)) is None
         else {
-            "value": _finite(together.value),
-            "low": _finite(together.interval.low),
-            "high": _finite(together.interval.high),
+            "value": _measured(together.value),
+            "low": _measured(together.interval.low),
+            "high": _measured(together.interval.high),
         },
         "layers": [
             {
@@ -76,7 +76,7 @@ def as_object(outcome: SpectraResult, run: Run) -> dict[str, Any]:
                 "shape": list(known[one.parameter].shape),
                 "split_of": known[one.parameter].split_of or None,
                 "method": one.method,
-                **{name: _finite(value) for name, value in one.numbers.items()},
+                **{name: _measured(value) for name, value in one.numbers.items()},
             }
             for one in measurements(run)
             if one.parameter in known
@@ -151,5 +151,5 @@ def _bounds(low: float, high: float) -> str:
     return f"> {low:.2g}" if math.isinf(high) else f"{low:.2g}-{high:.2g}"
 
 
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _measured(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)

@@ -5,7 +5,6 @@ No torch, so that a prediction travels between processes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, computed_field
 
+from backlight import strict_json
 from backlight.diagnose.memory.storage_log import Account, Kind, ModuleMemory, Record, TensorGroup
 from backlight.records import RunStatus
 from backlight.store.errors import RunWriteError
@@ -257,7 +257,7 @@ def store_memory(writer: RunWriter, result: MeasuredMemory | PredictedMemory) ->
         "events": end - start,
     }
     content = {**result.model_dump(mode="json"), "curve": rows}
-    writer.evidence(DOCUMENT, json.dumps(content, indent=1))
+    writer.evidence(DOCUMENT, strict_json.dump(content, indent=1))
     failed = False
     if isinstance(result, MeasuredMemory):
         failed = result.exit_code != 0

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backlight.records import Finding, to_json
+from backlight import strict_json
+from backlight.records import Finding
 from backlight.store.errors import ExportError
 from backlight.store.format.names import storable
 from backlight.store.format.schema import SERIES, SeriesSchema, unit_of_scalar
 from backlight.store.format.spectra import FIELDS, LAYER, NUMBERS, Layer, Measurement
 from backlight.store.format.spectra import Table as Spectrum
-from backlight.store.platform import atomic_json
 from backlight.store.read import spectra
 from backlight.store.read.run import Run
 
@@ -218,7 +218,7 @@ def _events_table(run: Run) -> Table:
 
     def rows() -> Iterator[tuple[Any, ...]]:
         for e in run.events():
-            yield e.step, e.attempt, e.rank, e.time, e.kind, atomic_json.dump(dict(e.payload))
+            yield e.step, e.attempt, e.rank, e.time, e.kind, strict_json.dump(dict(e.payload))
 
     return _listed("events", "one row per event", columns, rows)
 
@@ -249,7 +249,7 @@ def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
         for f in findings():
             s = f.subject
             subject = (s.parameter, s.module, s.step, s.rank, s.line, s.verdict, s.phase)
-            evidence = atomic_json.dump(to_json(f.evidence))
+            evidence = strict_json.dump(f.evidence)
             yield (
                 f.rule, f.severity.value, f.monitor, f.title, f.detail, *subject, evidence, f.fix,
                 f.refuted_if, f.version, f.made.value,
@@ -279,7 +279,7 @@ def _parameters_table(run: Run) -> Table:
             shape = "x".join(map(str, p.placement.global_shape or p.shape))
             yield (
                 p.name, shape, p.numel, p.dtype, p.device, p.requires_grad, p.module, p.module_type,
-                p.group or None, atomic_json.dump(list(p.aliases)), p.placement.layout.value,
+                p.group or None, strict_json.dump(p.aliases), p.placement.layout.value,
                 p.unmeasured or None,
             )  # fmt: skip
 
@@ -300,7 +300,7 @@ def _attempts_table(run: Run) -> Table:
 
     def rows() -> Iterator[tuple[Any, ...]]:
         for a in run.attempts:
-            arguments = atomic_json.dump(list(a.argv))
+            arguments = strict_json.dump(a.argv)
             yield (
                 a.index, a.step_offset, a.status.value, a.started, a.ended, a.world_size, a.script, arguments
             )  # fmt: skip

@@ -12,9 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from backlight import untrusted_files
+from backlight import strict_json, untrusted_files
 from backlight.records import to_json
 from backlight.store.errors import RunFormatError
 
@@ -30,22 +28,15 @@ _PARTS = {dict, list}
 
 
 def dump(document: Any) -> str:
-    """Return JSON in plain ASCII; arrays become lists, and what JSON does not know becomes its text."""
+    """Return the JSON of a row of a database, which keeps Python's ``NaN`` and ``Infinity``: they read back.
+
+    Arrays become lists, and what JSON does not know becomes its text.
+    """
     return _ENCODER.encode(to_json(document))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, (set, frozenset)):
-        return sorted(to_json(list(value)), key=str)
-    return str(value)
-
-
 # Of their own: a watched script may replace functions of json.
-_ENCODER, _DECODER = json.JSONEncoder(default=_plain), json.JSONDecoder()
+_ENCODER, _DECODER = json.JSONEncoder(default=strict_json.plain), json.JSONDecoder()
 
 
 def load(text: str) -> Any:
@@ -130,7 +121,7 @@ def write_document(path: Path, document: Any) -> None:
     OSError
         If the file system refuses.
     """
-    data = seal(dump(document))
+    data = seal(strict_json.dump(document))
     try:
         write_atomically(path, data)
     except OSError as error:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight import clock, untrusted_files
+from backlight import clock, strict_json, untrusted_files
 from backlight.distributed import JOB_SEPARATOR, given_directory
 from backlight.records import Fingerprint, RunStatus
 from backlight.redaction import Redaction
@@ -87,7 +87,7 @@ class Entry:
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """Store the fingerprint of the rank; an OSError passes through."""
-        self._fingerprint = atomic_json.dump(self.redaction.fingerprint(fingerprint))
+        self._fingerprint = strict_json.dump(self.redaction.fingerprint(fingerprint))
         self.publish_document()
 
     def update(self, files: dict[str, dict[str, int]], step: int = -1) -> None:
@@ -128,7 +128,7 @@ class Entry:
             "options": self.options,
         }
         # The fingerprint may hold thousands of modules; it is serialised once.
-        text = f'{atomic_json.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
+        text = f'{strict_json.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
         atomic_json.write_atomically(self.folder / document_name(self.rank), atomic_json.seal(text))
 
 

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from backlight.monitors.spectra.model.options import SpectraOptions
     from backlight.notifier import Notifier
 
+_SHARDED = "sharded: no rank has a whole gradient of it before it is reduced"
+_CUT = "its engine keeps a part of it on each rank, and no gradient of a single backward"
+
 MOMENTA = ("exp_avg", "momentum_buffer")
 """Names under which optimizers keep the momentum of a parameter."""
 
@@ -103,8 +106,9 @@ class LayerSelection:
             tensor = table.tensor(row)
             if not layers or tensor is None:
                 continue
-            if self._leaf(tensor) is None:
-                reason = "sharded: no rank has a whole gradient of it before it is reduced"
+            leaf = self._leaf(tensor)
+            if leaf is None or leaf.ndim != len(record.shape):
+                reason = _SHARDED if leaf is None else _CUT
                 left_out.update({layer.parameter: reason for layer in layers})
                 continue
             numel = torch.Size(record.shape).numel()
@@ -136,14 +140,12 @@ class LayerSelection:
         for name, reason in fresh.items():
             if report_here or "spectra.memory" in reason:
                 record_left_out(self._recorder, name, reason)
-        unfit = [name for name, reason in fresh.items() if "spectra.memory" in reason]
-        if unfit:
-            more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
-            self._notifier.warn(
-                "spectra memory",
-                f"spectra of {', '.join(unfit[:3])}{more} are not measured: {left_out[unfit[0]]}; raise it, "
-                "or choose layers by spectra.include",
-            )
+        for about, fix in (("spectra.memory", "; raise it, or choose layers by spectra.include"), (_CUT, "")):
+            unfit = [name for name, reason in fresh.items() if about in reason]
+            if unfit:
+                more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
+                which = f"spectra of {', '.join(unfit[:3])}{more}"
+                self._notifier.warn(about, f"{which} are not measured: {left_out[unfit[0]]}{fix}")
 
     def leaves(self) -> Sequence[tuple[int, torch.Tensor]]:
         """Return key and leaf of each parameter that is captured."""

@@ -155,8 +155,8 @@ class ReplicateMonitor(Monitor):
             )
         if not captured.reason and not captured.samples:
             captured.reason = (
-                "no backward gave gradients that hooks of parameters see; torch.autograd.grad, torch.func "
-                "and stages 1 to 3 of DeepSpeed give none"
+                "no backward gave gradients that hooks of parameters see; torch.autograd.grad and torch.func "
+                "give none"
             )
         self._add_states(captured)
         captured.copies_done = record_events(target.device for target in self._selection.captured)
