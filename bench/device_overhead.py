@@ -5,9 +5,9 @@ the first steps of the run, which are all recorded. Once the host runs ahead of 
 reads no value; once it waits for the loss of each step, so that all of its own time shows. The figure is the
 median over pairs of neighbouring blocks of the ratio of their times, with quartiles; ``control`` is the same
 of two unwatched blocks. It contains the kernels that a recorded step adds, which run on a core of the host.
-The aim is 1.01. On two cores that were otherwise idle (24 pairs): 1.006 (quartiles 0.982 to 1.030) where the host
-runs ahead and 1.005 (0.997 to 1.049) where it waits, with controls of 1.007 and 1.000; the training thread computes
-0.014 ms more of a step, 0.1 %.
+The aim is 1.01. On two cores that were otherwise idle (24 pairs): 1.006 (quartiles 0.982 to 1.030) where the
+host runs ahead and 1.005 (0.997 to 1.049) where it waits, with controls of 1.007 and 1.000; the training
+thread computes 0.014 ms more of a step, 0.1 %.
 """
 
 from __future__ import annotations
