@@ -106,7 +106,7 @@ def processor_seconds(command: list[str]) -> float:
 def whole_processes(console: Console, *, quick: bool) -> None:
     table = Table("layers", "backlight memory --fake s", "MemTracker s", "ratio")
     here = Path(sys.executable).parent / "backlight"
-    for layers in (2, 4) if quick else (2, 4, 12, 48):
+    for layers in (1, 2, 4) if quick else (1, 2, 4, 8, 12, 24):
         settings = [f"n_blocks={layers}", "batch=8", "seq=64"]
         predicting = [str(here), "memory", str(GPT), "--fake"]
         predicting += [part for setting in settings for part in ("--set", setting)]

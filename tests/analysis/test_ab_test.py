@@ -16,12 +16,17 @@ from backlight.analysis.ab_test import ABTestError, run_ab_test
 from monitors.steptime.rules.conftest import write
 
 TRAIN = """
-import time, torch
+import sys, torch
+from backlight import clock
+
+now = 0.0
+clock.perf_counter = lambda: now  # a clock that only the lines below advance, however busy the machine is
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(1000):
+    now += 0.003 if "--slow" in sys.argv else 0.002
     model(torch.randn(2, 4)).sum().backward()
-    time.sleep(0.002)
+    now += 0.004
     optimizer.step()
 """
 
@@ -63,6 +68,24 @@ def test_interleaved_pairs_find_difference_on_noisy_machine(recorded: list[str])
     assert rows["backward"].low <= 1.05 <= rows["backward"].high
     assert not rows["other"].found
     assert result.times.counts == (6, 6)
+
+
+def test_a_run_that_is_never_steady_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(
+        command: str, line: Callable[[Path, int], list[str]], out: Path, steps: int, limit: float
+    ) -> None:
+        growing = {(step, "backward"): 0.03 * 1.1 ** (step - 15) for step in range(steps)}
+        slower = 2.0 if out.name.startswith("b") else 1.0
+        changes = growing if out.name == "a-1" else None
+        write(out, {"backward": 0.03 * slower}, steps=steps, changes=changes, seed=int(out.name[-1]))
+
+    monkeypatch.setattr(ab_test, "_run", run)
+    result = run_ab_test(("train.py", "python train.py --slow"), rounds=5, steps=20, limit=9)
+    (note,) = result.notes
+    assert note.startswith("A, 1 of 5 runs: no steady part")
+    assert result.times.rows[0].low <= 2.0 <= result.times.rows[0].high
+    with pytest.raises(ABTestError, match=r"10 steps are too few to find a steady part.*raise --steps"):
+        run_ab_test(("train.py", "python train.py --slow"), rounds=5, steps=10, limit=9)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +152,12 @@ def test_cli_compares_two_scripts(
     tmp_path: Path, console_script: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    sides = ("train.py", "python train.py --unused")
+    sides = ("train.py", "python train.py --slow")
     done = console_script(tmp_path, "compare", "--ab", *sides, "--pairs", "3", "--steps", "20", "--json")
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
-    assert answer["differences"] == ["--unused not given against given"]
-    assert answer["times"]["rows"][0]["name"] == "step"
+    assert answer["differences"] == ["--slow not given against given"]
+    step = answer["times"]["rows"][0]
+    assert (step["name"], step["verdict"]) == ("step", "slower")
+    assert (step["first_ms"], step["second_ms"]) == (pytest.approx(6.0), pytest.approx(7.0))
+    assert step["low"] == pytest.approx(7 / 6)

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 FACTS = 10
 """Lines that a command prints after its verdict; ``--full`` prints the tables."""
 
+MIN_SOURCE = 24
+"""Columns of a source line that are shown behind other words at least."""
+
 MIN_NAME = 12
 """Columns to which a name in a table is shortened at most."""
 
@@ -136,20 +139,42 @@ class Page:
         """Print one line as :meth:`say` does; a terminal gets it broken between words, not inside them."""
         from rich.text import Text
 
-        if not self._console.is_terminal:
+        width = max(20, self._console.width - len(self._prefix))
+        text = Text.assemble(*parts)
+        if not self._console.is_terminal or text.cell_len <= width:
             self.say(*parts)
             return
-        width = max(20, self._console.width - len(self._prefix) - indent)
-        text = Text.assemble(*parts)
+        blank = " " * indent
         pieces = textwrap.wrap(
             text.plain, width, expand_tabs=False, replace_whitespace=False, drop_whitespace=False,
-            break_long_words=False, break_on_hyphens=False,
+            break_long_words=False, break_on_hyphens=False, subsequent_indent=blank,
         )  # fmt: skip
-        for number, line in enumerate(text.divide(itertools.accumulate(map(len, pieces)))):
+        lengths = (len(piece.removeprefix(blank) if number else piece) for number, piece in enumerate(pieces))
+        for number, line in enumerate(text.divide(itertools.accumulate(lengths))):
             line.rstrip()
             blanks = len(line) - len(line.plain.lstrip()) if number else 0
             if line:
-                self.say(" " * indent if number else "", line[blanks:])
+                self.say(blank if number else "", line[blanks:])
+
+    def sourced(self, *parts: tuple[str, str] | str, line: SourceLine | None, indent: int = 4) -> None:
+        """Print parts and a line of the user's code; a terminal gets its source cut to what fits.
+
+        Where little of it would fit behind the parts, it follows them on a line of its own.
+        """
+        from rich.text import Text
+
+        if line is None or not self._console.is_terminal:
+            self.sentence(*parts, *([f"  {source_line(line)}"] if line is not None else []), indent=indent)
+            return
+        width = self._console.width - len(self._prefix)
+        before, source = f"  {line}  ", Text(line.text)
+        taken = Text.assemble(*parts).cell_len + len(before)
+        behind = taken + min(source.cell_len, MIN_SOURCE) <= width
+        if not behind:
+            self.sentence(*parts, indent=indent)
+            before = f"{' ' * indent}{line}  "
+        source.truncate(max(1, width - (taken if behind else len(before))), overflow="ellipsis")
+        self.say(*(parts if behind else ()), before, source)
 
     def summary(self, verdict: str, facts: Sequence[str]) -> None:
         """Print the verdict and at most ten lines behind it."""

@@ -5,6 +5,8 @@ python tests/cli/render/eighty_columns.py memory train.py
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -53,20 +55,25 @@ def main() -> None:
         for each in objects:
             if isinstance(each, Table):
                 found.extend(broken(each))
-            elif isinstance(each, Text) and options.get("soft_wrap") and " " in each.plain.strip():
-                longest = max(each.plain.splitlines(), key=len, default="")
-                if len(longest) > WIDTH:
-                    found.append(f"a line is not broken between words: {longest!r}")
         original(self, *objects, **options)
 
     Console.print = checked  # type: ignore[method-assign]
     from backlight.cli import app
 
-    code = 0
-    try:
-        app.main(sys.argv[1:])
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 1
+    code, printed = 0, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            app.main(sys.argv[1:])
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 1
+    lines = [Text.from_ansi(line) for line in printed.getvalue().splitlines()]
+    # A path that is longer than the terminal stays in one piece.
+    found += [
+        f"a line is not broken between words: {line.plain!r}"
+        for line in lines
+        if line.cell_len > WIDTH and " " in line.plain.strip()
+    ]
+    print(*lines, sep="\n")
     print(*found, sep="\n", file=sys.stderr)
     sys.exit(9 if found else code)
 

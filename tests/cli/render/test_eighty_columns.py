@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +16,16 @@ from rich.table import Table
 from backlight.cli.console import FACTS, make_table
 from backlight.records import Fingerprint
 from backlight.text import told_apart
+from grokking_runs import Grok, write_grokking_run
+from monitors.stalls.model.test_flight_recorder import dumped, entry
+from monitors.stalls.model.test_flight_recorder import write as write_dump
 from monitors.steptime.rules.conftest import write as write_times
+from observed_processes import PY_SPY
 
 from .eighty_columns import broken
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[2] / "examples"
 
 RECIPE = """
 import torch
@@ -61,6 +68,26 @@ def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 
+# The same with layers cut from the loss, and with a NaN, in lines that are longer than the terminal.
+CUT = RECIPE.replace(
+    "x = layer(x)\n",
+    "x = layer(x).detach() if layer is self.transformer_encoder_layers[3] and self.training else layer(x)\n",
+)
+NAN = RECIPE.replace(
+    "self.feed_forward_network(", "self.feed_forward_network((q - q) / (q - q).square().sum().sqrt() + "
+)
+
+HANG = """
+import threading
+
+def the_function_that_waits_for_the_lock_of_the_data_loader(lock):
+    with lock:
+        print("ready", flush=True)
+        lock.acquire()  # a lock that the same thread holds, with words behind it that make the line long
+
+the_function_that_waits_for_the_lock_of_the_data_loader(threading.Lock())
+"""
+
 TRAIN = """
 if __name__ == "__main__":
     model = build_model()
@@ -77,10 +104,27 @@ if __name__ == "__main__":
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("narrow")
     (found / "recipe.py").write_text(RECIPE, encoding="utf-8")
-    (found / "train.py").write_text(RECIPE + TRAIN, encoding="utf-8")
+    for script, program in (
+        ("train", RECIPE + TRAIN),
+        ("cut", CUT + TRAIN),
+        ("nan", NAN + TRAIN),
+        ("hang", HANG),
+    ):
+        (found / f"{script}.py").write_text(program, encoding="utf-8")
     for seed, (name, factor) in enumerate([("first-run-of-the-encoder", 1.0), ("slow", 1.3), ("equal", 1.0)]):
         phases = {name: 0.02 * factor for name in ("data", "forward", "backward", "optimizer", "other")}
         write_times(found / name, phases, fingerprint=Fingerprint(script="train.py"), seed=seed)
+    run = write_grokking_run(found / "an-oracle-of-grokking-with-a-long-name")
+    random = Grok(control="random-labels", control_of=run.run_id, seed=3)
+    write_grokking_run(found / "its-matched-control-with-random-labels", random)
+    write_grokking_run(found / "late", Grok(generalises=1300, seed=1))
+    shutil.copytree(EXAMPLES / "test_matrix", found / "matrix")
+    (found / "dumps").mkdir()
+    name = "/home/me/project/training/distributed/pretraining_of_the_encoder.py"
+    frames = [{"filename": name, "line": 1212, "name": "synchronise_the_gradients_of_all_experts"}]
+    second = entry(number=2, state="started", frames=frames)
+    write_dump(found / "dumps", 0, dumped(entry(), second, world=3))
+    write_dump(found / "dumps", 1, dumped(entry(), world=3))
     return found
 
 
@@ -96,6 +140,9 @@ def run(folder: Path, command: str) -> str:
 COMMANDS = (
     "compare first-run-of-the-encoder slow", "compare first-run-of-the-encoder slow equal --full",
     "memory --full train.py", "ls .", "findings slow --full",
+    "top slow --once", "attach --flight-recorder dumps", "test-matrix --check matrix/recompute.toml",
+    "grok detect an-oracle-of-grokking-with-a-long-name",
+    "grok compare an-oracle-of-grokking-with-a-long-name late --align",
 )  # fmt: skip
 
 MORE = (
@@ -105,6 +152,8 @@ MORE = (
     "sweep recipe.py --fake --set dim=32,64,128 --set batch=4,8",
     "sweep recipe.py --set dim=32,64,128 --full", "gram recipe.py", "spectra recipe.py --replicates 4",
     "checkpointing train.py", "compare first-run-of-the-encoder slow --full", "query slow --tables",
+    "why-no-grad cut.py", "why-no-grad train.py", "nan nan.py", "nan train.py", "check train.py", "check --steps 20 cut.py",
+    "grok list", "grok run doshi --steps 20 --out doshi", "test-matrix --out results matrix/recompute.toml",
 )  # fmt: skip
 
 
@@ -114,6 +163,37 @@ def test_no_table_or_line_breaks(folder: Path, command: str) -> None:
     if "--full" not in command and command.split(maxsplit=1)[0] in {"memory", "compare", "profile", "sweep"}:
         # One line of the verdict, at most ten facts, and what follows them; facts may take two lines.
         assert sum(line.startswith("  ") and line[2] != " " for line in printed.splitlines()) <= FACTS
+
+
+@pytest.mark.full
+def test_a_run_with_findings_in_the_terminal_fits(folder: Path) -> None:
+    watch = [sys.executable, "-m", "backlight", "run", "--out", "watched", "cut.py"]
+    subprocess.run(watch, check=True, cwd=folder, capture_output=True)
+    assert "! no gradient  step 0  `transformer_encoder_layers" in run(folder, "top watched --once")
+
+
+@pytest.mark.full
+@PY_SPY
+def test_a_process_in_a_lock_fits(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "hang.py"], cwd=folder, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert "the main thread waits for a lock" in run(folder, f"attach {process.pid} --seconds 1")
+        finally:
+            process.kill()
+
+
+def test_json_keeps_the_source_line_whole(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "backlight", "why-no-grad", "--steps", "1", "--json", "cut.py"],
+        check=False, cwd=folder, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"},
+    )  # fmt: skip
+    rows = json.loads(done.stdout)["not_trained"]
+    assert len(rows) == 24
+    assert {row["place"]["source"] for row in rows} == {
+        line.strip() for line in CUT.splitlines() if "detach" in line
+    }
 
 
 def test_names_are_shortened_so_that_they_differ() -> None:

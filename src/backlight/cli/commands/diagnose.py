@@ -213,7 +213,7 @@ def why_no_grad(
     What the graph of the first loss shows is printed before the first backward. The script is ended after a
     few steps; nothing is stored.
     """
-    from backlight.cli.render.explanations import missing_as_json, print_missing, print_row
+    from backlight.cli.render.explanations import missing_as_json, print_missing, print_parameters
     from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
     from backlight.diagnose.missing_gradients.reasons import Cause
     from backlight.launch.observe import end_script
@@ -225,9 +225,8 @@ def why_no_grad(
     def early(rows: list[Row], line: SourceLine | None) -> None:
         if rows and not as_json:
             page.say((f"before the first backward ({line or 'line not known'}):", "bold"))
-            for row in rows:
-                print_row(page, row)
-                printed[row.name] = row.reason.text if row.reason else ""
+            print_parameters(page, rows)
+            printed.update((row.name, row.reason.text if row.reason else "") for row in rows)
 
     observer = MissingGradientObserver(steps, end_script, early)
     code = _explain(observer, script, context, module=module, quiet=as_json)
@@ -460,7 +459,7 @@ def run_test_matrix(
 
     An interrupted test matrix resumes.
     """
-    from backlight.cli.render.test_matrix import print_cases, print_report, result_line
+    from backlight.cli.render.test_matrix import print_cases, print_report, print_result
     from backlight.diagnose.test_matrix.plan import write_plan
     from backlight.diagnose.test_matrix.report import REPORTS, write_bundle, write_report
     from backlight.diagnose.test_matrix.runner import execute, prepare
@@ -474,23 +473,23 @@ def run_test_matrix(
     if bundle is not None:
         check_archive(bundle)
     prepared = prepare(plan)
-    console = make_console(stderr=as_json)
+    page, console = Page(errors=as_json), make_console(stderr=as_json)
     if check:
-        print_cases(prepared.cases, console)
+        print_cases(page, prepared.cases)
         return 0
     folder = out if out is not None else Path("runs") / f"test-matrix-{plan.stem}"
     report = execute(
         prepared, folder, again=again or (),
-        on_start=lambda case: console.print(f"{case.name} ...", style="dim"),
-        on_end=lambda one: console.print(result_line(one), soft_wrap=True),
+        on_start=lambda case: page.say((f"{case.name} ...", "dim")),
+        on_end=lambda one: print_result(page, one),
     )  # fmt: skip
     write_report(folder, folder / "report.md", as_html=False)
-    page = write_report(folder, folder / "report.html", as_html=True)
+    html = write_report(folder, folder / "report.html", as_html=True)
     if as_json:
         print_json(REPORTS.dump_python(report, mode="json"))
     else:
         print_report(report, console)
-        console.print(f"report: {page}", soft_wrap=True)
+        page.say(f"report: {html}")
     if bundle is not None:
         write(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
     return int(any(case.evaluation.verdict in failing for case in report.cases))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
-from backlight.cli.console import Page, line_json, source_line
+from backlight.cli.console import Page, line_json
 from backlight.records import Finding, to_json
 from backlight.text import count, listed
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.reasons import MissingGradients, Row
     from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
     from backlight.diagnose.probes.observer import ProbeObserver
-    from backlight.user_code import SourceLine
 
 SHOWN = 8
 """Names of a list that are printed; --json has them all."""
@@ -26,10 +26,6 @@ def _print_notes(page: Page, notes: Iterable[str], code: int) -> None:
         page.note(note)
     if code:
         page.note(f"the script ended with exit code {code}")
-
-
-def _at(line: SourceLine | None) -> str:
-    return f"  {source_line(line)}" if line is not None else ""
 
 
 def _shape(shape: Iterable[int]) -> str:
@@ -43,10 +39,10 @@ def print_regions(page: Page, observer: CheckpointObserver, code: int) -> None:
     page.say((found, "bold"), f" ({observer.steps} steps, {observer.backwards} backwards)")
     for region in regions:
         calls = f"  {region.mode}, {region.calls} calls, {region.recomputations} recomputations"
-        page.say((region.function, "bold"), f"{calls}  {source_line(region.line)}")
+        page.sourced((region.function, "bold"), calls, line=region.line, indent=2)
         for remark in region.remarks:
-            where = _at(remark.line) if remark.line != region.line else ""
-            page.say("  ", (f"{remark.kind}: ", "yellow"), remark.text, where)
+            line = remark.line if remark.line != region.line else None
+            page.sourced("  ", (f"{remark.kind}: ", "yellow"), remark.text, line=line)
     _print_notes(page, observer.notes, code)
 
 
@@ -81,7 +77,7 @@ def print_origin(page: Page, tracer: NanTracer, code: int) -> None:
     found, notes = tracer.found, list(tracer.notes)
     if found is None:
         observed = f"{tracer.operations} operations, {tracer.backwards} backwards, {tracer.steps + 1} steps"
-        page.say("no loss, gradient or parameter was other than finite", f" ({observed})")
+        page.sentence("no loss, gradient or parameter was other than finite", f" ({observed})")
         vanished = list(tracer.vanished.items())[:SHOWN]
         notes = [
             f"{n} times an infinity or NaN that reached none of these: {at}" for at, n in vanished
@@ -90,20 +86,25 @@ def print_origin(page: Page, tracer: NanTracer, code: int) -> None:
         where = f" of {found.module}" if found.module else ""
         record = found.record
         head = f"{found.value} at step {found.step}, in {record.phase}: "
-        page.say((head, "bold red"), _origin(found), where)
-        if record.operation:
-            page.say("  line: ", (source_line(record.line) or "not known (no frame of the script)", "bold"))
+        page.sentence((head, "bold red"), _origin(found), where)
+        if record.operation and record.line is None:
+            page.say("  line: not known (no frame of the script)")
+        for label, line in (
+            ("line:", record.line),
+            ("in backward:", record.own_line),
+            ("made of the infinity put in at:", found.constant),
+        ):
+            if line is not None:
+                page.sourced(f"  {label}", line=line)
         for label, text in (
-            ("in backward", source_line(record.own_line)),
-            ("made of the infinity put in at", source_line(found.constant)),
             ("noticed in", found.symptom),
             ("then spread over", listed(found.modules, SHOWN)),
             ("parameters, in this order", listed(found.parameters, SHOWN)),
         ):
             if text:
-                page.say(f"  {label}: {text}")
+                page.sentence(f"  {label}: {text}", indent=4)
         for note in found.notes:
-            page.say(f"  {note}")
+            page.sentence(f"  {note}", indent=4)
     if tracer.skipped_steps:
         page.note(f"{tracer.skipped_steps} steps skipped by the gradient scaler are left out")
     _print_notes(page, notes, code)
@@ -127,10 +128,11 @@ _COLOURS = {"passed": "green", "failed": "bold red", "undecided": "yellow", "not
 def print_probes(page: Page, observer: ProbeObserver, code: int) -> None:
     """Print the outcome of each probe."""
     loss = "" if observer.loss is None else f", loss {observer.loss:.4g}"
-    page.say(("first step", "bold"), loss, _at(observer.line))
+    page.sourced(("first step", "bold"), loss, line=observer.line)
     for result in observer.results:
         outcome = result.outcome.value
-        page.say(f"  {result.probe.value:<14} ", (f"{outcome:<12}", _COLOURS[outcome]), result.text)
+        head = f"  {result.probe.value:<14} ", (f"{outcome:<12}", _COLOURS[outcome])
+        page.sentence(*head, result.text, indent=29)
     _print_notes(page, observer.notes, code)
 
 
@@ -178,11 +180,16 @@ def origin_as_json(tracer: NanTracer, script: str, code: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def print_row(page: Page, row: Row) -> None:
-    """Print one parameter without a gradient, with the reason."""
-    if row.reason is not None:
-        head = f" [{_shape(row.shape)}]  "
-        page.say("  ", (row.name, "bold"), head, (row.reason.text, "yellow"), _at(row.reason.line))
+def print_parameters(page: Page, rows: Iterable[Row]) -> None:
+    """Print parameters without a gradient; those that have one reason, with the reason once."""
+    for reason, alike in itertools.groupby(rows, key=lambda row: row.reason):
+        names = [f"{row.name} [{_shape(row.shape)}]" for row in alike]
+        if reason is not None:
+            many = len(names) > 1
+            head = count(len(names), "parameter") if many else names[0]
+            page.sourced("  ", (head, "bold"), "  ", (reason.text, "yellow"), line=reason.line)
+            if many:
+                page.sentence(f"    {listed(names, SHOWN)}", indent=4)
 
 
 def print_missing(page: Page, answer: MissingGradients, code: int, printed: dict[str, str]) -> None:
@@ -191,17 +198,16 @@ def print_missing(page: Page, answer: MissingGradients, code: int, printed: dict
     fresh = [row for row in answer.rows if row.reason and printed.get(row.name) != row.reason.text]
     if fresh:
         page.say(("since then:" if printed else "found:", "bold"))
-        for row in fresh:
-            print_row(page, row)
+        print_parameters(page, fresh)
     for name in sorted(set(printed) - {row.name for row in answer.rows}):
         page.say("  ", (name, "bold"), "  got a gradient later")
     if answer.failure is not None:
-        page.say(("backward failed: ", "red"), answer.failure.text, f"  {source_line(answer.failure.line)}")
+        page.sourced(("backward failed: ", "red"), answer.failure.text, line=answer.failure.line)
     if answer.rows:
         total = count(len(answer.rows), "parameter is", "parameters are")
-        page.say((f"{total} not trained", "bold"), watched)
+        page.sentence((f"{total} not trained", "bold"), watched)
     elif answer.failure is None:
-        page.say("every parameter gets a gradient and is in an optimizer", watched)
+        page.sentence("every parameter gets a gradient and is in an optimizer", watched)
     _print_notes(page, answer.notes, code)
 
 

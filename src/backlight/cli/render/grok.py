@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 FOLLOWING = 10
 """Measures that are printed; --json has all."""
 
+NAME = 20
+"""Characters of the name of a run for which columns of values are left out."""
+
 _VALUE = 11
 """Characters of a column of values, its padding included."""
 
@@ -128,12 +131,13 @@ def print_overlaid(overlaid: Overlaid, console: Console) -> None:
         console.print(f"  {visible(name)} never generalised and cannot be aligned.", style="yellow")
     for reason in overlaid.reasons.values():
         console.print(f"  {visible(reason)}.", style="yellow")
-    first = "measure" if not overlaid.aligned else "measure, steps after t_g"
-    named = max((len(name) for name in (first, *overlaid.measures)), default=0)
-    runs = max((len(name) for name in overlaid.runs), default=0)
+    if overlaid.aligned:
+        console.print("  Steps count from the generalisation of each run.", style="dim")
+    named = max((len(name) for name in overlaid.measures), default=0)
+    runs = min(NAME, max((len(name) for name in overlaid.runs), default=0))
     chosen = _spread(overlaid.table_steps(), (console.width - named - runs - 4) // _VALUE)
     heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in chosen]
-    table = make_table(first, "run", *heads, left=("run",))
+    table = make_table("measure", "run", *heads, named=("run",))
     for measure, of_run in overlaid.measures.items():
         for row, (name, series) in enumerate(of_run.items()):
             values = [value_at(series, step) for step in chosen]

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.text import Text
 
-from backlight.cli.console import make_table
+from backlight.cli.console import Page
 from backlight.records import DiagnosisKind
 from backlight.text import visible
 
@@ -24,12 +23,12 @@ _COLOURS = {DiagnosisKind.PASS: "green"} | dict.fromkeys(
 )
 
 
-def result_line(one: CaseResult) -> Text:
-    """Return the line for a finished case: ``BLOCKED  case  12.0 s  claim``."""
+def print_result(page: Page, one: CaseResult) -> None:
+    """Print the line for a finished case: ``BLOCKED  case  12.0 s  claim``."""
     found = one.evaluation
-    text = Text(f"{found.verdict.value:<15}", style=_COLOURS.get(found.verdict, "red"))
     words = f"{visible(one.case.name)}  {one.observation.seconds:.1f} s  {visible(found.claim)}"
-    return text.append(words, style="default")
+    verdict = f"{found.verdict.value:<15}", _COLOURS.get(found.verdict, "red")
+    page.sentence(verdict, words, indent=15)
 
 
 def print_report(report: MatrixReport, console: Console) -> None:
@@ -40,12 +39,9 @@ def print_report(report: MatrixReport, console: Console) -> None:
     console.print(Markdown(as_markdown(report, full=False).replace("&#8203;", ""), hyperlinks=False))
 
 
-def print_cases(cases: Sequence[Case], console: Console) -> None:
+def print_cases(page: Page, cases: Sequence[Case]) -> None:
     """Print what a plan would run, and in which factor each case differs from its control."""
-    columns = ("control", "differs in", "limit", "command")
-    table = make_table("case", *columns, folded=columns)
     for case in cases:
-        limit = f"{case.time_limit:g} s"
-        words = (case.name, case.control, case.factor, limit, shlex.join(case.argv))
-        table.add_row(*map(visible, words))
-    console.print(table)
+        against = f", {visible(case.factor)} against {visible(case.control)}" if case.control else ""
+        page.sentence((visible(case.name), "bold"), f"{against}, at most {case.time_limit:g} s")
+        page.sentence(f"    {visible(shlex.join(case.argv))}", indent=6)

@@ -21,7 +21,7 @@ from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.report.sparkline import sparkline
 from backlight.report.verdict import by_severity, tally, where
-from backlight.text import count, duration, number, percent, visible
+from backlight.text import count, duration, number, percent, told_apart, visible
 
 RECENT = 20
 """Steps over which speed and phases are taken."""
@@ -144,9 +144,12 @@ def _phases(source: Source, width: int) -> list[RenderableType]:
         cells = min(left, round(seconds / total * width))
         left -= cells
         bar.append("█" * cells, style)
-        # Unbreakable inside, so that a line ends between two phases.
-        legend.append("■\N{NO-BREAK SPACE}", style)
-        legend.append(f"{name} {percent(seconds / total)}".replace(" ", "\N{NO-BREAK SPACE}") + "  ")
+        words = f" {name} {percent(seconds / total)}"
+        if legend and len(legend.plain.rpartition("\n")[2]) + 3 + len(words) > width:
+            legend.append("\n")
+        elif legend:
+            legend.append("  ")
+        legend.append("■", style).append(words)
     return [bar, legend]
 
 
@@ -172,11 +175,12 @@ def _worst(source: Source, width: int) -> list[RenderableType]:
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     zeros, amount = frames.stats.get("zero_share_last"), frames.stats.get("non_finite_sum")
-    for row in order:
-        if not known[row]:
-            continue
+    order = order[known[order]]
+    names = [visible(source.parameters[row].name) for row in order]
+    shown = told_apart(names, available)
+    for name, row in zip(names, order, strict=True):
         table.add_row(
-            Text(visible(source.parameters[row].name)),
+            Text(shown[name]),
             number(float(last[row]), 3),
             *([] if slim else [number(float(middle[row]), 3)]),
             *([_share(zeros, int(row))] if wide else []),
@@ -202,7 +206,8 @@ def _findings(source: Source, _width: int) -> list[RenderableType]:
         sign, style = SEVERITIES[finding.severity]
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{sign} ", style).append(visible(finding.rule).replace("_", " "), style)
-        about = where(finding)[:2]
+        # The space belongs to the title, which mostly has the name.
+        about = [(k, v) for k, v in where(finding) if k == "step" or v not in finding.title][:2]
         subject = ", ".join(f"step {value}" if label == "step" else value for label, value in about)
         line.append(f"  {subject}  " if subject else "  ", "bold").append(visible(finding.title))
         lines.append(line)

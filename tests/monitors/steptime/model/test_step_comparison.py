@@ -7,8 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.monitors.steptime.model.step_comparison import compare_pairs, compare_times, medians
-from backlight.monitors.steptime.model.step_times import read_phases
+from backlight.monitors.steptime.model.step_comparison import (
+    compare_pairs,
+    compare_steady,
+    compare_times,
+    medians,
+)
+from backlight.monitors.steptime.model.step_times import PhaseTimes, read_phases
 from backlight.store.read.run import Run
 from monitors.steptime.rules.conftest import write as write_run
 
@@ -57,6 +62,18 @@ def test_repeats_replace_the_assumed_variation(tmp_path: Path) -> None:
     assert measured.basis.endswith("measured over 4 runs")
     varying = [{name: by * value for name, value in repeats[0].items()} for by in (0.9, 1.0, 1.1)]
     assert not compare_times(a, b, [varying]).rows[0].found
+
+
+def test_equal_runs_that_vary_by_one_percent_seldom_differ() -> None:
+    random = np.random.default_rng(0)
+
+    def run(slower: float = 1.0) -> PhaseTimes:
+        steps = np.exp(random.normal(0, 0.02, (60, len(PHASES)))) * [*PHASES.values()]
+        return PhaseTimes(np.arange(60), tuple(PHASES), steps * slower * np.exp(random.normal(0, 0.01)))
+
+    equal = [compare_steady(run(), run()).rows for _ in range(400)]
+    assert np.mean([any(row.found for row in rows) for rows in equal]) <= 0.05
+    assert all(compare_steady(run(), run(1.08)).rows[0].found for _ in range(50))
 
 
 def test_ratio_of_pairs_is_that_of_their_times() -> None:

@@ -99,8 +99,11 @@ class PhaseTimes:
     def steady(self) -> tuple[SteadyPart, PhaseTimes]:
         """Return the steady part of the step times, and the table without the warm-up."""
         found = find_steady(self.total)
-        rest = slice(found.warmup, None)
-        return found, PhaseTimes(self.steps[rest], self.names, self.seconds[rest])
+        return found, self.after(found.warmup)
+
+    def after(self, first: int) -> PhaseTimes:
+        """Return the table without its first steps."""
+        return PhaseTimes(self.steps[first:], self.names, self.seconds[first:])
 
 
 def read_phases(run: Run, *, attempt: int | None = None, rank: int | None = None) -> PhaseTimes | None:
