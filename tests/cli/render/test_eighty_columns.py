@@ -152,7 +152,8 @@ MORE = (
     "sweep recipe.py --fake --set dim=32,64,128 --set batch=4,8",
     "sweep recipe.py --set dim=32,64,128 --full", "gram recipe.py", "spectra recipe.py --replicates 4",
     "checkpointing train.py", "compare first-run-of-the-encoder slow --full", "query slow --tables",
-    "why-no-grad cut.py", "why-no-grad train.py", "nan nan.py", "nan train.py", "check train.py", "check --steps 20 cut.py",
+    "why-no-grad cut.py", "why-no-grad train.py", "nan nan.py", "nan train.py",
+    "check train.py", "check --steps 20 cut.py",
     "grok list", "grok run doshi --steps 20 --out doshi", "test-matrix --out results matrix/recompute.toml",
 )  # fmt: skip
 

@@ -120,6 +120,12 @@ def test_errors_of_a_recipe_are_statuses(recipe: Path) -> None:
     found = answer(request(recipe, width=8))
     assert found["status"] == "failed"
     assert "takes the setting 'width'" in found["message"]
+    text = recipe.read_text()
+    recipe.write_text(f"{text}\n\ndef loss(model, batch):\n    raise RuntimeError('view size')\n")
+    failed = answer(request(recipe, dim=8))
+    last = text.count("\n") + 4
+    assert failed["message"].startswith("RuntimeError: view size (")
+    assert failed["message"].endswith(f"{recipe.name}:{last})")
 
 
 def test_invalid_sweep_is_refused(recipe: Path, tmp_path: Path) -> None:

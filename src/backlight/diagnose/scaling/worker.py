@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from backlight.diagnose.profile.step_summary import StepTime, summarize_steps
 from backlight.launch.recipe import REQUIRED, Recipe, RecipeError, read_recipe
 from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.records import Phase
+from backlight.user_code import user_line
 
 OUT_OF_MEMORY = "out of memory"
 """Status of a size that does not fit into memory; a sweep lists it as a result."""
@@ -116,7 +118,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - a recipe may raise anything, and the other sizes go on
         first = (str(error).strip().splitlines() or [""])[0]
         status = OUT_OF_MEMORY if _is_memory(error) else "failed"
-        return {"status": status, "message": f"{type(error).__name__}: {first}"}
+        *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+        line = user_line(innermost)
+        at = "" if line is None else f" ({line})"
+        return {"status": status, "message": f"{type(error).__name__}: {first}{at}"}
 
 
 def _is_memory(error: Exception) -> bool:
