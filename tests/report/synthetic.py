@@ -93,6 +93,11 @@ PROFILE: dict[str, Any] = {
         {"phase": "data", "line": "train.py:9", "function": "mix", "samples": 30, "share": 0.75, "ms": 3.0},
         {"phase": "data", "line": "", "function": "", "samples": 10, "share": 0.25, "ms": 1.0},
     ],
+    "stacks": [
+        {"phase": "data", "frames": [["train.py", 20, "main"], ["train.py", 9, "mix"]], "ms": 3.0},
+        {"phase": "data", "frames": [["train.py", 20, "main"]], "ms": 0.5},
+        {"phase": "before_optimizer", "frames": [["train.py", 30, "main"]], "ms": 0.5},
+    ],
     "joined": [
         {"forward": "aten::addmm", "backward": "AddmmBackward0", "calls": 2, "forward_ms": 3,
          "backward_ms": 7}

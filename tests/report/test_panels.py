@@ -70,6 +70,17 @@ def test_lines_of_a_profile_are_listed(full: Source) -> None:
     ]
 
 
+def test_flame_graph_has_each_stack_on_its_caller(full: Source) -> None:
+    bars = drawn(full, "lines").data["bars"]
+    assert [(bar["label"], bar["level"], bar["begin"], bar["width"], bar["phase"]) for bar in bars] == [
+        ("data 3.5 ms", 0, 0, 0.875, 0),
+        ("before optimizer 0.5 ms", 0, 0.875, 0.125, 1),
+        ("main (train.py:30) 0.5 ms", 1, 0.875, 0.125, 1),
+        ("main (train.py:20) 3.5 ms", 1, 0, 0.875, 0),
+        ("mix (train.py:9) 3 ms", 2, 0, 0.75, 0),
+    ]
+
+
 def test_every_kind_has_a_drawing_function(full: Source) -> None:
     assets = Path(__file__).parents[2] / "src/backlight/report/assets/kinds"
     known = "".join(file.read_text() for file in assets.glob("*.js"))

@@ -48,7 +48,12 @@ class ABTest:
     def remarks(self) -> tuple[str, ...]:
         """Lines next to the table."""
         what = "; ".join(self.differences)
-        return (f"they differ in: {what}" if what else "their configurations agree", *self.notes)
+        undecided = self.times.rows[0].verdict == "undecided"
+        return (
+            f"they differ in: {what}" if what else "their configurations agree",
+            *self.notes,
+            *(["more pairs narrow the interval: --pairs"] if undecided else []),
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON types."""

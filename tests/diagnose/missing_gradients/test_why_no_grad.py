@@ -126,9 +126,9 @@ def test_command_reports_before_the_first_backward(tmp_path: Path, command: Comm
     lines = out.splitlines()
     assert lines[0] == "step 0 ['--json']"
     assert lines[1] == "before the first backward (train.py:10):"
-    text = "  0.weight [4x3]  cut on its way to the loss by detach: detached  train.py:8  loss ="
+    text = "  2 parameters  cut on its way to the loss by detach: detached  train.py:8  loss ="
     assert lines[2].startswith(text)
-    assert lines[3].startswith("  0.bias [4]  cut")
+    assert lines[3] == "    0.weight [4x3], 0.bias [4]"
     # The second step's forward runs before its backward ends the script.
     summary = "2 parameters are not trained (4 parameters, 1 steps, 1 backwards)"
     assert lines[4:] == ["step 1 ['--json']", summary]

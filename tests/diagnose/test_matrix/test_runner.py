@@ -34,6 +34,7 @@ from backlight.diagnose.test_matrix.runner import execute, prepare
 from backlight.launch.subprocess import mark_of
 from backlight.processes import Process, read_process, read_process_table
 from backlight.records import DiagnosisKind
+from observed_processes import wait_until
 
 Writer = Callable[..., Path]
 Command = Callable[..., tuple[int, str, str]]
@@ -300,7 +301,7 @@ def test_a_killed_and_an_interrupted_matrix_resume(folder: Path, plan: Writer) -
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    assert not runs(of_case)
+    wait_until(lambda: not runs(of_case), "the killed process of the case has ended")
     assert not list(folder.glob("out/cases/a/*/result.json"))
     report = execute(prepare(plan("[cases.a]\n", top="time_limit = 60")), folder / "out")
     assert [(c.attempt, c.evaluation.verdict) for c in report.cases] == [("cases/a/002", DiagnosisKind.PASS)]

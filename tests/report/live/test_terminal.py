@@ -47,7 +47,7 @@ def test_frame_fits_the_width(grow: Grow, width: int) -> None:
     assert " 49" in text
     assert "1 error" in text
     if width >= 80:
-        assert f"{run.names[4]}, step 49" in text
+        assert f"non finite  step 49  The gradient of `{run.names[4]}`" in text
     if width >= 64:
         assert run.names[4] in text
         assert "backward" in text

@@ -28,6 +28,9 @@ TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eig
 COLUMNS = 4
 """Entries next to one another in a legend."""
 
+CHARACTERS = 150
+"""Characters of a bar's label over the whole width of a flame graph."""
+
 NAMES = 48
 """Rows of a heat map that are named one by one; of more, every n-th."""
 
@@ -320,6 +323,24 @@ def stack(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figu
     return {"": figure}
 
 
+def flame(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figure]:
+    """Draw stacks as bars, each on top of its caller and as wide as its share of a step."""
+    levels = 1 + max(bar["level"] for bar in data["bars"])
+    figure = Figure(figsize=(WIDTH, 0.6 + 0.22 * levels), layout="constrained")
+    axes = figure.subplots()
+    tones = colours()
+    for bar in data["bars"]:
+        colour = tones[f"tone-{TONES[bar['phase'] % len(TONES)]}"]
+        axes.barh(bar["level"], bar["width"], 0.95, bar["begin"], color=colour, alpha=0.35, edgecolor="white")
+        room = int(bar["width"] * CHARACTERS)
+        if room > 2:
+            axes.text(bar["begin"] + 0.004, bar["level"], bar["label"][:room], va="center", fontsize=6.5)
+    axes.set_title(title)
+    axes.set_xlim(0, 1)
+    axes.set_axis_off()
+    return {"": figure}
+
+
 def _array(node: Any) -> Floats:
     return np.asarray(node.values if isinstance(node, Quantised) else node, np.float64)
 
@@ -330,6 +351,7 @@ DRAWERS: dict[str, Draw] = {
     "exponents": exponents,
     "depth": depth,
     "stack": stack,
+    "flame": flame,
     "spectra": spectra,
 }
 """Drawers by kind of panel; a kind without one is words or a table."""

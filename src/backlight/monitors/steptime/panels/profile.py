@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from backlight.monitors.steptime.model.evidence import StoredProfile, read_profile
+from backlight.monitors.steptime.panels.flame_graph import bars
 from backlight.report.panel import Drawn, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.text import visible
@@ -65,15 +67,16 @@ def figures(tables: Sequence[dict[str, Any]], remarks: Sequence[str] = ()) -> Dr
     "lines",
     title="Time by line",
     order=52,
-    series=("profile/lines",),
+    series=("profile/lines", "profile/stacks"),
     note=(
         "Host milliseconds of a clocked step by line, calls into libraries included, from samples of the "
-        "training thread. evidence/lines.speedscope.json is the flame graph, for speedscope.app."
+        "training thread. In the flame graph each function lies on its caller, phases at the bottom; "
+        "evidence/lines.speedscope.json opens in speedscope.app."
     ),
     monitor="steptime",
 )
 def lines(source: Source) -> Drawn | NotMeasured:
-    """List the lines, those with the most time first."""
+    """Draw the stacks, and list the lines, those with the most time first."""
     profile = read_profile(source.run)
     if profile is None:
         return NONE
@@ -84,7 +87,8 @@ def lines(source: Source) -> Drawn | NotMeasured:
         "", rows, ("Line", "line", text), ("Function", "function", text), ("Phase", "phase", text),
         ("Samples", "samples", count), ("Time", "ms", ms), ("Of phase", "share", share),
     )  # fmt: skip
-    return figures([listed])
+    shown, drawn = figures([listed]), bars(profile.rows("stacks"))
+    return replace(shown, kind="flame", data={"bars": drawn, **shown.data}) if drawn else shown
 
 
 @panel(
