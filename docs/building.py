@@ -76,7 +76,7 @@ def on_pre_build(config: Any) -> None:
     RUNS.mkdir(parents=True)
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     os.environ["COLUMNS"] = "80"  # what fits into a page without scrolling
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more of them spin while other programs have the cores
 
 
 def on_files(files: Files, config: Any) -> Files:

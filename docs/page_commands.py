@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-TIMEOUT_S = 300
-"""Longest time that the commands of one block may take."""
+TIMEOUT_S = 900
+"""Longest time that the commands of one block may take: the longest takes a minute on two idle cores."""
 
 _FENCE = re.compile(r"^```(?P<header>\w[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 
