@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
@@ -14,7 +16,13 @@ SMALLEST = 0.002
 LEVELS = 40
 """Frames of a stack that are drawn, outermost first."""
 
-Tree = dict[str, tuple[list[float], "Tree"]]
+
+@dataclass
+class _Bar:
+    """Milliseconds of a label, and the bars on it."""
+
+    ms: float = 0.0
+    on_it: defaultdict[str, _Bar] = field(default_factory=lambda: defaultdict(_Bar))
 
 
 def bars(stacks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -22,30 +30,26 @@ def bars(stacks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Phases are at the bottom. What a bar has beyond those on it is its own time.
     """
-    tree: Tree = {}
+    base = _Bar()
     for stack in stacks:
         names = [f"{name} ({PurePath(file).name}:{line})" for file, line, name in stack["frames"]]
-        within = tree
+        bar = base
         for label in [str(stack["phase"]).replace("_", " "), *names][:LEVELS]:
-            spent, within = within.setdefault(label, ([0.0], {}))
-            spent[0] += float(stack["ms"])
-    whole = sum(spent[0] for spent, _ in tree.values())
+            bar = bar.on_it[label]
+            bar.ms += float(stack["ms"])
+    whole = sum(bar.ms for bar in base.on_it.values())
     drawn: list[dict[str, Any]] = []
-    open_bars = [(0, 0.0, tree, -1)]
-    while open_bars:
-        level, begin, children, phase = open_bars.pop()
-        ordered = sorted(children.items(), key=lambda item: -item[1][0][0])
-        for place, (label, ((spent,), on_it)) in enumerate(ordered):
-            width = spent / whole
+    left = [(0, 0.0, base, -1)]
+    while left:
+        level, begin, below, phase = left.pop()
+        ordered = sorted(below.on_it.items(), key=lambda item: -item[1].ms)
+        for place, (label, bar) in enumerate(ordered):
+            width = bar.ms / whole
             if width < SMALLEST:
                 break  # the others are smaller
             of = phase if level else place
-            drawn.append(
-                {
-                    "level": level, "begin": begin, "width": width, "phase": of,
-                    "label": f"{visible(label)} {number(spent, 3)} ms",
-                }
-            )  # fmt: skip
-            open_bars.append((level + 1, begin, on_it, of))
+            text = f"{visible(label)} {number(bar.ms, 3)} ms"
+            drawn.append({"level": level, "begin": begin, "width": width, "phase": of, "label": text})
+            left.append((level + 1, begin, bar, of))
             begin += width
     return drawn
