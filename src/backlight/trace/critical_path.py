@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from backlight.trace.classification import KINDS, PHASES, RUNTIME
-from backlight.trace.events import Integers
 from backlight.trace.intervals import EMPTY, Union, union
 from backlight.trace.timeline import Step, Timeline
 
@@ -79,14 +77,19 @@ class Paths:
         indices = indices[timeline.waits[indices] | blocked]
         indices = indices[np.argsort(tree.end[indices], kind="stable")]
         self._waits = (tree.start[indices].tolist(), tree.end[indices].tolist())
-        by_end = np.argsort(device.end, kind="stable")
-        # Lists, because single numbers are read much faster from them than from arrays.
-        self._by_end, self._ends = by_end.tolist(), device.end[by_end].tolist()
-        self._start, self._end = device.start.tolist(), device.end.tolist()
+        # A wait is for the event that ended last before it returned; one without length takes no time.
+        lasting = np.flatnonzero(device.end > device.start)
+        by_end = lasting[np.argsort(device.end[lasting], kind="stable")]
         launch = (
             np.where(device.launch >= 0, tree.start[device.launch], -1) if len(tree.rows) else device.launch
         )
-        self._launch = launch.tolist()
+        last = np.searchsorted(device.end[by_end], device.start, side="right") - 1
+        before = np.append(by_end, -1)[last]
+        before[(before >= 0) & (launch > device.end[before])] = -1
+        # Lists, because single numbers are read much faster from them than from arrays.
+        self._by_end, self._ends = by_end.tolist(), device.end[by_end].tolist()
+        self._start, self._end, self._launch = device.start.tolist(), device.end.tolist(), launch.tolist()
+        self._before = before.tolist()
         # Inner phases overlap outer ones and other threads; the specific ones are counted first.
         self._phases: list[tuple[int, Union]] = []
         taken = EMPTY
@@ -98,83 +101,66 @@ class Paths:
 
     def of(self, step: Step) -> CriticalPath:
         """Return the path of one step by where its time went."""
-        on_device: Counter[int] = Counter()
         host: list[tuple[int, int]] = []
-        between = {"launch": 0, "wait": 0}
-        for where, event, start, end in self._walk(step):
-            if where == "host":
-                host.append((start, end))
-            elif where == "device":
-                on_device[event] += end - start
-            else:
-                between[where] += end - start
-        return self._sum(on_device, host, between["launch"], between["wait"])
+        on_device: list[int] = []
+        launch = synchronisation = 0
+        for begin, end, events, launched in self._legs(step):
+            host.append((begin, end))
+            on_device += events
+            if events:
+                synchronisation += begin - self._end[events[0]]
+                launch += self._end[events[0]] - launched
+        device, chosen = self._timeline.device, np.array(on_device, dtype=np.int64)
+        spent = device.end[chosen] - np.maximum(device.start[chosen], step.start)
+        by_kind = np.bincount(device.kind[chosen], spent, len(KINDS)).astype(np.int64)
+        kinds = {KINDS[code].value: int(by_kind[code]) for code in np.argsort(-by_kind) if by_kind[code]}
+        return CriticalPath(self._on_host(host), kinds, launch - int(spent.sum()), synchronisation)
 
     def parts(self, step: Step) -> list[Part]:
         """Return the parts of the path of one step by time; those without length are left out."""
-        timeline = self._timeline
-        return [
-            Part(where, where if event < 0 else timeline.name(int(timeline.device.rows[event])), start, end)
-            for where, event, start, end in reversed(list(self._walk(step)))
-            if end > start
-        ]
+        found = []
+        for begin, end, events, launched in self._legs(step):
+            found.append(Part("host", "host", begin, end))
+            for event, ended in zip(events, [*(self._end[e] for e in events[1:]), launched], strict=False):
+                name = self._timeline.name(int(self._timeline.device.rows[event]))
+                if event == events[0]:
+                    found.append(Part("wait", name, self._end[event], begin))
+                start = max(self._start[event], step.start)
+                found += [Part("device", name, start, self._end[event]), Part("launch", name, ended, start)]
+        return [part for part in reversed(found) if part.end > part.start]
 
-    def _walk(self, step: Step) -> Iterator[tuple[str, int, int, int]]:
-        """Yield where, device event (-1 for none), start and end of each part, from the end of the step."""
-        time, event = step.end, -1
-        while time > step.start:
-            if event < 0:
-                wait, event = self._wait(time, step.start)
-                if event < 0:
-                    yield "host", -1, step.start, time
-                    break
-                end = min(self._end[event], wait)
-                yield "host", -1, wait, time
-                yield "wait", event, end, wait
-                time = end
-                continue
-            begin = max(self._start[event], step.start)
-            yield "device", event, begin, time
-            time = begin
-            before = self._before(time, event)
-            ended = max(self._end[before], step.start) if before >= 0 else step.start
-            launched = self._launch[event]
-            if launched > ended or before < 0:
-                launched = min(max(launched, step.start), time)
-                yield "launch", event, launched, time
-                time, event = launched, -1
-            else:
-                yield "launch", event, ended, time
-                time, event = ended, before
+    def _legs(self, step: Step) -> Iterator[tuple[int, int, list[int], int]]:
+        """Yield the legs of the path from the end of the step: first on the host, then on the device.
+
+        Given are begin and end on the host, the device events before, the last first, and when the host
+        launched the first of them.
+        """
+        floor, time = step.start, step.end
+        while time > floor:
+            begin, event = self._wait(time, floor)
+            events, launched = [], floor
+            while event >= 0 and self._end[event] > floor:
+                events.append(event)
+                launched = min(max(self._launch[event], floor), max(self._start[event], floor))
+                event = self._before[event]
+            yield begin, time, events, launched
+            time = launched
 
     def _wait(self, time: int, floor: int) -> tuple[int, int]:
         """Return when the last wait before ``time`` returned, and the event that it was for."""
         begins, ends = self._waits
         index = bisect_right(ends, time) - 1
         while index >= 0 and ends[index] > floor:
-            event = self._before(ends[index], -1)
+            last = bisect_right(self._ends, ends[index]) - 1
             # A wait that found the device idle delayed nothing.
-            if event >= 0 and self._end[event] > max(begins[index], floor):
-                return ends[index], event
+            if last >= 0 and self._ends[last] > max(begins[index], floor):
+                return ends[index], self._by_end[last]
             index -= 1
         return floor, -1
 
-    def _before(self, time: int, event: int) -> int:
-        """Return the device event that ended last, not after ``time``; -1 for none."""
-        index = bisect_right(self._ends, time) - 1
-        while index >= 0 and (self._by_end[index] == event or self._start[self._by_end[index]] >= time):
-            index -= 1
-        return self._by_end[index] if index >= 0 else -1
-
-    def _sum(
-        self, on_device: Counter[int], host: list[tuple[int, int]], launch: int, synchronisation: int
-    ) -> CriticalPath:
-        timeline = self._timeline
-        kinds: Counter[str] = Counter()
-        for event, spent in on_device.items():
-            kinds[KINDS[timeline.device.kind[event]].value] += spent
-        starts: Integers = np.array([a for a, _ in host], dtype=np.int64)
-        ends: Integers = np.array([b for _, b in host], dtype=np.int64)
+    def _on_host(self, parts: list[tuple[int, int]]) -> dict[str, int]:
+        """Return the time of the parts on the host by phase."""
+        starts, ends = np.array(parts, dtype=np.int64).reshape(-1, 2).T
         phases: dict[str, int] = {}
         done = 0
         for code, taken in self._phases:
@@ -185,4 +171,4 @@ class Paths:
         outside = int((ends - starts).sum()) - done
         if outside:
             phases["outside any call"] = outside
-        return CriticalPath(phases, dict(kinds.most_common()), launch, synchronisation)
+        return phases
