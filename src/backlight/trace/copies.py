@@ -74,19 +74,26 @@ def copies(costs: Costs, device: Integers) -> list[Copy]:
     tree, events = timeline.tree, timeline.events
     wanted = events.where("name", lambda word: word == "aten::copy_")
     indices = costs.host_rows[wanted[tree.rows[costs.host_rows]]]
+    rows = tree.rows[indices]
+    # Few combinations are many copies; what their texts state is read once.
+    by_code: dict[tuple[int, int, str], list[int]] = defaultdict(list)
+    codes = (events[name][rows].tolist() for name in ("types", "strides"))
+    for index, *key in zip(indices.tolist(), *codes, _lines(costs, indices), strict=True):
+        by_code[tuple(key)].append(index)
     groups: dict[tuple[str, str, bool | None, str], list[int]] = defaultdict(list)
-    lines = _lines(costs, indices)
-    for index, line in zip(indices.tolist(), lines, strict=True):
-        row = int(tree.rows[index])
+    for (_, _, line), members in by_code.items():
+        row = int(tree.rows[members[0]])
         types, strides = events.listed("types", row), events.listed("strides", row)
         source, target = (str(types[1]), str(types[0])) if len(types) > 1 else ("", "")
         is_same = bool(strides[0] == strides[1]) if len(strides) > 1 else None
-        groups[source, target, is_same, line].append(index)
+        groups[source, target, is_same, line] += members
     found = []
     for (source, target, contiguous, line), members in groups.items():
         here = np.array(members)
-        elements = (_elements(events.listed("shapes", int(row))) for row in tree.rows[here])
-        known = [count for count in elements if count is not None]
+        shapes = events["shapes"][tree.rows[here]]
+        _, first, counts = np.unique(shapes, return_index=True, return_counts=True)
+        sizes = (_elements(events.listed("shapes", int(row))) for row in tree.rows[here[first]])
+        known = [size * count for size, count in zip(sizes, counts.tolist(), strict=True) if size is not None]
         host, spent = int((tree.end - tree.start)[here].sum()), int(device[here].sum())
         found.append(
             Copy(
@@ -102,14 +109,14 @@ def _lines(costs: Costs, indices: Integers) -> list[str]:
     tree, events = costs.timeline.tree, costs.timeline.events
     ranges = any(word.startswith(LINE) for word in events.words["name"])
     forwards = dict(zip(*(part.tolist() for part in reversed(joined(costs))), strict=True)) if ranges else {}
-    calls = [_line(word) for word in events.words["name"]]
-    here = np.array([*(at if line else MISSING for at, line in enumerate(calls)), MISSING])
+    calls = [*map(_line, events.words["name"]), ""]
+    here = np.array([at if line else MISSING for at, line in enumerate(calls)])
     around = tree.inherited(here[events["name"][tree.rows]])[indices]
+    stacks = events["stack"][tree.rows[indices]].tolist()
+    of_stack = {code: _line(events.words["stack"][code]) if code >= 0 else "" for code in set(stacks)}
     return [
-        (_of_range(costs, index, forwards) if ranges else "")
-        or _line(events.word("stack", int(tree.rows[index])))
-        or (calls[call] if call >= 0 else "")
-        for index, call in zip(indices.tolist(), around.tolist(), strict=True)
+        (_of_range(costs, index, forwards) if ranges else "") or of_stack[stack] or calls[call]
+        for index, stack, call in zip(indices.tolist(), stacks, around.tolist(), strict=True)
     ]
 
 

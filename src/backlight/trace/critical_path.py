@@ -79,17 +79,15 @@ class Paths:
         self._waits = (tree.start[indices].tolist(), tree.end[indices].tolist())
         # A wait is for the event that ended last before it returned; one without length takes no time.
         lasting = np.flatnonzero(device.end > device.start)
-        by_end = lasting[np.argsort(device.end[lasting], kind="stable")]
-        launch = (
-            np.where(device.launch >= 0, tree.start[device.launch], -1) if len(tree.rows) else device.launch
-        )
-        last = np.searchsorted(device.end[by_end], device.start, side="right") - 1
-        before = np.append(by_end, -1)[last]
-        before[(before >= 0) & (launch > device.end[before])] = -1
+        self._by_end = lasting[np.argsort(device.end[lasting], kind="stable")]
+        self._ends = device.end[self._by_end]
+        self._launch = device.launch.copy()
+        launched = device.launch >= 0
+        self._launch[launched] = tree.start[device.launch[launched]]
+        before = np.append(self._by_end, -1)[np.searchsorted(self._ends, device.start, side="right") - 1]
+        before[(before >= 0) & (self._launch > device.end[before])] = -1
         # Lists, because single numbers are read much faster from them than from arrays.
-        self._by_end, self._ends = by_end.tolist(), device.end[by_end].tolist()
-        self._start, self._end, self._launch = device.start.tolist(), device.end.tolist(), launch.tolist()
-        self._before = before.tolist()
+        self._before, self._end = before.tolist(), device.end.tolist()
         # Inner phases overlap outer ones and other threads; the specific ones are counted first.
         self._phases: list[tuple[int, Union]] = []
         taken = EMPTY
@@ -118,14 +116,14 @@ class Paths:
 
     def parts(self, step: Step) -> list[Part]:
         """Return the parts of the path of one step by time; those without length are left out."""
-        found = []
+        device, found = self._timeline.device, []
         for begin, end, events, launched in self._legs(step):
             found.append(Part("host", "host", begin, end))
             for event, ended in zip(events, [*(self._end[e] for e in events[1:]), launched], strict=False):
-                name = self._timeline.name(int(self._timeline.device.rows[event]))
+                name = self._timeline.name(int(device.rows[event]))
                 if event == events[0]:
                     found.append(Part("wait", name, self._end[event], begin))
-                start = max(self._start[event], step.start)
+                start = max(int(device.start[event]), step.start)
                 found += [Part("device", name, start, self._end[event]), Part("launch", name, ended, start)]
         return [part for part in reversed(found) if part.end > part.start]
 
@@ -138,11 +136,14 @@ class Paths:
         floor, time = step.start, step.end
         while time > floor:
             begin, event = self._wait(time, floor)
-            events, launched = [], floor
+            events = []
             while event >= 0 and self._end[event] > floor:
                 events.append(event)
-                launched = min(max(self._launch[event], floor), max(self._start[event], floor))
                 event = self._before[event]
+            launched = floor
+            if events:
+                first = events[-1]
+                launched = max(min(int(self._launch[first]), int(self._timeline.device.start[first])), floor)
             yield begin, time, events, launched
             time = launched
 
@@ -154,7 +155,7 @@ class Paths:
             last = bisect_right(self._ends, ends[index]) - 1
             # A wait that found the device idle delayed nothing.
             if last >= 0 and self._ends[last] > max(begins[index], floor):
-                return ends[index], self._by_end[last]
+                return ends[index], int(self._by_end[last])
             index -= 1
         return floor, -1
 
