@@ -57,6 +57,18 @@ def test_causes_of_idle_time(analysed: Analyse) -> None:
     assert sum(analysis.idle_causes(found).values()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("took", "host"), [(85, 85), (5, 0)])
+def test_launch_that_takes_long_has_launched_when_it_returns(analysed: Analyse, took: int, host: int) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 200)
+    builder.kernel(GEMM, 10, 100, 100, took=took)  # the first launch of a kernel loads its code
+    row = analysed(builder).steps[0]
+    assert row.idle == Idle(
+        host_bound=(10 + host) * US, launch_gap=5 * US if host else 0, queued=0 if host else 90 * US
+    )
+    assert row.busy == 100 * US
+
+
 @pytest.mark.parametrize(
     ("copy", "waited"),
     [

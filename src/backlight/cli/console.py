@@ -111,8 +111,8 @@ def line_json(line: SourceLine | None) -> dict[str, Any] | None:
 class Page:
     """Prints lines with colour; never wraps or interprets names from a script."""
 
-    def __init__(self, *, errors: bool = False) -> None:
-        self._console = make_console(stderr=errors)
+    def __init__(self, console: Console | None = None, *, errors: bool = False) -> None:
+        self._console = console or make_console(stderr=errors)
         here = world()
         # A launcher may have started several processes that print to one terminal.
         self._prefix = f"[rank {here.rank}] " if here.size > 1 else ""

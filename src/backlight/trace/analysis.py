@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from backlight.text import percent
 from backlight.trace.annotations import Annotation, by_annotation
 from backlight.trace.copies import Copy, Transfer, copies, transfers
 from backlight.trace.critical_path import CriticalPath, Paths
@@ -194,9 +195,9 @@ def _notes(timeline: Timeline, costs: Costs, rows: tuple[StepRow, ...]) -> list[
     else:
         lost = int((timeline.device.launch[costs.device_rows] < 0).sum())
         if lost:
-            share = lost / len(costs.device_rows)
+            share = percent(lost / len(costs.device_rows))
             notes.append(
-                f"{lost:,} device events ({share:.0%}) have no launch in the trace: their phase is unknown"
+                f"{lost:,} device events ({share}) have no launch in the trace: their phase is unknown"
             )
     return notes
 

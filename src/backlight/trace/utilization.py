@@ -26,7 +26,8 @@ class Idle:
 
     Not launched yet: ``host_bound``, or the host had waited for the device (``synchronisation``), for a
     DataLoader (``data``) or a collective (``communication``). Launched already: a ``launch_gap`` of up to
-    20 us, or ``queued``. ``unknown``: its launch is not in the trace.
+    20 us, or ``queued``. ``unknown``: its launch is not in the trace. A launch that takes longer than that,
+    such as the first of a kernel, whose code is loaded, has launched when it returns.
     """
 
     host_bound: int = 0
@@ -74,7 +75,9 @@ class Utilization:
         )
         self._starts = device.start[here]
         launch = device.launch[here]
-        self._launched = np.where(launch >= 0, tree.start[launch], -1) if len(tree.rows) else launch
+        is_slow = (tree.end - tree.start > MAX_LAUNCH_GAP_NS) & ~timeline.waits
+        moments = np.where(is_slow, tree.end, tree.start)
+        self._launched = np.where(launch >= 0, moments[launch], -1) if len(tree.rows) else launch
         self._syncs = union(tree.start[timeline.waits], tree.end[timeline.waits])
         waiting = events.where("name", lambda word: bool(_WAITING.search(word))) & ~events.among(RUNTIME)
         self._waits = union(tree.start[waiting[tree.rows]], tree.end[waiting[tree.rows]])

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from backlight.text import percent
+from backlight.text import duration, percent
 from backlight.trace.analysis import RankAnalysis, exposed_communication, idle_share
 from backlight.trace.classification import short
 from backlight.trace.utilization import Idle
@@ -34,11 +34,7 @@ CAUSES = {
 def verdict(one: RankAnalysis) -> str:
     """Return what limits the steps, in one line."""
     lengths = _lengths(one)
-    what = (
-        f"step {_ms(float(np.median(lengths)))}"
-        if one.steps[0].number is not None
-        else (f"trace of {_ms(float(np.median(lengths)))}")
-    )
+    what = f"{'step' if one.steps[0].number is not None else 'trace of'} {_time(float(np.median(lengths)))}"
     idle, exposed = idle_share(one), exposed_communication(one) or 0.0
     if idle is None:
         top = one.kinds[0] if one.kinds else None
@@ -64,9 +60,11 @@ def facts(one: RankAnalysis) -> list[str]:
     whole, length = sum(row.duration for row in one.steps) or 1, sum(path.values()) or 1
     exposed = exposed_communication(one)
     lines = {
-        "steps": f"{len(lengths)}, {_ms(min(lengths))} to {_ms(max(lengths))}" if len(lengths) > 1 else "",
+        "steps": f"{len(lengths)}, {_time(min(lengths))} to {_time(max(lengths))}"
+        if len(lengths) > 1
+        else "",
         f"{'device' if one.device_total else 'host'} time": _shares([(r.name, r.share) for r in one.kinds]),
-        "phases": _shares([(row.name, row.share) for row in one.phases]),
+        "phases": _shares([(row.name, row.share) for row in one.phases]) if len(one.phases) > 1 else "",
         "operators": _shares([(short(row.name, 28), row.share) for row in one.operators[:2]]),
         "idle, of the steps": _shares([(name.replace("_", "-"), ns / whole) for name, ns in causes.items()]),
         "communication alone": "" if exposed is None else f"{percent(exposed)} of a step",
@@ -83,14 +81,15 @@ def _launches(one: RankAnalysis) -> str:
     if most is None:
         return ""
     shorter = sum(row.short for row in one.launches) / sum(row.calls for row in one.launches)
-    return f"median delay {_ms(most.delay.median)}; {percent(shorter)} of the kernels are shorter than theirs"
+    delay = f"median delay {_time(most.delay.median)}"
+    return f"{delay}; {percent(shorter)} of the kernels are shorter than their launch"
 
 
 def _full_queue(one: RankAnalysis) -> str:
     longest = max(one.streams, key=lambda row: row.full, default=None)
     if longest is None or not longest.full:
         return ""
-    return f"stream {longest.stream} for {_ms(longest.full)}: the host runs ahead as far as it can"
+    return f"stream {longest.stream} for {_time(longest.full)}: the host runs ahead as far as it can"
 
 
 def _lengths(one: RankAnalysis) -> list[int]:
@@ -119,5 +118,5 @@ def _shares(rows: list[tuple[str, float]]) -> str:
     return ", ".join(f"{name} {percent(share)}" for name, share in rows[:SHOWN] if share > 0)
 
 
-def _ms(nanoseconds: float) -> str:
-    return f"{nanoseconds / 1e6:.3g} ms"
+def _time(nanoseconds: float) -> str:
+    return duration(nanoseconds / 1e9)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from backlight.cli.console import make_table
+from backlight.cli.console import Page, make_table
 from backlight.cli.render.trace_details import detail_tables, ms
 from backlight.terminal import make_console
 from backlight.text import listed
@@ -32,19 +32,20 @@ GROUPS = 4
 
 def print_analysis(analysis: Analysis, console: Console, top: int, *, full: bool = True) -> None:
     """Print of every rank what limits it, then at most ten lines, or the tables; then the ranks together."""
+    page = Page(console)
     for one in analysis.traces:
-        console.print(f"{'' if one.rank is None else f'rank {one.rank}: '}{verdict(one)}", style="bold")
+        rank = "" if one.rank is None else f"rank {one.rank}: "
+        page.summary(f"{rank}{verdict(one)}", () if full else facts(one))
         if full:
-            _print_rank(one, console, top)
-            continue
-        for line in facts(one):
-            console.print(f"  {line}")
+            _print_source(one, page)
         for note in one.notes:
-            console.print(f"note: {note}", style="dim")
+            page.note(note)
+        if full:
+            _print_tables(one, console, top)
     if not full:
-        console.print("Tables: --full. All rows: --json", style="dim")
+        page.more()
     if analysis.ranks is not None:
-        _print_ranks(analysis.ranks, console, top, full=full)
+        _print_ranks(analysis.ranks, page, console, top, full=full)
 
 
 def save_page(analysis: Analysis, path: Path, top: int) -> None:
@@ -70,15 +71,13 @@ def save_page(analysis: Analysis, path: Path, top: int) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _print_rank(one: RankAnalysis, console: Console, top: int) -> None:
-    rank = "" if one.rank is None else f"rank {one.rank}, "
-    device = (
-        ", ".join(f"{name or 'device'} ({number})" for number, name in one.devices.items()) or "no device"
-    )
-    console.print(one.path, style="bold", soft_wrap=True)
-    console.print(f"{rank}{one.events:,} events, {device}")
-    for note in one.notes:
-        console.print(f"note: {note}", style="dim")
+def _print_source(one: RankAnalysis, page: Page) -> None:
+    devices = (f"{name or 'device'} ({number})" for number, name in one.devices.items())
+    page.say(one.path)
+    page.sentence(f"{one.events:,} events, {', '.join(devices) or 'no device'}")
+
+
+def _print_tables(one: RankAnalysis, console: Console, top: int) -> None:
     console.print(_steps(one.steps, top))
     if any(row.device is not None for row in one.steps):
         console.print(_idle(one.steps))
@@ -224,11 +223,11 @@ def _pairs(one: RankAnalysis, top: int) -> Table:
     return table
 
 
-def _print_ranks(ranks: Ranks, console: Console, top: int, *, full: bool) -> None:
+def _print_ranks(ranks: Ranks, page: Page, console: Console, top: int, *, full: bool) -> None:
     size = "" if ranks.world_size is None else f" of {ranks.world_size}"
-    console.print(f"{len(ranks.given)}{size} ranks", style="bold")
+    page.sentence((f"{len(ranks.given)}{size} ranks", "bold"))
     for note in ranks.notes:
-        console.print(f"note: {note}", style="yellow")
+        page.note(note)
     if not ranks.steps:
         return
     late = stragglers(ranks)
@@ -242,5 +241,5 @@ def _print_ranks(ranks: Ranks, console: Console, top: int, *, full: bool) -> Non
     for one in late:
         group = "" if len(late) == 1 else f"group of ranks {listed(list(map(str, one.group)), 8)}: "
         often = f"comes last in {one.count} of {one.steps} steps, by {one.delay:.1%} of a step"
-        console.print(f"{group}rank {one.rank} {often}")
-    console.print(f"{ranks.collectives} common collectives, clocks {ranks.clocks}")
+        page.sentence(f"{group}rank {one.rank} {often}")
+    page.sentence(f"{ranks.collectives:,} common collectives, clocks {ranks.clocks}")
