@@ -83,21 +83,29 @@ def tree(events: Events) -> Tree:
     start, end = events["start"][rows], events["start"][rows] + events["duration"][rows]
     order = np.lexsort((-end, start, thread))
     rows, thread, start, end = rows[order], thread[order], start[order], end[order]
-    parent = _parents(thread, end)
-    inner = _inner(parent, thread, start, end)
+    parent, crossing = _parents(thread, start, end)
+    inner = _inner(parent, crossing, start, end)
     return Tree(rows, parent, _depth(parent), thread, start, end, inner)
 
 
-def _parents(thread: Integers, end: Integers) -> Integers:
-    """Return the nearest index before each one on its thread that does not end before it, -1 for none."""
+def _parents(thread: Integers, start: Integers, end: Integers) -> tuple[Integers, list[int]]:
+    """Return the nearest index before each one on its thread that does not end before it, -1 for none.
+
+    Returned as well are those that begin before the sibling before them has ended.
+    """
     parent = np.arange(len(end)) - 1
     parent[np.diff(thread, prepend=-1) != 0] = -1
     # All between an index and its candidate end before it: where the candidate ends too early too, its own
     # candidate is the next. Steps between siblings double in length, since all take theirs at once.
-    at = np.arange(len(end))
-    while len(at := at[(parent[at] >= 0) & (end[parent[at]] < end[at])]):
-        parent[at] = parent[parent[at]]
-    return parent
+    crossing: set[int] = set()
+    at = np.flatnonzero(np.diff(end, prepend=end[:1]) > 0)
+    while len(at):
+        before = parent[at]
+        is_early = (before >= 0) & (end[before] < end[at])
+        at, before = at[is_early], before[is_early]
+        crossing.update(at[end[before] > start[at]].tolist())
+        parent[at] = parent[before]
+    return parent, sorted(crossing)
 
 
 def _depth(parent: Integers) -> Integers:
@@ -109,15 +117,12 @@ def _depth(parent: Integers) -> Integers:
     return depth
 
 
-def _inner(parent: Integers, thread: Integers, start: Integers, end: Integers) -> Integers:
+def _inner(parent: Integers, crossing: list[int], start: Integers, end: Integers) -> Integers:
     """Return the time of each index without its children, in nanoseconds."""
     inner, nested = end - start, parent >= 0
-    np.subtract.at(inner, parent[nested], (end - start)[nested])
+    np.subtract.at(inner, parent[nested], inner[nested])
     # A moment in two intervals that cross belongs to the later one; their parent has lost it twice.
-    siblings = np.argsort(np.where(nested, parent, -1 - thread), kind="stable")
-    before, after = siblings[:-1], siblings[1:]
-    same = (parent[before] == parent[after]) & (thread[before] == thread[after])
-    for index in after[same & (end[before] > start[after])].tolist():
+    for index in crossing:
         reached, other = start[index], index - 1
         while other != parent[index]:
             if end[other] > reached:
