@@ -91,6 +91,18 @@ def test_copy_that_returns_after_its_event_is_a_wait(analysed: Analyse, copy: st
     assert row.critical_path.device.get("matmul", 0) == (480 * US if waited else 0)
 
 
+def test_critical_path_passes_events_without_length(analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 410)
+    builder.kernel(GEMM, 10, 100, 100)
+    builder.kernel(GEMM, 20, 300, 100)
+    builder.kernel("Memset (Device)", 240, 250, 0, category="gpu_memset")
+    builder.add("cuda_runtime", "cudaStreamSynchronize", 260, 150)
+    path = analysed(builder).steps[0].critical_path
+    assert (sum(path.host.values()), path.device) == (240 * US, {"matmul": 100 * US})
+    assert (path.launch, path.synchronisation) == (60 * US, 10 * US)
+
+
 def test_overlap_and_shares(analysed: Analyse) -> None:
     builder = TraceBuilder()
     builder.step(7, 0, 1000)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.trace.classification import KINDS, PHASES, RUNTIME
+from backlight.trace.events import Integers
 from backlight.trace.intervals import EMPTY, Union, union
-from backlight.trace.timeline import Step, Timeline
+from backlight.trace.timeline import Device, Step, Timeline
 
 BLOCKED_LAUNCH_NS = 50_000
 """A longer launch, on a device that is busy all the while, waits for a full queue."""
@@ -76,18 +77,15 @@ class Paths:
         blocked = (length >= BLOCKED_LAUNCH_NS) & (busy >= 0.95 * length)
         indices = indices[timeline.waits[indices] | blocked]
         indices = indices[np.argsort(tree.end[indices], kind="stable")]
-        self._waits = (tree.start[indices].tolist(), tree.end[indices].tolist())
-        # A wait is for the event that ended last before it returned; one without length takes no time.
-        lasting = np.flatnonzero(device.end > device.start)
-        self._by_end = lasting[np.argsort(device.end[lasting], kind="stable")]
-        self._ends = device.end[self._by_end]
+        waits = tree.start[indices], tree.end[indices], _last(device, tree.end[indices])
         self._launch = device.launch.copy()
         launched = device.launch >= 0
         self._launch[launched] = tree.start[device.launch[launched]]
-        before = np.append(self._by_end, -1)[np.searchsorted(self._ends, device.start, side="right") - 1]
+        before = _last(device, device.start)
         before[(before >= 0) & (self._launch > device.end[before])] = -1
         # Lists, because single numbers are read much faster from them than from arrays.
         self._before, self._end = before.tolist(), device.end.tolist()
+        self._waits = tuple(column.tolist() for column in waits)
         # Inner phases overlap outer ones and other threads; the specific ones are counted first.
         self._phases: list[tuple[int, Union]] = []
         taken = EMPTY
@@ -149,13 +147,12 @@ class Paths:
 
     def _wait(self, time: int, floor: int) -> tuple[int, int]:
         """Return when the last wait before ``time`` returned, and the event that it was for."""
-        begins, ends = self._waits
+        begins, ends, events = self._waits
         index = bisect_right(ends, time) - 1
         while index >= 0 and ends[index] > floor:
-            last = bisect_right(self._ends, ends[index]) - 1
             # A wait that found the device idle delayed nothing.
-            if last >= 0 and self._ends[last] > max(begins[index], floor):
-                return ends[index], int(self._by_end[last])
+            if events[index] >= 0 and self._end[events[index]] > max(begins[index], floor):
+                return ends[index], events[index]
             index -= 1
         return floor, -1
 
@@ -173,3 +170,14 @@ class Paths:
         if outside:
             phases["outside any call"] = outside
         return phases
+
+
+def _last(device: Device, times: Integers) -> Integers:
+    """Return the device event that ended last before each of ``times`` and began earlier, -1 for none."""
+    order = np.argsort(device.end, kind="stable")
+    at = np.searchsorted(device.end[order], times, side="right") - 1
+    by_end, start = np.append(order, -1), np.append(device.start, 0)
+    while (late := (at >= 0) & (start[by_end[at]] >= times)).any():  # events without length
+        at[late] -= 1
+    result: Integers = by_end[at]
+    return result
