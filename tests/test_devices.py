@@ -44,3 +44,16 @@ def test_host_random_state_is_restored() -> None:
 def test_missing_stream_is_a_no_op() -> None:
     with devices.on_stream(None), devices.own_streams(["cpu"], [torch.ones(1)]):
         assert torch.ones(2).sum() == 2
+
+
+def test_memory_of_a_back_end_that_does_not_report_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_device: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", refuse, raising=False)
+    assert devices.free_memory(torch.device("cpu")) is None
+    monkeypatch.delattr(torch.accelerator, "get_memory_info")  # as in torch 2.9
+    monkeypatch.setattr(devices, "kind", lambda: "cpu")  # its module has no mem_get_info
+    assert devices.free_memory(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cpu, "mem_get_info", lambda _device: (3, 4), raising=False)
+    assert devices.free_memory(torch.device("cpu")) == 3

@@ -98,14 +98,13 @@ def memory() -> DeviceMemory | None:
     stats = allocator_statistics()
     if not stats.get("allocated_bytes.all.allocated"):
         return None
-    try:
-        _, capacity = _memory_info(None)
-    except AttributeError:  # a back-end of torch 2.9 that does not tell its size
+    info = _memory_info(None)
+    if info is None:
         return None
     return DeviceMemory(
         peak_allocated=int(stats.get("allocated_bytes.all.peak", 0)),
         peak_reserved=int(stats.get("reserved_bytes.all.peak", 0)),
-        capacity=capacity,
+        capacity=info[1],
         retries=int(stats.get("num_alloc_retries", 0)),
     )
 
@@ -134,15 +133,19 @@ def reset_peak_memory() -> None:
         torch.accelerator.reset_peak_memory_stats()
 
 
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on an accelerator."""
-    return _memory_info(device)[0]
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that are free on an accelerator; None where its back-end does not report them."""
+    info = _memory_info(device)
+    return None if info is None else info[0]
 
 
-def _memory_info(device: torch.device | None) -> tuple[int, int]:
-    # torch.accelerator has the function since 2.10.
-    read = getattr(torch.accelerator, "get_memory_info", None) or torch.get_device_module(kind()).mem_get_info
-    free, total = read(device)
+def _memory_info(device: torch.device | None) -> tuple[int, int] | None:
+    try:
+        # torch.accelerator has the function since 2.10; before, and in both, a back-end may lack it.
+        read = getattr(torch.accelerator, "get_memory_info", None)
+        free, total = (read or torch.get_device_module(kind()).mem_get_info)(device)
+    except (AttributeError, NotImplementedError):
+        return None
     return int(free), int(total)
 
 

@@ -200,8 +200,10 @@ class _Stalls:
         if self._newest is None or stall.time != self._newest.time:
             self._since, self._printed = now, ""
         self._newest = stall
+        if stall.is_open and not stall.over and now - self._since < OPEN_TIMEOUT_S:
+            return None
         words = f"{stall.claim}: {stall.over}" if stall.over else stall.claim
-        if words != self._printed and not (stall.is_open and now - self._since < OPEN_TIMEOUT_S):
+        if words != self._printed:
             is_first, self._printed = not self._printed, words
             after = "" if is_first else stall.over and f"after that diagnosis, {stall.over}"
             write(f"backlight: {after or words}", file=sys.stderr, flush=True)

@@ -43,10 +43,10 @@ def run(tmp_path: Path) -> Path:
 
 
 class Machine:
-    """One rank with its shared state and its own watchdog, which runs in this process."""
+    """One rank with its shared state and the watchdog of its machine, which runs in this process."""
 
-    def __init__(self, folder: Path, run: Path, rank: int, pid: int) -> None:
-        self.directory = folder / f"node-{rank}"
+    def __init__(self, folder: Path, run: Path, rank: int, pid: int, node: int) -> None:
+        self.directory = folder / f"node-{node}"
         runtime_dir.create(self.directory)
         self.state = SharedState(runtime_dir.state_path(self.directory, rank))
         self.state.open(rank=rank, world_size=2, main_ident=1, main_tid=pid, timeout_s=5.0)
@@ -55,7 +55,7 @@ class Machine:
         runtime_dir.write_document(
             runtime_dir.document_path(self.directory, rank, "groups"), {str(GROUP): [0, 1]}
         )
-        self.watchdog = Watchdog(self.directory, run, run / "attempt-000", StallLimits(), host=f"node-{rank}")
+        self.watchdog = Watchdog(self.directory, run, run / "attempt-000", StallLimits(), host=f"node-{node}")
 
     def wait_in_collective(self, seconds: float, text: bytes = b"all_reduce(8 float32) #4") -> None:
         self.state.slots[Slot.DISTRIBUTED] = 1
@@ -69,16 +69,17 @@ class Machine:
 
 
 @contextmanager
-def machines(folder: Path, run: Path) -> Iterator[tuple[Machine, Machine]]:
-    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-    found = [Machine(folder, run, rank, child.pid) for rank, child in enumerate(children)]
+def machines(folder: Path, run: Path, nodes: tuple[int, int] = (0, 1)) -> Iterator[tuple[Machine, Machine]]:
+    children = [subprocess.Popen(["sleep", "60"]) for _ in nodes]
+    found = [Machine(folder, run, rank, children[rank].pid, node) for rank, node in enumerate(nodes)]
     try:
         yield found[0], found[1]
     finally:
         for machine, child in zip(found, children, strict=True):
             child.kill()
             child.wait()
-            machine.watchdog._writer.close()
+            if "_writer" in vars(machine.watchdog):
+                machine.watchdog._writer.close()
 
 
 def test_each_slow_phase_and_each_mismatch_is_reported_once(
@@ -159,6 +160,19 @@ def test_rank_that_waits_for_a_rank_of_another_machine(
     capsys.readouterr()
 
 
+def test_diagnosis_of_the_machine_at_fault_is_open_until_the_others_answer(tmp_path: Path, run: Path) -> None:
+    with machines(tmp_path, run) as (first, second):
+        second.hang(40, Phase.DATA)
+        second.watchdog.poll()
+        alone = newest_stall(stall_events(run, launch_of(run)))
+        assert (alone.rank, alone.is_open, "Waiting" in alone.claim) == (1, True, False)
+        first.wait_in_collective(4)
+        first.watchdog.poll()
+        joint = newest_stall(stall_events(run, launch_of(run)))
+    assert (joint.rank, joint.is_open) == (1, False)
+    assert joint.claim.endswith("Waiting for it: rank 0 in all_reduce(8 float32) #4")
+
+
 def test_machine_without_a_diagnosis_answers_a_request_once(tmp_path: Path, run: Path) -> None:
     with machines(tmp_path, run) as (first, second):
         first.wait_in_collective(40)
@@ -187,6 +201,32 @@ def test_observations_of_a_machine_that_has_ended_count(tmp_path: Path, run: Pat
     ((kind, rank, claim),) = stalls(open_run(run))
     assert (kind, rank) == ("DEAD", 1)
     assert "rank 1 has ended its training" in claim
+
+
+@pytest.mark.parametrize(
+    ("waited", "overdue", "words"),
+    [
+        (4.0, 1.0, "Waiting for it: rank 0 in all_reduce"),  # within its own timeout
+        (1.0, 1.0, None),  # it may move on: the diagnosis is made once that is known
+        (1.0, 4.0, "waiting for data"),  # for so long it is not waited for
+        (None, 1.0, "waiting for data"),  # the control is in no call
+    ],
+)
+def test_diagnosis_names_the_rank_that_has_begun_to_wait(
+    waited: float | None, overdue: float, words: str | None, tmp_path: Path, run: Path
+) -> None:
+    """The rank that is the cause is due first: the others come to the collective after it has stopped."""
+    with machines(tmp_path, run, nodes=(0, 0)) as (first, second):
+        if waited is None:
+            first.hang(1.0)
+        else:
+            first.wait_in_collective(waited)
+        second.hang(5.0 + overdue, Phase.DATA)
+        first.watchdog.poll()
+        reported = stalls(open_run(run))
+    assert [(kind, rank) for kind, rank, _ in reported] == ([("PHASE", 1)] if words else [])
+    assert all(words is not None and words in claim for _, _, claim in reported)
+    assert all(("Waiting for it" in claim) is (waited == 4.0) for _, _, claim in reported)
 
 
 @pytest.mark.full

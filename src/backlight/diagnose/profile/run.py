@@ -234,7 +234,7 @@ def _trace_fields(operations: Operations) -> dict[str, Any]:
 
 
 def _device_phases(observed: Observed, warmup: int) -> dict[str, float] | None:
-    """Return the median milliseconds of the device by phase, over the steady steps; None without a device."""
+    """Return median milliseconds of the device by phase over the steady steps; None without one of both."""
     steps = observed.device[max(0, warmup - 1) :]  # the first step has no begin on the device
     names = dict.fromkeys(name for step in steps for name in step)
     return {

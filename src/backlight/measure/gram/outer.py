@@ -123,14 +123,14 @@ class OuterProduct:
 
     def _check_space(self, entries: int, what: str) -> None:
         needed, free = entries * self._g.element_size(), _free_memory(self._g.device)
-        if needed > free / 2:
+        if free is not None and needed > free / 2:
             raise OuterProductError(
                 f"outer_product: {what} takes {size(needed)}, {size(free)} of memory are available on "
                 f"{self._g.device}; ask for entries, rows or blocks, or multiply by vectors"
             )
 
 
-def _free_memory(device: torch.device) -> int:
+def _free_memory(device: torch.device) -> int | None:
     return devices.free_memory(device) if devices.is_accelerator(device) else available_memory()
 
 

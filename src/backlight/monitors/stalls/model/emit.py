@@ -99,6 +99,8 @@ def emit(
             "rank": diagnosis.rank,
             "phase": diagnosis.phase.value,
             "claim": diagnosis.claim,
+            "unobserved": max((o.state.world_size for o in observations if o.state is not None), default=0)
+            - len(observations),
             "not_collected": {str(o.rank): list(o.not_collected) for o in observations if o.not_collected},
             "subject": to_json(finding.subject),
         },

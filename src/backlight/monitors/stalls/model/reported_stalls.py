@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from backlight.monitors.stalls.model.emit import ENDED, RESUMED, RULE, as_finding, claim_of
 from backlight.monitors.stalls.model.peers import (
@@ -16,7 +17,7 @@ from backlight.monitors.stalls.model.peers import (
     only_ended,
     unpack,
 )
-from backlight.monitors.stalls.model.rank_diagnosis import UNOBSERVED, diagnose_ranks
+from backlight.monitors.stalls.model.rank_diagnosis import diagnose_ranks
 from backlight.records import DiagnosisKind, Evidence, Finding
 from backlight.store.format.manifest import read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, watchdog_files
@@ -27,8 +28,8 @@ from backlight.store.read.run import Event, open_run
 class ReportedStall:
     """The newest stall of an attempt.
 
-    ``is_open`` is whether it needs what another machine observes; ``over`` says how it was resolved, empty
-    while it lasts.
+    ``is_open`` is whether another machine has not stored what it observes; ``over`` says how it was resolved,
+    empty while it lasts.
     """
 
     claim: str
@@ -62,16 +63,28 @@ def newest_stall(events: Sequence[Event]) -> ReportedStall | None:
     ends = [e for e in events if e.kind in {RESUMED, ENDED} and e.time > last.time]
     over = "; ".join(f"rank {e.payload.get('rank')} {e.payload.get('how')}" for e in ends)
     # A machine stores its observations after its diagnosis.
-    joint = [f for at, f in joint_findings(e for e in events if e.kind == EVENT) if at >= last.time]
+    joint = [j for j in joint_findings(e for e in events if e.kind == EVENT) if j.time >= last.time]
+    payload = last.payload
+    claim, rank, verdict = str(payload.get("claim", "")), payload.get("rank"), payload.get("verdict")
+    unobserved = payload.get("unobserved")
     if joint:
-        return ReportedStall(claim_of(joint[-1]), joint[-1].subject.rank, last.time, over=over)
-    claim, rank = str(last.payload.get("claim", "")), last.payload.get("rank")
-    is_open = UNOBSERVED in claim
+        subject, unobserved = joint[-1].finding.subject, joint[-1].unobserved
+        claim, rank, verdict = claim_of(joint[-1].finding), subject.rank, subject.verdict
+    # Other machines know the cause, or who waits for it; a rank that is dead, the framework handles at once.
+    is_open = bool(unobserved) and verdict != DiagnosisKind.DEAD
     return ReportedStall(claim, rank if isinstance(rank, int) else None, last.time, is_open, over)
 
 
-def joint_findings(events: Iterable[Event]) -> Iterator[tuple[float, Finding]]:
-    """Yield each stall that several machines observed, with the time of its last observation."""
+class JointStall(NamedTuple):
+    """A stall that several machines observed, the time of its last observation, and the ranks without one."""
+
+    time: float
+    finding: Finding
+    unobserved: int
+
+
+def joint_findings(events: Iterable[Event]) -> Iterator[JointStall]:
+    """Yield each stall that several machines observed."""
     ordered = sorted(events, key=lambda event: (event.attempt, event.time))
     for attempt in dict.fromkeys(event.attempt for event in ordered):
         here = [event for event in ordered if event.attempt == attempt]
@@ -80,7 +93,7 @@ def joint_findings(events: Iterable[Event]) -> Iterator[tuple[float, Finding]]:
             # Newest first: of each rank the first observation counts.
             found = _joint_finding(incident[::-1], left[::-1])
             if found is not None:
-                yield incident[-1].time, found
+                yield JointStall(incident[-1].time, *found)
 
 
 def _group_by_incident(events: list[Event]) -> list[list[Event]]:
@@ -108,7 +121,7 @@ def _host(event: Event) -> str:
     return str(event.payload.get("host", ""))
 
 
-def _joint_finding(events: list[Event], left: list[Event]) -> Finding | None:
+def _joint_finding(events: list[Event], left: list[Event]) -> tuple[Finding, int] | None:
     """Diagnose by observations of about one time, and by the ranks that had ended before."""
     observed = [found for event in events if (found := unpack(event.payload)) is not None]
     ended = [only_ended(found) for event in left if (found := unpack(event.payload)) is not None]
@@ -121,4 +134,4 @@ def _joint_finding(events: list[Event], left: list[Event]) -> Finding | None:
         return None
     step = next((e.step for e in events if e.step is not None), None)
     evidence = [Evidence(f"events/{EVENT}", step=step, value=f"observed on {', '.join(sorted(hosts))}")]
-    return as_finding(diagnosis, step, evidence)
+    return as_finding(diagnosis, step, evidence), whole.world_size - len(whole.observations)

@@ -25,6 +25,7 @@ from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.borrowed_stderr import STDERR, BorrowedStderr, ancestors
 from backlight.monitors.stalls.model.diagnosis import (
     HELD,
+    MIN_PAUSE_S,
     diagnose,
     name_native_function,
 )
@@ -252,17 +253,38 @@ class Watchdog:
         timeout_s = min((r.timeout_s for r in due if r.timeout_s is not None), default=None)
         common_s = timeout_s if len(observations) > 1 else None
         diagnoses = {o.rank: diagnose(o, self._limits, common_s) for o in observations}
-        if timeout_s is not None and any(d is not None and d.waits for d in diagnoses.values()):
-            # A rank for which others wait need not be silent for as long as they are.
+        enters = False
+        if timeout_s is not None:
             share_s = PEER_TIMEOUT_SHARE * timeout_s
-            diagnoses = {
-                o.rank: diagnoses[o.rank] or diagnose(o, self._limits, share_s) for o in observations
-            }
+            # Until then a rank that is entering what it waits for is given the time to be one that waits.
+            is_early = max((r.overdue_s or 0.0 for r in due), default=0.0) < share_s
+            enters = self._diagnose_peers(observations, diagnoses, share_s) and is_early
         host = HostObservation(tuple(observations), diagnoses, self._groups(), self._world_size())
         ended = any(o.ended or o.exit_reason is not None for o in observations)
         if len(observations) > 1 and not ended and self._waits_for_exempt_rank(observations, diagnoses):
             return None, host, timeout_s
+        if enters and not ended:
+            return None, host, timeout_s
         return diagnose_ranks(observations, diagnoses, host.groups, host.world_size), host, timeout_s
+
+    def _diagnose_peers(
+        self, observations: Sequence[Observation], diagnoses: dict[int, Diagnosis | None], share_s: float
+    ) -> bool:
+        """Add diagnoses of ranks that need not be silent for as long as the one that is due.
+
+        They are those that wait, and all where one waits for them. Return whether a rank is about to wait:
+        it is in a call that others have to enter, and not for ``share_s`` yet.
+        """
+        open_ = [o for o in observations if diagnoses[o.rank] is None]
+        if len(open_) == len(observations):
+            return False
+        is_awaited = any(d is not None and d.waits for d in diagnoses.values())
+        for one in open_:
+            found = diagnose(one, self._limits, share_s)
+            if found is not None and (is_awaited or found.waits):
+                diagnoses[one.rank] = found
+        entering = (diagnose(o, self._limits, MIN_PAUSE_S) for o in open_ if diagnoses[o.rank] is None)
+        return any(found is not None and found.waits for found in entering)
 
     # Reports
 

@@ -18,7 +18,7 @@ from backlight.store.read.run import Run
 @rule(RULE, monitor="stalls", version=2, limits=StallLimits, restates=True, logged=True)
 def stall(run: Run, limits: StallLimits) -> Iterator[Finding]:
     """Report each stored diagnosis once; those that one machine left open are replaced by the joint one."""
-    joint = [finding for _, finding in joint_findings(run.events(EVENT))]
+    joint = [one.finding for one in joint_findings(run.events(EVENT))]
     replaced = {(finding.subject.verdict, finding.subject.rank) for finding in joint}
     reported = set()
     files: dict[str, Evidence] = {}
