@@ -172,7 +172,7 @@ def run_faults(
     *,
     seconds: float = LASTS,
     stall: float | None = STALL,
-    limit_s: float = 120.0,
+    limit_s: float = 240.0,
     control: bool = False,
 ) -> tuple[list[Finding], str, int]:
     """Run faults of one size one after the other; return the stored findings, the output and the exit code.

@@ -38,7 +38,6 @@ def diagnoses(output: str) -> list[str]:
     return re.findall(r"\(TrainController pid=\d+\) backlight: ((?:[A-Z]{4,})[^\n]*)", output)
 
 
-@pytest.mark.full
 def test_hang_fails_the_job_with_one_diagnosis_that_names_rank_line_and_collective(tmp_path: Path) -> None:
     error, output = drive(tmp_path, "hang")
     (claim,) = diagnoses(output)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -134,6 +136,43 @@ def test_what_an_earlier_attempt_found_is_not_new(
     train(tmp_path / "run", evaluated, bad=False, resume=True)
     assert evaluated.is_set()
     assert listening.found == []
+
+
+REFUSED = """
+import sys, threading, time, torch, backlight
+from backlight.session import findings_monitor
+
+begun = threading.Event()
+
+def evaluate(*_, **__):
+    begun.set()
+    time.sleep(1)
+    print("evaluated", flush=True)
+    return []
+
+findings_monitor.evaluate_rules = evaluate
+resumes = len(sys.argv) > 1
+model = torch.nn.Linear(2, 2 if resumes else 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+with backlight.watch(model, optimizer, run="run", resume=resumes, monitors="health") as watch:
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if resumes:
+            begun.wait(60)
+print("trained", watch.is_recorded, flush=True)
+"""
+
+
+def test_interpreter_does_not_end_under_the_evaluation_of_a_run_that_is_refused(tmp_path: Path) -> None:
+    """It reads the earlier attempts at once, and would be in native code while the libraries are unloaded."""
+    (tmp_path / "train.py").write_text(REFUSED)
+    command = [sys.executable, "-W", "ignore", "train.py"]
+    for arguments, printed in ([], "trained True\n"), (["resume"], "trained False\nevaluated\n"):
+        done = subprocess.run(
+            [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, printed), done.stderr
 
 
 def test_other_ranks_evaluate_nothing() -> None:

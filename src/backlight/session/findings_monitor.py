@@ -7,6 +7,7 @@ less often where that takes long.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
@@ -85,7 +86,7 @@ class FindingsMonitor(Monitor):
         self._new = NewFindings()
         self._thread: threading.Thread | None = None
         self._alarms: set[str] = set()
-        self._ended = False
+        self._ended = self._is_late = False
         self._evaluations = _Evaluations()
 
     @classmethod
@@ -96,7 +97,7 @@ class FindingsMonitor(Monitor):
     def attach(self, run: RunContext) -> None:
         """Begin to wait for the first evaluation."""
         self._run = run
-        self._ended = False
+        self._ended = self._is_late = False
         # What earlier attempts left is known; it is read at once, before this attempt has added to it.
         self._is_resumed = run.writer.attempt > 0
         self._all_from = 0.0 if self._is_resumed else clock.monotonic() + PERIOD_S
@@ -106,6 +107,10 @@ class FindingsMonitor(Monitor):
     def detach(self, error: BaseException | None) -> None:
         """Start no more evaluations."""
         self._ended = True
+        if self._thread is not None and self._thread.is_alive():
+            # A run that is not kept waits for nothing. What the interpreter ends under a thread that is in
+            # native code, such as a database or a library that is being loaded, may crash the process.
+            atexit.register(self._thread.join, END_TIMEOUT_S)
 
     def on_alarm(self, step: int, cause: str) -> None:
         """Note the rule that is to be evaluated once the step is on disk."""
@@ -134,16 +139,20 @@ class FindingsMonitor(Monitor):
         """Wait for an evaluation in progress."""
         if self._thread is not None:
             self._thread.join(END_TIMEOUT_S)
+            atexit.unregister(self._thread.join)
+            self._is_late = self._thread.is_alive()
 
     def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
         """Deliver what was found only now, unless something still hangs on what was found before."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._is_late:
             reason = f"what is done with new findings did not come to an end within {END_TIMEOUT_S:.0f} s"
             self._run.notifier.warn("findings", reason)
         elif rest := self._new.rest(findings):
             self._run.deliver(rest)
 
     def _evaluate(self, only: Collection[str] | None) -> None:
+        if self._ended:
+            return  # between its start and this line
         begin = clock.thread_time()
         try:
             # Imports them, which is no part of the time from which the rest follows.

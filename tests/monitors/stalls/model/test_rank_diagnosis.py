@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from backlight.monitors.stalls.model.diagnosis import diagnose
-from backlight.monitors.stalls.model.observation import Diagnosis, ExitReason, Observation
+from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, Dump
+from backlight.monitors.stalls.model.observation import (
+    Diagnosis,
+    ExitReason,
+    IssuedCollectives,
+    Observation,
+)
 from backlight.monitors.stalls.model.rank_diagnosis import diagnose_ranks
 from backlight.monitors.stalls.model.shared_state import Collective, RankStatus
 from backlight.monitors.stalls.model.stacks import Frame, ThreadStack, in_collective
@@ -89,6 +95,15 @@ def other_shape(rank: int) -> Observation:
     return dataclasses.replace(odd, snapshots=(dataclasses.replace(odd.state, collectives=calls),))
 
 
+def recorded(one: Observation, operation: str) -> Observation:
+    """A rank after three backward passes, whose flight recorder holds an open collective."""
+    record = CollectiveRecord("0", (0, 1, 2), 2, operation)
+    state = dataclasses.replace(one.state, backwards=3)
+    return dataclasses.replace(
+        one, snapshots=(state,), issued=IssuedCollectives(dump=Dump(one.rank, (record,)))
+    )
+
+
 ODD = (call(1), call(2, kind=9, inside=True))
 DEAD, MISMATCH, UNKNOWN = DiagnosisKind.DEAD, DiagnosisKind.MISMATCH, DiagnosisKind.UNKNOWN
 CASES: dict[str, tuple[list[Observation], DiagnosisKind, int | None, str]] = {
@@ -135,6 +150,13 @@ CASES: dict[str, tuple[list[Observation], DiagnosisKind, int | None, str]] = {
     "the one in another call than the majority": (
         [waiting(0), in_backward(1), in_backward(2)], MISMATCH, 0,
         "which rank 1, 2 has not entered: rank 1 waits in a red",
+    ),
+    "a rank that skips a backward, by the flight recorder": (
+        [
+            recorded(waiting(0), "barrier"),
+            *(recorded(in_backward(rank), "all_reduce") for rank in (1, 2)),
+        ],
+        MISMATCH, 0, "rank 0 is there, with 3 backward passes where the others are at 4",
     ),
     "ranks that are not observed": (
         [waiting(0), waiting(1)], UNKNOWN, None, "1 of 3 ranks are not observable from this machine",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -24,8 +25,10 @@ from backlight.cli.app import main
 from backlight.monitors.stalls import monitor
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.attach import attach
+from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.rank_processes import ProcessNotFoundError
 from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState, Slot, read_state
+from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
 
@@ -265,6 +268,32 @@ def test_blocked_watchdog_ends_with_its_run(end: str, interval: str, directory: 
         blocked.communicate()
         rank.kill()
         rank.wait()
+
+
+def test_end_of_a_process_that_is_reaped_meanwhile_is_known(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells it by the process until its parent has read it, and by the descriptor from then on."""
+    rank = subprocess.Popen(["sleep", "100"])
+    shared = SharedState(runtime_dir.state_path(directory, 0))
+    shared.open(rank=0, world_size=1, main_ident=1, main_tid=1, timeout_s=None)
+    shared.slots[Slot.PID] = rank.pid
+    observer = RankObserver(directory, 0, StallLimits())
+    observer.poll()
+    rank.terminate()
+    select.select([observer.pidfd], [], [])
+    read = processes.read_process
+
+    def read_late(pid: int) -> processes.Process | None:
+        rank.wait()
+        return read(pid)
+
+    monkeypatch.setattr(processes, "read_process", read_late)
+    observer.poll()
+    if processes.exit_status(observer.pidfd) is None:
+        pytest.skip("kernels before 6.15 do not keep how a process has ended")
+    assert (observer.ended, observer.was_terminated) == ("killed by SIGTERM", True)
+    observer.close()
 
 
 BORROWING = """

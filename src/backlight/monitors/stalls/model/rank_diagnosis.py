@@ -228,17 +228,12 @@ def _missing(
     }
     fewer, more = (inside, absent) if len(inside) < len(absent) else (absent, inside)
     cause = fewer[0] if len(fewer) == 1 and len(more) > 1 else None
-    behind = ""
-    for one in (o for o in observations if o.rank == cause):
-        reducing = [o for o in observations if o.rank != cause and o.phase is Phase.BACKWARD]
-        words = _fewer_backwards(one, reducing)
-        behind = f"; rank {cause} is there{words}" if words else ""
     calls = "; ".join(f"rank {r} waits in {texts.get(r, 'a reduction inside backward')}" for r in absent)
     return Diagnosis(
         DiagnosisKind.MISMATCH,
         Phase.OTHER,
         f"MISMATCH: rank {_join(inside)} waits in {call.text}, which rank {_join(absent)} has not entered: "
-        f"{calls}{behind}",
+        f"{calls}{_behind(cause, observations)}",
         refuted_if="the ranks outside were about to enter that call",
         next_check="look for a call that only some ranks make",
         confidence=MEDIUM if cause is not None else LOW,
@@ -292,7 +287,10 @@ def _outlier(observations: Sequence[Observation], diagnoses: Diagnoses) -> Diagn
 def _compare_issued(observations: Sequence[Observation]) -> Diagnosis | None:
     """Compare what the flight recorders of the ranks hold; None where some rank has none."""
     dumps = {o.rank: dump for o in observations if (dump := o.dump) is not None}
-    return diagnose_collectives(dumps) if len(dumps) == len(observations) else None
+    found = diagnose_collectives(dumps) if len(dumps) == len(observations) else None
+    if found is None:
+        return None
+    return dataclasses.replace(found, claim=found.claim + _behind(found.rank, observations))
 
 
 def _waiting_words(waiting: Sequence[Observation]) -> str:
@@ -304,6 +302,13 @@ def _waiting_words(waiting: Sequence[Observation]) -> str:
         words = obs.reducing if obs.phase is Phase.BACKWARD else obs.pending or obs.reducing
         ranks.setdefault(call.text if call is not None else words, []).append(obs.rank)
     return ". Waiting for it: " + "; ".join(f"rank {_join(r)} in {call}" for call, r in ranks.items())
+
+
+def _behind(cause: int | None, observations: Sequence[Observation]) -> str:
+    """Return that the rank at fault has made fewer backward passes than those that reduce gradients."""
+    reducing = [o for o in observations if o.rank != cause and o.phase is Phase.BACKWARD]
+    words = "".join(_fewer_backwards(o, reducing) for o in observations if o.rank == cause)
+    return f"; rank {cause} is there{words}" if words else ""
 
 
 def _fewer_backwards(cause: Observation, others: Sequence[Observation]) -> str:

@@ -176,6 +176,8 @@ class RankObserver:
         is_same = last is not None and (self._process is None or last.start == self._process.start)
         if status is None and last is not None and last.is_dead and is_same:
             status = last.exit_status
+        elif status is None:
+            status = processes.exit_status(self.pidfd)  # its parent has read it between the two
         self.ended = "ended (how is not observable)" if status is None else processes.describe_exit(status)
         if "SIGKILL" in self.ended and self.state is not None:
             kills = processes.count_oom_kills()
