@@ -99,6 +99,8 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, f"examples/{package.name}.md", content="\n".join(parts)))
         index.append(f"- [{package.name}]({package.name}.md), a package")
     files.append(File.generated(config, "examples/index.md", content="\n".join(index)))
+    for path in sorted((ROOT / "examples").rglob("*.yml")):
+        files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     lines = ["# Gallery", "", "Made while this site was built, each by the command above it.", ""]
     for exhibit in EXHIBITS:
         lines += [f"## {exhibit.title}", "", exhibit.words, "", "```bash", exhibit.command, "```", ""]
@@ -113,8 +115,15 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Run the commands of a page, insert what is generated, and link example programs to their pages."""
     markdown = generated(with_outputs_of(markdown, page.file.src_uri), Path(page.file.src_uri).stem)
-    to = rf"]({_up(page)}examples/\1.md)"
-    return re.sub(r"\]\((?:\.\./)+examples/(\w+)(?:\.py|/README\.md)\)", to, markdown)
+    return linked(markdown, "../" * page.file.src_uri.count("/"))
+
+
+def linked(markdown: str, up: str) -> str:
+    """Return a page whose links to examples lead to their pages; ``up`` leads to the first page."""
+    markdown = re.sub(
+        r"\]\((?:\.\./)+examples/(\w+)(?:\.py|/README\.md)\)", rf"]({up}examples/\1.md)", markdown
+    )
+    return re.sub(r"\]\((?:\.\./)+examples/([\w/]+\.yml)\)", rf"]({up}examples/\1)", markdown)
 
 
 def with_outputs_of(markdown: str, name: str) -> str:
@@ -180,10 +189,6 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
 
 def _summary(program: str) -> str:
     return (ast.get_docstring(ast.parse(program)) or "").partition("\n")[0]
-
-
-def _up(page: Any) -> str:
-    return "../" * page.file.src_uri.count("/")
 
 
 def _execute(block: page_commands.Block) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import building
 import page_pictures
 import pytest
 
@@ -35,6 +36,13 @@ def test_every_page_is_three_clicks_from_the_first() -> None:
         }
         reached |= {target for target in targets if target.exists() and DOCS in target.parents}
     assert sorted({*DOCS.rglob("*.md")} - reached) == []
+
+
+def test_no_link_leaves_the_site() -> None:
+    for page in DOCS.rglob("*.md"):
+        text = building.linked(page.read_text(), "../" * len(page.parent.relative_to(DOCS).parts))
+        for link in re.findall(r"\]\(([\w./-]+)[)#]", text):
+            assert DOCS in (page.parent / link).resolve().parents, f"{page}: {link}"
 
 
 def test_every_part_of_the_picture_is_described() -> None:
