@@ -73,9 +73,10 @@ def test_copies_are_summed_by_line(stored: Any, evaluated: Any) -> None:
     (found,) = evaluated(stored(profile=TRACED | {"copies": copies}), "bottleneck")
     assert found.subject.line == "train.py:12 (step)"
     assert [evidence.value for evidence in found.evidence] == pytest.approx([0.07, 3.5])
-    layout = [copy("b.py:2 (g)", 0.2, target="float", contiguous=False)]
+    layout = [copy("/home/me/b.py:2 (g)", 0.2, target="float", contiguous=False)]
     (other,) = evaluated(stored(profile=TRACED | {"copies": layout}), "bottleneck")
-    assert other.subject.line == "b.py:2 (g)"
+    assert other.subject.line == "/home/me/b.py:2 (g)"
+    assert other.title == "Copies at b.py:2 (g) take 20 % of a step"
     assert not evaluated(stored(profile=TRACED | {"copies": copies[2:]}), "bottleneck")
 
 

@@ -265,7 +265,7 @@ def _copies(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         where = line or "unknown line"
         yield Finding(
             severity=Severity.INFO,
-            title=f"{what} at {where} take {percent(share)} of a step",
+            title=f"{what} at {where.rpartition('/')[2]} take {percent(share)} of a step",
             detail=(
                 f"{what}{layout} from {source} to {target} take {percent(share)} of a step "
                 f"({duration(spent / 1e3)}, {count(round(calls), 'call')}) at "
