@@ -11,6 +11,8 @@ import pytest
 
 from backlight import clock
 from backlight.cli.render.sweep import show
+from backlight.diagnose.scaling import sweep as sweeps
+from backlight.diagnose.scaling.power_law import ScalingError
 from backlight.diagnose.scaling.sweep import Point, _ask, _laws, parse_axes, sweep
 from backlight.diagnose.scaling.worker import answer, measure
 from backlight.launch.recipe import RecipeError, read_recipe
@@ -133,6 +135,30 @@ def test_invalid_sweep_is_refused(recipe: Path, tmp_path: Path) -> None:
         sweep(recipe, {"dim": [8]})
     with pytest.raises(RecipeError, match="no such recipe"):
         sweep(tmp_path / "none.py", {"dim": [8, 16]})
+
+
+def test_sizes_beyond_reach_are_refused_before_a_measurement(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def measured(request: dict[str, dict[str, float]], _limit: float) -> dict[str, object]:
+        asked.append(request)
+        size = request["settings"]["dim"]
+        status = "measured" if size < 200 else "out of memory"
+        return {"status": status, "step_ms": size if status == "measured" else None, "message": ""}
+
+    monkeypatch.setattr(sweeps, "_ask", measured)
+    axes = {"dim": [50, 100, 150, 200]}
+    with pytest.raises(ScalingError, match=r"dim=401 lies beyond twice .*50 to 200"):
+        sweep(recipe, axes, at={"dim": 401})
+    with pytest.raises(ScalingError, match="no value of dim"):
+        sweep(recipe, axes, at={"heads": 4})
+    assert not asked
+    assert sweep(recipe, axes, at={"dim": 300}).expected["step_ms"] == pytest.approx(300)
+    lost = sweep(recipe, axes, at={"dim": 400})  # 200 did not fit
+    assert (lost.expected, len(lost.laws)) == ({}, 1)
+    assert "dim=400 lies beyond twice the range that was measured (50 to 150)" in lost.notes[0]
 
 
 def test_settings_without_sizes_are_not_fitted() -> None:

@@ -52,19 +52,28 @@ class PowerLaw:
 
     def at(self, sizes: Mapping[str, float]) -> float:
         """Return the quantity at other sizes, within twice the measured range."""
-        total = self.constant
-        for exponent in self.exponents:
-            low, high = self.ranges[exponent.setting]
-            if exponent.setting not in sizes:
-                raise ScalingError(f"no value of {exponent.setting}; expected one for each swept setting")
-            size = float(sizes[exponent.setting])
-            if not low / MAX_EXTRAPOLATION <= size <= high * MAX_EXTRAPOLATION:
-                raise ScalingError(
-                    f"{exponent.setting}={size:g} lies beyond twice the range that was measured "
-                    f"({low:g} to {high:g}): a power law is not known to hold there. Sweep nearer sizes"
-                )
-            total += exponent.value * float(np.log(size))
-        return float(np.exp(total))
+        check_reach(self.ranges, sizes)
+        total = sum(e.value * float(np.log(float(sizes[e.setting]))) for e in self.exponents)
+        return float(np.exp(self.constant + total))
+
+
+def check_reach(ranges: Mapping[str, tuple[float, float]], sizes: Mapping[str, float]) -> None:
+    """Raise unless every setting has a size within twice its measured range.
+
+    Raises
+    ------
+    ScalingError
+        If one lacks its size, or lies beyond.
+    """
+    for setting, (low, high) in ranges.items():
+        if setting not in sizes:
+            raise ScalingError(f"no value of {setting}; expected one for each swept setting")
+        size = float(sizes[setting])
+        if not low / MAX_EXTRAPOLATION <= size <= high * MAX_EXTRAPOLATION:
+            raise ScalingError(
+                f"{setting}={size:g} lies beyond twice the range that was measured ({low:g} to {high:g}): "
+                "a power law is not known to hold there. Sweep nearer sizes"
+            )
 
 
 def fit(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight.diagnose.scaling.power_law import Exponent, PowerLaw, ScalingError, fit
+from backlight.diagnose.scaling.power_law import Exponent, PowerLaw, ScalingError, check_reach, fit
 from backlight.launch.ray_tasks import RayOptions, run_tasks
 from backlight.launch.recipe import RecipeError, parse_value, refuse_script
 from backlight.launch.subprocess import run_in_own_session
@@ -100,6 +100,8 @@ def sweep(
     ------
     RecipeError
         If the recipe cannot be read, nothing is swept, or no size gave a result.
+    ScalingError
+        If a size of ``at`` lies beyond twice the range that would be measured.
     """
     if not recipe.is_file():
         raise RecipeError(f"{recipe}: no such recipe; expected a Python file below {Path.cwd()}")
@@ -107,6 +109,9 @@ def sweep(
     swept = [name for name, values in axes.items() if len(values) > 1]
     if not swept:
         raise RecipeError("nothing is swept: give a setting several values, such as --set dim=512,768,1024")
+    if at:  # before hours of measurements, not after them
+        sizes = {name: axes[name] for name in swept if all(map(_is_size, axes[name]))}
+        check_reach({name: (min(values), max(values)) for name, values in sizes.items()}, at)
     combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     requests = [
         {
@@ -130,7 +135,11 @@ def sweep(
     if all(point.status == "failed" for point in points):
         raise RecipeError(f"no size gave a result: {points[0].message}")
     laws, notes = _laws(points)
-    expected = {law.quantity: law.at(at) for law in laws} if at else {}
+    expected = {}
+    try:
+        expected = {law.quantity: law.at(at) for law in laws} if at else {}
+    except ScalingError as error:  # sizes failed, so that less was measured than asked for
+        notes.append(str(error))
     faster = tuple(e for law in laws for e in law.exponents if e.faster_than_linear)
     return Scaling(str(recipe), fake, tuple(points), tuple(laws), faster, expected, tuple(notes))
 
