@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backlight import clock
-from backlight.cli.render.sweep import show
+from backlight.cli.render.sweep import show, verdict
 from backlight.diagnose.scaling import sweep as sweeps
 from backlight.diagnose.scaling.power_law import ScalingError
 from backlight.diagnose.scaling.sweep import Point, _ask, _laws, parse_axes, sweep
@@ -156,6 +156,13 @@ def test_sizes_beyond_reach_are_refused_before_a_measurement(
         sweep(recipe, axes, at={"heads": 4})
     assert not asked
     assert sweep(recipe, axes, at={"dim": 300}).expected["step_ms"] == pytest.approx(300)
+    assert verdict(sweep(recipe, {"dim": [50, 100, 150]})).startswith("step grows with dim: power 1.00")
+    noisy = iter([7.0, 9.0, 7.5])
+    monkeypatch.setattr(
+        sweeps, "_ask", lambda *_: {"status": "measured", "step_ms": next(noisy), "message": ""}
+    )
+    assert verdict(sweep(recipe, {"dim": [50, 100, 150]})).startswith("step: growth with dim is undecided")
+    monkeypatch.setattr(sweeps, "_ask", measured)
     lost = sweep(recipe, axes, at={"dim": 400})  # 200 did not fit
     assert (lost.expected, len(lost.laws)) == ({}, 1)
     assert "dim=400 lies beyond twice the range that was measured (50 to 150)" in lost.notes[0]

@@ -31,6 +31,8 @@ def show(found: Scaling, console: Console | None = None, *, full: bool = False) 
     if not found.fake and not any(point.memory for point in found.points):
         columns.remove("memory")
     _print_points(found, swept, columns, phases, console)
+    if phases:
+        console.print("ms by phase:")
     for start in range(0, len(phases), PHASES):
         part = [phase.replace("_", " ") for phase in phases[start : start + PHASES]]
         _print_points(found, swept, part, phases, console)
@@ -51,6 +53,10 @@ def verdict(found: Scaling) -> str:
         why = next(iter(found.notes), "see --json")
         return f"no growth fitted: {count(done, 'size')} of {len(found.points)} ran; {why}"
     fastest = max(law.exponents, key=lambda one: one.value)
+    if fastest.low <= 0:
+        return (
+            f"{_name(main)}: growth with {fastest.setting} is undecided: {_power(fastest)}; sweep more sizes"
+        )
     pace = ", faster than linear" if fastest.faster_than_linear else ""
     how = "grows fastest with" if len(law.exponents) > 1 else "grows with"
     return f"{_name(main)} {how} {fastest.setting}: {_power(fastest)}{pace}"
@@ -107,7 +113,7 @@ def _print_laws(found: Scaling, console: Console) -> None:
     table = make_table("grows as", *powers, "misfit")
     for law in found.laws:
         powers = [f"{e.value:.2f} ({e.low:.2f} to {e.high:.2f})" for e in law.exponents]
-        table.add_row(_name(law.quantity), *powers, f"{law.misfit:.1%}")
+        table.add_row(_name(law.quantity), *powers, percent(law.misfit))
     console.print(table)
     faster = dict.fromkeys(f"{_name(e.quantity)} in {e.setting}" for e in found.faster)
     if faster:
