@@ -133,7 +133,8 @@ def told_apart(names: Sequence[str], width: int) -> dict[str, str]:
         return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
 
     def where_they_differ(name: str) -> str:
-        return name if len(name) <= width else f"…{name[start : start + width - 2]}…"
+        is_whole = len(name) <= width or not start
+        return once(name, 0) if is_whole else f"…{name[start : start + width - 2]}…"
 
     columns = zip(*(name for name in names if len(name) > width), strict=False)
     start = max(0, sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, columns)) - 4)

@@ -104,6 +104,8 @@ def test_rates_of_operators_copies_and_collectives(analysed: Analyse) -> None:
     shapes = {"Input Dims": [[64, 128], [64, 128], []], "Input type": ["float", "float", "Scalar"]}
     builder.operator("aten::add", 50, 20, **shapes)
     builder.kernel("elementwise_kernel", 55, 70, 4)
+    builder.operator("sglang::store_cache", 80, 10, **shapes)  # writes a part of its first input
+    builder.kernel("store_kvcache", 85, 90, 4)
     builder.kernel("Memcpy HtoD (Pinned -> Device)", 100, 110, 10, category="gpu_memcpy", bytes=20_000)
     builder.kernel("Memcpy HtoD (Pinned -> Device)", 130, 140, 10, category="gpu_memcpy", bytes=60_000)
     about = {"Process Group Ranks": "[0, 1, 2, 3]", "Collective name": "allreduce", "dtype": "BFloat16"}
@@ -116,6 +118,7 @@ def test_rates_of_operators_copies_and_collectives(analysed: Analyse) -> None:
     moved = 2 * (64 * 128 + 128 * 256 + 64 * 256)
     assert product.tbytes == pytest.approx(moved / 8e-6 / 1e12)
     assert sum_.tflops is None
+    assert by_name["sglang::store_cache"].tbytes is None
     assert sum_.tbytes == pytest.approx(3 * 4 * 64 * 128 / 4e-6 / 1e12)
     (copy,) = found.copy_rates
     assert (copy.min, copy.mean, copy.max) == pytest.approx((2.0, 4.0, 6.0))

@@ -177,7 +177,7 @@ def kind_of(name: str) -> Kind:
 def short(name: str, width: int = 60) -> str:
     """Return the name of a kernel without return type, namespaces' arguments and template arguments."""
     text = _whole(name)
-    bare = re.split(r"[<(]", text, maxsplit=1)[0] or text
+    bare = re.split(r"[<(]", text, maxsplit=1)[0].strip() or text
     if bare.endswith(("elementwise_kernel", "reduce_kernel", "multi_tensor_apply_kernel")):
         inner = text[len(bare) :]
         found = re.search(r"\w+_kernel_(?:cuda|impl)\w*", inner) or re.search(r"\w*(?:Functor|Ops)\w*", inner)

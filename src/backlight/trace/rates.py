@@ -29,8 +29,8 @@ class OperatorRate:
     """One operator with one set of shapes: its device time in ns, and TFLOP/s and TB/s.
 
     Operations are those of matrix products, convolutions and fused attention; what these call is their time.
-    Bytes are those of the inputs and one output, of matrix products, elementwise operators and copies: what
-    must be moved at least. None where they are not known.
+    Bytes are those of the inputs and one output, of matrix products, elementwise operators and copies of
+    torch: what must be moved at least. None where they are not known.
     """
 
     name: str
@@ -115,7 +115,9 @@ def operator_rates(costs: Costs) -> list[OperatorRate]:
 def _moved(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
     """Return the bytes of the inputs and the output."""
     both = matrices(name, shapes)
-    if both is None and kind_of(name) not in {Kind.ELEMENTWISE, Kind.COPY}:
+    # What operators of other libraries read of their inputs is not known: a cache is not copied as a whole.
+    is_plain = name.startswith("aten::") and kind_of(name) in {Kind.ELEMENTWISE, Kind.COPY}
+    if both is None and not is_plain:
         return None
     sizes = [
         (math.prod(shape), item_bytes(str(kind)))

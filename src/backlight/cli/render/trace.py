@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
@@ -16,7 +17,7 @@ from rich.text import Text
 from backlight.cli.console import Page, make_table
 from backlight.cli.render.trace_details import detail_tables, ms
 from backlight.terminal import make_console
-from backlight.text import listed
+from backlight.text import listed, scaled
 from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
 from backlight.trace.classification import apart, short
 from backlight.trace.operators import Row
@@ -198,14 +199,17 @@ def _transfers(one: RankAnalysis, top: int) -> Table:
 def _copies(one: RankAnalysis, top: int) -> Table:
     device = bool(one.device_total)
     where = "device ms" if device else "host ms"
-    table = make_table("aten::copy_", "layout", "calls", "elements", where, "share", "line", named=("line",))
+    table = make_table(
+        "copies by type", "layout", "calls", "elements", where, "share", "line", named=("line",)
+    )
     layouts = {None: "-", True: "same", False: "differs"}
     for row in one.copies[:top]:
-        types = f"{row.source} -> {row.target}" if row.source else "types not recorded"
-        elements = "-" if row.elements is None else f"{row.elements:,}"
+        types = " -> ".join(dict.fromkeys(name.removeprefix("c10::") for name in (row.source, row.target)))
+        line = re.sub(r" \([^)]*\)", "", row.line.rpartition("/")[2])
+        elements = "-" if row.elements is None else scaled(row.elements, "").strip()
         table.add_row(
-            types, layouts[row.contiguous], f"{row.calls:,}", elements,
-            ms(row.device if device else row.host), f"{row.share:.1%}", row.line or "-",
+            types or "not recorded", layouts[row.contiguous], f"{row.calls:,}", elements,
+            ms(row.device if device else row.host), f"{row.share:.1%}", line or "-",
         )  # fmt: skip
     return table
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from backlight.cli.console import make_table
+from backlight.text import number
 from backlight.trace.classification import short
 
 if TYPE_CHECKING:
@@ -43,9 +45,7 @@ def _annotations(one: RankAnalysis, top: int) -> Table:
     for row in one.annotations[:top]:
         spread = row.device_per_step or row.host_per_step
         per_step = (ms(spread.median), ms(spread.p95)) if spread is not None else ("-", "-")
-        table.add_row(
-            short(row.name), f"{row.calls:,}", ms(row.host), ms(row.device), f"{row.share:.1%}", *per_step
-        )
+        table.add_row(row.name, f"{row.calls:,}", ms(row.host), ms(row.device), f"{row.share:.1%}", *per_step)
     return table
 
 
@@ -81,7 +81,8 @@ def _operator_rates(one: RankAnalysis, top: int) -> Table:
     table = make_table("operator and shapes", "calls", "device ms", "TFLOP/s", "TB/s")
     for row in one.operator_rates[:top]:
         rates = ("-" if rate is None else f"{rate:.3g}" for rate in (row.tflops, row.tbytes))
-        table.add_row(f"{short(row.name)} {row.shapes}", f"{row.calls:,}", ms(row.device), *rates)
+        shapes = (sides.replace(", ", "x") for sides in re.findall(r"\[(\d[\d, ]*)\]", row.shapes))
+        table.add_row(" ".join((short(row.name), *shapes)), f"{row.calls:,}", ms(row.device), *rates)
     return table
 
 
@@ -99,7 +100,7 @@ def _collective_rates(one: RankAnalysis, top: int) -> Table:
         table.add_row(
             row.name,
             str(row.ranks),
-            f"{row.bytes / 1e6:,.2f}",
+            number(row.bytes / 1e6, 3),
             f"{row.calls:,}",
             ms(row.median),
             f"{row.bus:.3g}",
