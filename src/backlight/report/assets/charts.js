@@ -5,7 +5,7 @@ const FOLLOWED = new Set(["mousemove", "mouseleave"]);
 
 const DASH = { dashed: [7, 5] };
 // A line that runs over others: what is beneath it shows in its gaps.
-const OVER = [undefined, [7, 5], [2, 10]];
+const OVER = [undefined, [7, 5], [2, 4]];
 
 const axisFont = () => `12px ${css("font")}`;
 

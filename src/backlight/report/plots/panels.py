@@ -88,7 +88,7 @@ def _chart(left: Axes, chart: Mapping[str, Any], width: float) -> None:
                 )
                 handles.append(drawn)
             continue
-        over = ("-", (0, (5, 3)), (0, (1, 7)))[min(line["over"], 2)]
+        over = ("-", (0, (5, 3)), (0, (2, 3)))[min(line["over"], 2)]
         style = {"dashed": (0, (5, 3))}.get(line["style"], over)
         step: dict[str, Any] = {"drawstyle": "steps-post"} if line["style"] == "steps" else {}
         few: dict[str, Any] = (
