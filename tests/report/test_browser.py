@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from synthetic import Plan, finding, health_of, write_report, write_run
+from synthetic import FULL, Plan, finding, health_of, write_report, write_run
 
 from backlight.analysis.overlay import as_page, overlay
 from backlight.analysis.report import source_of
@@ -112,6 +113,26 @@ def text_of(driver: webdriver.Chrome, selector: str) -> str:
 
 def share_of(pixels: np.ndarray, wanted: list[int]) -> float:
     return float((pixels[..., :3] == wanted).all(axis=-1).mean())
+
+
+def test_a_bar_of_the_flame_graph_spreads(show: Open, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", replace(FULL, steps=20))
+    driver = show(write_report(run, [], tmp_path / "report.html"))
+    graph = driver.find_element(By.CSS_SELECTOR, ".flame")
+    bars = {bar.text: bar for bar in graph.find_elements(By.TAG_NAME, "button")}
+
+    def share(name: str) -> float:
+        return bars[name].rect["width"] / graph.rect["width"]
+
+    caller, line, other = "main (train.py:20) 3.5 ms", "mix (train.py:9) 3 ms", "main (train.py:30) 0.5 ms"
+    assert (share(caller), share(line)) == (pytest.approx(0.875, abs=0.01), pytest.approx(0.75, abs=0.01))
+    assert bars[line].rect["y"] < bars[caller].rect["y"]
+    bars[line].click()
+    assert (share(caller), share(line)) == (pytest.approx(1, abs=0.01), pytest.approx(1, abs=0.01))
+    assert not bars[other].is_displayed()
+    bars[line].click()
+    assert share(line) == pytest.approx(0.75, abs=0.01)
+    assert bars[other].is_displayed()
 
 
 def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path, run: Run) -> None:
