@@ -38,7 +38,7 @@ from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-with backlight.watch(model, optimizer, run=sys.argv[1]):
+with backlight.watch(model, optimizer, run=sys.argv[1], every=1):
     for step in range(10_000):
         optimizer.zero_grad()
         data = torch.randn(32, 16)
