@@ -84,7 +84,7 @@ def test_export(command: Run, refused: Refused, healthy_run: Path, tmp_path: Pat
 def test_compact_and_doctor(command: Run, healthy_run: Path) -> None:
     code, out, _ = command("compact", healthy_run)
     assert code == 0
-    assert "MB after" in out
+    assert "B after" in out
     assert len(backlight.open_run(healthy_run).series_steps("gradient")) == 4
     code, out, _ = command("doctor")
     assert code == 0

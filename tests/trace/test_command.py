@@ -99,7 +99,7 @@ def test_refusal_is_one_line(tmp_path: Path, made: list[Path], capsys: pytest.Ca
     cut.write_bytes(made[0].read_bytes()[:-50])
     for arguments, expected in (
         ([cut], "truncated"),
-        ([tmp_path / "none.json"], "none.json"),
+        ([tmp_path / "none.json"], f"backlight: {tmp_path / 'none.json'}: No such file or directory"),
         ([made[0], made[0]], "is of rank 0"),
         ([made[0], "--step", "9"], "has no step 9"),
     ):

@@ -151,9 +151,11 @@ def error_line(error: Exception) -> str:
     if isinstance(error, _EXHAUSTED):
         what = "nested too deeply" if isinstance(error, RecursionError) else "larger than the memory"
         return f"the input is {what}; --traceback shows where"
+    text = str(error)
+    if isinstance(error, OSError) and error.filename and error.strerror and error.filename2 is None:
+        text = f"{error.filename}: {error.strerror}"
     remote = sys.modules.get("backlight.store.read.remote")  # imported where a run is behind a URL
-    text = str(error) if remote is None else remote.shown(str(error))
-    return text or type(error).__name__
+    return (text if remote is None else remote.shown(text)) or type(error).__name__
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 FACTS = 10
 """Lines that a command prints after its verdict; ``--full`` prints the tables."""
+
+_BEFORE_UNIT = re.compile(r"(?<=[<>]) (?=\d)|(?<=\d) (?=(?:%|[m\u00b5]?s|[kMGT]?B)(?!\w))")
+"""Spaces at which no line ends: those of ``12.5 ms``."""
 
 MIN_SOURCE = 24
 """Columns of a source line that are shown behind other words at least."""
@@ -146,8 +150,9 @@ class Page:
             return
         blank = " " * indent
         pieces = textwrap.wrap(
-            text.plain, width, expand_tabs=False, replace_whitespace=False, drop_whitespace=False,
-            break_long_words=False, break_on_hyphens=False, subsequent_indent=blank,
+            _BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text.plain), width, expand_tabs=False,
+            replace_whitespace=False, drop_whitespace=False, break_long_words=False,
+            break_on_hyphens=False, subsequent_indent=blank,
         )  # fmt: skip
         lengths = (len(piece.removeprefix(blank) if number else piece) for number, piece in enumerate(pieces))
         for number, line in enumerate(text.divide(itertools.accumulate(lengths))):

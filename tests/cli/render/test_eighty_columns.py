@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from backlight.cli.console import FACTS, make_table
+from backlight.cli.console import FACTS, Page, make_table
 from backlight.records import Fingerprint
 from backlight.text import told_apart
 from grokking_runs import Grok, write_grokking_run
@@ -195,6 +195,28 @@ def test_json_keeps_the_source_line_whole(folder: Path) -> None:
     assert {row["place"]["source"] for row in rows} == {
         line.strip() for line in CUT.splitlines() if "detach" in line
     }
+
+
+def test_a_number_stays_with_its_unit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    page = Page()
+    for text in (
+        "a step of the run takes 125.5 ms",
+        "the launches of a step take < 0.1 %",
+        "a run stays in 30 s",
+    ):
+        page.sentence(text)
+    assert capsys.readouterr().out.splitlines() == [
+        "a step of the run takes",
+        "  125.5 ms",
+        "the launches of a step take",
+        "  < 0.1 %",
+        "a run stays in 30 s",
+    ]
 
 
 def test_names_are_shortened_so_that_they_differ() -> None:

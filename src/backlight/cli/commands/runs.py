@@ -310,10 +310,11 @@ def compact(
 ) -> None:
     """Repair and compact a run directory."""
     from backlight.store.maintenance.compact import compact as tidy
+    from backlight.text import size
 
     with count_bar("reading ranks") as advance:
         done = tidy(path, every=keep_every, force=force, advance=advance)
-    write(f"{done.before / 1e6:.1f} MB before, {done.after / 1e6:.1f} MB after")
+    write(f"{size(done.before)} before, {size(done.after)} after")
     for line in done.notes:
         write(line)
 
