@@ -23,7 +23,6 @@ _IN_ARGS = {
     name: kept.key.removeprefix("args.") for name, kept in COLUMNS.items() if kept.key.startswith("args.")
 }
 _NUMBERS = tuple(name for name in _IN_ARGS if not COLUMNS[name].coded)
-_WORDS = tuple(name for name in _IN_ARGS if COLUMNS[name].coded)
 _LISTS = frozenset({"types", "shapes", "values", "strides", "group", "group_name", "dtype"})
 """Words that stay JSON text, because few are ever read."""
 
@@ -38,7 +37,6 @@ Args: Any = msgspec.defstruct("Args", [_field(*item) for item in _IN_ARGS.items(
 """The kept entries of ``args``."""
 
 _NO_ARGS = Args()
-
 
 _LISTED: dict[str, Callable[[list[Any]], list[Any]]] = {
     name: eval(f"lambda objects: [one.{name} for one in objects]") for name in COLUMNS
@@ -146,9 +144,8 @@ class Columns:
         for name in _IN_ARGS:
             values = _LISTED[name](args)
             if values.count(getattr(_NO_ARGS, name)) < len(values):
-                columns[name] = (
-                    self._vocabularies[name].codes(values) if name in _WORDS else _integers(values)
-                )
+                known = self._vocabularies.get(name)
+                columns[name] = _integers(values) if known is None else known.codes(values)
         return {name: column.astype(COLUMNS[name].dtype, copy=False) for name, column in columns.items()}
 
     def _add_counters(self, columns: dict[str, Column], plain: list[dict[str, Any]]) -> None:

@@ -100,13 +100,13 @@ def queue_length(timeline: Timeline, rows: Integers) -> tuple[Integers, Integers
     return times[order], np.cumsum(change[order])
 
 
-def by_stream(timeline: Timeline) -> list[tuple[int, int, Integers]]:
-    """Return device, stream and device events of each stream."""
-    device = timeline.device
-    streams = timeline.events["stream"][device.rows]
+def by_stream(timeline: Timeline, chosen: Integers) -> list[tuple[int, int, Integers]]:
+    """Return device, stream and device events of each stream, of those in ``chosen``."""
+    numbers = timeline.device.device[chosen]
+    streams = timeline.events["stream"][timeline.device.rows[chosen]]
     return [
-        (number, stream, np.flatnonzero((device.device == number) & (streams == stream)))
-        for number, stream in sorted(set(zip(device.device.tolist(), streams.tolist(), strict=True)))
+        (number, stream, chosen[(numbers == number) & (streams == stream)])
+        for number, stream in sorted(set(zip(numbers.tolist(), streams.tolist(), strict=True)))
     ]
 
 
@@ -114,13 +114,8 @@ def streams(costs: Costs) -> list[Stream]:
     """Return the streams of the chosen steps, the busiest first."""
     timeline = costs.timeline
     device, kinds = timeline.device, timeline.kind_names
-    chosen = np.zeros(len(device.rows), bool)
-    chosen[costs.device_rows] = True
     found = []
-    for number, stream, all_rows in by_stream(timeline):
-        rows = all_rows[chosen[all_rows]]
-        if not len(rows):
-            continue
+    for number, stream, rows in by_stream(timeline, costs.device_rows):
         start, end = device.start[rows], device.end[rows]
         spent = np.bincount(device.kind[rows], end - start, len(kinds)).astype(np.int64).tolist()
         by_kind = {name: time for name, time in zip(kinds, spent, strict=True) if time}

@@ -82,7 +82,7 @@ def _path(timeline: Timeline, number: int | None) -> Iterator[dict[str, Any]]:
 
 
 def _queues(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for device, stream, rows in by_stream(timeline):
+    for device, stream, rows in by_stream(timeline, np.arange(len(timeline.device.rows))):
         name = f"queue of stream {stream} on device {device}"
         yield from _counter(name, "launches", *queue_length(timeline, rows))
 

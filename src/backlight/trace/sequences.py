@@ -35,11 +35,8 @@ def sequences(costs: Costs) -> list[Sequence]:
     """Return sequences of two or more kernels that repeat in the chosen steps, the most expensive first."""
     timeline = costs.timeline
     device, words = timeline.device, timeline.events.words["name"]
-    chosen = np.zeros(len(device.rows), bool)
-    chosen[costs.device_rows] = True
     found = []
-    for _, stream, all_rows in by_stream(timeline):
-        rows = all_rows[chosen[all_rows]]
+    for _, stream, rows in by_stream(timeline, costs.device_rows):
         codes, names = np.unique(timeline.events["name"][device.rows[rows]], return_inverse=True)
         symbols, spent, pairs = _paired(names, (device.end - device.start)[rows], len(codes))
         for symbol in np.unique(symbols[symbols >= len(codes)]).tolist():

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.trace.analysis import RankAnalysis, analyse, exposed_communication, idle_causes, idle_share
+from backlight.trace.analysis import (
+    RankAnalysis,
+    analyse_rank,
+    exposed_communication,
+    idle_causes,
+    idle_share,
+)
 from backlight.trace.annotations import MIN_STEPS
 from backlight.trace.classification import HOST, OPERATOR
 from backlight.trace.events import ITEM_BYTES, Events, Trace, TraceError
@@ -138,14 +144,15 @@ class Operations:
 
 def read_operations(main: Trace, lines: Trace | None) -> Operations:
     """Return the tables of the traced steps; the copies are those of ``lines``, where that is given."""
-    one = analyse([main]).traces[0]
+    timeline = Timeline(main)
+    one = analyse_rank(timeline)
     lengths = {row.number: row.duration for row in one.steps}
     if None in lengths:
         raise TraceError(f"{main.path}: has no ProfilerStep: no step was traced to its end")
     count = len(lengths)
     scale = 1e-6 / count
     on_device = bool(one.device_total)
-    copying = analyse([lines]).traces[0] if lines is not None else one
+    copying = analyse_rank(Timeline(lines)) if lines is not None else one
     return Operations(
         traced_steps=count,
         traced_step_ms=float(np.median(list(lengths.values()))) * 1e-6,
@@ -167,7 +174,7 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
         exposed_communication=exposed_communication(one),
         exposed_by_step=tuple(row.overlap.exposed / row.duration for row in one.steps if row.duration),
         logits=logits(main),
-        trace_sum_error=_sum_error(main),
+        trace_sum_error=_sum_error(timeline),
         trace_notes=(*one.notes, *_few_steps(count)),
     )  # fmt: skip
 
@@ -272,9 +279,8 @@ def _device(one: RankAnalysis, scale: float) -> DeviceTime | None:
     return DeviceTime(names, idle, by_step, causes, one.device_total * scale, launch_bound, statement)
 
 
-def _sum_error(trace: Trace) -> float:
+def _sum_error(timeline: Timeline) -> float:
     """Return the largest share by which the phases on the threads that run the steps miss the steps."""
-    timeline = Timeline(trace)
     tree = timeline.tree
     here = timeline.step_of(tree.start)
     worst = 0.0
@@ -288,7 +294,8 @@ def _sum_error(trace: Trace) -> float:
         worst = max(worst, abs(total / (step.end - step.start) - 1))
     if worst > SUM_TOLERANCE:
         raise TraceError(
-            f"{trace.path}: host times miss the step by {worst:.1%}; expected at most {SUM_TOLERANCE:.0%}"
+            f"{timeline.trace.path}: host times miss the step by {worst:.1%}; "
+            f"expected at most {SUM_TOLERANCE:.0%}"
         )
     return worst
 
