@@ -10,7 +10,8 @@ import difflib
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 
@@ -125,31 +126,34 @@ def listed(items: Sequence[str], most: int = 3) -> str:
 def told_apart(names: Sequence[str], width: int) -> dict[str, str]:
     """Return the names in at most ``width`` characters, shortened so that they differ where that is possible.
 
-    One cut in the middle is tried first, then one in each long part of the names, what follows the part that
-    they share, and cuts elsewhere.
+    One cut in the middle is tried first, then one in each long part of the names, then cuts elsewhere. Names
+    that are still equal show where they begin to differ.
     """
 
     def once(name: str, tail: int) -> str:
         return name if len(name) <= width else f"{name[: width - 1 - tail]}…{name[len(name) - tail :]}"
 
-    def where_they_differ(name: str) -> str:
-        is_whole = len(name) <= width or not start
-        return once(name, 0) if is_whole else f"…{name[start : start + width - 2]}…"
+    def where_they_differ(name: str, start: int) -> str:
+        head = width // 3
+        if len(name) <= width or start <= head:
+            return once(name, 0)
+        rest = name[start - 2 :]
+        return f"{name[:head]}…{rest if len(rest) < width - head else f'{rest[: width - head - 2]}…'}"
 
-    columns = zip(*(name for name in names if len(name) > width), strict=False)
-    start = max(0, sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, columns)) - 4)
-    cuts: list[Callable[[str], str]] = [
-        partial(once, tail=width * 2 // 3),
-        partial(_shortened_parts, width=width),
-    ]
-    cuts += [where_they_differ, *(partial(once, tail=tail) for tail in (max(0, width - 4), width // 4, 0))]
+    tails = (width * 2 // 3, max(0, width - 4), width // 4, 0)
+    first, *others = (partial(once, tail=tail) for tail in tails)
     best: dict[str, str] = {}
-    for cut in cuts:
+    for cut in (first, partial(_shortened_parts, width=width), *others):
         shown = {name: cut(name) for name in names}
         if all(len(text) <= width for text in shown.values()) and len(set(shown.values())) > len(
             set(best.values())
         ):
             best = shown
+    for text in [text for text, times in Counter(best.values()).items() if times > 1]:
+        equal = [name for name in best if best[name] == text]
+        columns = takewhile(lambda letters: len(set(letters)) == 1, zip(*equal, strict=False))
+        start = sum(1 for _ in columns)
+        best |= {name: where_they_differ(name, start) for name in equal}
     return best
 
 

@@ -222,7 +222,10 @@ def test_a_number_stays_with_its_unit(
 def test_names_are_shortened_so_that_they_differ() -> None:
     layers = [f"transformer_encoder_layers.{n}.{part}_projection_of_it" for n in range(9) for part in "ab"]
     kernels = [f"void at::native::elementwise_kernel<{kind}, at::native::functor>" for kind in ("add", "mul")]
-    for names in (layers, kernels):
+    tiles = [
+        f"Cijk_Alik_Bljk_BBS_{sizes}_MI16x16x1_SN_LDSB0_WG32_8_1" for sizes in ("MT256x192", "MT256x256")
+    ]
+    for names in (layers, kernels, [*tiles, "attn_fwd", "triton_poi_fused_mul_silu_2"]):
         for width in (24, 30, 40):
             shown = told_apart(names, width)
             assert len(set(shown.values())) == len(names)

@@ -17,7 +17,7 @@ from rich.text import Text
 from backlight.cli.console import Page, make_table
 from backlight.cli.render.trace_details import detail_tables, ms
 from backlight.terminal import make_console
-from backlight.text import listed, scaled
+from backlight.text import listed, percent, scaled
 from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
 from backlight.trace.classification import apart, short
 from backlight.trace.operators import Row
@@ -244,6 +244,6 @@ def _print_ranks(ranks: Ranks, page: Page, console: Console, top: int, *, full: 
         console.print(table)
     for one in late:
         group = "" if len(late) == 1 else f"group of ranks {listed(list(map(str, one.group)), 8)}: "
-        often = f"comes last in {one.count} of {one.steps} steps, by {one.delay:.1%} of a step"
+        often = f"comes last in {one.count} of {one.steps} steps, by {percent(one.delay)} of a step"
         page.sentence(f"{group}rank {one.rank} {often}")
     page.sentence(f"{ranks.collectives:,} common collectives, clocks {ranks.clocks}")

@@ -122,8 +122,11 @@ def print_diff(found: TraceDiff, console: Console, top: int) -> None:
     """Print a difference: one line, then what changed most."""
     first, second = found.total
     step = found.step[1] / found.step[0] - 1 if found.step[0] else 0.0
-    console.print(f"step {ms(found.step[0])} ms to {ms(found.step[1])} ms ({step:+.1%})", style="bold")
-    console.print(f"{found.where} per step {ms(first)} ms to {ms(second)} ms ({ms(second - first)} ms)")
+    console.print(
+        f"step {ms(found.step[0])} ms to {ms(found.step[1])} ms ({100 * step:+.1f} %)", style="bold"
+    )
+    change = f"{'+' if second > first else ''}{ms(second - first)}"
+    console.print(f"{found.where} per step {ms(first)} ms to {ms(second)} ms ({change} ms)")
     console.print(f"A: {found.paths[0]}\nB: {found.paths[1]}", soft_wrap=True)
     for note in found.notes:
         console.print(f"note: {note}", style="dim")
