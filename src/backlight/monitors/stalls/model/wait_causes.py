@@ -48,7 +48,7 @@ _OPENMP = ("OpenMP", "call torch.set_num_threads(1)")
 _TOKENIZERS = ("tokenizers", "set TOKENIZERS_PARALLELISM=false")
 FORK_LOCKS = (
     ("libgomp", *_OPENMP), ("libomp", *_OPENMP), ("libiomp", *_OPENMP),
-    ("cv::", "OpenCV", "call cv2.setNumThreads(0)"), ("tokenizers", *_TOKENIZERS), ("rayon", *_TOKENIZERS),
+    ("tokenizers", *_TOKENIZERS), ("rayon", *_TOKENIZERS),
 )  # fmt: skip
 """Parts of native frames, the library whose threads do not survive a fork, and how to do without them."""
 
