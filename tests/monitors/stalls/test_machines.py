@@ -19,6 +19,7 @@ from backlight.monitors.stalls.model import peers, runtime_dir
 from backlight.monitors.stalls.model.emit import claim_of
 from backlight.monitors.stalls.model.observation import Diagnosis, Observation
 from backlight.monitors.stalls.model.peers import HostObservation, join, pack, unpack
+from backlight.monitors.stalls.model.rank_diagnosis import UNOBSERVED
 from backlight.monitors.stalls.model.reported_stalls import newest_stall, stall_events
 from backlight.monitors.stalls.model.shared_state import PHASES, RankStatus, SharedState, Slot
 from backlight.monitors.stalls.model.timeouts import StallLimits
@@ -173,6 +174,29 @@ def test_diagnosis_of_the_machine_at_fault_is_open_until_the_others_answer(tmp_p
     assert joint.claim.endswith("Waiting for it: rank 0 in all_reduce(8 float32) #4")
 
 
+def test_cause_that_stays_open_is_one_stall(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An inconclusive diagnosis is made again later: another one would be another stall of all machines."""
+    kinds = iter([DiagnosisKind.UNKNOWN, DiagnosisKind.BLOCKED])
+    with machines(tmp_path, run) as (first, _):
+        watchdog = first.watchdog
+
+        def diagnose(_due: object) -> tuple[Diagnosis, HostObservation, float]:
+            claim = f"{(kind := next(kinds))}: they wait; 1 of 2 ranks are {UNOBSERVED}"
+            diagnosis = Diagnosis(kind, Phase.OTHER, claim, "it ends", "wait", waits=True)
+            return diagnosis, HostObservation(tuple(watchdog._observe()), {0: diagnosis}, {}, 2), 5.0
+
+        monkeypatch.setattr(watchdog, "_diagnose", diagnose)
+        first.wait_in_collective(40)
+        watchdog.poll()
+        watchdog._reports[0].retry_at = 0.0
+        watchdog.poll()
+        made = open_run(run).events("stall")
+    assert next(kinds, None) is None
+    assert [event.payload["verdict"] for event in made] == ["UNKNOWN"]
+
+
 def test_machine_without_a_diagnosis_answers_a_request_once(tmp_path: Path, run: Path) -> None:
     with machines(tmp_path, run) as (first, second):
         first.wait_in_collective(40)
@@ -286,12 +310,14 @@ def test_launch_over_two_machines(tmp_path: Path) -> None:
             [*launch, "--node-rank", str(node), *watched],
             cwd=tmp_path,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "BACKLIGHT_HOST": f"node-{node}"},
         )
         for node in range(2)
     ]
-    assert [launch.wait(120) for launch in launches] == [0, 0]
+    errors = [launch.communicate(timeout=240)[1] for launch in launches]
+    assert [launch.returncode for launch in launches] == [0, 0], errors
     ((kind, rank, claim),) = stalls(open_run(tmp_path / "run"))
     assert (kind, rank) == ("PHASE", 3)
     assert re.search(r"train\.py:8 .*Waiting for it: rank 0, 1, 2 in all_reduce", claim), claim

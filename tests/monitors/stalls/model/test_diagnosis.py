@@ -47,6 +47,13 @@ def samples(
     return tuple(StackSample((990 + i) * S, source, (stack,)) for i in range(count))
 
 
+def native(*, holds_gil: bool) -> tuple[StackSample, ...]:
+    stack = ThreadStack(
+        MAIN, (USER, ENGINE, TOP), native=(Frame("libmkl.so", 0, "sgemm"),), holds_gil=holds_gil
+    )
+    return tuple(StackSample((995 + i) * S, "py-spy", (stack,)) for i in range(2))
+
+
 def observation(state: StateSnapshot | None = None, **changes: Any) -> Observation:
     base = Observation(
         rank=0, snapshots=(state or snapshot(),), samples=samples(USER, ENGINE, TOP), cpu=0.0, thread_cpu=0.0,
@@ -99,6 +106,14 @@ CASES = {
     "one native call": (
         observation(samples=samples(USER, ENGINE, TOP, runs_bytecode=False), **BUSY), K.LONG_OP,
         "one native call in LockedFn.backward",
+    ),
+    "one native call, by its native stacks": (
+        observation(native_samples=native(holds_gil=False), **BUSY), K.LONG_OP,
+        "one native call in LockedFn.backward",
+    ),
+    "native stacks of which one holds the interpreter lock": (
+        observation(native_samples=(*native(holds_gil=False), *native(holds_gil=True)), **BUSY), K.UNKNOWN,
+        "whether it runs Python or native code is not known",
     ),
     "Python or native": (
         observation(**BUSY), K.UNKNOWN, "whether it runs Python or native code is not known",

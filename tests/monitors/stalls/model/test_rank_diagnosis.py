@@ -161,6 +161,10 @@ CASES: dict[str, tuple[list[Observation], DiagnosisKind, int | None, str]] = {
     "ranks that are not observed": (
         [waiting(0), waiting(1)], UNKNOWN, None, "1 of 3 ranks are not observable from this machine",
     ),
+    "the same by the flight recorder": (
+        [recorded(waiting(rank), "all_reduce") for rank in (0, 1)], DiagnosisKind.BLOCKED, None,
+        "it does not complete on rank 0, 1; 1 of 3 ranks are not observable from this machine",
+    ),
     "a rank that fails by itself": (
         [closed(0, at=5.1), failed(1, "ValueError: injected"), closed(2, at=5.2)], DEAD, 1,
         "DEAD: rank 1 has left its training: ValueError: injected at train.py:7 in main, step 2; "

@@ -280,7 +280,7 @@ def _all_inside(wait: Wait) -> Diagnosis:
         )
     else:
         ranks = _join(list(wait.inside))
-        words = f"all ranks have issued {wait.call.text}, and it does not complete on rank {ranks}"
+        words = f"all observed ranks have issued {wait.call.text}; it does not complete on rank {ranks}"
         words += wait.call.issued
         next_check = "check the network and the devices between these ranks; the calls of the ranks agree"
     return Diagnosis(

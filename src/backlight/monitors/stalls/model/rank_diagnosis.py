@@ -67,7 +67,7 @@ def diagnose_ranks(
         or _outlier(observations, diagnoses)
     )
     if found_here is not None:
-        return found_here
+        return open_to_unobserved_ranks(found_here, observations, world_size)
     first = diagnoses[waiting[0].rank]
     assert first is not None
     undetermined = dataclasses.replace(

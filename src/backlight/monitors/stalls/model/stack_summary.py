@@ -16,6 +16,10 @@ MIN_CORE_SHARE = 0.2
 """Share of its runnable time for which a thread had a core, below which its samples show where it waits."""
 
 
+MIN_NATIVE = 2
+"""Native stacks without which they do not show what a thread runs."""
+
+
 @dataclass(frozen=True)
 class StackSummary:
     """The stack samples of the current phase, taken together."""
@@ -48,6 +52,9 @@ def summarize_stacks(obs: Observation, limits: StallLimits) -> StackSummary:
     frames = [stacks.user_frame(t) for t in known]
     newest = frames[-1] if frames else None
     bytecode = [t.runs_bytecode for t in known if t.runs_bytecode is not None]
+    runs_bytecode = any(bytecode) if any(bytecode) or 3 * len(bytecode) >= 2 * len(known) > 0 else None
+    if runs_bytecode is None and _is_in_native_code(obs, ident, since, newest):
+        runs_bytecode = False
     return StackSummary(
         threads=known,
         same_line=enough and all(f == newest for f in frames),
@@ -56,7 +63,17 @@ def summarize_stacks(obs: Observation, limits: StallLimits) -> StackSummary:
         and all(f is not None and (f.file, f.function) == (newest.file, newest.function) for f in frames),
         frame=newest,
         native=bool(known) and all(stacks.in_native_backward(t) for t in known),
-        runs_bytecode=any(bytecode) if any(bytecode) or 3 * len(bytecode) >= 2 * len(known) > 0 else None,
+        runs_bytecode=runs_bytecode,
+    )
+
+
+def _is_in_native_code(obs: Observation, ident: int, since: int, frame: Frame | None) -> bool:
+    """Return whether native stacks show a call at this line that does not hold the interpreter lock."""
+    samples = [sample for sample in obs.native_samples if sample.at >= since]
+    threads = [stacks.find_working_thread(sample, ident) for sample in samples]
+    return len(threads) >= MIN_NATIVE and all(
+        t is not None and bool(t.native) and t.holds_gil is False and stacks.user_frame(t) == frame
+        for t in threads
     )
 
 

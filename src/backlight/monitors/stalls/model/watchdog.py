@@ -33,6 +33,7 @@ from backlight.monitors.stalls.model.emit import ReportedStall, emit, find_resol
 from backlight.monitors.stalls.model.observation import Diagnosis, Observation, name_reductions
 from backlight.monitors.stalls.model.peers import ANSWERED, DIAGNOSED, LEFT, HostObservation, Peers
 from backlight.monitors.stalls.model.rank_diagnosis import (
+    UNOBSERVED,
     diagnose_ranks,
     find_mismatch,
     open_to_unobserved_ranks,
@@ -347,8 +348,8 @@ class Watchdog:
         is_inconclusive = is_slow or diagnosis.kind is DiagnosisKind.UNKNOWN
         is_repeated = any(self._reports[r.rank].retry_at is not None for r in due)
         self._remember(diagnosis, due, is_slow=is_slow, is_inconclusive=is_inconclusive)
-        if is_inconclusive and is_repeated:
-            return  # reported before, and nothing new is known
+        if is_repeated and (is_inconclusive or UNOBSERVED in diagnosis.claim):
+            return  # reported before, and nothing new is known here
         if is_slow and cause is not None and cause.state is not None:
             reports, since = self._reports[cause.rank], cause.state.phase_since
             if reports.slow_since == since:
@@ -385,7 +386,9 @@ class Watchdog:
             state, reports = one.state, self._reports[one.rank]
             if state is None or one.is_done or (one not in due and one.overdue_s is None):
                 continue
-            reports.phase_since = state.phase_since  # what moves again in this phase is not slow for that
+            if is_slow or not is_inconclusive:
+                # What moves again in this phase is not slow for that; where nothing was known, it is.
+                reports.phase_since = state.phase_since
             if is_slow and one.rank == diagnosis.rank:
                 continue
             reports.progress = state.progress
