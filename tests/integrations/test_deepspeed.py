@@ -232,6 +232,17 @@ def test_an_unknown_release_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> N
     assert engines.adapted(outer) is None
 
 
+def test_frozen_parameter_that_a_release_keeps_elsewhere_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    model.weight.ds_id = 0
+    monkeypatch.setattr(engines, "_KNOWN", {"an engine": "is there"})
+    with pytest.warns(RuntimeWarning, match="frozen parameters of DeepSpeed's Linear, after AttributeError"):
+        assert engines.engine_places([model]) == {}
+    assert engines.engine_places([model]) == {}
+
+
 def test_objects_of_others_are_no_engines() -> None:
     assert engines.adapted(torch.optim.SGD([torch.zeros(2)], lr=0.1)) is None
     assert engines.engines([torch.nn.Linear(2, 2)]) == []

@@ -15,6 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -170,11 +171,17 @@ def engine_places(roots: Sequence[nn.Module]) -> dict[int, FlatPlace]:
     """Return the positions of shares, and of frozen parameters that stage 3 cuts, by ``id`` of the tensor."""
     found = {id(share.tensor): share.place for share in SHARES.values()}
     for root in roots if _KNOWN else ():
-        parameter: Any
-        for parameter in root.parameters():
-            if hasattr(parameter, "ds_id") and id(parameter) not in SHARES:
-                size, start = _own_part(parameter)
-                found[id(parameter)] = _place(tuple(parameter.ds_shape), start, size)
+        found |= attempt(root, partial(_frozen_places, root), "frozen parameters") or {}
+    return found
+
+
+def _frozen_places(root: nn.Module) -> dict[int, FlatPlace]:
+    found = {}
+    parameter: Any
+    for parameter in root.parameters():
+        if hasattr(parameter, "ds_id") and id(parameter) not in SHARES:
+            size, start = _own_part(parameter)
+            found[id(parameter)] = _place(tuple(parameter.ds_shape), start, size)
     return found
 
 
@@ -199,8 +206,8 @@ def adapted(outer: Any) -> EngineOptimizer | None:
     return known
 
 
-def attempt(outer: Any, call: Callable[[], Result]) -> Result | None:
-    """Return what ``call`` reads of an optimizer, None and a warning where it is kept elsewhere."""
+def attempt(outer: Any, call: Callable[[], Result], what: str = "steps") -> Result | None:
+    """Return what ``call`` reads of an optimizer or model, None and a warning where it is kept elsewhere."""
     if outer in _BROKEN:
         return None
     try:
@@ -208,7 +215,7 @@ def attempt(outer: Any, call: Callable[[], Result]) -> Result | None:
     except Exception as error:  # noqa: BLE001 - never break the user's training
         _BROKEN.add(outer)
         warnings.warn(
-            f"backlight: not measured: steps of DeepSpeed's {type(outer).__name__}, after "
+            f"backlight: not measured: {what} of DeepSpeed's {type(outer).__name__}, after "
             f"{type(error).__name__}: {error}. Your training continues unchanged.",
             RuntimeWarning,
             stacklevel=2,
@@ -280,8 +287,10 @@ def _is_cut(group: Sequence[torch.Tensor]) -> bool:
 
 def _own_part(parameter: Any) -> tuple[int, int]:
     """Return size and start of what this rank holds of a parameter of stage 3."""
-    # The last piece is filled up.
-    size, rank = int(parameter.partition_numel()), int(parameter.ds_zero_partition_rank)
+    rank = getattr(parameter, "ds_zero_partition_rank", None)
+    if rank is None:  # DeepSpeed 0.19.0
+        rank = torch.distributed.get_rank(parameter.ds_process_group)
+    size = int(parameter.partition_numel())  # the last piece is filled up
     return max(0, min(size, int(parameter.ds_numel) - rank * size)), rank * size
 
 
