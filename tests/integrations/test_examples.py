@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,46 @@ def test_example(tmp_path: Path, script: str, arguments: tuple[str, ...], steps:
     assert ("`sign.weight` and `sign.bias` never received a gradient" in done.stderr) == (
         "lightning" in script
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trained", ["all", "body"])
+def test_tests_of_the_ci_example(tmp_path: Path, trained: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLES / "ci")],
+        env={**environment(), "TRAINED": trained}, capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    expected = {"all": "2 passed", "body": "2 failed"}[trained]
+    assert expected in done.stdout, done.stdout
+    assert done.stdout.count("`2.weight` and `2.bias` are not in any optimizer") >= 2 * (trained == "body")
+
+
+@pytest.mark.full
+def test_mcp_example(tmp_path: Path) -> None:
+    pytest.importorskip("mcp", reason="needs the MCP SDK: pip install 'backlight[mcp]'")
+    for arguments in ((), ("--fixed",)):
+        command = [sys.executable, "-m", "backlight", "run", "--out", str(tmp_path / "runs" / "head")]
+        subprocess.run(
+            [*command, str(EXAMPLES / "new_head.py"), *arguments],
+            env=environment(), capture_output=True, check=True, cwd=tmp_path,
+        )  # fmt: skip
+        done = run_example(tmp_path, str(EXAMPLES / "with_mcp.py"), "runs")
+        assert done.returncode == 0, done.stdout
+        assert ("are not in any optimizer" in done.stdout) == (not arguments), done.stdout
+        shutil.rmtree(tmp_path / "runs")
+
+
+@pytest.mark.full
+def test_notebook_example(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    resources = {"metadata": {"path": tmp_path}}
+    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources=resources).execute()
+    healthy, faulty, report = [str(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"][1:]
+    assert "No findings" in healthy
+    assert "are not in any optimizer" in faulty
+    assert "<iframe" in report
 
 
 def run_example(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -38,6 +38,17 @@ def test_sound(backlight_watch, tmp_path):
     assert watch.step == 12
 
 
+def test_weights_are_identical(backlight_watch):
+    model, optimizer = build(trained=True)
+    train(model, optimizer)
+    plain, random = [p.clone() for p in model.parameters()], torch.get_rng_state()
+    model, optimizer = build(trained=True)
+    with backlight_watch(model, optimizer):
+        train(model, optimizer)
+    assert all(map(torch.equal, plain, model.parameters()))
+    assert torch.equal(random, torch.get_rng_state())
+
+
 def test_untrained_head(backlight_watch):
     model, optimizer = build(trained=False)
     with backlight_watch(model, optimizer, fail_on="no_update"):
@@ -108,7 +119,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["test_sound", "test_untrained_head_is_no_error", "test_marked_ends_after_5_steps", "test_unmarked"],
+    [
+        "test_sound",
+        "test_weights_are_identical",
+        "test_untrained_head_is_no_error",
+        "test_marked_ends_after_5_steps",
+        "test_unmarked",
+    ],
 )
 def test_passes(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == ""
