@@ -95,6 +95,18 @@ def test_spread_of_kernels(analysed: Analyse) -> None:
     assert row.deviation == pytest.approx((200 / 3) ** 0.5 * US)
 
 
+def test_graph_is_one_launch_of_many_kernels(analysed: Analyse) -> None:
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    builder.add("cuda_runtime", "cudaGraphLaunch", 10, 50, correlation=7)
+    for number in range(3):
+        where = {"pid": 0, "tid": 7, "device": 0, "stream": 7, "correlation": 7}
+        builder.add("kernel", "ampere_sgemm", 100 + 40 * number, 30, **where)
+    (row,) = analysed(builder).launches
+    assert (row.calls, row.short) == (1, 0)  # each kernel is shorter than the call, all of them are longer
+    assert (row.delay.min, row.delay.max) == (40 * US, 40 * US)
+
+
 def test_rates_of_operators_copies_and_collectives(analysed: Analyse) -> None:
     builder = TraceBuilder()
     builder.step(1, 0, 1000)

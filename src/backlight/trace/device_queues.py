@@ -36,7 +36,8 @@ class Launches:
     """Launches of kernels by the name of the call.
 
     ``call`` is the duration of the call, ``delay`` the time from its end to the begin of the kernel, 0 where
-    the kernel began inside it. ``short`` kernels took less time than their launch.
+    the kernel began inside it. ``short`` kernels took less time than their launch. A graph is one launch of
+    many kernels, the first of which begins.
     """
 
     name: str
@@ -73,9 +74,11 @@ def launches(costs: Costs) -> list[Launches]:
     at = device.launch[rows]
     is_call = events.among(RUNTIME)[tree.rows[at]] if len(rows) else np.zeros(0, bool)
     rows, at = rows[is_call], at[is_call]
+    spent = np.bincount(at, (device.end - device.start)[rows], len(tree.rows))
+    at, first = np.unique(at, return_index=True)
     call = tree.end[at] - tree.start[at]
-    delay = np.maximum(device.start[rows] - tree.end[at], 0)
-    short = device.end[rows] - device.start[rows] < call
+    delay = np.maximum(device.start[rows[first]] - tree.end[at], 0)
+    short = spent[at] < call
     names = events["name"][tree.rows[at]]
     found = []
     for code in np.unique(names):
