@@ -12,8 +12,8 @@ left out.
     python bench/trace.py --hta PYTHON --megabytes 240
     python bench/trace.py --hta PYTHON --megabytes 1024 --times 1    # 5.4 GB for HolisticTraceAnalysis
 
-Processor time and memory of HolisticTraceAnalysis over backlight's, with all tables: 12.7 and 6.6 at 250 MB, 21.4
-and 7.3 at 1.05 GB; of ``json.load`` over backlight's reading: 3.7 and 7.4, and 3.6 and 11.8.
+Processor time and memory of HolisticTraceAnalysis over backlight's, with all tables: 12.7 and 6.6 at 250 MB,
+21.4 and 7.3 at 1.05 GB; of ``json.load`` over backlight's reading: 3.7 and 7.4, and 3.6 and 11.8.
 """
 
 from __future__ import annotations
