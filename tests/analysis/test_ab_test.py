@@ -70,7 +70,7 @@ def test_interleaved_pairs_find_difference_on_noisy_machine(recorded: list[str])
     assert result.times.counts == (6, 6)
 
 
-def test_a_run_that_is_never_steady_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_never_steady_costs_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(
         command: str, line: Callable[[Path, int], list[str]], out: Path, steps: int, limit: float
     ) -> None:
@@ -86,6 +86,9 @@ def test_a_run_that_is_never_steady_costs_no_other(monkeypatch: pytest.MonkeyPat
     assert result.times.rows[0].low <= 2.0 <= result.times.rows[0].high
     with pytest.raises(ABTestError, match=r"10 steps are too few to find a steady part.*raise --steps"):
         run_ab_test(("train.py", "python train.py --slow"), rounds=5, steps=10, limit=9)
+    out = write(tmp_path / "short", {"backward": 0.03}, steps=5).path
+    with pytest.raises(ABTestError, match=r"5 steps are too few.*ended before 30 steps: let it train longer"):
+        ab_test._medians("train.py", out, 30)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_error_names_failed_command(program: str, limit: float, message: str, tm
 def test_failure_summary_ends_at_exception() -> None:
     message = "step 1\nTraceback:\n  File x\nValueError: no\nbacklight: run written\n"
     assert ab_test._last_lines(message) == "ValueError: no"
-    assert ab_test._last_lines("one\ntwo\n\n") == "one | two"
+    assert ab_test._last_lines("one\ntwo\n\nbacklight: nothing was measured\n") == "one | two"
     assert ab_test._last_lines("") == "it printed nothing"
 
 

@@ -78,7 +78,7 @@ def run_ab_test(
         def measure(side: int, pair: int) -> dict[str, float]:
             out = Path(folder) / f"{'ab'[side]}-{pair}"
             _run(commands[side], lines[side], out, steps, limit)
-            medians, trouble = _medians(commands[side], out)
+            medians, trouble = _medians(commands[side], out, steps)
             if trouble:
                 troubles[side].append(trouble)
             return medians
@@ -150,12 +150,12 @@ def _run(command: str, line: Callable[[Path, int], list[str]], out: Path, steps:
 
 def _last_lines(output: str) -> str:
     """Return the exception that ended a command, or else the last lines of its output."""
-    lines = [line for line in output.strip().splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("backlight: ")]
     errors = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b", line)]
     return " | ".join(errors[-1:] or lines[-LINES_SHOWN:]) or "it printed nothing"
 
 
-def _medians(command: str, out: Path) -> tuple[dict[str, float], str]:
+def _medians(command: str, out: Path, wanted: int) -> tuple[dict[str, float], str]:
     """Return the median seconds of the steady steps by phase, and what limits them.
 
     Of a run without a steady part the second half counts: one of several on a busy machine must not cost the
@@ -178,6 +178,8 @@ def _medians(command: str, out: Path) -> tuple[dict[str, float], str]:
         rest = table.after(len(table.steps) // 2)
         trouble += "; its second half counts"
     if len(rest.steps) < MIN_STEPS:
-        raise ABTestError(f"{command!r}: {trouble}; raise --steps")
+        ended = len(table.steps) < wanted
+        fix = f"the script ended before {wanted} steps: let it train longer" if ended else "raise --steps"
+        raise ABTestError(f"{command!r}: {trouble}; {fix}")
     medians = {name: float(np.median(rest.phase(name))) for name in rest.names}
     return {STEP: float(np.median(rest.total)), **medians}, trouble
