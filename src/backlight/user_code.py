@@ -37,7 +37,7 @@ class SourceLine:
         path = self.path
         if path.startswith(os.sep):
             near = os.path.relpath(path)
-            path = near if not near.startswith("..") else path
+            path = near if not near.startswith("..") else os.path.normpath(path)
         return f"{path}:{self.number}"
 
     @property

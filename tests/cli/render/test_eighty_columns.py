@@ -16,6 +16,7 @@ from rich.table import Table
 from backlight.cli.console import FACTS, Page, make_table
 from backlight.records import Fingerprint
 from backlight.text import told_apart
+from backlight.user_code import SourceLine
 from grokking_runs import Grok, write_grokking_run
 from monitors.stalls.model.test_flight_recorder import dumped, entry
 from monitors.stalls.model.test_flight_recorder import write as write_dump
@@ -195,6 +196,12 @@ def test_json_keeps_the_source_line_whole(folder: Path) -> None:
     assert {row["place"]["source"] for row in rows} == {
         line.strip() for line in CUT.splitlines() if "detach" in line
     }
+
+
+def test_path_outside_of_the_working_directory_is_absolute_and_direct() -> None:
+    here = Path.cwd()
+    assert str(SourceLine(f"{here}/../train.py", 3)) == f"{here.parent / 'train.py'}:3"
+    assert str(SourceLine(f"{here}/sub/../train.py", 3)) == "train.py:3"
 
 
 def test_a_number_stays_with_its_unit(

@@ -130,7 +130,7 @@ def test_command_reports_before_the_first_backward(tmp_path: Path, command: Comm
     assert lines[2].startswith(text)
     assert lines[3] == "    0.weight [4x3], 0.bias [4]"
     # The second step's forward runs before its backward ends the script.
-    summary = "2 parameters are not trained (4 parameters, 1 steps, 1 backwards)"
+    summary = "2 parameters are not trained (4 parameters, 1 step, 1 backward)"
     assert lines[4:] == ["step 1 ['--json']", summary]
 
 

@@ -51,6 +51,13 @@ def test_control_is_silent(fault: Fault) -> None:
     assert observer.backwards == 4
 
 
+@pytest.mark.parametrize(("max_steps", "steps"), [(2, 2), (9, 4), (None, 4)])
+def test_steps_are_counted_to_the_last(max_steps: int | None, steps: int) -> None:
+    observer = NanTracer(end, max_steps)
+    run_under(observer, FAULTS["origin_in_forward"].train, False)
+    assert (observer.observed_steps, observer.backwards) == (steps, steps)
+
+
 def test_spread_of_a_non_finite_value() -> None:
     found = tracer(FAULTS["origin_in_backward_only"].train, injected=True).found
     # Backward goes from the last layer to the first: parameters behind the origin are affected, none before.

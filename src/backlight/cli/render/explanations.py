@@ -36,7 +36,7 @@ def print_regions(page: Page, observer: CheckpointObserver, code: int) -> None:
     """Print each checkpointed region with its remarks."""
     regions = observer.regions
     found = f"{len(regions) or 'no'} checkpointed region{'s' if len(regions) > 1 else ''}"
-    page.say((found, "bold"), f" ({observer.steps} steps, {observer.backwards} backwards)")
+    page.say((found, "bold"), f" ({count(observer.steps, 'step')}, {count(observer.backwards, 'backward')})")
     for region in regions:
         calls = f"  {region.mode}, {region.calls} calls, {region.recomputations} recomputations"
         page.sourced((region.function, "bold"), calls, line=region.line, indent=2)
@@ -76,7 +76,8 @@ def print_origin(page: Page, tracer: NanTracer, code: int) -> None:
     """Print the origin of the first non-finite value, how it spread, and notes."""
     found, notes = tracer.found, list(tracer.notes)
     if found is None:
-        observed = f"{tracer.operations} operations, {tracer.backwards} backwards, {tracer.steps + 1} steps"
+        steps = count(tracer.observed_steps, "step")
+        observed = f"{count(tracer.operations, 'operation')}, {count(tracer.backwards, 'backward')}, {steps}"
         page.sentence("no loss, gradient or parameter was other than finite", f" ({observed})")
         vanished = list(tracer.vanished.items())[:SHOWN]
         notes = [
@@ -163,7 +164,7 @@ def origin_as_json(tracer: NanTracer, script: str, code: int) -> dict[str, Any]:
     return {
         "script": script,
         "exit_code": code,
-        "steps": tracer.steps + 1,
+        "steps": tracer.observed_steps,
         "backwards": tracer.backwards,
         "operations": tracer.operations,
         "skipped_by_scaler": tracer.skipped_steps,
@@ -194,7 +195,8 @@ def print_parameters(page: Page, rows: Iterable[Row]) -> None:
 
 def print_missing(page: Page, answer: MissingGradients, code: int, printed: dict[str, str]) -> None:
     """Print what is new since the rows ``printed`` before the first backward, and the total."""
-    watched = f" ({answer.watched} parameters, {answer.steps} steps, {answer.backwards} backwards)"
+    parts = ((answer.watched, "parameter"), (answer.steps, "step"), (answer.backwards, "backward"))
+    watched = f" ({', '.join(count(*part) for part in parts)})"
     fresh = [row for row in answer.rows if row.reason and printed.get(row.name) != row.reason.text]
     if fresh:
         page.say(("since then:" if printed else "found:", "bold"))

@@ -117,6 +117,11 @@ class NanTracer(ScriptObserver):
         """Number of operations checked so far."""
         return self._tracker.operations
 
+    @property
+    def observed_steps(self) -> int:
+        """Number of steps observed so far, the open one included."""
+        return self.steps + (not self._is_over())
+
     def _record(self) -> Iterator[Any]:
         yield self._tracker
 
