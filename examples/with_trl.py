@@ -1,6 +1,7 @@
-"""GRPO of TRL with LoRA adapters of PEFT, watched: a tiny Llama from a configuration, nothing is loaded.
+"""TRL with LoRA adapters of PEFT, watched: a tiny Llama from a configuration, nothing is loaded.
 
 python examples/with_trl.py --out runs/grpo
+python examples/with_trl.py --method dpo --out runs/dpo    # or sft
 python examples/with_trl.py --constant-reward    # a reward that never differs: nothing can be learned
 backlight report runs/grpo
 """
@@ -16,7 +17,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from backlight.integrations.huggingface import BacklightCallback
 
@@ -32,8 +33,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    """Train adapters to say "the" and "cat"."""
+    """Train adapters to say "the cat"."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--method", choices=("grpo", "dpo", "sft"), default="grpo")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--unwatched", action="store_true", help="train without backlight")
@@ -53,29 +55,39 @@ def main() -> None:
         LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=64, **sizes, **tokens)
     )
     with tempfile.TemporaryDirectory() as folder:
-        arguments = GRPOConfig(
-            folder,
-            max_steps=options.steps,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=8,
-            learning_rate=1e-3,
-            logging_steps=4,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
-        )
-        trainer = GRPOTrainer(
-            model,
-            reward,
-            arguments,
-            train_dataset=Dataset.from_dict({"prompt": ["what is it", "who is it"] * 40}),
-            processing_class=build_tokenizer(),
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-            callbacks=[] if options.unwatched else [BacklightCallback(run=options.out, every=1)],
-        )
+        common = {
+            "output_dir": folder,
+            "max_steps": options.steps,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-3,
+            "logging_steps": 4,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "disable_tqdm": True,
+        }
+        given = {
+            "model": model,
+            "processing_class": build_tokenizer(),
+            "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+            "callbacks": [] if options.unwatched else [BacklightCallback(run=options.out, every=1)],
+        }
+        prompts = ["what is it", "who is it"] * 40
+        if options.method == "grpo":
+            arguments = GRPOConfig(num_generations=4, max_completion_length=8, **common)
+            trainer = GRPOTrainer(
+                reward_funcs=reward,
+                args=arguments,
+                train_dataset=Dataset.from_dict({"prompt": prompts}),
+                **given,
+            )
+        elif options.method == "dpo":
+            pairs = {"prompt": prompts, "chosen": ["the cat sat"] * 80, "rejected": ["dog ran"] * 80}
+            trainer = DPOTrainer(args=DPOConfig(**common), train_dataset=Dataset.from_dict(pairs), **given)
+        else:
+            texts = {"text": [f"{prompt} the cat sat" for prompt in prompts]}
+            trainer = SFTTrainer(args=SFTConfig(**common), train_dataset=Dataset.from_dict(texts), **given)
         trainer.train()
     if options.save is not None:
         trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}

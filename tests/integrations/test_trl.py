@@ -1,4 +1,4 @@
-"""GRPO of TRL with adapters of PEFT: the example, its control, and an injected fault."""
+"""Trainers of TRL with adapters of PEFT: the example, its control, and an injected fault."""
 
 from __future__ import annotations
 
@@ -63,16 +63,24 @@ def test_prompt_tuning_keeps_its_own_parameters() -> None:
 
 
 @pytest.mark.full
-def test_grpo_is_identical_and_without_findings(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "scalars"),
+    [
+        ("grpo", {"reward", "entropy"}),
+        ("dpo", {"rewards/margins", "rewards/accuracies"}),
+        ("sft", {"entropy"}),
+    ],
+)
+def test_trainer_is_identical_and_without_findings(tmp_path: Path, method: str, scalars: set[str]) -> None:
     pytest.importorskip("trl", reason="needs trl")
-    example(tmp_path, "--steps", "12", "--out", "run", "--save", "watched.pt")
-    example(tmp_path, "--steps", "12", "--unwatched", "--save", "plain.pt")
+    example(tmp_path, "--method", method, "--steps", "12", "--out", "run", "--save", "watched.pt")
+    example(tmp_path, "--method", method, "--steps", "12", "--unwatched", "--save", "plain.pt")
     watched, plain = (torch.load(tmp_path / name, weights_only=True) for name in ("watched.pt", "plain.pt"))
     assert watched
     assert all(torch.equal(watched[name], plain[name]) for name in plain)
     run = backlight.open_run(tmp_path / "run")
     assert backlight.findings_of(run) == []
-    assert {"reward", "entropy"} <= set(run.scalar_names("user"))
+    assert scalars <= set(run.scalar_names("user"))
     assert measured(run) == {record.name for record in run.parameters() if "lora_" in record.name}
 
 
