@@ -11,9 +11,12 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
+from backlight.diagnose.test_matrix.case_run import run_case
+from backlight.diagnose.test_matrix.plan import Case
 from backlight.launch.subprocess import MARK, ProcessTree, run_in_own_session
 from backlight.processes import read_process, send_signal
 
@@ -38,6 +41,32 @@ def test_timeout_ends_the_process_tree(tmp_path: Path) -> None:
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(child)
+
+
+class InterruptedStart(subprocess.Popen[str]):
+    """Popen that an interrupt leaves before it returns, as it may on a busy machine."""
+
+    pids: ClassVar[list[int]] = []
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pids.append(self.pid)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nothing waited for them
+def test_interrupt_while_a_command_starts_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", InterruptedStart)
+    monkeypatch.setattr(InterruptedStart, "pids", [])
+    command = [sys.executable, "-IS", "-c", "import time; time.sleep(60)"]
+    with pytest.raises(KeyboardInterrupt):
+        run_in_own_session(command, limit=4, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    case = Case("a", tuple(command), str(tmp_path), 60.0)
+    with pytest.raises(KeyboardInterrupt):
+        run_case(case, tmp_path)
+    assert [is_running(pid) for pid in InterruptedStart.pids] == [False, False]
 
 
 def is_running(pid: int) -> bool:

@@ -34,17 +34,20 @@ def run_in_own_session(
     directory: str | None = None, environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run a command without input; on a timeout or an interrupt, nothing that it started survives."""
-    mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, errors="replace",
-        start_new_session=True, cwd=directory,
-        env={**(os.environ if environment is None else environment), MARK: mark},
-    )  # fmt: skip
+    mark, process = uuid.uuid4().hex, None
     try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, errors="replace",
+            start_new_session=True, cwd=directory,
+            env={**(os.environ if environment is None else environment), MARK: mark},
+        )  # fmt: skip
         output, errors = process.communicate(timeout=limit)
     except BaseException:
-        ProcessTree(process.pid, mark).end(grace=0.0)
-        process.communicate()  # wait, and close the pipes
+        if process is None:  # interrupted inside Popen, which may have started it
+            end_marked([mark])
+        else:
+            ProcessTree(process.pid, mark).end(grace=0.0)
+            process.communicate()  # wait, and close the pipes
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
@@ -125,7 +128,7 @@ class ProcessTree:
 
 
 def end_marked(marks: Iterable[str]) -> None:
-    """End the trees with these marks that an earlier process left running."""
+    """End the trees with these marks that an earlier process, or an interrupted start, left running."""
     wanted = set(marks)
     for pid in processes.read_process_table() if wanted else ():
         if (mark := mark_of(pid)) in wanted:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from backlight import processes
 from backlight.diagnose.test_matrix.plan import Case, fill
-from backlight.launch.subprocess import ProcessTree, is_watchdog, start
+from backlight.launch.subprocess import ProcessTree, end_marked, is_watchdog, start
 from backlight.monitors.stalls.model import stacks
 from backlight.monitors.stalls.model.attach import Attached, attach
 from backlight.monitors.stalls.model.rank_processes import ProcessNotFoundError
@@ -78,16 +78,21 @@ def run_case(case: Case, attempt: Path) -> Observation:
     shown = Redaction().arguments(argv)
     write_document(attempt / "start.json", {"argv": shown, "directory": case.directory, "mark": mark})
     environment = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **os.environ, **case.environment}
-    with (attempt / "stdout.txt").open("ab") as out, (attempt / "stderr.txt").open("ab") as errors:
-        process = start(argv, Path(case.directory), environment, mark, out, errors)
-    tree = ProcessTree(process.pid, mark)
+    process = tree = None
     try:
+        with (attempt / "stdout.txt").open("ab") as out, (attempt / "stderr.txt").open("ab") as errors:
+            process = start(argv, Path(case.directory), environment, mark, out, errors)
+        tree = ProcessTree(process.pid, mark)
         return _observe(case, attempt, process, tree)
     finally:
-        # Also after an interrupt, nothing of the case is left running.
-        tree.end(GRACE_S)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(5)
+        # Also after an interrupt, even inside of start, nothing of the case is left running.
+        if tree is None:
+            end_marked([mark])
+        else:
+            tree.end(GRACE_S)
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
 
 
 def _observe(case: Case, attempt: Path, process: subprocess.Popen[bytes], tree: ProcessTree) -> Observation:
