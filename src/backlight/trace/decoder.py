@@ -39,7 +39,29 @@ Args: Any = msgspec.defstruct("Args", [_field(*item) for item in _IN_ARGS.items(
 _NO_ARGS = Args()
 
 _LISTED: dict[str, Callable[[list[Any]], list[Any]]] = {
-    name: eval(f"lambda objects: [one.{name} for one in objects]") for name in COLUMNS
+    "start": lambda objects: [one.start for one in objects],
+    "duration": lambda objects: [one.duration for one in objects],
+    "category": lambda objects: [one.category for one in objects],
+    "name": lambda objects: [one.name for one in objects],
+    "process": lambda objects: [one.process for one in objects],
+    "thread": lambda objects: [one.thread for one in objects],
+    "external": lambda objects: [one.external for one in objects],
+    "correlation": lambda objects: [one.correlation for one in objects],
+    "sequence": lambda objects: [one.sequence for one in objects],
+    "forward_thread": lambda objects: [one.forward_thread for one in objects],
+    "stream": lambda objects: [one.stream for one in objects],
+    "device": lambda objects: [one.device for one in objects],
+    "bytes": lambda objects: [one.bytes for one in objects],
+    "elements": lambda objects: [one.elements for one in objects],
+    "types": lambda objects: [one.types for one in objects],
+    "shapes": lambda objects: [one.shapes for one in objects],
+    "values": lambda objects: [one.values for one in objects],
+    "strides": lambda objects: [one.strides for one in objects],
+    "stack": lambda objects: [one.stack for one in objects],
+    "collective": lambda objects: [one.collective for one in objects],
+    "group": lambda objects: [one.group for one in objects],
+    "group_name": lambda objects: [one.group_name for one in objects],
+    "dtype": lambda objects: [one.dtype for one in objects],
 }
 """Function that lists one attribute of many objects: a comprehension reads it twice as fast as attrgetter."""
 
