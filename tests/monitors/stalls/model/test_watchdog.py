@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from backlight.monitors.stalls.model.attach import attach
 from backlight.monitors.stalls.model.rank_observer import RankObserver
 from backlight.monitors.stalls.model.rank_processes import ProcessNotFoundError
 from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState, Slot, read_state
+from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack
 from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
@@ -294,6 +296,36 @@ def test_end_of_a_process_that_is_reaped_meanwhile_is_known(
         pytest.skip("kernels before 6.15 do not keep how a process has ended")
     assert (observer.ended, observer.was_terminated) == ("killed by SIGTERM", True)
     observer.close()
+
+
+@pytest.mark.parametrize("locked", [3, 1])
+def test_lock_of_one_moment_is_no_wait(locked: int, directory: Path, tmp_path: Path) -> None:
+    """A compilation takes one lock after the other: the last samples have to show the same one."""
+    lock = tmp_path / "a.lock"
+    lock.touch()
+    rank = subprocess.Popen(["sleep", "100"])
+    shared = SharedState(runtime_dir.state_path(directory, 0))
+    shared.open(rank=0, world_size=1, main_ident=1, main_tid=rank.pid, timeout_s=1.0)
+    shared.slots[Slot.PID] = rank.pid
+    shared.slots[Slot.HEARTBEAT] -= 10**10
+    waits = ThreadStack(
+        1,
+        (Frame("/lib/filelock/_api.py", 9, "BaseFileLock.acquire"),),
+        variables=(("lock_filename", str(lock)),),
+    )
+    works = ThreadStack(1, (Frame("/lib/subprocess.py", 9, "run"),))
+    now = time.monotonic_ns()
+    stacks = [StackSample(now, "sampler", (waits if n >= 4 - locked else works,)) for n in range(4)]
+    runtime_dir.write_document(runtime_dir.document_path(directory, 0, "stacks"), [asdict(s) for s in stacks])
+    observer = RankObserver(directory, 0, StallLimits())
+    try:
+        observer.poll(closely=True)
+        cause = observer.observe().cause
+    finally:
+        observer.close()
+        rank.kill()
+        rank.wait()
+    assert (cause is not None and str(lock) in cause.words) == (locked == 3)
 
 
 BORROWING = """

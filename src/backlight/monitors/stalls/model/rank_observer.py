@@ -20,6 +20,7 @@ from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir, stacks
 from backlight.monitors.stalls.model.diagnosis import is_moving
 from backlight.monitors.stalls.model.graph_samples import parse_graph_build
+from backlight.monitors.stalls.model.named_waits import find_named_wait
 from backlight.monitors.stalls.model.observation import (
     Buckets,
     ExitReason,
@@ -29,7 +30,7 @@ from backlight.monitors.stalls.model.observation import (
     parse_issued,
 )
 from backlight.monitors.stalls.model.shared_state import RankStatus, StateSnapshot, read_state
-from backlight.monitors.stalls.model.stacks import StackSample
+from backlight.monitors.stalls.model.stacks import StackSample, ThreadStack
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious, timeout_of
 from backlight.monitors.stalls.model.wait_causes import name_wait
 from backlight.processes import Thread
@@ -247,7 +248,7 @@ class RankObserver:
             )
             observed["workers"] = _worker_words(state.pid)
             if self._usages and tid:
-                stack = stacks.find_working_thread(samples[-1], state.working_ident) if samples else None
+                stack = self._steady_stack(state, samples)
                 observed["cause"] = name_wait(state.pid, tid, stack, self._oom_kills)
         return Observation(
             rank=self.rank,
@@ -287,6 +288,21 @@ class RankObserver:
         if self._dumps and (not recent or recent[-1].at < self._dumps[0].at):
             return tuple(self._dumps)
         return tuple(recent)
+
+    def _steady_stack(self, state: StateSnapshot, samples: tuple[StackSample, ...]) -> ThreadStack | None:
+        """Return the newest stack of the working thread where the last samples show one wait with a name.
+
+        One sample may meet a lock that is taken at once, such as one of the compiler's cache.
+        """
+        recent = samples[-int(self._limits.looks) :]
+        if len(recent) < self._limits.looks:
+            return None
+        found = [stacks.find_working_thread(sample, state.working_ident) for sample in recent]
+        waits = {
+            (wait[0].name, stack.variables) if stack and (wait := find_named_wait(stack)) else None
+            for stack in found
+        }
+        return found[-1] if len(waits) == 1 and None not in waits else None
 
     def _working_tid(self, state: StateSnapshot, samples: tuple[StackSample, ...]) -> int:
         stack = stacks.find_working_thread(samples[-1], state.working_ident) if samples else None
