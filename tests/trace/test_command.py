@@ -59,7 +59,7 @@ def test_command_prints_a_verdict_first(made: list[Path], capsys: pytest.Capture
     lines = out.splitlines()
     assert lines[0].startswith("rank 0: step 900 \N{MICRO SIGN}s, device idle 44.4 %: mostly ")
     assert sum(line.startswith("  ") for line in lines) <= 10
-    assert "Tables: --full. All rows: --json" in lines
+    assert "Tables: --full. All rows: --json." in lines
     assert "ampere_sgemm" not in out
 
 

@@ -187,9 +187,10 @@ class Page:
         for fact in facts[:FACTS]:
             self.sentence(f"  {visible(fact)}", indent=4)
 
-    def more(self) -> None:
-        """Print how to get the tables."""
-        self.say(("Tables: --full. All rows: --json", "dim"))
+    def more(self, *, before: str = "") -> None:
+        """Print how to get the tables; ``before`` is what options stand in front of."""
+        where = before and f" Options stand before {before}."
+        self.say((f"Tables: --full. All rows: --json.{where}", "dim"))
 
 
 def print_json(answer: Any) -> None:

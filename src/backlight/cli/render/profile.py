@@ -45,7 +45,7 @@ def show(result: ProfileResult, findings: Sequence[Finding] = (), *, full: bool 
             page.sentence(("  refuted if ", "dim"), finding.refuted_if)
     _notes(result, page, full=full)
     if not full and result.rank == 0:
-        page.more()
+        page.more(before="the script")
 
 
 def _tables(result: ProfileResult) -> None:

@@ -62,7 +62,7 @@ def facts(result: ProfileResult) -> list[str]:
         "optimizers, ms": ", ".join(f"{one.type} {one.median_ms:.2f}" for one in result.optimizers),
         "device": result.device.statement if result.device is not None else "",
         "kinds of operation": _shares([(row.name, row.share) for row in result.kinds or ()]),
-        "modules, self ms": _modules(result),
+        "self time of modules": _modules(result),
         "copies": "".join(
             f"{row.line or 'line not recorded'}, {percent(row.share)} of a step" for row in copies
         ),
@@ -88,8 +88,8 @@ def _modules(result: ProfileResult) -> str:
     own = {
         m.name or "(model)": m.forward_exclusive_ms + m.backward_exclusive_ms for m in result.modules or ()
     }
-    ranked = sorted(own.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {ms:.2f}" for name, ms in ranked[:SHOWN])
+    whole = sum(own.values()) or 1.0
+    return _shares(sorted(((name, ms / whole) for name, ms in own.items()), key=lambda row: -row[1]))
 
 
 def _throughput(result: ProfileResult) -> str:
