@@ -99,7 +99,8 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, f"examples/{package.name}.md", content="\n".join(parts)))
         index.append(f"- [{package.name}]({package.name}.md), a package")
     files.append(File.generated(config, "examples/index.md", content="\n".join(index)))
-    for path in sorted((ROOT / "examples").rglob("*.yml")):
+    examples = ROOT / "examples"
+    for path in sorted([*examples.glob("*.ipynb"), *examples.glob("ci/*.*")]):
         files.append(File.generated(config, str(path.relative_to(ROOT)), abs_src_path=str(path)))
     lines = ["# Gallery", "", "Made while this site was built, each by the command above it.", ""]
     for exhibit in EXHIBITS:
@@ -123,7 +124,7 @@ def linked(markdown: str, up: str) -> str:
     markdown = re.sub(
         r"\]\((?:\.\./)+examples/(\w+)(?:\.py|/README\.md)\)", rf"]({up}examples/\1.md)", markdown
     )
-    return re.sub(r"\]\((?:\.\./)+examples/([\w/]+\.yml)\)", rf"]({up}examples/\1)", markdown)
+    return re.sub(r"\]\((?:\.\./)+examples/(ci/\w+\.\w+|\w+\.ipynb)\)", rf"]({up}examples/\1)", markdown)
 
 
 def with_outputs_of(markdown: str, name: str) -> str:
