@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -43,10 +44,18 @@ def starting() -> Iterator[Start]:
                 env={**os.environ, "OMP_NUM_THREADS": "2", **environment},
             )  # fmt: skip
             stack.enter_context(process)
-            stack.callback(process.kill)
+            stack.callback(_end, process)
             return process
 
         yield start
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process with its children, such as a loader's worker that would compute for ever."""
+    children = processes.children(process.pid)
+    process.kill()
+    for child in children:
+        processes.send_signal(child, signal.SIGKILL)
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:

@@ -238,7 +238,7 @@ class StallMonitor(Monitor):
     # The other process
 
     def _register_dump(self) -> None:
-        """Let Python's C handler write all stacks on backlight's signal, unless it is in use."""
+        """Let Python's C handler write the stack of a thread on backlight's signal, unless it is in use."""
         if not DUMP_SIGNAL:
             return
         try:
@@ -250,7 +250,7 @@ class StallMonitor(Monitor):
             path = runtime_dir.dump_path(self._directory, self._run.rank)
             self._dump = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             self._dump_file = processes.HeldFiles(path)
-            faulthandler.register(DUMP_SIGNAL, file=self._dump, all_threads=True, chain=False)
+            faulthandler.register(DUMP_SIGNAL, file=self._dump, all_threads=False, chain=False)
         except (OSError, ValueError, RuntimeError) as error:
             self._unmeasured("stacks by signal", str(error))
 

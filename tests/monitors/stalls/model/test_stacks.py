@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from backlight.monitors.stalls.model import stacks
+from backlight.monitors.stalls.model import runtime_dir, stacks
 from backlight.monitors.stalls.model.stacks import (
+    Frame,
+    StackSample,
+    ThreadStack,
     find_working_thread,
     parse_faulthandler,
     parse_py_spy,
@@ -21,14 +24,12 @@ from backlight.monitors.stalls.model.stacks import (
 
 def test_dump_signal_is_sent_only_to_a_process_that_handles_it(tmp_path: Path) -> None:
     child = subprocess.Popen(["sleep", "60"])
-    descriptor = os.pidfd_open(child.pid)
     try:
-        found, reason = stacks.dump_by_signal(descriptor, child.pid, tmp_path / "dump")
+        found, reason = stacks.dump_by_signal(child.pid, child.pid, 1, tmp_path / "dump")
         assert found is None
         assert "no handler" in reason
         assert child.poll() is None
     finally:
-        os.close(descriptor)
         child.kill()
         child.wait()
 
@@ -39,7 +40,7 @@ def test_dump_by_signal_while_c_code_holds_the_interpreter_lock(tmp_path: Path) 
     script.write_text(
         "import collections, faulthandler, itertools, sys\n"
         f"file = open({str(dump)!r}, 'ab', buffering=0)\n"
-        f"faulthandler.register({stacks.DUMP_SIGNAL}, file=file, all_threads=True)\n"
+        f"faulthandler.register({stacks.DUMP_SIGNAL}, file=file, all_threads=False)\n"
         "print('ready', flush=True)\n"
         "def stuck():\n"
         "    collections.deque(itertools.repeat(0), maxlen=0)\n"
@@ -49,12 +50,54 @@ def test_dump_by_signal_while_c_code_holds_the_interpreter_lock(tmp_path: Path) 
     try:
         child.stdout.readline()
         time.sleep(0.1)
-        descriptor = os.pidfd_open(child.pid)
-        found, reason = stacks.dump_by_signal(descriptor, child.pid, dump)
-        os.close(descriptor)
+        found, reason = stacks.dump_by_signal(child.pid, child.pid, 7, dump)
         assert found is not None, reason
-        frame = user_frame(found.threads[-1])
-        assert (frame.function, frame.line) == ("stuck", 6)
+        (thread,) = found.threads
+        frame = user_frame(thread)
+        assert (frame.function, frame.line, thread.ident, thread.tid) == ("stuck", 6, 7, child.pid)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+BUSY = """
+import hashlib, signal, sys, threading
+from types import SimpleNamespace
+from backlight.monitors.stalls import monitor
+
+run = SimpleNamespace(rank=0)
+observed = SimpleNamespace(_directory=__import__("pathlib").Path(sys.argv[1]), _run=run, _dump=-1)
+monitor.StallMonitor._register_dump(observed)
+
+def deep(n):
+    return deep(n - 1) + 1 if n else 0
+
+def run():
+    while True:  # memory of frames is taken and given back all the time
+        deep(400)
+        exec(compile("def f(n):\\n  return f(n - 1) + 1 if n else 0\\nf(150)", "made", "exec"), {})
+
+for _ in range(2):
+    threading.Thread(target=run, daemon=True).start()
+print("ready", flush=True)
+data = bytes(50_000_000)
+while True:
+    hashlib.sha256(data).digest()  # without the interpreter lock
+"""
+
+
+def test_dumps_by_signal_do_not_crash_a_process_whose_other_threads_run(tmp_path: Path) -> None:
+    """A handler that reads the frames of all threads ended this process at one of 30 signals or so."""
+    child = subprocess.Popen([sys.executable, "-c", BUSY, tmp_path], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"ready\n"
+        for _ in range(400):
+            stacks._signal_thread(child.pid, child.pid)
+            time.sleep(0.002)
+        found, reason = stacks.dump_by_signal(child.pid, child.pid, 7, runtime_dir.dump_path(tmp_path, 0))
+        assert found is not None, reason
+        assert child.poll() is None
     finally:
         child.kill()
         child.wait()
@@ -74,13 +117,13 @@ def test_missing_or_failing_py_spy_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
 def test_stacks_of_each_source_are_parsed() -> None:
     text = (
-        'Thread 0x00007f01 (most recent call first):\n  File "/a/b.py", line 3 in f\n\n'
-        'Current thread 0x00007f02 (most recent call first):\n  File "/a/torch/autograd/graph.py", line 9 in '
+        'Stack (most recent call first):\n  File "/a/b.py", line 3 in earlier\n'
+        'Stack (most recent call first):\n  File "/a/torch/autograd/graph.py", line 9 in '
         '_engine_run_backward\n  File "/a/t.py", line ??? in main\n'
     )
-    dump = parse_faulthandler(text, 5)
-    assert [t.ident for t in dump.threads] == [0x7F01, 0x7F02]
-    assert dump.threads[1].frames[1].line == 0
+    assert [(f.function, f.line) for f in parse_faulthandler(text)] == [
+        ("_engine_run_backward", 9), ("main", 0),
+    ]  # fmt: skip
     native = [
         {
             "thread_id": 1,
@@ -93,11 +136,9 @@ def test_stacks_of_each_source_are_parsed() -> None:
 
 
 def test_thread_of_a_nested_backward_is_the_working_thread() -> None:
-    text = (
-        'Thread 0x01 (most recent call first):\n  File "/me/ops.py", line 3 in backward\n'
-        '  File "/x/torch/autograd/function.py", line 9 in apply\n\n'
-        "Thread 0x02 (most recent call first):\n"
-        '  File "/x/torch/autograd/graph.py", line 9 in _engine_run_backward'
+    nested = (Frame("/me/ops.py", 3, "backward"), Frame("/x/torch/autograd/function.py", 9, "apply"))
+    waiting = (Frame("/x/torch/autograd/graph.py", 9, "_engine_run_backward"),)
+    found = find_working_thread(
+        StackSample(0, "sampler", (ThreadStack(1, nested), ThreadStack(2, waiting))), 2
     )
-    found = find_working_thread(parse_faulthandler(text, 0), 2)
     assert found.ident == 1

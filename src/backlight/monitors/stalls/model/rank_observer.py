@@ -196,13 +196,10 @@ class RankObserver:
         is_silent = (state.taken - state.sampler) / 1e9 > SAMPLER_SILENCE_S
         is_stopped = self._process is not None and self._process.is_stopped
         is_due = (state.taken - newest) / 1e9 > DUMP_PERIOD_S
-        # Python's handler reads the frames of all threads. One that is running may free them meanwhile, which
-        # crashes the process: a sampler that only waits for a core is silent as well, and ready to run.
-        working = self._working_tid(state, ())
-        is_quiet = all(t.state != "R" for tid, t in threads.items() if tid != working)
-        if is_silent and not is_stopped and is_due and is_quiet and self.pidfd >= 0:
+        tid = self._working_tid(state, self._read("stacks", stacks.parse_samples) or ())
+        if is_silent and not is_stopped and is_due and tid and self.pidfd >= 0:
             dump = runtime_dir.dump_path(self._directory, self.rank)
-            sample, reason = stacks.dump_by_signal(self.pidfd, state.pid, dump)
+            sample, reason = stacks.dump_by_signal(state.pid, tid, state.working_ident, dump)
             if sample is None:
                 self._not_collected[reason] = None
             else:

@@ -6,6 +6,8 @@ py-spy.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import itertools
 import json
 import os
@@ -29,6 +31,8 @@ DUMP_SIGNAL = int(signal.SIGRTMIN) + 5 if hasattr(signal, "SIGRTMIN") else 0
 DUMP_TIMEOUT_S = 0.6
 MAX_DUMP_BYTES = 256 * 1024 * 1024
 _DUMP_POLL_S = 0.02
+_TGKILL = {"x86_64": 234, "aarch64": 131}
+"""Number of the system call by architecture."""
 
 NATIVE_TIMEOUT_S = 10.0
 """Time in which py-spy reads the symbols of torch, on a busy machine."""
@@ -113,23 +117,14 @@ def _parse_thread(data: Any) -> ThreadStack:
     return ThreadStack(**{**data, **frames, "variables": variables})
 
 
-_THREAD = re.compile(
-    r"^(?:Current thread|Thread) 0x([0-9a-fA-F]+)(?: \[([^\]]*)\])? \(most recent call first\):"
-)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
-def parse_faulthandler(text: str, at: int = 0) -> StackSample:
-    """Parse a dump of all threads by :mod:`faulthandler`."""
-    found: list[tuple[int, str, list[Frame]]] = []
-    for line in text.splitlines():
-        if match := _THREAD.match(line):
-            found.append((int(match[1], 16), match[2] or "", []))
-        elif (match := _FRAME.match(line)) and found:
-            number = int(match[2]) if match[2].isdecimal() else 0
-            found[-1][2].append(Frame(match[1], number, match[3]))
-    threads = tuple(ThreadStack(ident, tuple(frames), name) for ident, name, frames in found)
-    return StackSample(at, "faulthandler", threads)
+def parse_faulthandler(text: str) -> tuple[Frame, ...]:
+    """Parse the last stack that :mod:`faulthandler` wrote of one thread."""
+    last = text.rpartition("(most recent call first):")[2]
+    matches = filter(None, map(_FRAME.match, last.splitlines()))
+    return tuple(Frame(m[1], int(m[2]) if m[2].isdecimal() else 0, m[3]) for m in matches)
 
 
 def parse_py_spy(data: Iterable[Mapping[str, Any]], at: int = 0) -> StackSample:
@@ -174,14 +169,18 @@ def _texts(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
 # Dumping
 
 
-def dump_by_signal(pidfd: int, pid: int, dump: Path) -> tuple[StackSample | None, str]:
-    """Make a watched process dump its stacks into ``dump``; return them, or None and the reason."""
+def dump_by_signal(pid: int, tid: int, ident: int, dump: Path) -> tuple[StackSample | None, str]:
+    """Make one thread of a watched process dump its stack into ``dump``; return it, or None and the reason.
+
+    No thread reads the frames of another, which may free them meanwhile while it runs: that would crash the
+    process. ``ident`` is Python's number of the thread, ``tid`` that of the system.
+    """
     # The signal would end a process that does not handle it.
     if not DUMP_SIGNAL or not processes.handles_signal(pid, DUMP_SIGNAL):
         return None, "the process has no handler for the signal that dumps stacks"
     try:
         before = dump.stat().st_size
-        signal.pidfd_send_signal(pidfd, DUMP_SIGNAL)
+        _signal_thread(pid, tid)
     except OSError as error:
         return None, f"the signal that dumps stacks could not be sent: {error.strerror}"
     at = clock.monotonic_ns()
@@ -194,7 +193,7 @@ def dump_by_signal(pidfd: int, pid: int, dump: Path) -> tuple[StackSample | None
             break
         last = size
     if size == before:
-        return None, "no thread of the process handles the signal that dumps stacks"
+        return None, "the thread does not handle the signal that dumps stacks"
     try:
         opened = untrusted_files.open_descriptor(dump, MAX_DUMP_BYTES, owners={os.geteuid()})
         with os.fdopen(opened, "rb") as file:
@@ -202,8 +201,20 @@ def dump_by_signal(pidfd: int, pid: int, dump: Path) -> tuple[StackSample | None
             text = file.read(MAX_DUMP_BYTES).decode("utf-8", "backslashreplace")
     except OSError as error:
         return None, f"the dump by signal cannot be read: {error.strerror}"
-    sample = parse_faulthandler(text, at)
-    return (sample, "") if sample.threads else (None, "the dump by signal holds no stack")
+    frames = parse_faulthandler(text)
+    if not frames:
+        return None, "the dump by signal holds no stack"
+    return StackSample(at, "faulthandler", (ThreadStack(ident, frames, tid=tid),)), ""
+
+
+def _signal_thread(pid: int, tid: int) -> None:
+    """Send the signal to one thread; OSError where it cannot be sent."""
+    number = _TGKILL.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, f"not known how on {os.uname().machine}")
+    # The C library has a function for it since glibc 2.30 only.
+    if ctypes.CDLL(None, use_errno=True).syscall(number, pid, tid, DUMP_SIGNAL) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def run_py_spy(pid: int, *options: str, timeout_s: float = 5.0) -> tuple[str, str]:
