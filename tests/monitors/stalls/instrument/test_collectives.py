@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace, _add_frames
 from backlight.monitors.stalls.instrument.collectives import Collectives
-from backlight.monitors.stalls.model.flight_recorder import parse_dump
+from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, parse_dump
 from backlight.monitors.stalls.model.observation import parse_issued
 from backlight.monitors.stalls.model.shared_state import Collective, SharedState, read_state
 from backlight.records import Phase
+from observed_processes import wait_until
 from ranks.launching import torchrun
 
 
@@ -130,12 +131,17 @@ def test_document_holds_what_the_flight_recorder_holds(shared_state: SharedState
     document = tmp_path / "collectives.json"
     again = dist.new_group([0], group_desc="again")
     dist.all_reduce(X.clone(), group=again, async_op=True).wait()
-    CollectiveTrace(document).write()
-    found = parse_issued(0, json.loads(document.read_text()))
-    assert found.dump is not None
-    last = found.dump.records[-1]
+
+    def last_record() -> CollectiveRecord:
+        CollectiveTrace(document).write()
+        found = parse_issued(0, json.loads(document.read_text()))
+        assert found.dump is not None
+        return found.dump.records[-1]
+
+    wait_until(lambda: last_record().completed, "a thread of torch notes the end")
+    last = last_record()
     assert (last.label, last.ranks, last.number, last.operation) == ("again", (0,), 1, "all_reduce")
-    assert (last.inputs, last.completed) == (((4,),), True)
+    assert last.inputs == ((4,),)
 
 
 def test_open_collective_has_the_phase_and_the_line_that_issued_it(shared_state: SharedState) -> None:
