@@ -147,9 +147,10 @@ class StallMonitor(Monitor):
             with contextlib.suppress(Exception):
                 runtime_dir.write_document(self._document("exit"), dataclasses.asdict(exit_reason_of(error)))
         self.pause()
-        self._sampler.stop()
         self._check_watchdog()
+        # Before anything waits: a thread that gets no core is joined for seconds.
         self.heartbeat.shared_state.close(RankStatus.FINISHED if error is None else RankStatus.FAILED)
+        self._sampler.stop()
         self._unregister_dump()
         if self._watchdog is not None:
             # Its first half exits as soon as the second is there; a run that is so short waits for it.

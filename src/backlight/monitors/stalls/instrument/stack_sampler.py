@@ -112,7 +112,8 @@ class StackSampler:
                 pause_s = self._poll(slots)
                 self._every_period()
             except Exception as error:  # noqa: BLE001 - never break the user's training
-                self._heartbeat.dropped(error)
+                if not self._stop.is_set():  # else the watchdog may have removed the directory
+                    self._heartbeat.dropped(error)
                 return
             self.spent += clock.thread_time() - begin
 
