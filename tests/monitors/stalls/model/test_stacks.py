@@ -62,12 +62,12 @@ def test_dump_by_signal_while_c_code_holds_the_interpreter_lock(tmp_path: Path) 
 
 
 BUSY = """
-import hashlib, signal, sys, threading
+import hashlib, sys, threading
+from pathlib import Path
 from types import SimpleNamespace
 from backlight.monitors.stalls import monitor
 
-run = SimpleNamespace(rank=0)
-observed = SimpleNamespace(_directory=__import__("pathlib").Path(sys.argv[1]), _run=run, _dump=-1)
+observed = SimpleNamespace(_directory=Path(sys.argv[1]), _run=SimpleNamespace(rank=0), _dump=-1)
 monitor.StallMonitor._register_dump(observed)
 
 def deep(n):

@@ -196,8 +196,8 @@ class RankObserver:
         is_silent = (state.taken - state.sampler) / 1e9 > SAMPLER_SILENCE_S
         is_stopped = self._process is not None and self._process.is_stopped
         is_due = (state.taken - newest) / 1e9 > DUMP_PERIOD_S
-        tid = self._working_tid(state, self._read("stacks", stacks.parse_samples) or ())
-        if is_silent and not is_stopped and is_due and tid and self.pidfd >= 0:
+        if is_silent and not is_stopped and is_due and self.pidfd >= 0:
+            tid = self._working_tid(state, self._read("stacks", stacks.parse_samples) or ())
             dump = runtime_dir.dump_path(self._directory, self.rank)
             sample, reason = stacks.dump_by_signal(state.pid, tid, state.working_ident, dump)
             if sample is None:
