@@ -287,9 +287,7 @@ def _is_cut(group: Sequence[torch.Tensor]) -> bool:
 
 def _own_part(parameter: Any) -> tuple[int, int]:
     """Return size and start of what this rank holds of a parameter of stage 3."""
-    rank = getattr(parameter, "ds_zero_partition_rank", None)
-    if rank is None:  # DeepSpeed 0.19.0
-        rank = torch.distributed.get_rank(parameter.ds_process_group)
+    rank = int(parameter.ds_zero_partition_rank)
     size = int(parameter.partition_numel())  # the last piece is filled up
     return max(0, min(size, int(parameter.ds_numel) - rank * size)), rank * size
 

@@ -44,7 +44,7 @@ OLDEST_RELEASES = {
     "accelerate": "1.2",
     "torchtitan": "0.3",
     "ray": "2.60",
-    "deepspeed": "0.19",
+    "deepspeed": "0.19.8",
 }
 """Oldest release that each integration takes, by distribution; pyproject.toml states the same."""
 
