@@ -6,16 +6,17 @@ import json
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 from xml.etree import ElementTree as ET
 
 import pytest
 
 from backlight.findings.evaluate import parse_fail_on
-from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.records import Evidence, Finding, Fingerprint, Severity, Subject
 from backlight.report.annotations import render_annotations
 from backlight.store.platform import atomic_json
 from backlight.store.read.run import Run
+from backlight.store.write.writer import RunWriter
 from health_runs import write_synthetic
 
 HOSTILE = "a,b:c\r\n::error::%<&\x1b[31m"
@@ -68,6 +69,17 @@ def test_github_names_file_and_line_and_escapes(run: Run) -> None:
     assert {kind for kind, _, _ in rest} == {"notice"}
 
 
+@pytest.mark.parametrize(
+    ("script", "file"),
+    [("src/train.py", "src/train.py"), ("/usr/lib/python3/site-packages/pytest/__main__.py", None)],
+)
+def test_a_finding_without_a_line_is_at_the_script(script: str, file: str | None, tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", name="run", script=script, monitors=("health",))
+    writer.fingerprint(Fingerprint(script=script))
+    run = write_synthetic(tmp_path / "run", {"first.weight": [1.0]}, writer=writer)
+    assert workflow_commands(render("github", run))[1][1].get("file") == file
+
+
 def test_fail_on_makes_a_warning_a_failure(run: Run) -> None:
     assert [c[0] for c in workflow_commands(render("github", run, fail_on="spike"))][:2] == ["error", "error"]
     suite = ET.fromstring(render("junit", run, fail_on="spike")).find("testsuite")
@@ -108,7 +120,10 @@ def test_sarif_names_rules_places_and_levels(run: Run) -> None:
     place = only["results"][0]["locations"][0]["physicalLocation"]
     assert place["artifactLocation"] == {"uri": "models/my%20net.py", "uriBaseId": "%SRCROOT%"}
     assert place["region"] == {"startLine": 41}
-    assert "locations" not in only["results"][1]  # neither a line nor a script is known
+    # Neither a line nor a script is known, and code scanning refuses results without both.
+    fallback = only["results"][1]["locations"][0]["physicalLocation"]
+    assert fallback["artifactLocation"]["uri"] == quote(f"{run.path}/manifest.json")
+    assert fallback["region"] == {"startLine": 1}
     identities = [result["partialFingerprints"]["subject/v1"] for result in only["results"]]
     assert identities[0] == "no_update/first.weight"
     assert len(set(identities)) == len(identities)

@@ -20,8 +20,10 @@ from backlight.records import Finding, Severity
 from backlight.registry import RULES
 from backlight.report.source import Source
 from backlight.report.verdict import outcome, where
+from backlight.store.format.names import MANIFEST
 from backlight.store.read.run import Run
 from backlight.text import visible
+from backlight.user_code import is_user_code
 
 Failing = Callable[[Finding], bool]
 
@@ -52,9 +54,10 @@ def _location(finding: Finding, run: Run) -> Location | None:
     if finding.subject.line and (found := _LINE.fullmatch(finding.subject.line)):
         return Location(_relative(found["file"]), int(found["line"]))
     fingerprint = run.fingerprint()
-    if fingerprint is None or not fingerprint.script.endswith(".py"):
+    script = Path("" if fingerprint is None else fingerprint.script)
+    if script.suffix != ".py" or not is_user_code(str(script)):  # as of python -m pytest
         return None
-    return Location(_relative(fingerprint.script), None)
+    return Location(_relative(str(script)), None)
 
 
 def _relative(file: str) -> str:
@@ -151,21 +154,19 @@ def _sarif(source: Source, failing: Failing) -> str:
     """Return SARIF 2.1.0, which code scanning of GitHub and editors read."""
     results: list[dict[str, Any]] = []
     for finding in source.findings:
-        place = _location(finding, source.run)
+        # Code scanning refuses the whole file for one result without a file and a line.
+        place = _location(finding, source.run) or Location(_relative(f"{source.run.path}/{MANIFEST}"), None)
+        artifact = {"uri": quote(place.file)}
+        if not place.file.startswith("/"):
+            artifact["uriBaseId"] = "%SRCROOT%"
+        region = {"startLine": place.line or 1}
         result: dict[str, Any] = {
             "ruleId": visible(finding.rule),
             "level": "error" if failing(finding) else _SARIF_LEVELS[finding.severity],
             "message": {"text": f"{visible(finding.title)}\n{_text(finding)}"},
             "partialFingerprints": {"subject/v1": _identity(finding)},
+            "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": region}}],
         }
-        if place is not None:
-            artifact = {"uri": quote(place.file)}
-            if not place.file.startswith("/"):
-                artifact["uriBaseId"] = "%SRCROOT%"
-            physical: dict[str, Any] = {"artifactLocation": artifact}
-            if place.line is not None:
-                physical["region"] = {"startLine": place.line}
-            result["locations"] = [{"physicalLocation": physical}]
         results.append(result)
     rules = [
         {

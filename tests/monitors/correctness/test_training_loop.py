@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,8 @@ def test_injected_error_is_found_and_its_control_is_not(
     assert found.severity.value == fault.expected["severity"]
     assert found.subject.step == fault.expected["step"]
     assert str(fault.expected["names"]) in text_of(found)
+    line = re.search(r"[\w/.-]+\.py:\d+", found.detail)  # where annotations of a CI job show it
+    assert found.subject.line == (line and line[0])
     events = open_run(tmp_path / "injected").events("contradiction")
     assert {evidence.step for evidence in found.evidence} <= {event.step for event in events}
     assert {event.payload.get("kind") for event in events} == {

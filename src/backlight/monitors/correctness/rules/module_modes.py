@@ -77,7 +77,7 @@ def _dropout_in_evaluation(model: str, found: Sequence[Event]) -> Finding:
             f"At step {step} every module of {model} was in evaluation mode, and `F.{function}`{where} "
             f"dropped values with probability {phrases.number(p)}: a function does not know of the mode."
         ),
-        subject=Subject(module=None, step=step),
+        subject=Subject(step=step, line=facts["line"] or None),
         evidence=(evidence_of(found, p, "probability"),),
         fix=(
             f"Write `dropout_p={phrases.number(p)} if self.training else 0.0`."

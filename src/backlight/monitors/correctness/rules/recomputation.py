@@ -41,7 +41,7 @@ def recomputation_differs(run: Run, limits: RecomputationLimits) -> Iterator[Fin
             "random numbers in its forward. Its recomputation draws others: the gradient belongs to "
             "another dropout mask than the loss."
         ),
-        subject=Subject(step=steps[0]),
+        subject=Subject(step=steps[0], line=line or None),
         evidence=(evidence_of(found, line, "line"),),
         fix="Leave `preserve_rng_state` of `torch.utils.checkpoint.checkpoint` at True.",
         refuted_if="the region seeds its random numbers itself, and so draws the same ones again.",

@@ -32,7 +32,7 @@ def _nothing_loaded(found: Sequence[Event]) -> Finding:
             f"`{facts['given']}`, and the model `{facts['expected']}`. With `strict=False` this raises no "
             "error, and the training starts from scratch."
         ),
-        subject=Subject(module=model, step=found[0].step),
+        subject=Subject(module=model, step=found[0].step, line=facts["line"] or None),
         evidence=(evidence_of(found, facts["given"], "unexpected key"),),
         fix="Rename the keys (a wrapper adds a prefix such as `module.`), and drop `strict=False`.",
         refuted_if="the weights before and after `load_state_dict` differ.",
@@ -68,7 +68,7 @@ def _optimizer_state(found: Sequence[Event]) -> Finding:
             f"{count(amount, 'parameter')} of the same shapes. The weights were loaded; {optimizer} takes "
             "its first step with an empty state: its moments start from zero."
         ),
-        subject=Subject(step=found[0].step),
+        subject=Subject(step=found[0].step, line=facts["line"] or None),
         evidence=(evidence_of(found, amount, "parameters"),),
         fix='Call `optimizer.load_state_dict(checkpoint["optimizer"])` before the first step.',
         refuted_if="a new training run begins here with these weights, and not the one that was interrupted.",
@@ -86,7 +86,7 @@ def _untied(found: Sequence[Event]) -> Finding:
             f"{_at(facts['line'])} into {len(names)} parameters, which the optimizer changes apart from one "
             "another."
         ),
-        subject=Subject(parameter=names[0], step=found[0].step),
+        subject=Subject(parameter=names[0], step=found[0].step, line=facts["line"] or None),
         evidence=(evidence_of(found, len(names), "parameters"),),
         fix="Tie them again before the optimizer is created: `model.head.weight = model.embedding.weight`.",
         refuted_if="they are meant to part, as copies that begin with one matrix.",

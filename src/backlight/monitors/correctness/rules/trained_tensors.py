@@ -132,7 +132,7 @@ def _replaced(found: Sequence[Event]) -> Finding:
             f"{optimizer}{built} holds {count(stale, 'tensor')} that no module uses any more. {named} "
             f"{'gets a gradient' if amount == 1 else 'get gradients'} and {are} never updated."
         ),
-        subject=Subject(parameter=names[0], step=found[0].step),
+        subject=Subject(parameter=names[0], step=found[0].step, line=line or None),
         evidence=(evidence_of(found, amount, "parameters"),),
         fix="Create the optimizer after the last module was replaced, and after any copy of the model.",
         refuted_if="the script updates these weights without an optimizer of torch.",
