@@ -10,6 +10,8 @@ from xml.etree import ElementTree as ET
 import pytest
 
 TESTS = """
+import unittest
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,17 @@ def test_marked_typo():
     train(*build(trained=True))
 
 
+@pytest.mark.backlight("warning")
+def test_marked_by_position():
+    train(*build(trained=True))
+
+
+@pytest.mark.backlight
+class TestOld(unittest.TestCase):
+    def test_marked_test_case(self):
+        train(*build(trained=True))
+
+
 def test_unmarked():
     train(*build(trained=False))
 """
@@ -140,6 +153,8 @@ def test_passes(outcomes: dict[str, str], name: str) -> None:
         ("test_marked_without_a_step", "recorded no optimizer step"),
         ("test_marked_own_failure", "own failure"),
         ("test_marked_typo", "fail_on: no severity or rule is called 'typo'"),
+        ("test_marked_by_position", "got 'warning', expected settings by name"),
+        ("test_marked_test_case", "a method of unittest.TestCase is not watched"),
     ],
 )
 def test_fails_by_name(outcomes: dict[str, str], name: str, message: str) -> None:

@@ -19,6 +19,7 @@ below the test's ``tmp_path``.
 from __future__ import annotations
 
 import contextlib
+import unittest
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -108,6 +109,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker(MARKER) and isinstance(item, pytest.Function):
             item.fixturenames.append(FIXTURE)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fail a marked test that would run without a watch, or without its settings."""
+    for marker in item.iter_markers(MARKER):
+        if marker.args:
+            _fail(
+                f"pytest.mark.{MARKER}: got {marker.args[0]!r}, expected settings by name: "
+                f"@pytest.mark.{MARKER}(steps=20)"
+            )
+        if issubclass(getattr(item, "cls", None) or object, unittest.TestCase):
+            _fail(
+                f"pytest.mark.{MARKER}: a method of unittest.TestCase is not watched; "
+                "mark a function or a method of a plain class"
+            )
 
 
 @pytest.hookimpl(wrapper=True)
