@@ -116,6 +116,16 @@ def test_an_option_of_backlight_that_the_script_refuses_is_explained(
     ) in done.stderr
 
 
+def test_a_fail_on_that_the_script_ignores_is_explained(console_script: Console, folder: Path) -> None:
+    (folder / "train.py").write_text(TRAIN.replace("parse_args()", "parse_args([])"))
+    done = console_script(folder, "check", "train.py", "--steps", "2", "--fail-on", "error")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "backlight: --steps, --fail-on came after train.py, so the script received it. Options of backlight "
+        "come before the script: backlight check --steps ... train.py\n"
+    ) in done.stderr
+
+
 def test_an_option_unknown_to_both_gets_no_hint(console_script: Console, folder: Path) -> None:
     assert "came after" not in console_script(folder, "run", "train.py", "--colour", "3").stderr
 

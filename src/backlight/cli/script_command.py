@@ -12,6 +12,8 @@ from backlight.terminal import write
 USAGE_ERROR = 2
 """Exit code of argparse and click where they refuse the arguments."""
 
+FAIL_ON = "--fail-on"
+
 
 class ScriptCommand(HelpCommand):
     """A command whose first argument is a script; what follows it belongs to the script, as in ``python``."""
@@ -34,20 +36,21 @@ class ScriptCommand(HelpCommand):
             raise
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; if the script refuses its arguments, name those that could be backlight's."""
+        """Run the command; name options of backlight that the script received, where it may not want them."""
         try:
             code = super().invoke(ctx)
         except NoTrainingError as error:
             self._note_own_options(ctx, error.exit_code)
             raise
-        if self.name == "run":
-            self._note_own_options(ctx, code)
+        self._note_own_options(ctx, code if self.name == "run" else None)
         return code
 
     def _note_own_options(self, ctx: Any, code: object) -> None:
         own = {option for parameter in self.params for option in parameter.opts if option.startswith("-")}
         passed = [word for word in ctx.args if word.partition("=")[0] in own]
-        if code == USAGE_ERROR and passed:
+        # Where the script ignores --fail-on, a CI job would pass whatever is found.
+        unwanted = code == USAGE_ERROR or any(word.partition("=")[0] == FAIL_ON for word in passed)
+        if unwanted and passed:
             script = next(iter(ctx.params.get(name) for name in ("script", "target") if name in ctx.params))
             write(
                 f"backlight: {', '.join(passed)} came after {script}, so the script received it. Options of "
