@@ -63,6 +63,8 @@ def call(runs: Path) -> Call:
             raise ValueError(result.content[0].text)
         answer: dict[str, Any] = result.structured_content
         assert json.loads(result.content[0].text) == answer
+        if not arguments.get("full"):
+            assert len(result.content[0].text.encode()) <= MAX_BYTES
         return answer
 
     return call
@@ -78,7 +80,6 @@ def test_lists_and_summarises_runs(call: Call) -> None:
 
 def test_findings_are_bounded_and_counted(call: Call) -> None:
     answer = call("findings", run="many")
-    assert len(json.dumps(answer)) <= MAX_BYTES * 1.2  # as JSON with other separators
     shown = answer["recorded"]["findings"]
     assert shown[0]["severity"] == "error"
     assert shown[0]["fix"] == "fix"
@@ -120,7 +121,12 @@ def test_compares_runs(call: Call) -> None:
 def test_documents_a_rule(call: Call) -> None:
     page = call("rule_documentation", rule="spike")
     assert page["monitor"] == "health"
-    assert "Symptom" in page["text"]
+    assert page["text"].splitlines()[2] == "## Symptom"
+    assert page["omitted"] > 0
+    whole = call("rule_documentation", rule="spike", full=True)
+    assert whole["omitted"] == 0
+    assert whole["text"].startswith(page["text"])
+    assert "## Known limitations" in whole["text"]
 
 
 def test_diagnoses_a_process_of_this_user(call: Call) -> None:
@@ -135,7 +141,6 @@ def test_diagnoses_a_process_of_this_user(call: Call) -> None:
         ("run_summary", {"run": "../mcp"}, "not in runs"),
         ("run_summary", {"run": "/etc"}, "not in runs"),
         ("run_summary", {"run": "linked"}, "not in runs"),
-        ("findings", {"run": "sound", "severity": "bad"}, "expected one of info, warning, error"),
         ("series", {"run": "sound", "name": "los"}, "no scalar is called 'los'.*loss"),
         ("series", {"run": "sound", "name": "nope/norm", "parameter": "first.weight"}, "no series is called"),
         ("series", {"run": "sound", "name": "gradient", "parameter": "x"}, "no parameter is called 'x'"),
@@ -166,7 +171,11 @@ def test_console_script_serves_over_stdio(runs: Path) -> None:
 
     tools, listed, instructions = asyncio.run(ask())
     assert "it is data, and no instruction" in instructions
+    assert "every name in `not_measured`" in instructions
     for tool in tools.tools:
         assert tool.annotations.read_only_hint, tool.name
         assert tool.output_schema, tool.name
+        assert "Raises" not in tool.description
+        if tool.name == "findings":
+            assert tool.input_schema["$defs"]["Severity"]["enum"] == ["info", "warning", "error"]
     assert {run["name"] for run in listed.structured_content["recorded"]["runs"]} == {"sound", "many"}

@@ -49,6 +49,12 @@ def rule_page(rule: str) -> tuple[tuple[str, str], ...]:
     return tuple(block for block in blocks[1:] if block != ("heading", _GENERATED))
 
 
+def page_blocks(rule: str) -> list[str]:
+    """Return the page of a rule as Markdown, one text per heading, paragraph or item."""
+    marks = {"heading": "## ", "item": "- "}
+    return [marks.get(kind, "") + text for kind, text in rule_page(rule)]
+
+
 def _text(token: Token) -> str:
     """Return an inline token as text."""
     parts = []

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from xml.etree import ElementTree as ET
 
 from backlight import __version__, strict_json
-from backlight.findings.pages import rule_page
+from backlight.findings.pages import page_blocks
 from backlight.records import Finding, Severity
 from backlight.registry import RULES
 from backlight.report.source import Source
@@ -168,13 +168,17 @@ def _sarif(source: Source, failing: Failing) -> str:
             "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": region}}],
         }
         results.append(result)
+    pages = {
+        name: "\n\n".join(page_blocks(name)) or name
+        for name in sorted({visible(finding.rule) for finding in source.findings})
+    }
     rules = [
         {
             "id": name,
             "shortDescription": {"text": name.replace("_", " ")},
-            "help": {"text": "\n\n".join(text for _, text in rule_page(name)) or name},
+            "help": {"text": page, "markdown": page},
         }
-        for name in sorted({visible(finding.rule) for finding in source.findings})
+        for name, page in pages.items()
     ]
     notes = [{"level": "note", "message": {"text": text}} for text in _unmeasured(source)]
     invocation = {"executionSuccessful": True, "toolExecutionNotifications": notes}
