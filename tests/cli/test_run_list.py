@@ -56,6 +56,13 @@ def test_ls_lists_the_newest_first_in_80_columns(console_script: ConsoleScript, 
     assert any(line.startswith("runs/damaged/manifest.json: is not valid JSON") for line in lines)
 
 
+def test_a_run_without_a_step_is_not_measured(tmp_path: Path) -> None:
+    with backlight.watch(build(), run=tmp_path / "run", quiet=True):
+        pass
+    (run,) = list_runs(tmp_path)
+    assert (run.steps, run.evaluated) == (0, False)
+
+
 def test_ls_prints_json(console_script: ConsoleScript, folder: Path) -> None:
     newest, older, *others = json.loads(console_script(folder, "ls", "--json").stdout)
     assert newest["steps"] == older["steps"] == 30

@@ -136,7 +136,8 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
     subjects = {(f.rule, f.subject.parameter, f.subject.module): f.severity for f in findings}
     return ListedRun(
         path, state, manifest.attempts[0].started, sum(map(_seconds, manifest.attempts)), steps + 1, loss,
-        max(subjects.values(), key=lambda severity: severity.rank, default=None), len(subjects), evaluated,
+        max(subjects.values(), key=lambda severity: severity.rank, default=None), len(subjects),
+        evaluated and steps >= 0,  # without a step, nothing was there to evaluate
         problem,
     )  # fmt: skip
 
