@@ -21,8 +21,8 @@ pytestmark = [
         reason="the simulated accelerator needs Linux and a C++ compiler (g++, or CXX)",
     ),
     pytest.mark.skipif(
-        Version(torch.__version__) < Version("2.10"),
-        reason="the simulated accelerator has functions that no back-end of torch 2.9 has",
+        Version(torch.__version__) < Version("2.12"),
+        reason="the simulated accelerator has functions that no back-end of torch 2.11 has",
     ),
 ]
 

@@ -80,7 +80,8 @@ def run(cell: Cell, folder: Path, jobs: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     marked = "not alone" if cell.tests else "not full and not alone"
     parallel = [*cell.tests, "-n", jobs, "--dist", "worksteal", "-m", marked]
-    phases = [parallel] if cell.tests else [parallel, ["-m", "alone and not full"]]
+    alone = ["-n", "2", "--dist", "loadfile", "-m", "alone and not full"]
+    phases = [parallel] if cell.tests else [parallel, alone]
     for number, phase in enumerate(phases, 1):
         command = [folder / "venv/bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *phase]
         log = f"--report-log={folder / f'{number}.jsonl'}"

@@ -84,6 +84,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     command += ["--tokens-per-step", "32", "--peak-flops", "1e9", "train.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
     return folder, json.loads(done.stdout)
 
 

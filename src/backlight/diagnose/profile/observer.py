@@ -232,7 +232,9 @@ class ProfileObserver(StepObserver):
             record_shapes=True,
             with_stack=self._stacks,
         )
-        self._profiler.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.11 warns of cycles, of which there is one
+            self._profiler.start()
 
     def _lines_possible(self) -> bool:
         models = self.forwards.models
