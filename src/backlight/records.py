@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import enum
 import functools
-import html
 import json
 import math
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from backlight.exact_types import exact
+from backlight.text import html_of
 
 R = TypeVar("R", bound="Record")
 
@@ -291,10 +291,10 @@ class Finding(Record):
             where.append(f"step {self.subject.step}")
         lines = {"where": ", ".join(part for part in where if part), "fix": self.fix}
         lines["refuted if"] = self.refuted_if
-        rows = "".join(f"<div><small>{k}: {html.escape(v)}</small></div>" for k, v in lines.items() if v)
+        rows = "".join(f"<div><small>{k}: {html_of(v)}</small></div>" for k, v in lines.items() if v)
         return (
-            f"<div><small>{html.escape(head)}</small><div><strong>{html.escape(self.title)}</strong></div>"
-            f"<div>{html.escape(self.detail)}</div>{rows}</div>"
+            f"<div><small>{html_of(head)}</small><div><strong>{html_of(self.title)}</strong></div>"
+            f"<div>{html_of(self.detail)}</div>{rows}</div>"
         )
 
 

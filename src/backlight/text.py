@@ -1,12 +1,13 @@
 """Numbers, sizes, names and ``KEY=VALUE`` items as text, for messages, reports and the terminal.
 
 Names of runs, parameters and scalars are untrusted: :func:`visible` keeps them from acting on a terminal or
-from reordering a line. Escaping markup is up to the writer of that markup.
+from reordering a line. Escaping markup is up to the writer of that markup; :func:`html_of` does it for HTML.
 """
 
 from __future__ import annotations
 
 import difflib
+import html
 import math
 import re
 import unicodedata
@@ -39,6 +40,11 @@ def printable(text: str) -> str:
     if text.isprintable():  # most is
         return text
     return "\n".join(map(visible, text.split("\n")))
+
+
+def html_of(text: object) -> str:
+    """Return ``text`` as HTML: visible, escaped, and what is between backticks as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(visible(text)))
 
 
 def _shown(character: str) -> str:

@@ -52,6 +52,43 @@ with backlight.watch(run="runs/first", every=1) as watch:
     "interrupted": '%%backlight --run runs/interrupted\ntrain(10**6, interrupt=7)',
     "started": 'first = backlight.watch(run="runs/started").start()\ntrain(3)',
     "started again": 'second = backlight.watch(run="runs/started").start()\ntrain(10**6, interrupt=4)',
+    "magic does not parse": "%%backlight --run runs/unfinished\ntrain(",
+    "cleared": """
+from IPython.display import clear_output, display
+seen = []
+def follow(message):
+    seen.append(message["content"].get("data", {}).get("text/plain", ""))
+    return message
+get_ipython().display_pub.register_hook(follow)
+with backlight.watch(run="runs/cleared"):
+    train(3)
+    clear_output(wait=True)
+    display("first plot")
+    train(3, head=False)
+    clear_output(wait=True)
+    display("last plot")
+    shown_with_plot = seen[-1].splitlines()[0]
+_ = get_ipython().display_pub.unregister_hook(follow)
+""",
+    "cleared displays": "print(seen[0].splitlines()[0]); print(shown_with_plot)",
+    "cleared for text": """
+with backlight.watch(run="runs/text"):
+    train(head=False)
+    clear_output(wait=True)
+    print("done")
+""",
+    "hosted": """
+from backlight.integrations.hosted import Hosted
+hosted = Hosted("Callback", "runs/hosted", {})
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters())
+hosted.begin([model], [optimizer], name="model")
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+hosted.end()
+""",
     "quiet": 'with backlight.watch(run="runs/quiet", quiet=True):\n    train(3)',
     "report": 'backlight.open_run("runs/first").report()',
 }  # fmt: skip
@@ -96,6 +133,15 @@ def test_cell_shows_result_loss_norm_and_findings(outputs: Outputs) -> None:
     assert "No findings" in sound
     assert "are not in any optimizer" in head
     assert len(outputs["watched"]) == 1  # no line on standard error as well
+    assert head.count("are not in any optimizer") == 1
+    assert "<code>2.weight</code>" in head
+
+
+def test_front_end_without_html_shows_the_same(outputs: Outputs) -> None:
+    lines = outputs["again"][0]["data"]["text/plain"].splitlines()
+    assert re.match(r"backlight: finished · 20 steps · loss [\d.]+ · gradient norm [\d.]+$", lines[0])
+    assert [line.partition(":")[0] for line in lines[1:-1]] == ["warning"]
+    assert lines[-1] == "backlight.open_run('runs/first-2').report()"
 
 
 def test_weights_are_identical(outputs: Outputs) -> None:
@@ -116,6 +162,36 @@ def test_magic_watches_its_cell(outputs: Outputs, folder: Path) -> None:
     assert backlight.open_run(folder / "runs" / "magic").last_step() == 19
     assert errors(outputs["magic refuses"]) == []
     assert "unrecognized arguments: --nope" in outputs["magic refuses"][0]["text"]
+
+
+def test_cell_that_does_not_parse_makes_no_run(outputs: Outputs, folder: Path) -> None:
+    first, *others = outputs["magic does not parse"]
+    assert first["ename"] == "SyntaxError"
+    assert [(o.output_type, o["traceback"]) for o in others] == [("error", [])]  # the outer cell fails too
+    assert not (folder / "runs" / "unfinished").exists()
+
+
+def test_output_that_the_cell_clears_is_shown_again(outputs: Outputs, folder: Path) -> None:
+    cleared = outputs["cleared"]
+    assert re.search(r"finished · 6 steps", shown(cleared))
+    assert cleared[-1]["data"]["text/plain"] == "'last plot'"  # what the user's code has shown stays
+    assert len(cleared) == 2
+    displays = outputs["cleared displays"][0]["text"].splitlines()
+    assert displays[0] == "backlight: running · 0 steps"
+    assert displays[1].startswith("backlight: running · 6 steps")
+    assert "are not in any optimizer" in shown(outputs["cleared for text"])
+    assert outputs["cleared for text"][0]["text"] == "done\n"
+
+
+def test_two_models_keep_the_name_of_the_notebook(folder: Path) -> None:
+    stored = backlight.open_run(folder / "runs" / "cleared").fingerprint()
+    assert stored is not None
+    assert (stored.script, stored.script_hash) == ("study.ipynb", "")
+
+
+def test_result_of_a_framework_is_shown_once(outputs: Outputs) -> None:
+    assert "finished · 3 steps" in shown(outputs["hosted"])
+    assert len(outputs["hosted"]) == 1
 
 
 def test_error_of_the_cell_is_shown_once(outputs: Outputs, folder: Path) -> None:

@@ -19,6 +19,7 @@ from backlight import devices
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding, kind_of, walk
 from backlight.distributed import rank_and_size
+from backlight.notebook import notebook_name, notebook_shell
 from backlight.records import Fingerprint
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...]) -> Fingerprint:
     dtypes = Counter[str]()
     for record in (record.unsharded() for record in records):  # a shard is not less of a model
         dtypes[record.dtype] += record.numel
+    in_notebook = notebook_shell() is not None  # its script is that of the kernel
     return Fingerprint(
-        script=sys.argv[0] if sys.argv else "",
-        script_hash=_script_hash(),
+        script=f"{notebook_name()}.ipynb" if in_notebook else "".join(sys.argv[:1]),
+        script_hash="" if in_notebook else _script_hash(),
         arguments=arguments,
         versions=_versions(),
         device=_device({record.device for record in records}),

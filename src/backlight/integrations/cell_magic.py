@@ -24,6 +24,15 @@ def _parser() -> _Parser:
     return parser
 
 
+def _is_valid(shell: Any, cell: str) -> bool:
+    """Return whether a cell can run at all."""
+    try:
+        shell.compile.ast_parse(shell.transform_cell(cell))
+    except SyntaxError:
+        return False
+    return True
+
+
 def register(shell: Any) -> None:
     """Register the magic in the shell of a notebook or of IPython."""
 
@@ -34,13 +43,20 @@ def register(shell: Any) -> None:
             watching = watch(None, None, **settings)
         except ValueError as error:
             raise UsageError(f"%%backlight: {error}") from None
-        shell.user_ns["watch"] = watching
-        with watching:
-            result = shell.run_cell(cell)
-            failure = result.error_before_exec or result.error_in_exec
-            if failure is not None:
-                failure._render_traceback_ = list  # the cell has shown it: raised again, it stops "Run all"
-                raise failure
+        if _is_valid(shell, cell):
+            shell.user_ns["watch"] = watching
+            with watching:
+                result = shell.run_cell(cell)
+                if result.error_in_exec is not None:
+                    watching.stop(result.error_in_exec)
+        else:
+            result = shell.run_cell(cell)  # it reports the error
+        failure = result.error_before_exec or result.error_in_exec
+        if failure is not None:
+            if isinstance(failure, SyntaxError):  # IPython shows one whatever it renders to
+                failure = RuntimeError(str(failure))
+            failure._render_traceback_ = list  # the cell has shown it: raised again, it stops "Run all"
+            raise failure
 
     backlight.__doc__ = f"Watch the training run in this cell.\n\n{_parser().format_help()}"
     shell.register_magic_function(backlight, "cell", "backlight")

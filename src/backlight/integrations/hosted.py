@@ -21,6 +21,7 @@ from backlight.distributed import launch_id, rank_and_size
 from backlight.findings.evaluate import Findings, findings_of
 from backlight.generators import kept_random
 from backlight.monitor import Samples, check_monitors
+from backlight.notebook import notebook_shell
 from backlight.notifier import Notifier
 from backlight.records import Finding
 from backlight.session.script_end import failure, uncaught_exception
@@ -194,7 +195,7 @@ class Hosted:
         except StoreError as error:
             write(f"backlight: {error}", file=sys.stderr)
             return
-        if self._summary:
+        if self._summary and notebook_shell() is None:  # its cell shows them
             _print_summary(run, found)
         if self._on_end is not None:
             name = getattr(self._on_end, "__qualname__", type(self._on_end).__name__)

@@ -13,7 +13,7 @@ from backlight.records import Finding, Severity
 from backlight.report.source import Source
 from backlight.report.verdict import Outcome, by_severity, outcome, where
 from backlight.store.read.run import Run
-from backlight.text import count, number, visible
+from backlight.text import count, html_of, number, visible
 
 MOST = 20
 """Findings that a cell shows; the rest of them is counted."""
@@ -29,9 +29,9 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
     said = outcome(source)
     status = " · ".join(part for part in (run.status.value, said.status) if part)
     parts = [
-        f"<div><strong>{_safe(run.name or 'unnamed run')}</strong> <small>{_safe(status)}</small></div>",
+        f"<div><strong>{html_of(run.name or 'unnamed run')}</strong> <small>{html_of(status)}</small></div>",
         _verdict(said),
-        *(f'<div style="color:{_TONES["warning"]}">Lost: {_safe(loss)}</div>' for loss in said.losses),
+        *(f'<div style="color:{_TONES["warning"]}">Lost: {html_of(loss)}</div>' for loss in said.losses),
     ]
     figures = []
     for name in ("loss", "total_norm"):
@@ -40,42 +40,50 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
             first, last = (number(float(scalar.values[i])) for i in (0, -1))
             figures.append(f"{name.replace('_', ' ')} {first} to {last}")
     if figures:
-        parts.append(f"<div>{_safe(' · '.join(figures))}</div>")
+        parts.append(f"<div>{html_of(' · '.join(figures))}</div>")
     if findings:
         parts.append(_table(findings))
     if said.unmeasured:
         parts.append(
             f"<div><small>{count(len(said.unmeasured), 'thing')} not measured: see the report.</small></div>"
         )
-    parts.append(f"<div><small><code>backlight report {_safe(run.location)}</code></small></div>")
+    parts.append(f"<div><small><code>backlight report {html_of(run.location)}</code></small></div>")
     return f'<div style="line-height:1.45">{"".join(parts)}</div>'
 
 
-def live_html(
-    path: Path, state: str, steps: int, scalars: Mapping[str, float], findings: Sequence[Finding]
-) -> str:
-    """Return what a cell shows while it trains: state, steps, loss, total norm, findings so far."""
+def live_cell(
+    path: Path, state: str, steps: int, newest: int, scalars: Mapping[str, float], findings: Sequence[Finding]
+) -> dict[str, str]:
+    """Return what a cell shows while it trains, as text and as HTML, by MIME type.
+
+    That is state, ``steps`` done, loss and gradient norm at the ``newest`` recorded step, and the findings.
+    """
     names = {"loss": "loss", "total_norm": "gradient norm"}
     figures = [f"{label} {number(scalars[name])}" for name, label in names.items() if name in scalars]
-    head = " · ".join(
-        (f"<strong>backlight</strong> {_safe(state)}", *map(_safe, (count(steps, "step"), *figures)))
-    )
-    rows = [
-        f'<div><strong style="color:{_COLOURS[finding.severity]}">{finding.severity.value}</strong> '
-        f"{_safe(finding.title)} <small>({_safe(finding.rule)})</small></div>"
-        for finding in by_severity(findings)[:MOST]
-    ]
-    rest = len(findings) - MOST
-    if rest > 0:
-        rows.append(f"<div><small>and {count(rest, 'more finding')}</small></div>")
+    if figures and newest < steps - 1:
+        figures[-1] += f" at step {number(newest)}"
+    status = " · ".join((state, count(steps, "step"), *figures))
+    shown = by_severity(findings)[:MOST]
+    notes = [f"and {count(len(findings) - MOST, 'more finding')}"] if len(findings) > MOST else []
     if not findings and state != "running":
-        rows.append(
-            "<div>No findings. Only recorded data was checked.</div>"
-            if steps
-            else "<div>Nothing was measured.</div>"
-        )
-    where = f"<div><small><code>backlight.open_run({_safe(repr(str(path)))}).report()</code></small></div>"
-    return f'<div style="line-height:1.45"><div>{head}</div>{"".join(rows)}{where}</div>'
+        notes.append("No findings. Only recorded data was checked." if steps else "Nothing was measured.")
+    call = f"backlight.open_run({str(path)!r}).report()"
+    text = "\n".join((
+        f"backlight: {visible(status)}",
+        *(f"{finding.severity.value}: {visible(finding.title)} ({finding.rule})" for finding in shown),
+        *notes, visible(call),
+    ))  # fmt: skip
+    parts = [
+        f"<div><strong>backlight</strong> {html_of(status)}</div>",
+        *(
+            f'<div><strong style="color:{_COLOURS[finding.severity]}">{finding.severity.value}</strong> '
+            f"{html_of(finding.title)} <small>({html_of(finding.rule)})</small></div>"
+            for finding in shown
+        ),
+        *(f"<div>{note}</div>" for note in notes),
+        f"<div><small><code>{html_of(call)}</code></small></div>",
+    ]
+    return {"text/plain": text, "text/html": f'<div style="line-height:1.45">{"".join(parts)}</div>'}
 
 
 class InlineReport(str):
@@ -100,7 +108,7 @@ def findings_html(run: Run, findings: Sequence[Finding]) -> str:
 
 def _verdict(said: Outcome) -> str:
     tone = _TONES.get(said.tone, "currentColor")
-    return f'<div><strong style="color:{tone}">{_safe(said.tally)}.</strong> {_safe(said.detail)}</div>'
+    return f'<div><strong style="color:{tone}">{html_of(said.tally)}.</strong> {html_of(said.detail)}</div>'
 
 
 def _table(findings: Sequence[Finding]) -> str:
@@ -111,15 +119,11 @@ def _table(findings: Sequence[Finding]) -> str:
         colour = _COLOURS[finding.severity]
         rows.append(
             f'<tr><td {cell}><strong style="color:{colour}">{finding.severity.value}</strong>'
-            f"</td><td {cell}><code>{_safe(finding.rule)}</code></td><td {cell}>"
-            f"<strong>{_safe(finding.title)}</strong><br>{_safe(finding.detail)}"
-            f"<br><small>{_safe(place)}</small></td><td {cell}>{_safe(finding.fix)}</td></tr>"
+            f"</td><td {cell}><code>{html_of(finding.rule)}</code></td><td {cell}>"
+            f"<strong>{html_of(finding.title)}</strong><br>{html_of(finding.detail)}"
+            f"<br><small>{html_of(place)}</small></td><td {cell}>{html_of(finding.fix)}</td></tr>"
         )
     head = "".join(f"<th {cell}>{name}</th>" for name in ("", "rule", "finding", "fix"))
     rest = len(findings) - MOST
     more = f"<div><small>and {count(rest, 'more finding')}</small></div>" if rest > 0 else ""
     return f'<table style="border-collapse:collapse"><tr>{head}</tr>{"".join(rows)}</table>{more}'
-
-
-def _safe(text: object) -> str:
-    return html.escape(visible(text), quote=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.health.model.parameters import GroupError, members
-from backlight.session.notebook import notebook_name, notebook_shell
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,8 +45,6 @@ class FingerprintMonitor(Monitor):
         """Take the fingerprint, and look for groups without parameters."""
         table = self._run.scope.table
         found = take_fingerprint(self._run.scope, self._run.arguments)
-        if notebook_shell() is not None:  # its script is that of the kernel
-            found = dataclasses.replace(found, script=f"{notebook_name()}.ipynb", script_hash="")
         expected = self._run.writer.expected_fingerprint
         if expected is not None and _is_another_model(found, expected):
             sizes = expected.parameter_count, found.parameter_count

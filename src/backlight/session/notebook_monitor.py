@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from backlight import clock
 from backlight.monitor import Monitor, RunContext, StoredStep
+from backlight.notebook import notebook_shell
 from backlight.records import Finding
-from backlight.session.notebook import notebook_shell
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -23,6 +23,7 @@ class NotebookMonitor(Monitor):
     name = "notebook"
     requested_by = None
     records = "the live output of the cell"
+    order = 20  # at the end after the last new findings
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
@@ -31,14 +32,21 @@ class NotebookMonitor(Monitor):
 
     def attach(self, run: RunContext) -> None:
         """Show the run."""
-        import IPython.display  # noqa: PLC0415 - imported by the notebook
-
-        display: Any = IPython.display.display
         self._run = run
-        self._scalars = dict[str, float]()
+        self._scalars, self._newest = dict[str, float](), -1
         self._findings: tuple[Finding, ...] = ()
         self._state, self._shown = "running", clock.monotonic()
-        self._display: Any = None if run.rank else display(self._content(), raw=True, display_id=True)
+        self._display: Any = None
+        self._cell, self._is_cleared = "", False
+        if run.rank:
+            return
+        import IPython.display  # noqa: PLC0415 - imported by the notebook
+
+        make: Any = IPython.display.DisplayHandle
+        self._publisher = notebook_shell().display_pub
+        self._publisher.register_hook(self._follow)
+        self._display = make()
+        self._show()
 
     def detach(self, error: BaseException | None) -> None:
         """Note how the run ended."""
@@ -51,6 +59,7 @@ class NotebookMonitor(Monitor):
 
     def on_step_stored(self, step: StoredStep) -> None:
         """Remember the scalars of the newest step."""
+        self._newest = step.step
         self._scalars |= {k: v for k, v in step.scalars.items() if k in {"loss", "total_norm"}}
 
     def on_flush(self) -> None:
@@ -66,7 +75,30 @@ class NotebookMonitor(Monitor):
     def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
         """Show the result."""
         self._findings = tuple(findings)
+        if self._is_cleared:
+            self._show()
         self._update()
+        if self._display is not None:
+            self._publisher.unregister_hook(self._follow)
+
+    def _follow(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Show the run anew where the user's code has cleared its output, which drops all updates.
+
+        A front end may wait with clearing until the next output. That has to be one of the user's code.
+        """
+        kind, cell = message["header"]["msg_type"], message["parent_header"].get("msg_id", "")
+        if kind == "display_data":
+            if message["content"]["transient"].get("display_id") == self._display.display_id:
+                self._cell, self._is_cleared = cell, False
+            elif self._is_cleared and cell == self._cell:
+                with self._run.notifier.shield():
+                    self._show()
+        elif kind == "clear_output" and cell == self._cell:
+            self._is_cleared = True
+        return message
+
+    def _show(self) -> None:
+        self._display.display(self._content(), raw=True)
 
     def _update(self) -> None:
         self._shown = clock.monotonic()
@@ -74,9 +106,7 @@ class NotebookMonitor(Monitor):
             self._display.update(self._content(), raw=True)
 
     def _content(self) -> dict[str, str]:
-        from backlight.report.notebook import live_html  # noqa: PLC0415 - no script needs it
+        from backlight.report.notebook import live_cell  # noqa: PLC0415 - no script needs it
 
-        steps = self._run.clock.done
-        text = f"backlight: {self._state}, {self._run.path}"
-        page = live_html(self._run.path, self._state, steps, self._scalars, self._findings)
-        return {"text/plain": text, "text/html": page}
+        steps = max(self._run.clock.done, 0)
+        return live_cell(self._run.path, self._state, steps, self._newest, self._scalars, self._findings)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from backlight import clock
 from backlight.monitor import Monitor, RunContext
+from backlight.notebook import notebook_shell
 from backlight.records import Finding, Severity
 from backlight.registry import RULES
-from backlight.session.notebook import notebook_shell
 from backlight.standard_error import write_text
 from backlight.text import count, printable, visible
 

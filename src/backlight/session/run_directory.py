@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.distributed import given_directory, launch_id, rank_and_size, start_id, world
 from backlight.findings.evaluate import evaluate_rules
+from backlight.notebook import notebook_name, notebook_shell
 from backlight.notifier import Notifier
 from backlight.records import OTHERS, Finding, Made
 from backlight.registry import RULES
-from backlight.session.notebook import notebook_name, notebook_shell
 from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError, RunHeldError
 from backlight.store.format.hdf5_pieces import Filters
