@@ -73,6 +73,16 @@ def name_of(device: str | int | torch.device | None = None) -> str:
     return str(name(device)) if name is not None else str(kind())
 
 
+def matmul_precision() -> str:
+    """Return the precision of float32 products: ``highest``, or as ``tf32 on cuda, bf16 on cpu``.
+
+    The older switches of torch warn, and raise where a script uses ``fp32_precision``, which sets both.
+    """
+    found: dict[str, Any] = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}
+    lower = {name: backend.matmul.fp32_precision for name, backend in found.items()}
+    return ", ".join(f"{p} on {name}" for name, p in lower.items() if p not in {"none", "ieee"}) or "highest"
+
+
 def is_capturing_graph() -> bool:
     """Return whether a graph of kernels is being captured, where nothing of backlight may run."""
     found = kind()

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import platform
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,19 +96,15 @@ def _device(used: set[str]) -> str:
         if devices.is_accelerator(device):
             names.append(f"{device}: {devices.name_of(device)}")
         else:
-            names.append(f"{device}: {platform.processor() or platform.machine()}")
+            names.append(f"{device}: {platform.machine()}")
     return ", ".join(names)
 
 
 def _flags() -> dict[str, str]:
-    # Some releases warn when the older switches are read; that is not for the user to see.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return {
-            "threads": str(torch.get_num_threads()),
-            "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-            "matmul_precision": torch.get_float32_matmul_precision(),
-            "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
-            "tf32": str(torch.backends.cuda.matmul.allow_tf32),
-            "anomaly": str(torch.is_anomaly_enabled()),
-        }
+    return {
+        "threads": str(torch.get_num_threads()),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "matmul_precision": devices.matmul_precision(),
+        "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
+        "anomaly": str(torch.is_anomaly_enabled()),
+    }

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, dataloader
 
+from backlight import devices
 from backlight.capture.modules import live_objects
 from backlight.diagnose.profile.ranges import has_compiled, is_compiled
 from backlight.distributed import world
@@ -76,7 +77,7 @@ def read_live_objects(
         compiled=tuple(regions) or (("a function",) if has_compiled() else ()),
         types=dict(types.most_common()),
         loaders=_loaders(),
-        matmul=torch.get_float32_matmul_precision(),
+        matmul=devices.matmul_precision(),
         threads=torch.get_num_threads(),
         cores=available_cores(),
     )

@@ -107,9 +107,9 @@ def looks_like_mean(larger: float, smaller: float, ratio: float, samples: int) -
 def epsilon(dtype: torch.dtype, device: torch.device) -> float:
     """Return the machine epsilon of products in ``dtype`` on ``device``."""
     eps = torch.finfo(dtype).eps
-    tf32 = device.type == "cuda" and (
-        torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-    )
+    cudnn: Any = torch.backends.cudnn
+    switches = torch.backends.cuda.matmul, cudnn.conv
+    tf32 = device.type == "cuda" and any(switch.fp32_precision == "tf32" for switch in switches)
     return max(eps, 2.0**-10) if tf32 and dtype == torch.float32 else eps
 
 
