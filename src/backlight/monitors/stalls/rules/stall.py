@@ -20,14 +20,16 @@ def stall(run: Run, limits: StallLimits) -> Iterator[Finding]:
     """Report each stored diagnosis once; those that one machine left open are replaced by the joint one."""
     joint = [one.finding for one in joint_findings(run.events(EVENT))]
     replaced = {(finding.subject.verdict, finding.subject.rank) for finding in joint}
-    reported = set()
+    reported: set[object] = set()
     files: dict[str, Evidence] = {}
     for finding in run.stored_findings():
-        key = (finding.title, finding.detail, finding.subject.step)
+        subject = finding.subject
+        # At one line it is one stall, however long it lasts by the second diagnosis.
+        key = subject if subject.line else (finding.title, finding.detail, subject.step)
         if finding.rule != RULE or key in reported:
             continue
         reported.add(key)
-        is_replaced = (finding.subject.verdict, finding.subject.rank) in replaced
+        is_replaced = (subject.verdict, subject.rank) in replaced
         if joint and (UNOBSERVED in finding.detail or is_replaced):
             files.update({e.path: e for e in finding.evidence if e.path in run.evidence()})
             continue
