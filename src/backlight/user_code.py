@@ -96,6 +96,22 @@ def _line_of(frame: FrameType) -> SourceLine:
     return _source_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
+def process_script() -> str:
+    """Return the script of this process; where that is a library's, as under Ray or pytest, the user's file.
+
+    That is the file of the outermost user code that led to this call; the library's own where none did.
+    """
+    script = sys.argv[0] if sys.argv else ""
+    is_library = is_third_party(script) or Path(script).parent == Path(sys.executable).parent
+    frame, found = sys._getframe(1) if is_library else None, script
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path != script and is_user_code(path):
+            found = path
+        frame = frame.f_back
+    return found
+
+
 def definition(function: object) -> SourceLine | None:
     """Return the line at which a Python function is defined; None for anything else."""
     code = getattr(function, "__code__", None)

@@ -54,6 +54,8 @@ def test_hang_fails_the_job_with_one_diagnosis_that_names_rank_line_and_collecti
     # One run for all ranks, in the storage of the trainer, with ranks and attempt of Ray's context.
     run = backlight.open_run(tmp_path / "hang" / "backlight")
     assert [rank.rank for rank in run.ranks()] == [0, 1]
+    fingerprint = run.fingerprint()  # not that of Ray's worker
+    assert (Path(fingerprint.script).name, fingerprint.arguments) == ("ray_loop.py", ())
     for rank, variables in enumerate(noted(tmp_path, "variables")):
         assert (variables["RANK"], variables["WORLD_SIZE"]) == (str(rank), "2")
         assert re.fullmatch(r"ray-hang\+[0-9a-f]{32}", variables["BACKLIGHT_RUN_ID"])

@@ -155,6 +155,22 @@ def test_user_values_are_stored_and_the_model_is_unchanged(
     assert len(ends(model)) == len(model.state_dict())
 
 
+LIBRARIES = ["/usr/lib/python3/site-packages/ray/worker.py", str(Path(sys.executable).with_name("pytest"))]
+
+
+@pytest.mark.parametrize("path", [*LIBRARIES, "/home/me/train.py"])
+def test_the_script_of_a_process_that_a_library_started_is_the_users_file(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [path, "--session=1"])
+    model, optimizer = build_with_sgd()
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1):
+        loop(model, optimizer, steps=1)
+    found = backlight.open_run(tmp_path / "run").fingerprint()
+    expected = (__file__, ()) if path in LIBRARIES else (path, ("--session=1",))
+    assert (found.script, found.arguments) == expected
+
+
 def test_reentry_nesting_and_exceptions(tmp_path: Path) -> None:
     outer = backlight.watch(run=tmp_path / "outer", every=1)
     with outer, outer:

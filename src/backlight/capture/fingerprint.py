@@ -20,6 +20,7 @@ from backlight.capture.modules import holding, kind_of, walk
 from backlight.distributed import rank_and_size
 from backlight.notebook import notebook_name, notebook_shell
 from backlight.records import Fingerprint
+from backlight.user_code import process_script
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import Scope
@@ -39,10 +40,11 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...]) -> Fingerprint:
     for record in (record.unsharded() for record in records):  # a shard is not less of a model
         dtypes[record.dtype] += record.numel
     in_notebook = notebook_shell() is not None  # its script is that of the kernel
+    script = f"{notebook_name()}.ipynb" if in_notebook else process_script()
     return Fingerprint(
-        script=f"{notebook_name()}.ipynb" if in_notebook else "".join(sys.argv[:1]),
-        script_hash="" if in_notebook else _script_hash(),
-        arguments=arguments,
+        script=script,
+        script_hash="" if in_notebook else _script_hash(script),
+        arguments=arguments if script in sys.argv[:1] else (),
         versions=_versions(),
         device=_device({record.device for record in records}),
         host=platform.node(),
@@ -57,11 +59,11 @@ def take_fingerprint(scope: Scope, arguments: tuple[str, ...]) -> Fingerprint:
     )
 
 
-def _script_hash() -> str:
+def _script_hash(script: str) -> str:
     """Return the start of the SHA-256 of the script; empty where there is no file, as in a notebook."""
     try:
-        return hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()[:16]
-    except (OSError, IndexError):
+        return hashlib.sha256(Path(script).read_bytes()).hexdigest()[:16]
+    except OSError:
         return ""
 
 

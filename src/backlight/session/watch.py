@@ -31,6 +31,7 @@ from backlight.session.step_recorder import Sampling
 from backlight.store.errors import StoreError
 from backlight.store.read.run import open_run
 from backlight.text import count
+from backlight.user_code import process_script
 
 if TYPE_CHECKING:
     import torch
@@ -79,8 +80,11 @@ class Watch:
         self._is_script = bool(script)
         if notebook_shell() is not None:  # its arguments are those of the kernel
             script = script or f"{notebook_name()}.ipynb"
-        self._script = script or (sys.argv[0] if sys.argv else "")
-        self._arguments = arguments if script else tuple(sys.argv[1:])
+        self._script = script or process_script()
+        is_own = (
+            script or self._script not in sys.argv[:1]
+        )  # else the arguments are of what started the process
+        self._arguments = arguments if is_own else tuple(sys.argv[1:])
         self._models, self._optimizers, self._depth = list(models), list(optimizers), 0
         self._started = self._abandoned = False
         self._notifier = Notifier(self.path)
