@@ -47,6 +47,8 @@ class StartedWatches:
 
     def _after_cell(self, result: Any) -> None:
         error = getattr(result, "error_in_exec", None)
+        if isinstance(error, SystemExit):  # Lightning raises it for an interrupt
+            error = error.__context__
         if isinstance(error, KeyboardInterrupt):
             self._close(error)
 

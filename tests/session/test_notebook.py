@@ -52,6 +52,20 @@ with backlight.watch(run="runs/first", every=1) as watch:
     "interrupted": '%%backlight --run runs/interrupted\ntrain(10**6, interrupt=7)',
     "started": 'first = backlight.watch(run="runs/started").start()\ntrain(3)',
     "started again": 'second = backlight.watch(run="runs/started").start()\ntrain(10**6, interrupt=4)',
+    "leaves": """
+%%backlight --run runs/leaves
+try:
+    train(10**6, interrupt=7)
+except KeyboardInterrupt:
+    raise SystemExit(1)
+""".strip(),
+    "started leaves": """
+third = backlight.watch(run="runs/started").start()
+try:
+    train(10**6, interrupt=7)
+except KeyboardInterrupt:
+    raise SystemExit(1)
+""",
     "magic does not parse": "%%backlight --run runs/unfinished\ntrain(",
     "cleared": """
 from IPython.display import clear_output, display
@@ -201,7 +215,15 @@ def test_error_of_the_cell_is_shown_once(outputs: Outputs, folder: Path) -> None
     assert backlight.open_run(folder / "runs" / "fails").status.value == "failed"
 
 
-@pytest.mark.parametrize(("cell", "run"), [("interrupted", "interrupted"), ("started again", "started-2")])
+@pytest.mark.parametrize(
+    ("cell", "run"),
+    [
+        ("interrupted", "interrupted"),
+        ("started again", "started-2"),
+        ("leaves", "leaves"),
+        ("started leaves", "started-3"),
+    ],
+)
 def test_interrupt_closes_the_run(outputs: Outputs, folder: Path, cell: str, run: str) -> None:
     assert "backlight</strong> interrupted" in shown(outputs[cell])
     stored = backlight.open_run(folder / "runs" / run)

@@ -6,8 +6,15 @@ import sys
 
 
 def failure(error: BaseException | None) -> BaseException | None:
-    """Return the exception of code that failed; None where it ended, or left by ``sys.exit(0)``."""
-    return None if isinstance(error, SystemExit) and error.code in {None, 0} else error
+    """Return the exception of code that failed; None where it ended, or left by ``sys.exit(0)``.
+
+    For code that leaves with an error because it is interrupted, as Lightning does, that is the interrupt.
+    """
+    if not isinstance(error, SystemExit):
+        return error
+    if error.code in {None, 0}:
+        return None
+    return error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
 
 
 def uncaught_exception() -> BaseException | None:
