@@ -81,10 +81,9 @@ class Watch:
         if notebook_shell() is not None:  # its arguments are those of the kernel
             script = script or f"{notebook_name()}.ipynb"
         self._script = script or process_script()
-        is_own = (
-            script or self._script not in sys.argv[:1]
-        )  # else the arguments are of what started the process
-        self._arguments = arguments if is_own else tuple(sys.argv[1:])
+        if not script and self._script in sys.argv[:1]:  # else they are of the library that started it
+            arguments = tuple(sys.argv[1:])
+        self._arguments = arguments
         self._models, self._optimizers, self._depth = list(models), list(optimizers), 0
         self._started = self._abandoned = False
         self._notifier = Notifier(self.path)
