@@ -83,6 +83,12 @@ def test_marked_without_a_step():
     build(trained=True)
 
 
+def test_updates_by_hand(backlight_watch):
+    model, _ = build(trained=True)
+    with backlight_watch(model):
+        model(torch.randn(4, 8)).sum().backward()
+
+
 @pytest.mark.backlight
 def test_marked_own_failure():
     train(*build(trained=True))
@@ -151,6 +157,7 @@ def test_passes(outcomes: dict[str, str], name: str) -> None:
         ("test_marked_untrained_head", "`2.weight` and `2.bias` are not in any optimizer"),
         ("test_marked_untrained_head_ends_after_12_steps", "are not in any optimizer"),
         ("test_marked_without_a_step", "recorded no optimizer step"),
+        ("test_updates_by_hand", "watch.mark_step()"),
         ("test_marked_own_failure", "own failure"),
         ("test_marked_typo", "fail_on: no severity or rule is called 'typo'"),
         ("test_marked_by_position", "got 'warning', expected settings by name"),

@@ -77,7 +77,7 @@ def _check(watched: Watch, fails: Callable[[Any], bool]) -> None:
     """Fail the test by the findings, or because nothing was measured."""
     __tracebackhide__ = True
     if not watched.is_recorded or not watched.step:
-        _fail("backlight recorded no optimizer step, so that nothing was checked")
+        _fail(f"backlight recorded no optimizer step, so that nothing was checked\n{watched.findings}")
     findings = watched.findings
     failing = [finding for finding in findings if fails(finding)]
     if failing:

@@ -152,8 +152,9 @@ def why_no_step(tracker: StepTracker, scope: Scope) -> str:
         known = scope.parameters()
         return "" if known else "no optimizer holds a model: give it to the watch, backlight.watch(model)"
     count = tracker.backwards
+    seen = "1 backward pass was seen" if count == 1 else f"{count} backward passes were seen"
     return (
-        f"{count} backward passes were seen, but no step of a torch.optim optimizer that holds the "
+        f"{seen}, but no step of a torch.optim optimizer that holds the "
         "model: call watch.mark_step() after each update that is made by hand or by an engine"
         if count
         else "neither a backward pass nor an optimizer step was seen"
