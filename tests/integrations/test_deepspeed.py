@@ -256,7 +256,7 @@ def test_a_missing_deepspeed_is_one_error(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     monkeypatch.delitem(sys.modules, "backlight.integrations.deepspeed", raising=False)
-    with pytest.raises(ImportError, match=r"expected deepspeed 0\.19 or newer, it is not installed"):
+    with pytest.raises(ImportError, match=r"expected deepspeed 0\.19\.8 or newer, it is not installed"):
         __import__("backlight.integrations.deepspeed")
 
 

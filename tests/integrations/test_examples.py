@@ -103,6 +103,7 @@ def test_ray_example(tmp_path: Path, is_faulty: bool) -> None:
     fault = ("--plant", "--stall", "6") if is_faulty else ()
     done = run_example(tmp_path, str(example), "--storage", "runs/ray", *fault)
     assert done.returncode == int(is_faulty), done.stdout[-3000:]
+    assert ("HangError: " in done.stdout) is is_faulty, done.stdout[-3000:]
     run = backlight.open_run(tmp_path / "runs" / "ray" / "first" / "backlight")
     assert [rank.rank for rank in run.ranks()] == [0, 1]
     lines = example.read_text().splitlines()

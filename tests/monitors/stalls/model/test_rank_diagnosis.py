@@ -212,9 +212,17 @@ def test_cause_has_the_line_of_its_own_diagnosis() -> None:
     [
         *([waiting(0), waiting(1), moving(*at)] for at in [(1000,), (700, 750, 790, 980), (976, 978, 980)]),
         [failed(r, "KeyboardInterrupt", interrupted=r == 2) for r in range(3)],
+        [waiting(0), waiting(1), failed(2, "Ray Train", interrupted=True)],
         [failed(r, "ValueError: everywhere") for r in range(3)],
     ],
-    ids=["moved once", "moved before the others wait", "silent since", "interrupted", "error of every rank"],
+    ids=[
+        "moved once",
+        "moved before the others wait",
+        "silent since",
+        "interrupted",
+        "ended by a launcher",
+        "error of every rank",
+    ],
 )
 def test_nothing_to_attribute(observations: list[Observation]) -> None:
     assert diagnose_all(*observations) is None

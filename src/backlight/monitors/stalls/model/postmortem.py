@@ -37,11 +37,11 @@ def diagnose_failures(
 ) -> Diagnosis | None:
     """Return the diagnosis of a run of several ranks of which some were left by an exception.
 
-    None where nothing can be attributed: no rank has failed, the user interrupted them, a rank was killed
-    before, or each has failed by an error of its own, for which its traceback says more.
+    None where nothing can be attributed: no rank has failed, a rank was killed before, or each has failed by
+    an error of its own, for which its traceback says more.
     """
     failures = [(o, o.exit_reason) for o in observations if o.exit_reason is not None]
-    if not failures or any(reason.interrupted for _, reason in failures):
+    if not failures:
         return None
     failures.sort(key=lambda pair: (pair[1].at, pair[0].rank))
     own = [(o, reason) for o, reason in failures if not reason.inside]

@@ -47,6 +47,8 @@ def diagnose_ranks(
         if not alone or world_size <= 1:
             return alone[0] if alone else None
         return open_to_unobserved_ranks(_named(alone[0]), observations, world_size)
+    if any(o.exit_reason is not None and o.exit_reason.interrupted for o in observations):
+        return None  # the user, or a launcher, ends the ranks, one after the other
     failed = diagnose_failures(observations, world_size, lambda: find_mismatch(observations, groups))
     if failed is not None:
         return open_to_unobserved_ranks(failed, observations, world_size)
