@@ -63,6 +63,16 @@ def fit(folder: Path, case: str, *, fail_after: float | None = None, **config: A
     return ""
 
 
+def write_logs(folder: Path) -> None:
+    """Copy what controller and workers have written: Ray does not forward all before the driver ends."""
+    logs = [
+        p.read_text() for p in Path(ray._private.worker._global_node.get_logs_dir_path()).glob("worker-*.err")
+    ]
+    for name, actor in {"controller": "TrainController", "workers": "RayTrainWorker"}.items():
+        texts = [text for text in logs if f":actor_name:{actor}\n" in text]
+        (folder / f"{name}.txt").write_text("".join(texts))
+
+
 def fit_elastic(folder: Path) -> str:
     """Fit on a node of one core, to which another one is added once the first worker group has begun."""
     head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
@@ -73,6 +83,7 @@ def fit_elastic(folder: Path) -> str:
             time.sleep(0.1)
         cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)  # in the main thread: it sets signals
         error = fitted.result()
+    write_logs(folder)
     ray.shutdown()
     cluster.shutdown()
     return error
@@ -93,6 +104,7 @@ def main() -> None:
     (folder / "error.txt").write_text(fit(folder, case, **given))
     if before is not None:
         before.close()
+    write_logs(folder)
     ray.shutdown()
 
 

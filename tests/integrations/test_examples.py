@@ -86,12 +86,16 @@ def test_notebook_example(tmp_path: Path) -> None:
     assert "<iframe" in report
 
 
+OWN_CLUSTER = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+"""Environment of an example of Ray: not the cluster of another test, which ends with that test."""
+
+
 def run_example(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run an example in a session of its own, from another directory; both streams in ``stdout``."""
     return run_in_own_session(
         [sys.executable, *arguments],
         limit=580, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, directory=str(tmp_path),
-        environment={**environment(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"},
+        environment={**environment(), **OWN_CLUSTER},
     )  # fmt: skip
 
 
