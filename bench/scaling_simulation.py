@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from scaling import Inputs, measured, reading
 
-from backlight.session.step_recorder import BUDGET
+from backlight.session.sampling import BUDGET
 from backlight.store.write.segments import AGE_SHARE, FIRST_SEGMENT_S, SEGMENT_INTERVAL_S
 
 DAY = 86_400.0

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from backlight.session.step_recorder import BUDGET, FIRST_STEPS, Sampling
+from backlight.session.sampling import BUDGET, FIRST_STEPS, Sampling
 
 
 def simulate(sampling: Sampling, steps: int, step_seconds: float, cost: float) -> list[int]:

@@ -1,0 +1,93 @@
+"""Which steps of a run are recorded: every Nth, or as many as the budget of time allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BUDGET = 0.01
+"""Share of the time of a run that the default monitors may take together."""
+
+FIRST_STEPS = 64
+"""Steps at the start that are recorded whatever they cost: a very short run is recorded whole."""
+
+GRACE_S = 0.1
+"""Seconds that further steps may have cost before the budget binds.
+
+They are no extra: a run that goes on records less until the budget holds for all of it. Start and end come
+on top, which ``bench/startup.py`` measures.
+"""
+
+CATCH_UP = 0.5
+"""Share of the budget that is spent while a run has cost more than the budget."""
+
+MAX_WIDENING = 16
+"""Factor by which the spacing grows at most at once: a single slow step is no measure."""
+
+MAX_SPACING = 1024
+"""Widest spacing that the budget may lead to."""
+
+_REVIEW_STEPS = 32
+
+
+@dataclass
+class Sampling:
+    """Decides which steps are recorded: every Nth, or as many as the budget allows, on a regular grid.
+
+    Without ``every`` a share ``budget`` of the elapsed time may be spent, and in any case :data:`FIRST_STEPS`
+    and ``grace`` seconds. What exceeds them widens the spacing by a power of two; it halves again once there
+    is room.
+    """
+
+    every: int | None = None
+    budget: float = BUDGET
+    grace: float = GRACE_S
+    spacing: int = 1
+    _detail_until: int = -1
+    _reviewed: int = 0
+    _spent: float = 0.0
+    _elapsed: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            if self.every < 1:
+                raise ValueError(f"every={self.every}: expected a step count of 1 or more")
+            self.spacing = self.every
+
+    def wants(self, step: int) -> bool:
+        """Return whether ``step`` is recorded."""
+        return step % self.spacing == 0 or step <= self._detail_until
+
+    def detail(self, step: int, steps: int) -> None:
+        """Record every one of the next ``steps`` steps, because of an alarm."""
+        self._detail_until = max(self._detail_until, step + steps)
+
+    def next(self, step: int) -> int:
+        """Return the first step after ``step`` that is recorded."""
+        return step + 1 if step < self._detail_until else step - step % self.spacing + self.spacing
+
+    def in_detail(self, step: int) -> bool:
+        """Return whether ``step`` belongs to steps that an alarm asked for."""
+        return step <= self._detail_until
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the spacing is to be reviewed at ``step``."""
+        due = max(self._reviewed + max(_REVIEW_STEPS, self.spacing), FIRST_STEPS)
+        return self.every is None and step >= due
+
+    def review(self, step: int, spent: float, elapsed: float) -> int | None:
+        """Return the new spacing if ``spent`` of ``elapsed`` seconds asks for another, else None."""
+        if not self.is_due(step):
+            return None
+        recent = spent - self._spent, elapsed - self._elapsed
+        self._reviewed, self._spent, self._elapsed = step, spent, elapsed
+        over = spent > max(self.grace, self.budget * elapsed)
+        allowed = CATCH_UP * self.budget * recent[1]
+        if over and recent[0] > allowed and self.spacing < MAX_SPACING:
+            most = min(MAX_SPACING, self.spacing * MAX_WIDENING)
+            while self.spacing < most and recent[0] > allowed:
+                self.spacing, allowed = 2 * self.spacing, 2 * allowed
+            return self.spacing
+        if not over and self.spacing > 1 and recent[0] < 0.4 * self.budget * recent[1]:
+            self.spacing //= 2
+            return self.spacing
+        return None
