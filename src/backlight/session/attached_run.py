@@ -19,8 +19,8 @@ from backlight.records import Finding, RunStatus
 from backlight.redaction import Redaction
 from backlight.session.monitor_set import MonitorSet
 from backlight.session.run_directory import final_findings, holds_nothing, why_no_step
-from backlight.session.settings import Settings
 from backlight.session.sampling import Sampling
+from backlight.session.settings import Settings
 from backlight.session.step_recorder import StepRecorder
 from backlight.session.step_selection import StepSelection
 from backlight.session.writer_thread import ResultQueue, WriterThread

@@ -42,6 +42,7 @@ NO_BACKWARD = (
 )
 """Why loss and backward are not measured where gradients come by a way that has no hooks."""
 
+
 @dataclass
 class Part:
     """Measurement of some rows of the parameter table by one monitor."""

@@ -25,9 +25,9 @@ from backlight.session.attached_run import AttachedRun
 from backlight.session.closing_line import print_result
 from backlight.session.monitor_set import MonitorSet, check_use_of_samples, requested_monitors
 from backlight.session.run_directory import chosen_path, is_chosen_by_launcher, open_writer
+from backlight.session.sampling import Sampling
 from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
-from backlight.session.sampling import Sampling
 from backlight.store.errors import StoreError
 from backlight.store.read.run import open_run
 from backlight.text import count
