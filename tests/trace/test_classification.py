@@ -72,6 +72,15 @@ FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFuncto
         ("aten::embedding_dense_backward", Kind.INDEXING),
         ("void fbgemm_gpu::permute_2D_data_kernel<false>", Kind.INDEXING),
         ("aten::index_select", Kind.INDEXING),
+        ("aten::transpose", Kind.VIEW),
+        ("aten::t", Kind.VIEW),
+        ("aten::as_strided", Kind.VIEW),
+        ("aten::select", Kind.VIEW),
+        ("aten::unsqueeze_", Kind.VIEW),
+        ("autograd::engine::evaluate_function: TransposeBackward0", Kind.VIEW),
+        ("autograd::engine::evaluate_function: SelectBackward0", Kind.INDEXING),  # fills a whole gradient
+        ("void batched_transpose_32x32_dword", Kind.COPY),
+        ("aten::contiguous", Kind.COPY),
         ("aten::empty", Kind.OTHER),
         ("ProfilerStep#3", Kind.OTHER),
     ],
@@ -99,6 +108,7 @@ def kinds_of(tmp_path: Path) -> Callable[[TraceBuilder], list[str]]:
         ("aten::cudnn_convolution", "Memset (Device)", "gpu_memset", Kind.ELEMENTWISE),
         ("aten::copy_", "Memcpy HtoD (Pageable -> Device)", "gpu_memcpy", Kind.HOST_COPY),
         ("custom::layer", "opaque_kernel_7", "kernel", Kind.NORMALISATION),  # of the module around
+        ("aten::reshape", ADD, "kernel", Kind.ELEMENTWISE),  # a view launches nothing itself
     ],
 )
 def test_launching_operator_decides(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from backlight.text import percent
 from backlight.trace.annotations import Annotation, by_annotation
 from backlight.trace.copies import Copy, Transfer, copies, transfers
 from backlight.trace.critical_path import CriticalPath, Paths
+from backlight.trace.delayed_steps import delayed_steps
 from backlight.trace.device_queues import Launches, Stream, launches, streams
 from backlight.trace.events import Trace, TraceError
 from backlight.trace.hardware_counters import OperatorCounters, hardware_counters
@@ -58,8 +60,9 @@ class StepRow:
 class RankAnalysis:
     """The tables of one trace; times are nanoseconds.
 
-    ``device_total`` is the union of the device events of the chosen steps (the denominator of shares),
-    ``host_total`` the time of their host calls over all threads.
+    ``delayed`` are the numbers of steps, such as a preempted one, that count in no share of a table: one of
+    four would decide them all. ``device_total`` is the union of the device events of the steps,
+    ``host_total`` the length of the steps.
     """
 
     path: str
@@ -67,6 +70,7 @@ class RankAnalysis:
     events: int
     devices: dict[int, str]
     steps: tuple[StepRow, ...]
+    delayed: tuple[int | None, ...]
     host_total: int
     device_total: int
     outside_steps: int
@@ -86,6 +90,11 @@ class RankAnalysis:
     collective_rates: tuple[CollectiveRate, ...]
     hardware_counters: tuple[OperatorCounters, ...]
     notes: tuple[str, ...]
+
+    @property
+    def usual_steps(self) -> tuple[StepRow, ...]:
+        """The steps that are not delayed."""
+        return tuple(row for row in self.steps if row.number not in self.delayed)
 
 
 @dataclass(frozen=True)
@@ -110,32 +119,45 @@ def analyse(traces: list[Trace], *, step: int | None = None) -> Analysis:
     return Analysis(tuple(analyse_rank(timeline, step) for timeline in timelines), together)
 
 
-def analyse_rank(timeline: Timeline, number: int | None = None) -> RankAnalysis:
-    """Analyse one trace; a :class:`TraceError` is raised where it has no step of that number."""
-    steps = chosen_steps(timeline, number)
-    costs = Costs(timeline, steps)
+def analyse_rank(timeline: Timeline, number: int | None = None, *, usual: bool = False) -> RankAnalysis:
+    """Analyse one trace; with ``usual``, delayed steps are left out, except for the annotations.
+
+    A :class:`TraceError` is raised where the trace has no step of that number.
+    """
+    chosen = chosen_steps(timeline, number)
+    delayed = delayed_steps(timeline) if number is None else []
+    steps = [step for step in chosen if step not in [one.step for one in delayed]]
+    whole = Costs(timeline, chosen)
+    shared = Costs(timeline, steps) if delayed else whole
+    costs = shared if usual else whole
     launched = device_time(costs)
     counters, note = hardware_counters(timeline)
     devices = timeline.trace.device_names
     used = np.unique(timeline.device.device).tolist()
-    rows = tuple(_step_rows(timeline, steps, used))
+    rows = tuple(_step_rows(timeline, steps if usual else chosen, used))
+    late = [one.note for one in delayed]
+
+    def table(of: Callable[[Costs], list[Row]]) -> tuple[Row, ...]:
+        return tuple(of(costs) if costs is shared else _with_shares(of(costs), of(shared)))
+
     return RankAnalysis(
         path=timeline.trace.path,
         rank=timeline.trace.rank,
         events=timeline.trace.count,
         devices={device: devices.get(device, "") for device in used},
         steps=rows,
+        delayed=tuple(one.step.number for one in delayed),
         host_total=costs.host_total,
         device_total=costs.device_total,
-        outside_steps=len(timeline.device.rows) - len(costs.device_rows) if number is None else 0,
-        phases=tuple(by_phase(costs)),
-        kinds=tuple(by_kind(costs)),
-        operators=tuple(by_operator(costs)),
-        kernels=tuple(by_kernel(costs)),
+        outside_steps=len(timeline.device.rows) - len(whole.device_rows) if number is None else 0,
+        phases=table(by_phase),
+        kinds=table(by_kind),
+        operators=table(by_operator),
+        kernels=table(by_kernel),
         transfers=tuple(transfers(costs)),
         copies=tuple(copies(costs, launched)),
         pairs=tuple(pairs(costs, launched)),
-        annotations=tuple(by_annotation(costs, launched)),
+        annotations=tuple(by_annotation(whole, launched if costs is whole else device_time(whole))),
         launches=tuple(launches(costs)),
         streams=tuple(streams(costs)),
         sequences=tuple(sequences(costs)),
@@ -143,8 +165,15 @@ def analyse_rank(timeline: Timeline, number: int | None = None) -> RankAnalysis:
         copy_rates=tuple(copy_rates(costs)),
         collective_rates=tuple(collective_rates(costs)),
         hardware_counters=tuple(counters),
-        notes=tuple(filter(None, (*timeline.trace.notes, *_notes(timeline, costs, rows), note))),
+        notes=tuple(filter(None, (*timeline.trace.notes, *late, *_notes(timeline, costs, rows), note))),
     )
+
+
+def _with_shares(rows: list[Row], shared: list[Row]) -> list[Row]:
+    """Return the rows with the shares of other steps, the largest first."""
+    shares = {(row.name, row.phase, row.kind): row.share for row in shared}
+    found = (replace(row, share=shares.get((row.name, row.phase, row.kind), 0.0)) for row in rows)
+    return sorted(found, key=lambda row: (row.share, row.host), reverse=True)
 
 
 def chosen_steps(timeline: Timeline, number: int | None) -> list[Step]:
@@ -212,10 +241,11 @@ def idle_share(analysis: RankAnalysis) -> float | None:
 
 def idle_causes(analysis: RankAnalysis) -> dict[str, float]:
     """Return the parts of the idle time by cause, which add up to 1; empty where nothing was idle."""
-    total = sum(row.idle.total for row in analysis.steps)
+    steps = analysis.usual_steps
+    total = sum(row.idle.total for row in steps)
     if not total:
         return {}
-    return {f.name: sum(getattr(row.idle, f.name) for row in analysis.steps) / total for f in fields(Idle)}
+    return {f.name: sum(getattr(row.idle, f.name) for row in steps) / total for f in fields(Idle)}
 
 
 def exposed_communication(analysis: RankAnalysis) -> float | None:

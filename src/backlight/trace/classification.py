@@ -41,7 +41,7 @@ ENGINE = "autograd::engine::evaluate_function: "
 
 
 class Kind(enum.StrEnum):
-    """Kinds of operation; every operation has exactly one."""
+    """Kinds of operation; every operation has exactly one. A view changes only what describes a tensor."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -54,6 +54,7 @@ class Kind(enum.StrEnum):
     OPTIMIZER = "optimizer"
     COMMUNICATION = "communication"
     INDEXING = "indexing"
+    VIEW = "view"
     OTHER = "other"
 
 
@@ -66,6 +67,15 @@ _LAYOUT = (
 # The first match decides: special kinds come before those that they are made of. Names of generated kernels
 # (Tensile, Inductor) list letters or operators that would match elsewhere, so they come first.
 _KIND_PATTERNS: tuple[tuple[Kind, str], ...] = (
+    (
+        Kind.VIEW,
+        r"^aten::(alias|as_strided|chunk|detach|diagonal|expand(_as)?|flatten|lift_fresh|mH|movedim|moveaxis|mT|"
+        r"narrow|numpy_T|permute|ravel|real|imag|reshape(_as)?|_reshape_alias|select|slice|split(_with_sizes)?|"
+        r"squeeze|swapaxes|swapdims|t|tensor_split|transpose|unbind|unflatten|unfold|_unsafe_view|unsqueeze|"
+        r"view(_as)?(_real|_complex)?|[hvd]split|resolve_(conj|neg)|_?conj)_?$|"
+        r"^(T|Alias|Detach|Permute|Reshape|ReshapeAlias|Squeeze|SqueezeView|Transpose|Unsqueeze|UnsafeView|View|"
+        r"ViewAsReal|ViewAsComplex)Backward\d*$",
+    ),
     (Kind.MATMUL, r"cijk_|^fc-dtype"),
     (
         Kind.COPY,

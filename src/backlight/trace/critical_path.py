@@ -17,20 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.trace.classification import KINDS, PHASES, RUNTIME
-from backlight.trace.events import Integers
-from backlight.trace.intervals import EMPTY, Union, union
+from backlight.trace.events import MISSING, Integers
+from backlight.trace.host_moments import OUTSIDE
+from backlight.trace.intervals import union
 from backlight.trace.timeline import Device, Step, Timeline
 
 BLOCKED_LAUNCH_NS = 50_000
 """A longer launch, on a device that is busy all the while, waits for a full queue."""
 
 _QUEUEING = re.compile(r"Launch|Mem(cpy|set)\w*Async")
-
-
-_MOST_SPECIFIC = (
-    "backward", "optimizer", "clip", "data", "loss", "evaluation", "checkpoint", "host_to_device", "forward",
-    "other",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,14 +81,15 @@ class Paths:
         # Lists, because single numbers are read much faster from them than from arrays.
         self._before, self._end = before.tolist(), device.end.tolist()
         self._waits = tuple(column.tolist() for column in waits)
-        # Inner phases overlap outer ones and other threads; the specific ones are counted first.
-        self._phases: list[tuple[int, Union]] = []
-        taken = EMPTY
-        for code in map(PHASES.index, _MOST_SPECIFIC):
-            chosen = timeline.phases == code
-            starts = np.concatenate((taken.start, tree.start[chosen]))
-            taken = union(starts, np.concatenate((taken.end, tree.end[chosen])))
-            self._phases.append((code, taken))
+        moments = timeline.moments
+        phases = np.append(timeline.phases, MISSING)[moments.call]
+        self._phases = [
+            (
+                OUTSIDE if code < 0 else PHASES[code].value,
+                union(moments.start[phases == code], moments.end[phases == code]),
+            )
+            for code in np.unique(phases).tolist()
+        ]
 
     def of(self, step: Step) -> CriticalPath:
         """Return the path of one step by where its time went."""
@@ -159,17 +155,8 @@ class Paths:
     def _on_host(self, parts: list[tuple[int, int]]) -> dict[str, int]:
         """Return the time of the parts on the host by phase."""
         starts, ends = np.array(parts, dtype=np.int64).reshape(-1, 2).T
-        phases: dict[str, int] = {}
-        done = 0
-        for code, taken in self._phases:
-            reached = int(taken.covered(starts, ends).sum())
-            if reached > done:
-                phases[PHASES[code].value] = reached - done
-            done = reached
-        outside = int((ends - starts).sum()) - done
-        if outside:
-            phases["outside any call"] = outside
-        return phases
+        spent = {name: int(taken.covered(starts, ends).sum()) for name, taken in self._phases}
+        return {name: ns for name, ns in spent.items() if ns}
 
 
 def _last(device: Device, times: Integers) -> Integers:

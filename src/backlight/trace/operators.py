@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backlight.trace.classification import ENGINE, KINDS, MEMCPY, MEMSET, OPERATOR, PHASES, Kind, kind_of
+from backlight.trace.classification import ENGINE, KINDS, MEMCPY, MEMSET, PHASES, Kind, kind_of
 from backlight.trace.events import MISSING, Column, Integers
+from backlight.trace.host_moments import OUTSIDE
 from backlight.trace.intervals import shares
 from backlight.trace.timeline import Step, Timeline
 
@@ -20,7 +21,8 @@ NO_OPERATOR = "(no operator)"
 class Row:
     """One operator, kernel, kind or phase; ``phase`` and ``kind`` are empty where a row is over all.
 
-    ``host`` nanoseconds leave out the operators called inside. Of ``device`` nanoseconds a moment shared by
+    ``host`` nanoseconds leave out the operators called inside, and what another thread did while the thread
+    of the steps was working, so that they add up to the steps. Of ``device`` nanoseconds a moment shared by
     several events counts once: computation goes before copies and copies before communication, so that rows
     add up to the union; ``busy`` is the sum of durations, of which ``shortest``, ``longest`` and the standard
     ``deviation`` are given as well. ``share`` is that of the device, or without one of
@@ -41,22 +43,33 @@ class Row:
 
 
 class Costs:
-    """Cost of every host event and device event in the chosen steps, in nanoseconds."""
+    """Cost of every host event and device event in the chosen steps, in nanoseconds.
+
+    ``inner`` is the part of the steps that the host was in each call of the tree, int64 [H], ``idle_host``
+    the part in no call: they add up to ``host_total``, the length of the steps.
+    """
 
     def __init__(self, timeline: Timeline, steps: list[Step]) -> None:
         self.timeline = timeline
         tree, device = timeline.tree, timeline.device
         self.step_indices = numbers = [timeline.steps.index(step) for step in steps]
-        self.host_rows = np.flatnonzero(np.isin(timeline.step_of(tree.start), numbers))
+        moments = timeline.moments
+        owner, length = moments.call, moments.end - moments.start
+        chosen = np.isin(moments.step, numbers)
+        self.host_total = int(length[chosen].sum())
+        chosen &= owner >= 0
+        self.inner = np.bincount(owner[chosen], length[chosen], len(tree.rows)).astype(np.int64)
+        self.idle_host = self.host_total - int(self.inner.sum())
+        begun = np.isin(timeline.step_of(tree.start), numbers)
+        self.host_rows = np.flatnonzero(begun | (self.inner > 0))
         launched = device.launch >= 0
-        moments = device.start.copy()
+        times = device.start.copy()
         if launched.any():
-            moments[launched] = tree.start[device.launch[launched]]
-        self.device_rows = np.flatnonzero(np.isin(timeline.step_of(moments), numbers))
+            times[launched] = tree.start[device.launch[launched]]
+        self.device_rows = np.flatnonzero(np.isin(timeline.step_of(times), numbers))
         self.shares = self._shares(self.device_rows)
         self.durations = (device.end - device.start)[self.device_rows]
         self.on_device = bool(len(device.rows))
-        self.host_total = int(tree.inner[self.host_rows].sum())
         self.device_total = int(self.shares.sum())
 
     def _shares(self, rows: Integers) -> Integers:
@@ -90,7 +103,7 @@ class Costs:
         """
         size = int(max(host_key.max(initial=-1), device_key.max(initial=-1))) + 1
         has_row = host_key >= 0
-        host, inner = host_key[has_row], self.timeline.tree.inner[self.host_rows[has_row]]
+        host, inner = host_key[has_row], self.inner[self.host_rows[has_row]]
         has_row = device_key >= 0
         device, shares, durations = (a[has_row] for a in (device_key, self.shares, self.durations))
         there = np.flatnonzero(np.bincount(host, minlength=size) + np.bincount(device, minlength=size))
@@ -184,14 +197,18 @@ def by_kind(costs: Costs) -> list[Row]:
 
 
 def by_phase(costs: Costs) -> list[Row]:
-    """Return phases: own time of all host calls in them, and device time that they launched."""
+    """Return phases, which fill the steps: host time in them, and device time that they launched."""
     timeline, here = costs.timeline, costs.host_rows
 
     def label(code: int) -> tuple[str, str, str]:
         return PHASES[code].value, PHASES[code].value, ""
 
     phases = timeline.device.phase[costs.device_rows]
-    return costs.rows(timeline.phases[here], phases, label, counted=np.ones(len(here), bool))
+    rows = costs.rows(timeline.phases[here], phases, label, counted=np.ones(len(here), bool))
+    if costs.idle_host:
+        share = costs.share(costs.idle_host, 0)
+        rows.append(Row(OUTSIDE, "", "", 0, costs.idle_host, 0, 0, share))
+    return sorted(rows, key=lambda row: (row.share, row.host), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -209,32 +226,9 @@ class Pair:
 
 def joined(costs: Costs) -> tuple[Integers, Integers]:
     """Return indices in the tree of joined forward and backward operators, int64 [J] each."""
-    # Autograd gives a backward node the number of the forward call that recorded it. Operators that call
-    # others carry the number of what they call next, so the last to start is the one that recorded.
-    timeline = costs.timeline
-    tree, events = timeline.tree, timeline.events
-    sequence, thread = events["sequence"][tree.rows], events["forward_thread"][tree.rows]
-    operator = events.among(OPERATOR)[tree.rows] & (sequence >= 0)
-    behind = operator & events.where("name", lambda word: word.startswith(ENGINE))[tree.rows]
-    if not behind.any():
-        behind = operator & (thread > 0)
-    ahead = operator & (thread <= 0)
-    ahead_indices, behind_indices = np.flatnonzero(ahead), np.flatnonzero(behind)
-    chosen = np.zeros(len(tree.rows), bool)
-    chosen[costs.host_rows] = True
-    behind_indices = behind_indices[chosen[behind_indices]]
-    indices = np.concatenate((ahead_indices, behind_indices))
-    is_behind = np.concatenate((np.zeros(len(ahead_indices), bool), np.ones(len(behind_indices), bool)))
-    order = np.lexsort((is_behind, tree.start[indices], sequence[indices]))
-    indices, is_behind = indices[order], is_behind[order]
-    number = sequence[indices]
-    # Carry the last forward along; it belongs to a backward only if the sequence number is the same.
-    last = (
-        np.maximum.accumulate(np.where(is_behind, -1, np.arange(len(indices)))) if len(indices) else indices
-    )
-    found = is_behind & (last >= 0)
-    found[found] = number[last[found]] == number[found]
-    return indices[last[found]], indices[found]
+    ahead, behind = costs.timeline.differentiated
+    is_chosen = np.isin(behind, costs.host_rows)
+    return ahead[is_chosen], behind[is_chosen]
 
 
 def device_time(costs: Costs) -> Integers:

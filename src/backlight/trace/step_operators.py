@@ -23,7 +23,7 @@ from backlight.trace.analysis import (
     idle_share,
 )
 from backlight.trace.annotations import MIN_STEPS
-from backlight.trace.classification import HOST, OPERATOR
+from backlight.trace.classification import OPERATOR
 from backlight.trace.events import ITEM_BYTES, Events, Trace, TraceError
 from backlight.trace.operators import NO_OPERATOR, Row
 from backlight.trace.timeline import Timeline, device_work
@@ -122,7 +122,7 @@ class Operations:
     ``operators`` are by phase, their shares of a phase add up to 1. ``traced_optimizers`` are those in at
     least ten traced steps: fewer show no variation. None are: ``device`` without device events,
     ``exposed_communication`` (median share of a step) without communication, ``logits`` without a cross
-    entropy. ``trace_sum_error`` is the share by which the phases miss the steps, on their thread.
+    entropy. ``trace_sum_error`` is the share by which the phases miss the steps.
     """
 
     traced_steps: int
@@ -145,16 +145,21 @@ class Operations:
 def read_operations(main: Trace, lines: Trace | None) -> Operations:
     """Return the tables of the traced steps; the copies are those of ``lines``, where that is given."""
     timeline = Timeline(main)
-    one = analyse_rank(timeline)
+    one = analyse_rank(timeline, usual=True)
     lengths = {row.number: row.duration for row in one.steps}
     if None in lengths:
         raise TraceError(f"{main.path}: has no ProfilerStep: no step was traced to its end")
     count = len(lengths)
+    sum_error = abs(sum(row.host for row in one.phases) / sum(lengths.values()) - 1)
+    if sum_error > SUM_TOLERANCE:
+        raise TraceError(
+            f"{main.path}: host times miss the steps by {sum_error:.1%}; expected at most {SUM_TOLERANCE:.0%}"
+        )
     scale = 1e-6 / count
     on_device = bool(one.device_total)
-    copying = analyse_rank(Timeline(lines)) if lines is not None else one
+    copying = analyse_rank(Timeline(lines), usual=True) if lines is not None else one
     return Operations(
-        traced_steps=count,
+        traced_steps=len(timeline.steps),
         traced_step_ms=float(np.median(list(lengths.values()))) * 1e-6,
         traced_phases={row.phase: row.host * scale for row in one.phases},
         operators=_operators(one, count),
@@ -174,8 +179,8 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
         exposed_communication=exposed_communication(one),
         exposed_by_step=tuple(row.overlap.exposed / row.duration for row in one.steps if row.duration),
         logits=logits(main),
-        trace_sum_error=_sum_error(timeline),
-        trace_notes=(*one.notes, *_few_steps(count)),
+        trace_sum_error=sum_error,
+        trace_notes=(*one.notes, *_few_steps(len(timeline.steps))),
     )  # fmt: skip
 
 
@@ -188,16 +193,7 @@ def split(trace: Trace, steps: int) -> tuple[Trace, Trace | None]:
     marked = [step for step in timeline.steps if step.number is not None]
     if not marked:
         return trace, None
-    events = trace.events
-    ends = np.array([step.end for step in timeline.steps], dtype=np.int64)
-    host = np.flatnonzero(events.among(HOST) & (events["duration"] > 0))
-    inside = timeline.step_of(events["start"][host])
-    host, inside = host[inside >= 0], inside[inside >= 0]
-    # A call that is open at the end of its step, as that of the optimizer whose hook ends the step, is cut
-    # off there: the rest is the profiler's own time between two steps.
-    duration = events["duration"].copy()
-    duration[host] = np.minimum(duration[host], ends[inside] - events["start"][host])
-    events = Events({**events.columns, "duration": duration}, events.words)
+    events = timeline.events
     if len(marked) <= steps:
         return dataclasses.replace(trace, events=events), None
     later = events["start"] >= marked[steps].start
@@ -277,27 +273,6 @@ def _device(one: RankAnalysis, scale: float) -> DeviceTime | None:
         row.idle.total / row.duration for row in one.steps if row.device is not None and row.duration
     )
     return DeviceTime(names, idle, by_step, causes, one.device_total * scale, launch_bound, statement)
-
-
-def _sum_error(timeline: Timeline) -> float:
-    """Return the largest share by which the phases on the threads that run the steps miss the steps."""
-    tree = timeline.tree
-    here = timeline.step_of(tree.start)
-    worst = 0.0
-    for number, step in enumerate(timeline.steps):
-        inside = here == number
-        opening = np.flatnonzero(inside & (tree.start == step.start) & (tree.end == step.end))
-        if not len(opening):
-            continue
-        thread = tree.thread[opening[0]]
-        total = int(tree.inner[inside & (tree.thread == thread)].sum())
-        worst = max(worst, abs(total / (step.end - step.start) - 1))
-    if worst > SUM_TOLERANCE:
-        raise TraceError(
-            f"{timeline.trace.path}: host times miss the step by {worst:.1%}; "
-            f"expected at most {SUM_TOLERANCE:.0%}"
-        )
-    return worst
 
 
 _LOSSES = ("aten::cross_entropy_loss", "aten::_log_softmax", "aten::log_softmax")

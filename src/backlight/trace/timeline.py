@@ -12,6 +12,7 @@ import numpy as np
 from backlight.records import Phase
 from backlight.trace.classification import (
     DEVICE,
+    ENGINE,
     HOST,
     KINDS,
     MODULE,
@@ -25,6 +26,7 @@ from backlight.trace.classification import (
     phase_of,
 )
 from backlight.trace.events import MISSING, Column, Events, Integers, Mask, Trace
+from backlight.trace.host_moments import Moments, host_moments
 
 SYNCHRONISING = re.compile(
     r"(Device|Stream|Event|Ctx)Synchronize|Memcpy(WithStream|2D|3D|DtoH|HtoD|DtoD)?(_v\d)?$|StreamWaitValue"
@@ -40,7 +42,7 @@ class Tree:
 
     ``rows`` are those of the events, ``parent`` is the index of the enclosing event (-1 at the top),
     ``depth`` the number of enclosing ones. ``start``, ``end`` and ``inner``, the time without the children,
-    are nanoseconds.
+    are nanoseconds; ``reached`` is the end, or where a later event begins that it crosses.
     """
 
     rows: Integers
@@ -49,6 +51,7 @@ class Tree:
     thread: Integers
     start: Integers
     end: Integers
+    reached: Integers
     inner: Integers
 
     def upwards(self, index: int) -> Iterator[int]:
@@ -84,8 +87,15 @@ def tree(events: Events) -> Tree:
     order = np.lexsort((-end, start, thread))
     rows, thread, start, end = rows[order], thread[order], start[order], end[order]
     parent, crossing = _parents(thread, start, end)
-    inner = _inner(parent, crossing, start, end)
-    return Tree(rows, parent, _depth(parent), thread, start, end, inner)
+    reached = end.copy()
+    for index in crossing:
+        other = index - 1
+        while other != parent[index]:
+            reached[other] = min(reached[other], start[index])
+            other = parent[other]
+    inner, nested = reached - start, parent >= 0
+    np.subtract.at(inner, parent[nested], (reached - start)[nested])
+    return Tree(rows, parent, _depth(parent), thread, start, end, reached, inner)
 
 
 def _parents(thread: Integers, start: Integers, end: Integers) -> tuple[Integers, list[int]]:
@@ -115,24 +125,6 @@ def _depth(parent: Integers) -> Integers:
         depth[at] += 1
         outer = parent[outer[outer >= 0]]
     return depth
-
-
-def _inner(parent: Integers, crossing: list[int], start: Integers, end: Integers) -> Integers:
-    """Return the time of each index without its children, in nanoseconds."""
-    inner, nested = end - start, parent >= 0
-    np.subtract.at(inner, parent[nested], inner[nested])
-    # A moment in two intervals that cross belongs to the later one; their parent has lost it twice.
-    for index in crossing:
-        reached, other = start[index], index - 1
-        while other != parent[index]:
-            if end[other] > reached:
-                inner[other] -= end[other] - reached
-                reached = end[other]
-            other = parent[other]
-        if other >= 0:
-            inner[other] += reached - start[index]
-    result: Integers = np.maximum(inner, 0)
-    return result
 
 
 @dataclass(frozen=True)
@@ -173,7 +165,22 @@ class Timeline:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.events: Events = trace.events
+
+    @cached_property
+    def events(self) -> Events:
+        """The events; an operator, annotation or function open at the end of its step is cut off there.
+
+        One is the call of an optimizer whose hook ends the step: the rest of it is the profiler's own time
+        between two steps.
+        """
+        events = self.trace.events
+        rows = np.flatnonzero(events.among(HOST - RUNTIME) & (events["duration"] > 0))
+        step = self.step_of(events["start"][rows])
+        rows, step = rows[step >= 0], step[step >= 0]
+        ends = np.array([step.end for step in self.steps], dtype=np.int64)[step]
+        duration = events["duration"].copy()
+        duration[rows] = np.minimum(duration[rows], ends - events["start"][rows])
+        return Events({**events.columns, "duration": duration}, events.words)
 
     @cached_property
     def tree(self) -> Tree:
@@ -185,22 +192,76 @@ class Timeline:
         """Phase of each index of the tree, as an index in :data:`PHASES`; the innermost mark counts.
 
         Marks come from annotations, the autograd engine's own ranges and losses by name. Unmarked operators
-        that autograd recorded are forward, all others are other.
+        that autograd recorded are forward, except after a backward, such as norms of gradients. All others
+        are other.
         """
         events, tree = self.events, self.tree
         marks = [phase_of(word) for word in events.words["name"]]
         by_name = np.array([MISSING if mark is None else PHASES.index(mark) for mark in marks] + [MISSING])
         result = tree.inherited(by_name[events["name"][tree.rows]].astype(np.int64))
         recorded = events.among(OPERATOR) & (events["sequence"] >= 0) & (events["forward_thread"] <= 0)
-        weak = np.where((result < 0) & recorded[tree.rows], PHASES.index(Phase.FORWARD), result)
-        result = np.where(result < 0, tree.inherited(weak), result)
+        weak = (result < 0) & recorded[tree.rows]
+        weak[weak] = ~self._follows_backward(np.flatnonzero(weak), result)
+        inherited = tree.inherited(np.where(weak, PHASES.index(Phase.FORWARD), result))
+        result = np.where(result < 0, inherited, result)
         return np.where(result < 0, PHASES.index(Phase.OTHER), result)
+
+    def _follows_backward(self, calls: Integers, marks: Integers) -> Mask:
+        """Return which unmarked operators come after a backward and are not of a further forward.
+
+        A further forward has begun with an operator that a later backward differentiates, or after another
+        mark, such as the optimizer's, if a backward follows in the step.
+        """
+        tree = self.tree
+        backward = marks == PHASES.index(Phase.BACKWARD)
+        if not backward.any():
+            return np.zeros(len(calls), bool)
+        time = tree.start[calls]
+        order = np.arange(len(tree.rows))
+        is_outermost = (self.operators == order) & ((tree.parent < 0) | (self.operators[tree.parent] < 0))
+        forward = tree.inherited(np.where(is_outermost, order, -1))[self.differentiated[0]]
+        ended = _latest(tree.end[backward], time)
+        resumed = np.maximum(
+            _latest(tree.start[forward], time), _latest(tree.start[(marks >= 0) & ~backward], time)
+        )
+        starts = np.sort(tree.start[backward])
+        following = starts[np.minimum(np.searchsorted(starts, time), len(starts) - 1)]
+        step = self.step_of(time)
+        is_last = (self.step_of(ended) == step) & ~((following > time) & (self.step_of(following) == step))
+        is_last &= (self.steps[0].number is not None) & (_latest(tree.start[forward], time) < ended)
+        result: Mask = (ended >= 0) & ((resumed < ended) | is_last)
+        return result
 
     @cached_property
     def operators(self) -> Integers:
         """Index of the innermost operator at or around each index of the tree, -1 for none."""
         is_operator = self.events.among(OPERATOR)[self.tree.rows]
         return self.tree.inherited(np.where(is_operator, np.arange(len(is_operator)), -1))
+
+    @cached_property
+    def differentiated(self) -> tuple[Integers, Integers]:
+        """Indices in the tree of forward operators and of their evaluations in backward, int64 [J] each.
+
+        Autograd gives a node of backward the number of the forward call that recorded it. Operators that call
+        others carry the number of what they call next, so the last to start is the one that recorded.
+        """
+        tree, events = self.tree, self.events
+        sequence, thread = events["sequence"][tree.rows], events["forward_thread"][tree.rows]
+        operator = events.among(OPERATOR)[tree.rows] & (sequence >= 0)
+        behind = operator & events.where("name", lambda word: word.startswith(ENGINE))[tree.rows]
+        if not behind.any():
+            behind = operator & (thread > 0)
+        ahead = operator & (thread <= 0)
+        indices = np.concatenate((np.flatnonzero(ahead), np.flatnonzero(behind)))
+        is_behind = np.arange(len(indices)) >= np.count_nonzero(ahead)
+        order = np.lexsort((is_behind, tree.start[indices], sequence[indices]))
+        indices, is_behind = indices[order], is_behind[order]
+        number = sequence[indices]
+        # Carry the last forward along; it belongs to a backward only if the sequence number is the same.
+        last = np.maximum.accumulate(np.where(is_behind, -1, np.arange(len(indices))))
+        found = is_behind & (last >= 0)
+        found[found] = number[last[found]] == number[found]
+        return indices[last[found]], indices[found]
 
     @cached_property
     def kinds(self) -> Integers:
@@ -235,12 +296,7 @@ class Timeline:
     @cached_property
     def steps(self) -> list[Step]:
         """The steps by start; the whole trace as one where nothing marks a step."""
-        events = self.events
-        rows = np.flatnonzero(
-            events.where("name", lambda word: bool(_STEP.match(word)))
-            & ~events.among(frozenset({"gpu_user_annotation"}))
-            & (events["duration"] > 0)
-        )
+        events, rows = self.trace.events, np.flatnonzero(self.step_marks)
         steps = [
             Step(
                 int(events.word("name", row).partition("#")[2]),
@@ -252,13 +308,26 @@ class Timeline:
         return sorted(steps, key=lambda step: step.start) or [self.whole]
 
     @cached_property
+    def step_marks(self) -> Mask:
+        """The events that mark a step on the host, bool [events]."""
+        events = self.trace.events
+        named = events.where("name", lambda word: bool(_STEP.match(word)))
+        return named & ~events.among(frozenset({"gpu_user_annotation"})) & (events["duration"] > 0)
+
+    @cached_property
     def whole(self) -> Step:
         """The window from the first to the last event that is work."""
-        mask = device_work(self.events) | (self.events.among(HOST) & (self.events["duration"] >= 0))
+        events = self.trace.events
+        mask = device_work(events) | (events.among(HOST) & (events["duration"] >= 0))
         if not mask.any():
             return Step(None, 0, 0)
-        start = self.events["start"][mask]
-        return Step(None, int(start.min()), int((start + self.events["duration"][mask]).max()))
+        start = events["start"][mask]
+        return Step(None, int(start.min()), int((start + events["duration"][mask]).max()))
+
+    @cached_property
+    def moments(self) -> Moments:
+        """The calls that the host is in during the steps, each moment once."""
+        return host_moments(self)
 
     @cached_property
     def device(self) -> Device:
@@ -303,6 +372,7 @@ class Timeline:
             return result
         own = self.events.where("name", has_own_kind)[rows]
         launching = np.where(operator >= 0, self.kinds[names[self.tree.rows[operator]]], other)
+        launching[launching == KINDS.index(Kind.VIEW)] = other  # a view has no work for a device
         result = np.where(own | (launching == other), result, launching)
         unknown = (result == other) & (launch >= 0)
         if unknown.any():
@@ -331,6 +401,12 @@ class Timeline:
     def name(self, row: int) -> str:
         """Return the name of an event."""
         return self.events.word("name", row)
+
+
+def _latest(moments: Integers, times: Integers) -> Integers:
+    """Return the latest of ``moments`` up to each time, -1 for none."""
+    ordered = np.concatenate(([-1], np.sort(moments)))
+    return ordered[np.searchsorted(ordered, times, side="right") - 1]
 
 
 def _match(wanted: Integers, known: Integers, among: Column) -> Integers:

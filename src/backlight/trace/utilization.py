@@ -8,12 +8,15 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from backlight.records import Phase
-from backlight.trace.classification import PHASES, RUNTIME, Kind
+from backlight.trace.classification import MTIA, PHASES, RUNTIME, Kind
+from backlight.trace.events import Mask
 from backlight.trace.intervals import union
 from backlight.trace.timeline import Step, Timeline
 
 MAX_LAUNCH_GAP_NS = 20_000
 """A launched kernel that starts later on an idle device waited for something else."""
+
+_EVENT_WAIT = re.compile(r"StreamWaitEvent|waitOnEvent")
 
 _WAITING = re.compile(
     r"gloo:|\bwait\(\)|Work\.wait|c10d::.*wait|wait_tensor|cpu:.*all_?reduce", re.IGNORECASE
@@ -26,7 +29,8 @@ class Idle:
 
     Not launched yet: ``host_bound``, or the host had waited for the device (``synchronisation``), for a
     DataLoader (``data``) or a collective (``communication``). Launched already: a ``launch_gap`` of up to
-    20 us, or ``queued``. ``unknown``: its launch is not in the trace. A launch that takes longer than that,
+    20 us, or ``queued``, if another device works meanwhile or the launch follows a wait for an event.
+    ``unknown``: what it waited for, or its launch, is not in the trace. A launch that takes longer than that,
     such as the first of a kernel, whose code is loaded, has launched when it returns.
     """
 
@@ -74,6 +78,12 @@ class Utilization:
             union(device.start[here][chosen], device.end[here][chosen]) for chosen in (talks, ~talks)
         )
         self._starts = device.start[here]
+        self._elsewhere = union(device.start[~here], device.end[~here])
+        self._event_waits = _follow_wait(timeline)[device.launch[here]]
+        own_waits = events.among(MTIA) & events.where("name", lambda word: word == "event_wait")
+        self._device_waits = union(
+            events["start"][own_waits], events["start"][own_waits] + events["duration"][own_waits]
+        )
         launch = device.launch[here]
         is_slow = (tree.end - tree.start > MAX_LAUNCH_GAP_NS) & ~timeline.waits
         moments = np.where(is_slow, tree.end, tree.start)
@@ -106,6 +116,9 @@ class Utilization:
         late = np.where(unknown, start, np.clip(launched, start, end))
         late = np.where(~ended & (launched < 0), end, late)
         host, queued = late - start, end - late
+        explained = self._event_waits[last] | (2 * self._elsewhere.covered(late, end) >= queued)
+        explained |= 2 * self._device_waits.covered(late, end) >= queued
+        unknown |= (queued > MAX_LAUNCH_GAP_NS) & ~explained
         data = self._data.covered(start, late)
         waits = np.minimum(self._waits.covered(start, late), host - data)
         rest = host - data - waits
@@ -121,3 +134,22 @@ class Utilization:
             queued=int(queued[~unknown & (queued > MAX_LAUNCH_GAP_NS)].sum()),
             unknown=int(queued[unknown].sum()),
         )
+
+
+def _follow_wait(timeline: Timeline) -> Mask:
+    """Return which calls launch work for a stream that has just been made to wait for an event.
+
+    The wait comes after the thread's launch before it; bool [H + 1], the last one is for work without a
+    launch.
+    """
+    tree, events = timeline.tree, timeline.events
+    calls = np.flatnonzero(events.among(RUNTIME)[tree.rows])
+    order, thread = np.arange(len(calls)), tree.thread[calls]
+    is_wait = events.where("name", lambda word: bool(_EVENT_WAIT.search(word)))[tree.rows[calls]]
+    is_launch = np.isin(calls, timeline.device.launch)
+    waited = np.maximum.accumulate(np.where(is_wait, order, -1))
+    launched = np.maximum.accumulate(np.where(is_launch, order, -1))
+    before = np.maximum(np.append(-1, launched)[:-1], np.searchsorted(thread, thread) - 1)
+    result = np.zeros(len(tree.rows) + 1, bool)
+    result[calls[is_launch & (waited > before)]] = True
+    return result

@@ -8,7 +8,7 @@ import numpy as np
 
 from backlight.text import duration, percent
 from backlight.trace.analysis import RankAnalysis, exposed_communication, idle_share
-from backlight.trace.classification import short
+from backlight.trace.classification import Kind, short
 from backlight.trace.utilization import Idle
 
 IDLE_SHARE = 0.2
@@ -16,6 +16,9 @@ IDLE_SHARE = 0.2
 
 EXPOSED_SHARE = 0.2
 """Share of a step from which communication without computation is what limits it."""
+
+KIND_SHARE = 0.2
+"""Share of the host's time from which a kind of operation is named."""
 
 SHOWN = 3
 """Kinds, operators and parts of the path that a line names."""
@@ -27,7 +30,7 @@ CAUSES = {
     "communication": "the host waited for a collective",
     "launch_gap": "launch latency",
     "queued": "launched work waited for another stream or rank",
-    "unknown": "the launch is not in the trace",
+    "unknown": "for a reason that the trace does not show",
 }
 
 
@@ -37,9 +40,11 @@ def verdict(one: RankAnalysis) -> str:
     what = f"{'step' if one.steps[0].number is not None else 'trace of'} {_time(float(np.median(lengths)))}"
     idle, exposed = idle_share(one), exposed_communication(one) or 0.0
     if idle is None:
-        top = one.kinds[0] if one.kinds else None
-        where = f": {top.name} takes {percent(top.share)} of the host's time" if top else ""
-        return f"{what}, no device{where}"
+        phases = [row for row in one.phases if row.share]
+        where = f": mostly {phases[0].name} ({percent(phases[0].share)})" if len(phases) > 1 else ""
+        kinds = [row for row in one.kinds if row.name != Kind.OTHER and row.share >= KIND_SHARE]
+        kind = f"; {kinds[0].name} takes {percent(kinds[0].share)} of it" if kinds else ""
+        return f"{what}, no device{where}{kind}"
     causes = _causes(one)
     if exposed >= max(EXPOSED_SHARE, idle):
         return f"{what}, limited by communication: {percent(exposed)} of it with no computation"
@@ -57,15 +62,17 @@ def facts(one: RankAnalysis) -> list[str]:
     """Return at most ten lines behind the verdict."""
     lengths = _lengths(one)
     causes, path = _causes(one), _path(one)
-    whole, length = sum(row.duration for row in one.steps) or 1, sum(path.values()) or 1
+    whole, length = sum(row.duration for row in one.usual_steps) or 1, sum(path.values()) or 1
     exposed = exposed_communication(one)
     lines = {
         "steps": f"{len(lengths)}, {_time(min(lengths))} to {_time(max(lengths))}"
         if len(lengths) > 1
         else "",
         f"{'device' if one.device_total else 'host'} time": _shares([(r.name, r.share) for r in one.kinds]),
-        "phases": _shares([(row.name, row.share) for row in one.phases]) if len(one.phases) > 1 else "",
-        "operators": _shares([(short(row.name, 28), row.share) for row in one.operators[:2]]),
+        "phases": _shares([(row.name, row.share) for row in one.phases])
+        if sum(row.share > 0 for row in one.phases) > 1
+        else "",
+        "operators": _shares(_whole_operators(one)[:2]),
         "idle, of the steps": _shares([(name.replace("_", "-"), ns / whole) for name, ns in causes.items()]),
         "communication alone": "" if exposed is None else f"{percent(exposed)} of a step",
         "critical path": _shares([(name, spent / length) for name, spent in path.items()]),
@@ -74,6 +81,14 @@ def facts(one: RankAnalysis) -> list[str]:
         "full queue": _full_queue(one),
     }
     return [f"{name}: {text}" for name, text in lines.items() if text]
+
+
+def _whole_operators(one: RankAnalysis) -> list[tuple[str, float]]:
+    """Return the share of each operator over all phases."""
+    shares: dict[str, float] = {}
+    for row in one.operators:
+        shares[row.name] = shares.get(row.name, 0.0) + row.share
+    return sorted(((short(name, 28), share) for name, share in shares.items()), key=lambda item: -item[1])
 
 
 def _launches(one: RankAnalysis) -> str:
@@ -97,13 +112,13 @@ def _lengths(one: RankAnalysis) -> list[int]:
 
 
 def _causes(one: RankAnalysis) -> dict[str, int]:
-    spent = {f.name: sum(getattr(row.idle, f.name) for row in one.steps) for f in fields(Idle)}
+    spent = {f.name: sum(getattr(row.idle, f.name) for row in one.usual_steps) for f in fields(Idle)}
     return {name: ns for name, ns in sorted(spent.items(), key=lambda item: -item[1]) if ns}
 
 
 def _path(one: RankAnalysis) -> dict[str, int]:
     parts: dict[str, int] = {}
-    for path in {id(row.critical_path): row.critical_path for row in one.steps}.values():
+    for path in {id(row.critical_path): row.critical_path for row in one.usual_steps}.values():
         for name, spent in (
             *((f"host {name}", ns) for name, ns in path.host.items()),
             *((f"device {name}", ns) for name, ns in path.device.items()),

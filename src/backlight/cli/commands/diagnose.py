@@ -357,7 +357,7 @@ def trace(
         added = save_overlay(Timeline(traces[0]), overlay, step)
         write(f"written: {overlay} ({added:,} events added)", file=sys.stderr)
     if against is not None:
-        found = diff(*(analyse_rank(Timeline(one), step) for one in traces))
+        found = diff(*(analyse_rank(Timeline(one), step, usual=True) for one in traces))
         if as_json:
             print_json({"unit": "ns", **to_json(found)})
         else:

@@ -81,8 +81,8 @@ def _print_source(one: RankAnalysis, page: Page) -> None:
 def _print_tables(one: RankAnalysis, console: Console, top: int) -> None:
     console.print(_steps(one.steps, top))
     if any(row.device is not None for row in one.steps):
-        console.print(_idle(one.steps))
-    console.print(_critical(one.steps))
+        console.print(_idle(one.usual_steps))
+    console.print(_critical(one.usual_steps))
     where = "device" if one.device_total else "host"
     console.print(_rows("phase", one.phases, top, where, calls="host calls"))
     console.print(_rows("kind of operation", one.kinds, top, where))
