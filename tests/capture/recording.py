@@ -13,6 +13,7 @@ from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.capture.steps import StepTracker
+from backlight.session.step_scalars import StepScalars
 
 
 @dataclass
@@ -25,6 +26,11 @@ class Sink(StepSink):
     collections: int = 0
     updates: int = 0
     error: Exception | None = None
+    every_step: StepScalars = field(default_factory=StepScalars)
+
+    @property
+    def scalars(self) -> StepScalars:
+        return self.every_step
 
     def step_opens(self, index: int) -> bool:
         self.grads.append({})
@@ -49,6 +55,12 @@ class Sink(StepSink):
 
     def step_closes(self, summary: StepSummary) -> None:
         self.summaries.append(summary)
+        self.scalars.close(summary.index)
+
+    def of_steps(self, name: str) -> list[float]:
+        """Return a scalar of every step that has it."""
+        rows = [row.scalars() for row in self.scalars.queue]
+        return [row[name] for row in rows if name in row]
 
 
 @contextmanager

@@ -85,9 +85,14 @@ def install_backward(hub: Hub, patches: Patches) -> None:
             if unrecorded is not None and not hub.backward_depth and not torch.compiler.is_compiling():
                 board = unrecorded.board
                 board[PHASE] = _BACKWARD
+                tensors, roots = (tensors, (tensors,)) if type(tensors) is torch.Tensor else _kept(tensors)
+                unrecorded.scalars.add_losses(roots)
                 hub.backward_depth = 1
                 try:
                     original(tensors, *args, **kwargs)
+                except BaseException:
+                    unrecorded.scalars.drop_losses()
+                    raise
                 finally:
                     hub.backward_depth = 0
                     board[PHASE] = _OTHER
@@ -167,6 +172,8 @@ def install_clipping(hub: Hub, patches: Patches) -> None:
         def scale(
             parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
+            if hub.unrecorded is not None and not torch.compiler.is_compiling():
+                hub.unrecorded.scalars.add_norm(total_norm)
             if not hub.active or torch.compiler.is_compiling():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -397,6 +404,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
             and not unrecorded.may_nest
         ):
             unrecorded.board[PHASE] = _OPTIMIZER
+            unrecorded.scalars.add_rates(unrecorded.number, optimizer.param_groups)
             return None
         return observed_begin(optimizer, args, kwargs)
 
@@ -411,6 +419,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
         board[PHASE] = _OTHER
         board[PROGRESS] += 1
         board[STEPS] += 1
+        unrecorded.scalars.close(unrecorded.first + unrecorded.done)
         unrecorded.done += 1
         if unrecorded.done >= unrecorded.steps:
             hub.resume()
@@ -423,6 +432,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
         if unrecorded is not None:
             if len(args) == 1 and not kwargs and unrecorded.optimizer == id(optimizer):
                 unrecorded.board[PHASE] = _OPTIMIZER
+                unrecorded.scalars.add_rates(unrecorded.number, optimizer.param_groups)
                 return None
             hub.resume()
         if not hub.active:

@@ -11,7 +11,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -20,6 +20,9 @@ from backlight.capture import call_hooks, engines, hooks, modules, sample_indice
 from backlight.capture.engine_hooks import install_engines
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.records import Phase
+
+if TYPE_CHECKING:
+    from backlight.capture.step_sink import ScalarSink
 
 
 class UserError(BaseException):
@@ -309,9 +312,14 @@ class Hub:
         return bool(self.listeners) and not self.own_passes and self.unrecorded is None
 
     def count_steps(
-        self, optimizer: torch.optim.Optimizer, steps: int, ended: Callable[[UnrecordedSteps], None]
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        steps: range,
+        scalars: ScalarSink,
+        ended: Callable[[UnrecordedSteps], None],
     ) -> bool:
-        """Deliver no events for ``steps`` steps, then call ``ended``; return whether no listener needs them.
+        """Deliver no events in ``steps``, then call ``ended``; return whether no listener needs them.
 
         Whatever is no plain step of that optimizer ends it sooner: a closure, a gradient scaler, another
         optimizer, a new listener.
@@ -322,7 +330,9 @@ class Hub:
         self.emit("unrecorded_begin")
         call_hooks.HUB_COUNTING[0] = self
         may_nest = len(hooks.hooked_steps(type(optimizer))) > 1
-        self.unrecorded = UnrecordedSteps(id(optimizer), steps, self.board, ended, may_nest)
+        self.unrecorded = UnrecordedSteps(
+            id(optimizer), number, steps.start, len(steps), scalars, self.board, ended, may_nest
+        )
         return True
 
     def resume(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ class StepSummary:
 
     ``backwards_seen`` are those since watching began. ``phases`` are host seconds by phase, ``seconds``
     those of the whole step; ``separated`` says whether forward and loss are among the phases or in the rest.
-    ``optimizer_seconds`` are those of that phase by number of the (outer) optimizer. ``forwards`` are those
-    under grad, ``addends`` the values that the losses add up, each None where unknown.
+    ``clips`` are number within the step, kind and limit of each clipping, ``optimizers`` the numbers of those
+    that stepped, ``optimizer_seconds`` those of that phase by number of the (outer) optimizer. ``forwards``
+    are those under grad, ``addends`` the values that the losses add up, each None where unknown.
     """
 
     index: int
@@ -24,22 +25,51 @@ class StepSummary:
     backwards_seen: int = 0
     forwards: int | None = 0
     addends: int | None = 0
-    loss: torch.Tensor | None = None
-    clips: list[tuple[str, float, torch.Tensor | None]] = field(default_factory=list)
+    clips: list[tuple[int, str, float]] = field(default_factory=list)
     changed_by_hand: int = 0
     scale: torch.Tensor | None = None
     skipped: bool | torch.Tensor | None = None
     batch: int | None = None
     phases: dict[str, float] = field(default_factory=dict)
-    rates: list[tuple[str, Any]] = field(default_factory=list)
+    optimizers: list[int] = field(default_factory=list)
     optimizer_seconds: dict[int, float] = field(default_factory=dict)
     without_gradient: list[torch.Tensor] = field(default_factory=list)
     seconds: float = 0.0
     separated: bool = False
 
 
+class ScalarSink:
+    """Receives the scalars of every step, recorded or not; each method does nothing here.
+
+    Called in steps that are only counted as well, where nothing guards the training: no method raises.
+    """
+
+    def add_losses(self, roots: Sequence[torch.Tensor]) -> None:
+        """Add the numbers among ``roots``, from which a backward is about to start."""
+
+    def drop_losses(self) -> None:
+        """Forget the numbers that were added last: their backward failed."""
+
+    def add_norm(self, norm: torch.Tensor | None) -> None:
+        """Add the total norm that a clipping uses; None for a clipping by value."""
+
+    def add_rates(self, number: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Add the learning rates of the optimizer ``number``, which is about to step."""
+
+    def close(self, step: int) -> None:
+        """End a step that is not recorded."""
+
+
+_IGNORED = ScalarSink()
+
+
 class StepSink:
     """Receives what a tracker finds; each method does nothing here."""
+
+    @property
+    def scalars(self) -> ScalarSink:
+        """What takes the scalars of every step."""
+        return _IGNORED
 
     def step_opens(self, index: int) -> bool:
         """Return whether this step is to be recorded."""

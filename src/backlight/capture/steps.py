@@ -79,7 +79,7 @@ class StepTracker(Listener):
         self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
         self._before_steps: Callable[[], None] | None = None
         self._made: set[int] = set()
-        self._is_plain, self._plain_steps = False, 0
+        self._is_plain, self._plain_steps, self._clips = False, 0, 0
         self._counted: UnrecordedSteps | None = None
         self.backwards = 0
 
@@ -157,6 +157,7 @@ class StepTracker(Listener):
         self._versions.clear()
         self._made.clear()
         self._refreshed, self._is_plain = False, True
+        self._clips = 0
         self._summary = StepSummary(self._index)
         self._recording = self._sink.step_opens(self._index) and not is_capturing_graph()
 
@@ -171,6 +172,8 @@ class StepTracker(Listener):
         summary.phases, summary.seconds = self._clock.take()
         if self._recording:
             self._sink.step_closes(summary)
+        else:
+            self._sink.scalars.close(self._index)
         is_plain = self._is_plain and self._summary.backwards > 0 and len(self._stepped) == 1
         self._plain_steps = self._plain_steps + 1 if is_plain else 0
         self._open()
@@ -183,7 +186,10 @@ class StepTracker(Listener):
         until = self._sink.next_step(self._index)
         if self._max_steps is not None:
             until = min(until, self._max_steps)
-        if until > self._index + 1 and HUB.count_steps(optimizer, until - self._index, self._resumed):
+        if until <= self._index + 1:
+            return
+        number, steps = self._scope.number(optimizer), range(self._index, until)
+        if HUB.count_steps(optimizer, number, steps, self._sink.scalars, self._resumed):
             self._counted = HUB.unrecorded
 
     def _resumed(self, counted: UnrecordedSteps) -> None:
@@ -256,15 +262,17 @@ class StepTracker(Listener):
         if self._stepped and not self._inside:
             self._close()
         self._clock.enter(Phase.BACKWARD)
+        scaled, self._unscaled_loss = self._unscaled_loss, None
+        is_scaled = scaled is not None and len(roots) == 1 and scaled[0] == id(roots[0])
+        self._sink.scalars.add_losses((scaled[1],) if scaled is not None and is_scaled else roots)
         if self._recording and roots and roots[0].numel() == 1:
-            scaled = self._unscaled_loss
-            loss = scaled[1] if scaled is not None and scaled[0] == id(roots[0]) else roots[0].detach()
-            known = settled(loss)
-            if known is not None:
-                self._summary.loss = known.clone()  # the user may go on adding to theirs
             more, so_far = addends(roots[0].grad_fn), self._summary.addends
             self._summary.addends = None if more is None or so_far is None else so_far + more
-        self._unscaled_loss = None
+
+    def backward_raised(self, error: BaseException) -> None:
+        """Forget the loss of a backward that failed."""
+        if self._clock.inside(Phase.BACKWARD):  # and not in a computation of gradients on its own
+            self._sink.scalars.drop_losses()
 
     def backward_end(self) -> None:
         """Count the backward; remember versions, by which a change by hand is detected later."""
@@ -299,6 +307,8 @@ class StepTracker(Listener):
     ) -> None:
         """Collect before clipping; ``tensors`` are parameters or their gradients."""
         self._clock.enter(Phase.CLIP)
+        self._sink.scalars.add_norm(norm)
+        number, self._clips = self._clips, self._clips + 1
         if not self._recording:
             return
         self._refresh()
@@ -313,13 +323,12 @@ class StepTracker(Listener):
         if not parameters:
             return
         self._collect(parameters, None)
-        known = None if norm is None else settled(norm.detach())
-        if kind == "norm" and norm is not None and known is None:
+        if kind == "norm" and norm is not None and settled(norm) is None:
             # The norm of sharded gradients is a part of it here; the reader knows that of all of them.
             clipped = {id(p) for p in parameters}
             if all(id(p) in clipped for p in self._scope.parameters() if p.grad is not None):
                 kind = "total"
-        self._summary.clips.append((kind, limit, None if known is None else known.clone()))
+        self._summary.clips.append((number, kind, limit))
 
     def clip_end(self) -> None:
         """Account the time, and forget versions that clipping has changed."""
@@ -340,15 +349,12 @@ class StepTracker(Listener):
         self._clock.enter(Phase.OPTIMIZER)
         if len(self._inside) == 1:
             self._optimizer_began = self._clock.seconds(Phase.OPTIMIZER)
+        if is_watched:
+            self._sink.scalars.add_rates(self._scope.number(optimizer), optimizer.param_groups)
         if not (is_watched and self._recording):
             return
         self._refresh()
-        number = self._scope.number(optimizer)
-        for index, group in enumerate(optimizer.param_groups):
-            rate = group.get("lr")
-            if rate is not None:
-                rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else float(rate)
-                self._summary.rates.append((f"lr/{number}/{index}", rate))
+        self._summary.optimizers.append(self._scope.number(optimizer))
         parameters = self._scope.parameters_of(optimizer)
         whole = self._summary.backwards and not HUB.optimizers.goes_on
         if not has_closure or whole:  # else they come with the first evaluation

@@ -1,11 +1,18 @@
-"""Steps between two recorded ones, in which the hooks deliver no event: they count, and read no clock."""
+"""Steps between two recorded ones, in which the hooks deliver no event: they count, and read no clock.
+
+What they pass on are the scalars of the step: loss, learning rates and gradient norm.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from backlight.records import Phase
+
+if TYPE_CHECKING:
+    from backlight.capture.step_sink import ScalarSink
 
 PROGRESS, PHASE, STEPS, FORWARDS, BACKWARDS = 0, 1, 3, 4, 5
 """Positions in a board: a count that grows with every call, the number of the phase, and counts of calls."""
@@ -20,8 +27,9 @@ NUMBERS = {phase: number for number, phase in enumerate(Phase)}
 
 @dataclass(slots=True)
 class UnrecordedSteps:
-    """Counts ``steps`` steps of ``optimizer``, an ``id``, each of which ends with its step.
+    """Counts ``steps`` steps from ``first`` on, each of which ends with the step of ``optimizer``, an ``id``.
 
+    ``number`` is that of the optimizer among those of the run, ``scalars`` takes the scalars of each step.
     ``done`` are over. ``board`` is where the hooks write what they do, for readers of other threads and
     processes as well; ``closed`` is its count of backward passes at the end of the last step. ``may_nest`` is
     whether a step of the optimizer may call another of its own. ``ended`` is called on the training thread
@@ -29,7 +37,10 @@ class UnrecordedSteps:
     """
 
     optimizer: int
+    number: int
+    first: int
     steps: int
+    scalars: ScalarSink
     board: Board
     ended: Callable[[UnrecordedSteps], None]
     may_nest: bool

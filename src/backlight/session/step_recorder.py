@@ -22,6 +22,7 @@ from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
 from backlight.monitor import Gradients
 from backlight.records import Layout, ParameterRecord
+from backlight.session.step_scalars import StepScalars
 from backlight.store.format.schema import SERIES
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from backlight.session.monitor_set import MonitorSet
     from backlight.session.sampling import Sampling
 
-MAX_QUEUED_STEPS = 512
-"""Records that may wait for a slow disk before the oldest is dropped."""
+MAX_QUEUED_RECORDS = 512
+"""Records that may wait for a slow disk before further ones are dropped."""
 
 STEPS_WITHOUT_BACKWARD = 2
 """Steps in a row with gradients and without a backward after which that is recorded."""
@@ -68,7 +69,7 @@ class StepRecord:
     in_detail: bool = False
     scalars: dict[str, Any] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    clips: list[tuple[str, float, Any]] = field(default_factory=list)
+    clips: list[tuple[int, str, float]] = field(default_factory=list)
     scale: Any = None
     skipped: Any = None
     transfer: TransferBatch = field(default_factory=TransferBatch)
@@ -94,7 +95,6 @@ class StepRecord:
         for name, value in self.scalars.items():
             if isinstance(value, torch.Tensor):
                 self.scalars[name] = self._enqueued(value)
-        self.clips = [(kind, limit, self._enqueued(norm)) for kind, limit, norm in self.clips]
         self.scale = self._enqueued(self.scale)
         self.skipped = self._enqueued(self.skipped)
         self.transfer.start()
@@ -109,7 +109,7 @@ class StepRecord:
 
     def ready(self) -> bool:
         """Return whether every result has arrived on the host, so that nothing would wait."""
-        single = (*self.scalars.values(), *(norm for _, _, norm in self.clips), self.scale, self.skipped)
+        single = (*self.scalars.values(), self.scale, self.skipped)
         return all(part.pending.ready() for part in self.parts) and all(
             value.done() for value in single if isinstance(value, (AsyncCopy, Slot))
         )
@@ -135,8 +135,9 @@ class StepRecord:
 class StepRecorder(StepSink):
     """Turns what the tracker finds into step records.
 
-    ``queue`` and ``logged`` are complete records, and scalars of the user by step, for the writer thread;
-    ``dropped`` counts records that were dropped because the disk was too slow.
+    ``scalars`` holds completed steps, with their records where there is one, and ``logged`` scalars of the
+    user by step, for the writer thread. ``dropped`` counts records that were dropped because the disk was too
+    slow, ``stored`` those that the writer thread has taken.
     """
 
     def __init__(
@@ -157,9 +158,14 @@ class StepRecorder(StepSink):
         self._without_backward = 0
         self._reported_by_hand = False
         self._reported_missing: set[int] = set()
-        self.queue: deque[StepRecord] = deque()
+        self._scalars = StepScalars()
         self.logged: deque[tuple[int, dict[str, Any]]] = deque()
-        self.dropped = 0
+        self.dropped = self.stored = 0
+
+    @property
+    def scalars(self) -> StepScalars:
+        """Completed steps, with their scalars, and those of the step in progress."""
+        return self._scalars
 
     @property
     def completed(self) -> int:
@@ -281,11 +287,8 @@ class StepRecorder(StepSink):
         spent = self._spent()
         scalars["cost"] = spent - self._spent_before
         self._spent_before = spent
-        if summary.loss is not None:
-            scalars["loss"] = summary.loss
         if summary.batch is not None:
             scalars["batch"] = summary.batch
-        scalars.update(summary.rates)
         if summary.changed_by_hand:
             scalars["clip/by_hand"] = summary.changed_by_hand
             if not self._reported_by_hand:
@@ -297,10 +300,9 @@ class StepRecorder(StepSink):
         record.send()
         self._report_missing(summary.without_gradient)
         self._report_without_backward(summary.backwards)
-        if len(self.queue) >= MAX_QUEUED_STEPS:
-            self.queue.popleft()
-            self.dropped += 1
-        self.queue.append(record)
+        has_room = self._recorded - self.dropped - self.stored < MAX_QUEUED_RECORDS
+        self.dropped += not has_room
+        self._scalars.close(self._step, record if has_room else None)
         self._recorded += 1
         self._record = None
 

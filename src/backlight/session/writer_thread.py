@@ -114,12 +114,14 @@ class WriterThread:
 
     def stop(self, timeout: float = STOP_TIMEOUT_S) -> None:
         """Write what is left and end the thread; gives up after ``timeout`` seconds."""
+        self._recorder.scalars.send()
         self._stop = True
         self._wake.set()
         self._thread.join(timeout)
 
     def settle(self, timeout: float = STOP_TIMEOUT_S) -> None:
-        """Wait until everything handed over so far is in the store."""
+        """Wait until everything handed over so far is in the store; for the training thread."""
+        self._recorder.scalars.send()
         self._settled.clear()
         self._wake.set()
         if self._thread.is_alive():
@@ -148,9 +150,16 @@ class WriterThread:
                 return
 
     def _write(self, *, wait: bool) -> None:
-        queue = self._recorder.queue
-        while queue and (wait or queue[0].ready()):
-            self._store(queue.popleft())
+        queue = self._recorder.scalars.queue
+        while queue and queue[0].ready(wait=wait):
+            row = queue.popleft()
+            scalars = row.scalars()
+            if row.record is not None:
+                self._store(row.record, scalars)
+                self._recorder.stored += 1
+            else:
+                self._writer.scalars(row.step, scalars)
+        self._recorder.scalars.ask()
         logged = self._recorder.logged
         while logged:
             step, values = logged.popleft()
@@ -159,7 +168,7 @@ class WriterThread:
             self._monitors.call("on_scalars_logged", step, numbers)
         self._results.write(self._writer)
         self._writer.reach(self._recorder.completed - 1)
-        dropped = self._recorder.dropped
+        dropped = self._recorder.dropped + self._recorder.scalars.dropped
         if dropped > self._dropped:
             payload = {"steps": dropped - self._dropped, "reason": "the disk is too slow"}
             self._writer.event(None, "dropped", payload)
@@ -174,8 +183,8 @@ class WriterThread:
             self._tables[key] = known
         return known[1]
 
-    def _store(self, record: StepRecord) -> None:
-        scalars = {name: _number(value) for name, value in record.scalars.items()}
+    def _store(self, record: StepRecord, scalars: dict[str, float]) -> None:
+        scalars |= {name: _number(value) for name, value in record.scalars.items()}
         blobs = record.arrays()
         scale = None if record.scale is None else _number(record.scale)
         if scale is not None:
@@ -184,7 +193,7 @@ class WriterThread:
             scalars["scaler/skipped"] = float(bool(_number(record.skipped)))
             if scalars["scaler/skipped"]:
                 self._writer.event(record.step, "scaler_skip", {"scale": scale})
-        scalars.update(_clipping(record))
+        scalars.update(_clipping(record, scalars))
         # Before the scalars are written: monitors add some of their own.
         step = StoredStep(record.step, record.parameters, scalars, blobs)
         self._monitors.call("on_step_stored", step)
@@ -230,18 +239,16 @@ def _scores(step: StoredStep) -> list[float]:
     return [step.scalars.get("loss", -math.inf), norm]
 
 
-def _clipping(record: StepRecord) -> dict[str, float]:
-    """Return limit, norm before and factor of each clipping of the step; the first has no number."""
-    scalars: dict[str, float] = {}
-    for number, (kind, limit, norm) in enumerate(record.clips):
+def _clipping(record: StepRecord, scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return limit and factor of each clipping of the step; the first has no number."""
+    found: dict[str, float] = {}
+    for number, kind, limit in record.clips:
         suffix = f"/{number}" if number else ""
         if math.isfinite(limit):
-            scalars[f"clip/limit{suffix}"] = limit
+            found[f"clip/limit{suffix}"] = limit
         if kind == "total":
-            scalars[f"clip/by_total{suffix}"] = 1.0
-        if kind == "norm" and norm is not None:
-            before = _number(norm)
-            scalars[f"clip/norm{suffix}"] = before
-            if math.isfinite(before):
-                scalars[f"clip/factor{suffix}"] = min(1.0, limit / (before + 1e-6))
-    return scalars
+            found[f"clip/by_total{suffix}"] = 1.0
+        before = scalars.get(f"clip/norm{suffix}", math.nan)
+        if kind == "norm" and math.isfinite(before):
+            found[f"clip/factor{suffix}"] = min(1.0, limit / (before + 1e-6))
+    return found

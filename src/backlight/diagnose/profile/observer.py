@@ -268,7 +268,6 @@ class ProfileObserver(StepObserver):
 
 
 def _step_time(summary: StepSummary) -> StepTime:
-    # The names of learning rates hold the number of their optimizer: lr/<number>/<group>.
-    optimizers = tuple(dict.fromkeys(name.split("/")[1] for name, _ in summary.rates))
+    optimizers = tuple(map(str, summary.optimizers))
     others = (summary.separated, summary.backwards, optimizers, dict(summary.optimizer_seconds))
     return StepTime.of(summary.phases, summary.seconds, *others)

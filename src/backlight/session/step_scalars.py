@@ -1,0 +1,264 @@
+"""Loss, learning rates and gradient norm of the script, of every step: collected on the training thread.
+
+A value on the host is read at once. One on a device is copied there, into memory of its own, so that the
+script may change it, and sent to the host when the writer thread asks or the memory is full: nothing waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from backlight import devices
+from backlight.capture.parameters import PLAIN, settled
+from backlight.capture.step_sink import ScalarSink
+from backlight.measure.transfer import AsyncCopy, start_copy
+
+if TYPE_CHECKING:
+    from backlight.session.step_recorder import StepRecord
+
+MAX_QUEUED_STEPS = 1 << 20
+"""Steps that may wait for a slow disk before further ones are dropped."""
+
+CHUNK_VALUES = 256
+"""Values on a device that are sent to the host together."""
+
+
+class DeviceValues:
+    """Copies of numbers on one device, in chunks of memory that are used in turn."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._free: deque[Chunk] = deque()
+        self._chunk: Chunk | None = None
+        self.wanted = False
+
+    def put(self, value: torch.Tensor) -> DeviceValue:
+        """Copy a number, behind the work of the current stream, and return where it will arrive."""
+        chunk = self._chunk
+        if chunk is None:
+            chunk = self._free.popleft() if self._free else Chunk(self._device, self._dtype, self._free)
+            self._chunk = chunk
+        index = chunk.used
+        chunk.views[index].copy_(value)
+        chunk.used = chunk.unread = index + 1
+        if self.wanted or chunk.used == CHUNK_VALUES:
+            self.send()
+        return DeviceValue(chunk, index)
+
+    def send(self) -> None:
+        """Start the copy of what is there to the host."""
+        self.wanted = False
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            chunk.copy = start_copy(chunk.values)
+
+
+class Chunk:
+    """Memory of :class:`DeviceValues`; it is free again when all of its values have been read."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, free: deque[Chunk]) -> None:
+        with torch.inference_mode(False):  # else nothing could be written into it outside of that mode
+            self.values = torch.zeros(CHUNK_VALUES, dtype=dtype, device=device)
+        self.views = self.values.unbind()
+        self.used = self.unread = 0
+        self.copy: AsyncCopy | None = None
+        self._free = free
+
+    def take(self, index: int) -> float:
+        """Return a value that has arrived; each is taken once."""
+        assert self.copy is not None
+        value = float(self.copy.read()[index])
+        self.unread -= 1
+        if not self.unread:
+            self.copy, self.used = None, 0
+            self._free.append(self)
+        return value
+
+
+class DeviceValue:
+    """A number that is still on a device, or on its way."""
+
+    __slots__ = ("_chunk", "_index", "_number")
+
+    def __init__(self, chunk: Chunk, index: int) -> None:
+        self._chunk: Chunk | None = chunk
+        self._index = index
+        self._number = 0.0
+
+    def ready(self, *, wait: bool) -> bool:
+        """Return whether it has arrived; with ``wait``, whether it is on its way."""
+        chunk = self._chunk
+        return chunk is None or (chunk.copy is not None and (wait or chunk.copy.done()))
+
+    def read(self) -> float:
+        """Return the number, on the thread that reads them all."""
+        if self._chunk is not None:
+            self._number, self._chunk = self._chunk.take(self._index), None
+        return self._number
+
+
+Value = float | complex | DeviceValue | None
+"""A number, where it will arrive, or None where it could not be read."""
+
+
+class StepRow(NamedTuple):
+    """Scalars of a completed step: ``losses`` and ``norms`` in their order, ``rates`` by optimizer."""
+
+    step: int
+    losses: Sequence[Value]
+    norms: Sequence[Value]
+    rates: Sequence[tuple[int, Sequence[Value]]]
+    record: StepRecord | None
+
+    def ready(self, *, wait: bool) -> bool:
+        """Return whether every value has arrived on the host; with ``wait``, whether it is on its way."""
+        single = (*self.losses, *self.norms, *(rate for _, rates in self.rates for rate in rates))
+        return all(value.ready(wait=wait) for value in single if type(value) is DeviceValue) and (
+            wait or self.record is None or self.record.ready()
+        )
+
+    def scalars(self) -> dict[str, float]:
+        """Return the scalars by name; each row is read once."""
+        found: dict[str, float] = {}
+        losses = [number for value in self.losses if (number := _number(value)) is not None]
+        if losses and len(losses) == len(self.losses):
+            found["loss"] = sum(losses)
+        for index, value in enumerate(self.norms):
+            norm = _number(value)
+            if norm is not None:
+                found[f"clip/norm/{index}" if index else "clip/norm"] = norm
+        for optimizer, rates in self.rates:
+            for group, value in enumerate(rates):
+                rate = _number(value)
+                if rate is not None:
+                    found[f"lr/{optimizer}/{group}"] = rate
+        return found
+
+
+def _number(value: Value) -> float | None:
+    if isinstance(value, DeviceValue):
+        return value.read()
+    return float(value.real) if isinstance(value, complex) else value
+
+
+class StepScalars(ScalarSink):
+    """Collects the scalars of the step in progress; ``queue`` holds those of completed steps.
+
+    ``dropped`` counts steps that were dropped because the disk was too slow.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[Value] = []
+        self._earlier = 0
+        self._norms: list[Value] = []
+        self._rates: list[tuple[int, Sequence[Value]]] = []
+        self._devices: dict[tuple[torch.device, torch.dtype], DeviceValues] = {}
+        self._kept_rates: dict[int, tuple[torch.Tensor, int, Value]] = {}
+        self.queue: deque[StepRow] = deque()
+        self.dropped = 0
+
+    def add_losses(self, roots: Sequence[torch.Tensor]) -> None:
+        """Add the numbers from which a backward starts; other tensors are no losses."""
+        self._earlier = len(self._losses)
+        for root in roots:
+            # The common case is here: each further call would cost as much as reading the number.
+            if type(root) is torch.Tensor and root.is_cpu and root.numel() == 1 and not _count_modes():
+                try:
+                    self._losses.append(root.item())
+                except Exception:  # noqa: BLE001 - within a functional transform: it has no value
+                    self._losses.append(None)
+            elif root.numel() == 1:  # else it is a part of a model, such as a stage of a pipeline
+                self._losses.append(self._value(root))
+
+    def drop_losses(self) -> None:
+        """Forget the numbers that were added last: their backward failed."""
+        del self._losses[self._earlier :]
+
+    def add_norm(self, norm: torch.Tensor | None) -> None:
+        """Add the total norm of a clipping; None where it has none."""
+        self._norms.append(None if norm is None else self._value(norm))
+
+    def add_rates(self, number: int, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Add the learning rates of an optimizer that is about to step."""
+        rates: list[Value] = []
+        for group in groups:
+            rate = group.get("lr")
+            rates.append(rate if type(rate) is float else self._rate(group, rate))
+        self._rates.append((number, rates))
+
+    def close(self, step: int, record: StepRecord | None = None) -> None:
+        """Complete a step, with what else was recorded of it, and begin to collect those of the next."""
+        if len(self.queue) < MAX_QUEUED_STEPS:
+            self.queue.append(StepRow(step, self._losses, self._norms, self._rates, record))
+        else:
+            self.dropped += 1
+        self._losses, self._norms, self._rates = [], [], []
+
+    def send(self) -> None:
+        """Start the copy of what is on devices to the host; from the training thread."""
+        for values in self._devices.values():
+            values.send()
+
+    def ask(self) -> None:
+        """Request that the training thread sends what is on devices, with the next value; from any thread."""
+        for values in list(self._devices.values()):
+            values.wanted = True
+
+    def _rate(self, group: Mapping[str, Any], rate: Any) -> Value:
+        if not isinstance(rate, torch.Tensor):
+            with contextlib.suppress(TypeError, ValueError):
+                return None if rate is None else float(rate)
+            return None
+        if rate.is_cpu:
+            return self._value(rate)
+        # A rate on a device is copied where a schedule has changed it.
+        kept, version, value = self._kept_rates.get(id(group), (None, -1, None))
+        if kept is not rate or version != rate._version:
+            value = self._value(rate)
+            self._kept_rates[id(group)] = rate, rate._version, value
+        return value
+
+    def _value(self, tensor: torch.Tensor) -> Value:
+        """Return a number on the host, or where it will arrive; None where it cannot be read."""
+        try:
+            if type(tensor) not in PLAIN:
+                part = settled(tensor)
+                if part is None or type(part) not in PLAIN:
+                    return None
+                tensor = part
+            with torch._C.DisableTorchFunction(), _without_modes():
+                return self._read(tensor)
+        except Exception:  # noqa: BLE001 - no error here may reach the training
+            return None
+
+    def _read(self, tensor: torch.Tensor) -> Value:
+        if tensor.is_cpu:
+            number: float | complex = tensor.item()
+            return number
+        if tensor.is_meta or not devices.is_accelerator(tensor.device) or devices.is_capturing_graph():
+            return None
+        dtype = torch.float64 if tensor.dtype in {torch.float64, torch.complex128} else torch.float32
+        key = tensor.device, dtype
+        values = self._devices.get(key)
+        if values is None:
+            values = self._devices[key] = DeviceValues(*key)
+        tensor = tensor.detach().reshape(())
+        return values.put(tensor.real if tensor.is_complex() else tensor)
+
+
+_count_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
+
+
+def _without_modes() -> AbstractContextManager[Any]:
+    """Return what keeps the modes of the script from operations of backlight."""
+    if not _count_modes():
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415 - rarely needed
+
+    return _disable_current_modes()
