@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from backlight.capture.hub import underlying
+from backlight.capture.engines import underlying
 
 
 def sgd() -> torch.optim.SGD:

@@ -328,3 +328,23 @@ def _gradient(outer: Any, parameter: Any, size: int) -> torch.Tensor | None:
 def _place(shape: tuple[int, ...], start: int, size: int) -> FlatPlace:
     whole = math.prod(shape)
     return FlatPlace(shape, Placement(Layout.SHARD, (whole,), (size,), (start if size else 0,)))
+
+
+def underlying(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that do the steps of ``optimizer``: itself, or those that it wraps.
+
+    Frameworks hand out objects that look like an optimizer and call one (Accelerate, Lightning), or several
+    (torchtitan, whose container has learning rates of its own that are not used). Torch's hooks see the steps
+    of those inside. A wrapper that is an optimizer in its own right, such as Lookahead, is itself what steps.
+    """
+    if (engine := adapted(optimizer)) is not None:
+        return [engine]  # type: ignore[list-item]  # it has what is used of one
+    several = getattr(optimizer, "optimizers", None)
+    if isinstance(several, (list, tuple)) and several and all(hasattr(o, "param_groups") for o in several):
+        return [inner for one in several for inner in underlying(one)]
+    one = getattr(optimizer, "optimizer", None)
+    if adapted(one) is not None:
+        return underlying(one)
+    if isinstance(one, torch.optim.Optimizer) and not getattr(type(optimizer).step, "hooked", False):
+        return underlying(one)
+    return [optimizer]

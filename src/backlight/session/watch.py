@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight import clock
-from backlight.capture.hub import HUB, underlying
+from backlight.capture.engines import underlying
+from backlight.capture.hub import HUB
 from backlight.capture.parameters import build_table
 from backlight.capture.steps import StopTraining
 from backlight.distributed import rank_and_size
