@@ -6,12 +6,19 @@ expected severity; its object is named if title, detail, subject or evidence hol
 step that the finding rests on, counted from the step at which the error begins. A warning or an error in a
 control is a false alarm.
 
+With ``--habits`` every program is trained with habits that have nothing to do with its error (clipping,
+autocast, accumulation, a schedule, a gradient scaler, an average of weights, ``torch.compile``, evaluations,
+where and how gradients are cleared), so that every combination of ``--strength`` of them occurs; with 10 that
+is the whole product. What is found must not depend on them.
+
     python bench/silent_errors.py
+    python bench/silent_errors.py --habits
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -19,6 +26,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -27,15 +35,17 @@ from rich.table import Table
 
 import backlight
 from backlight.findings.evaluate import Findings, evaluate_rules
-from backlight.records import Severity
+from backlight.session.settings import DEFAULT_MONITORS
 from backlight.store.read.run import Run
 
-sys.path.remove(str(Path(__file__).parent))  # it has another `ranks`
+if str(Path(__file__).parent) in sys.path:  # not in a process that trains with habits
+    sys.path.remove(str(Path(__file__).parent))  # it has another `ranks`
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from faults import published_on_ranks
 from faults.injection import Fault, text_of
 from faults.silent import CONTROLS, FAULTS, published_cases, well_known
+from faults.silent_runs import HabitRun, alarms, habit_runs, watched
 from ranks.launching import launched
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -85,14 +95,9 @@ class Row:
     control: Sequence[str]
 
 
-def watched(train: Callable[[], None]) -> tuple[Run, Findings]:
+def in_folder(train: Callable[[], object]) -> tuple[Run, Findings]:
     """Return the run of a training loop under the default monitors, and its findings."""
-    torch.manual_seed(0)
-    folder = Path(tempfile.mkdtemp())
-    with backlight.watch(run=folder / "run", every=1, quiet=True):
-        train()
-    run = backlight.open_run(folder / "run")
-    return run, evaluate_rules(run)
+    return watched(Path(tempfile.mkdtemp()) / "run", train, DEFAULT_MONITORS)
 
 
 def on_ranks(names: Sequence[str]) -> dict[str, tuple[tuple[Run, Findings], Findings]]:
@@ -104,11 +109,6 @@ def on_ranks(names: Sequence[str]) -> dict[str, tuple[tuple[Run, Findings], Find
     runs = {name: backlight.open_run(folder / name) for name in names}
     controls = {name: evaluate_rules(backlight.open_run(folder / f"{name}-control")) for name in names}
     return {name: ((run, evaluate_rules(run)), controls[name]) for name, run in runs.items()}
-
-
-def alarms(findings: Findings) -> list[str]:
-    """Return the rules of warnings and errors."""
-    return sorted({finding.rule for finding in findings if finding.severity is not Severity.INFO})
 
 
 def row(fault: Fault, run: Run, findings: Findings, control: Findings) -> Row:
@@ -133,12 +133,11 @@ def row(fault: Fault, run: Run, findings: Findings, control: Findings) -> Row:
 
 def rows_of(faults: dict[str, Fault]) -> list[Row]:
     """Train errors of one process, each with its control."""
-    return [
-        row(
-            fault, *watched(lambda fault=fault: fault.train(True)), watched(lambda f=fault: f.train(False))[1]
-        )
-        for fault in faults.values()
-    ]
+
+    def trained(fault: Fault, injected: bool) -> tuple[Run, Findings]:
+        return in_folder(lambda: fault.train(injected))
+
+    return [row(fault, *trained(fault, True), trained(fault, False)[1]) for fault in faults.values()]
 
 
 def rows_on_ranks() -> list[Row]:
@@ -176,14 +175,57 @@ def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
     )
 
 
+def trained_with_habits(one: HabitRun) -> tuple[HabitRun, str]:
+    """Train a program with some habits; return what differs from what is expected."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if not gc.get_freeze_count():
+        gc.freeze()  # a watch visits every object of the process when it begins
+    try:
+        return one, one.problem()
+    except Exception as error:  # noqa: BLE001 - the next program is to run
+        return one, f"raised {type(error).__name__}: {error}"
+
+
+def print_habits(console: Console, runs: Sequence[HabitRun], jobs: int) -> None:
+    """Train programs with habits, and print those whose findings depend on them."""
+    with get_context("spawn").Pool(jobs) as pool:
+        problems = dict(pool.imap_unordered(trained_with_habits, runs))
+    for one in runs:
+        if problems[one]:
+            console.print(f"{one.name} ({one.kind}), {one.habits}: {problems[one]}", highlight=False)
+    for kind, words in (
+        ("error", "with an error that have its finding and no other warning or error"),
+        ("control", "with that error fixed that are silent"),
+        ("close", "that come close to an error that are silent"),
+    ):
+        of_kind = [one for one in runs if one.kind == kind]
+        sound = sum(not problems[one] for one in of_kind)
+        programs = {one.name for one in of_kind}
+        same = len(programs - {one.name for one in of_kind if problems[one]})
+        console.print(
+            f"loops {words}: {sound} of {len(of_kind)} ({100 * sound / max(len(of_kind), 1):.1f} %); "
+            f"whatever the habits: {same} of {len(programs)} programs"
+        )
+
+
 def main() -> None:
     """Print the tables, the totals, and what cannot be known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--published", action="store_true", help="only the cases of TrainCheck")
+    parser.add_argument("--habits", action="store_true", help="every program with other habits of its loop")
+    parser.add_argument("--strength", type=int, default=2, help="habits of which all combinations occur")
+    parser.add_argument("--share", type=float, default=1.0, help="of the programs with habits, at random")
+    parser.add_argument("--only", default="", help="programs whose names contain this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that train with habits")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     console = Console(width=170)
+    if options.habits:
+        runs = habit_runs(options.strength, options.share)
+        print_habits(console, [one for one in runs if options.only in one.name], options.jobs)
+        return
     ports = {name: one for name, one in published_cases.CASES.items() if one.expected["case"] not in UNKNOWN}
     print_rows(console, "cases of TrainCheck", [*rows_of(ports), *rows_on_ranks()])
     for case, reason in UNKNOWN.items():
@@ -191,7 +233,7 @@ def main() -> None:
     if options.published:
         return
     print_rows(console, "further errors", rows_of({**FAULTS, **well_known.FAULTS}))
-    close = {name: alarms(watched(train)[1]) for name, train in CONTROLS.items()}
+    close = {name: alarms(in_folder(train)[1]) for name, train in CONTROLS.items()}
     silent = sum(not rules for rules in close.values())
     console.print(f"loops that come close, without a warning or an error: {silent} of {len(close)}")
     for name, rules in close.items():

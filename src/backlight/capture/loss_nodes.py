@@ -5,10 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 Node = Any
 """A node of the graph; torch's class has no attribute that is read here."""
+
+sequence_number: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
+"""Returns the number of the next node that is made; None where torch has no such function."""
 
 
 def kinds(names: str) -> frozenset[str]:

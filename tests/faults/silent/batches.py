@@ -19,7 +19,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from faults.silent.loop import STEPS, control, fault, perceptron
+from faults.silent.loop import Loop, control, fault, perceptron, train
 
 
 def epochs(
@@ -29,17 +29,16 @@ def epochs(
 ) -> None:
     """Train for some epochs, each with an evaluation in a fixed order."""
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     evaluation = DataLoader(loader.dataset, batch_size=8)
-    for epoch in range(count):
-        before_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+
+    def evaluate(_: int) -> None:
         with torch.no_grad():
             for x, y in evaluation:
                 F.cross_entropy(model(x), y)
+
+    loop = Loop(model, loader=loader, epochs=count)
+    loop.before_epoch, loop.after_epoch = before_epoch, evaluate
+    loop.run()
 
 
 def samples(count: int = 32) -> TensorDataset:
@@ -62,13 +61,13 @@ def no_set_epoch(injected: bool) -> None:
 @fault(rule="repeated_data", severity="warning", step=3, kind="first", names="loader of TensorDataset")
 def first_batch_only(injected: bool) -> None:
     loader = DataLoader(samples(), batch_size=8)
-    model, endless = perceptron(), itertools.cycle(loader)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(STEPS):
-        x, y = next(iter(loader)) if injected else next(endless)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    endless = itertools.cycle(loader)
+
+    def data(count: int) -> Iterator[list[Tensor]]:
+        for _ in range(count):
+            yield next(iter(loader)) if injected else next(endless)
+
+    train(perceptron(), data=data)
 
 
 @control
@@ -83,25 +82,15 @@ def two_batches_in_random_order() -> None:
 
 @fault(rule="repeated_data", severity="error", step=3, kind="stale", names="loader of TensorDataset")
 def batch_of_another_name(injected: bool) -> None:
-    loader = DataLoader(samples(80), batch_size=8)
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(samples(160), batch_size=8)
     x, _ = next(iter(loader))
-    for images, labels in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x if injected else images), labels).backward()
-        optimizer.step()
+    train(perceptron(), loader=((x if injected else images, labels) for images, labels in loader))
 
 
 @fault(rule="repeated_data", severity="info", step=7, kind="held", names="loader of TensorDataset")
 def one_batch(injected: bool) -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = next(iter(DataLoader(samples(32 if injected else 8), batch_size=8)))
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    batch = next(iter(DataLoader(samples(32 if injected else 8), batch_size=8)))
+    train(perceptron(), data=lambda count: [batch] * count)
 
 
 Sample = tuple[Tensor, Tensor]
@@ -164,24 +153,20 @@ def stream_that_is_not_split(injected: bool) -> None:
 @control
 def whole_graph_with_batches_of_nodes() -> None:
     """The model gets the whole data at every step; a loader chooses which outputs count."""
-    data, labels = torch.randn(64, 4), torch.randint(0, 3, (64,))
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for (nodes,) in DataLoader(TensorDataset(torch.randperm(64)), batch_size=8):
-        optimizer.zero_grad()
-        F.cross_entropy(model(data)[nodes], labels[nodes]).backward()
-        optimizer.step()
+    data, labels = torch.randn(128, 4), torch.randint(0, 3, (128,))
+    loader = DataLoader(TensorDataset(torch.randperm(128)), batch_size=8)
+    train(
+        perceptron(),
+        loss_of=lambda out, nodes: F.cross_entropy(out[nodes], labels[nodes]),
+        loader=((data, nodes) for (nodes,) in loader),
+        evaluates=False,
+    )
 
 
 @control
 def whole_data_at_every_step() -> None:
     data, labels = torch.randn(64, 4), torch.randint(0, 3, (64,))
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        F.cross_entropy(model(data), labels).backward()
-        optimizer.step()
+    train(perceptron(), data=lambda count: [(data, labels)] * count)
 
 
 @control
@@ -189,12 +174,12 @@ def images_with_an_empty_border() -> None:
     """Pixels at equal distances are those of the border in every image."""
     images = torch.zeros(64, 1, 28, 28)
     images[..., 4:24, 4:24] = torch.rand(64, 1, 20, 20)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for (x,) in DataLoader(TensorDataset(images), batch_size=8):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+    train(
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 3)),
+        loss_of=lambda out, _: out.square().mean(),
+        loader=DataLoader(TensorDataset(images, images), batch_size=8),
+        evaluates=False,
+    )
 
 
 @control
@@ -212,12 +197,7 @@ def generator_seeded_by_worker() -> None:
 def whole_data_for_every_index() -> None:
     """As for fitting one image: an index is a step, and the loader adds a dimension."""
     data = (torch.randn(64, 4), torch.randint(0, 3, (64,)))
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in DataLoader([data] * STEPS):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[0]), y[0]).backward()
-        optimizer.step()
+    train(perceptron(), data=lambda count: ((x[0], y[0]) for x, y in DataLoader([data] * count)))
 
 
 @control
@@ -228,9 +208,5 @@ def positions_of_one_row() -> None:
         x, y = (torch.stack(one) for one in zip(*rows, strict=True))
         return {"x": x, "labels": y, "position_ids": torch.arange(4)[None]}
 
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in DataLoader(samples(), batch_size=8, collate_fn=collate):
-        optimizer.zero_grad()
-        F.cross_entropy(model(batch["x"] + batch["position_ids"]), batch["labels"]).backward()
-        optimizer.step()
+    loader = DataLoader(samples(), batch_size=8, collate_fn=collate)
+    train(perceptron(), loader=((one["x"] + one["position_ids"], one["labels"]) for one in loader))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faults.silent.loop import batches, control, fault, perceptron
+from faults.silent.loop import control, fault, perceptron, train
 
 
 def checkpoint() -> Any:
@@ -30,13 +30,6 @@ def resumed(lr: float = 1e-3) -> tuple[Any, nn.Module, torch.optim.Optimizer]:
     state, model = checkpoint(), perceptron()
     model.load_state_dict(state["model"])
     return state, model, torch.optim.Adam(model.parameters(), lr=lr)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
 
 
 def initialise(model: nn.Module) -> None:
@@ -137,12 +130,13 @@ def loaded(model: nn.Module, state: Any) -> nn.Module:
 
 
 def train_sequences(model: nn.Module) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(10):
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), data=sequences)
+
+
+def sequences(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
         x = torch.randint(0, 7, (8, 5))
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), x[:, 0]).backward()
-        optimizer.step()
+        yield x, x[:, 0]
 
 
 @fault(

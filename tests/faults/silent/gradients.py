@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from faults.silent.loop import STEPS, batches, control, fault, perceptron
+from faults.silent.loop import STEPS, Loop, batches, control, fault, nothing, perceptron, train
 
 
 @fault(rule="gradients_not_cleared", severity="error", step=1, names="`0.weight`")
 def no_zero_grad(injected: bool) -> None:
     model = perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for x, y in batches():
-        if not injected:
-            optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    loop = Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    if injected:
+        loop.clear = nothing
+    loop.run()
 
 
 @fault(rule="gradients_not_cleared", severity="error", step=1, names="1 of 1 followed parameters")
@@ -26,59 +26,72 @@ def zero_grad_of_the_model_only(injected: bool) -> None:
     """The optimizer also holds a temperature, which is no parameter of the model."""
     model, temperature = perceptron(), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
-    for x, y in batches():
-        (model if injected else optimizer).zero_grad()
-        F.cross_entropy(model(x) * temperature, y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    loop = Loop(model, optimizer, loss_of=lambda out, y: F.cross_entropy(out * temperature, y))
+    if injected:
+        loop.clear = lambda: model.zero_grad(set_to_none=loop.habits.sets_to_none)
+    loop.run()
 
 
 @fault(rule="gradients_discarded", severity="error", step=0, names="`0.weight`")
 def zero_grad_before_the_step(injected: bool) -> None:
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for x, y in batches():
-        F.cross_entropy(model(x), y).backward()
-        if injected:
-            optimizer.zero_grad()
-        optimizer.step()
-        optimizer.zero_grad()
+    loop = Loop(model, optimizer)
+    # A gradient scaler raises where there is no gradient.
+    sets_to_none = loop.habits.sets_to_none and not loop.habits.has_scaler
+    if injected:
+        loop.before_update = lambda _: optimizer.zero_grad(set_to_none=sets_to_none)
+    loop.run()
 
 
-@fault(rule="gradients_discarded", severity="warning", step=0, names="3 of 4 backward passes")
+@fault(rule="gradients_discarded", severity="error", step=0, names="3 of 4 backward passes")
 def zero_grad_at_every_microbatch(injected: bool) -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, (x, y) in enumerate(batches(4 * STEPS)):
-        if injected or number % 4 == 0:
-            optimizer.zero_grad(set_to_none=False)
-        F.cross_entropy(model(x), y).backward()
-        if number % 4 == 3:
-            optimizer.step()
+    loop = Loop(perceptron(), microbatches=4)
+    if injected:
+        loop.before_microbatch = lambda _: loop.clear()
+    loop.run()
+
+
+def cleared_between(injected: bool, microbatches: int, cleared: int) -> None:
+    """Clear what was accumulated before microbatch number ``cleared`` of each step."""
+    loop, count = Loop(perceptron(), microbatches=microbatches), itertools.count()
+    if injected:
+        loop.before_microbatch = lambda _: next(count) % microbatches == cleared and loop.clear()
+    loop.run()
+
+
+@fault(rule="gradients_discarded", severity="error", step=0, names="3 of 4 backward passes")
+def zero_grad_before_the_last_microbatch(injected: bool) -> None:
+    """What is cleared holds the gradients of all microbatches before."""
+    cleared_between(injected, 4, 3)
+
+
+@fault(rule="gradients_discarded", severity="error", step=0, names="1 of 2 backward passes")
+def zero_grad_after_the_first_microbatch(injected: bool) -> None:
+    cleared_between(injected, 2, 1)
 
 
 @control
 def zeros_through_data() -> None:
     """``.data.zero_()`` does not change the version of a gradient."""
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches():
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+
+    def clear() -> None:
         for parameter in model.parameters():
-            parameter.grad.data.zero_()
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()
+
+    loop = Loop(model)
+    loop.clear = clear
+    loop.run()
 
 
 @control
 def clipped_zeros() -> None:
     """Clipping writes to gradients that backward left at zero, as those of a constant reward are."""
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, (x, y) in enumerate(batches()):
-        optimizer.zero_grad()
-        (F.cross_entropy(model(x), y) * (number % 2)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    loop = Loop(perceptron(), clips="norm")
+    loop.loss_of = lambda out, y: F.cross_entropy(out, y) * (loop.step % 2)
+    loop.run()
 
 
 @control
@@ -174,14 +187,12 @@ def norms_of_two_tasks() -> None:
 
 @control
 def steps_that_a_scaler_skips() -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    for x, y in batches():
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y) * 1e3).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    train(
+        perceptron(),
+        loss_of=lambda out, y: F.cross_entropy(out, y) * 1e3,
+        has_scaler=True,
+        init_scale=2.0**127,
+    )
 
 
 @control
@@ -212,10 +223,9 @@ def recomputed_without_random_numbers() -> None:
 def train_checkpointed(last: nn.Module, *, preserves: bool) -> None:
     """Train with activation checkpointing."""
     body, head = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), last), nn.Linear(16, 3)
-    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    for x, y in batches():
+
+    def forward(x: Tensor) -> Tensor:
         run = torch.utils.checkpoint.checkpoint
-        hidden = run(body, x, use_reentrant=False, preserve_rng_state=preserves)
-        optimizer.zero_grad()
-        F.cross_entropy(head(hidden), y).backward()
-        optimizer.step()
+        return head(run(body, x, use_reentrant=False, preserve_rng_state=preserves))
+
+    train(forward, parts=(body, head))

@@ -9,29 +9,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from faults.silent.loop import STEPS, batches, classify, control, fault, perceptron
+from faults.silent.loop import STEPS, batches, control, fault, perceptron, train
 
 
 @fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice", names="output of softmax")
 def softmax_before_cross_entropy(injected: bool) -> None:
-    classify(perceptron(nn.Softmax(dim=1)) if injected else perceptron())
+    train(perceptron(nn.Softmax(dim=1)) if injected else perceptron())
 
 
 @fault(
     rule="loss_input", severity="warning", step=0, kind="sigmoid_before_softmax", names="output of a sigmoid"
 )
 def sigmoid_before_cross_entropy(injected: bool) -> None:
-    classify(perceptron(nn.Sigmoid()) if injected else perceptron())
+    train(perceptron(nn.Sigmoid()) if injected else perceptron())
 
 
 @fault(rule="loss_input", severity="error", step=0, kind="nll_of_scores", names="made by addmm")
 def nll_of_logits(injected: bool) -> None:
-    classify(perceptron() if injected else perceptron(nn.LogSoftmax(dim=1)), F.nll_loss)
+    train(perceptron() if injected else perceptron(nn.LogSoftmax(dim=1)), loss_of=F.nll_loss)
 
 
 @fault(rule="loss_input", severity="warning", step=0, kind="nll_of_probabilities", names="made by softmax")
 def nll_of_probabilities(injected: bool) -> None:
-    classify(perceptron(nn.Softmax(dim=1) if injected else nn.LogSoftmax(dim=1)), F.nll_loss)
+    train(perceptron(nn.Softmax(dim=1) if injected else nn.LogSoftmax(dim=1)), loss_of=F.nll_loss)
 
 
 @fault(
@@ -43,7 +43,7 @@ def nll_of_probabilities(injected: bool) -> None:
 )
 def sigmoid_twice(injected: bool) -> None:
     model = perceptron(nn.Sigmoid()) if injected else perceptron()
-    classify(model, lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, 3).float()))
+    train(model, loss_of=lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, 3).float()))
 
 
 class OwnSoftmax(nn.Module):
@@ -56,22 +56,22 @@ class OwnSoftmax(nn.Module):
 def own_softmax_before_cross_entropy(injected: bool) -> None:
     """The control takes the logarithm of its probabilities."""
     model = perceptron(OwnSoftmax())
-    classify(model, lambda out, y: F.cross_entropy(out if injected else (out + 1e-8).log(), y))
+    train(model, loss_of=lambda out, y: F.cross_entropy(out if injected else (out + 1e-8).log(), y))
 
 
 @fault(rule="loss_input", severity="warning", step=0, kind="softmax_twice", names="output of softmax")
 def softmax_before_smoothed_labels(injected: bool) -> None:
     model = perceptron(nn.Softmax(dim=1)) if injected else perceptron()
-    classify(model, nn.CrossEntropyLoss(label_smoothing=0.1))
+    train(model, loss_of=nn.CrossEntropyLoss(label_smoothing=0.1))
 
 
 @fault(rule="loss_input", severity="warning", step=0, kind="nll_of_probabilities", names="made by softmax")
 def nll_of_own_softmax(injected: bool) -> None:
-    classify(perceptron(OwnSoftmax() if injected else nn.LogSoftmax(dim=1)), F.nll_loss)
+    train(perceptron(OwnSoftmax() if injected else nn.LogSoftmax(dim=1)), loss_of=F.nll_loss)
 
 
 def regress(model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-    classify(nn.Sequential(model, nn.Linear(3, 1)), lambda out, y: loss_of(out, y.float()))
+    train(nn.Sequential(model, nn.Linear(3, 1)), loss_of=lambda out, y: loss_of(out, y.float()))
 
 
 @fault(rule="loss_input", severity="error", step=0, kind="broadcast", names="shape [8, 1]")
@@ -92,34 +92,32 @@ def pairwise_ranking() -> None:
 
 @control
 def classes_of_probabilities() -> None:
-    classify(perceptron(nn.Softmax(dim=1)), lambda out, y: F.nll_loss(torch.log(out + 1e-8), y))
+    train(perceptron(nn.Softmax(dim=1)), loss_of=lambda out, y: F.nll_loss(torch.log(out + 1e-8), y))
 
 
 @control
 def probabilities_in_binary_cross_entropy() -> None:
-    classify(perceptron(nn.Sigmoid()), lambda out, y: F.binary_cross_entropy(out, F.one_hot(y, 3).float()))
+    train(
+        perceptron(nn.Sigmoid()),
+        loss_of=lambda out, y: F.binary_cross_entropy(out, F.one_hot(y, 3).float()),
+        autocast=False,  # torch refuses this function under autocast
+    )
 
 
 @control
 def probabilities_of_a_teacher() -> None:
     teacher = perceptron(nn.Softmax(dim=1)).requires_grad_(False)
-    student = perceptron()
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    for x, _ in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(student(x), teacher(x)).backward()
-        optimizer.step()
+    train(perceptron(), data=lambda count: [(x, teacher(x)) for x, _ in batches(count)])
 
 
 @control
 def batches_of_one_sample() -> None:
     """``[1, 1]`` and ``[1]`` broadcast to one difference."""
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches():
-        optimizer.zero_grad()
-        (model(x[:1]) - y[:1].float()).square().mean().backward()
-        optimizer.step()
+    train(
+        nn.Linear(4, 1),
+        loss_of=lambda out, y: (out - y).square().mean(),
+        data=lambda count: [(x[:1], y[:1].float()) for x, y in batches(count)],
+    )
 
 
 def pairs(targets: int) -> list[tuple[Tensor, Tensor]]:
@@ -132,20 +130,20 @@ def stacked(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 @fault(rule="loss_input", severity="error", step=0, kind="sizes", names="8 and 16 samples")
 def two_targets_per_input(injected: bool) -> None:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in DataLoader(pairs(2 if injected else 1), batch_size=8, collate_fn=stacked):
-        optimizer.zero_grad()
-        (model(x) - (y if injected else y[:, None])).square().mean().backward()
-        optimizer.step()
+    train(
+        nn.Linear(4, 1),
+        loss_of=lambda out, y: (out - (y if injected else y[:, None])).square().mean(),
+        loader=DataLoader(pairs(2 if injected else 1), batch_size=8, collate_fn=stacked),
+        evaluates=False,
+    )
 
 
 @control
 def one_prediction_and_several_levels() -> None:
     """Each prediction is compared with the same five levels, which are no part of the batch."""
-    model, levels = nn.Linear(4, 1), torch.linspace(-1, 1, 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, _ in DataLoader(pairs(1), batch_size=8, collate_fn=stacked):
-        optimizer.zero_grad()
-        (model(x) - levels).square().mean().backward()
-        optimizer.step()
+    levels = torch.linspace(-1, 1, 5)
+    train(
+        nn.Linear(4, 1),
+        loss_of=lambda out, _: (out - levels).square().mean(),
+        loader=DataLoader(pairs(1), batch_size=8, collate_fn=stacked),
+    )

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from faults.silent.loop import STEPS, control, fault, perceptron
+from faults.silent.loop import control, fault, perceptron, train
 
 COUNTS = ((8, 2), (3, 7), (6, 1), (8, 4))
 """Labels of the two microbatches of a step that are not ignored."""
 
 
-def microbatches(counts: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    for count in counts:
-        labels = torch.randint(0, 3, (8,))
-        labels[count:] = -100
-        yield torch.randn(8, 4), labels
+def labelled(counts: tuple[tuple[int, ...], ...]) -> Callable[[int], Iterator[tuple[Tensor, Any]]]:
+    """Return data whose targets are labels, and the number of targets of their step."""
+
+    def data(count: int) -> Iterator[tuple[Tensor, Any]]:
+        for number in range(count):
+            step, place = divmod(number, 2)
+            of_step = counts[step % len(counts)]
+            labels = torch.randint(0, 3, (8,))
+            labels[of_step[place] :] = -100
+            yield torch.randn(8, 4), (labels, sum(of_step))
+
+    return data
 
 
 def accumulate(
-    loss_of: Callable[[Tensor, Tensor, int], Tensor], counts: tuple[tuple[int, ...], ...] = COUNTS
+    loss_of: Callable[[Tensor, Tensor, int], Tensor],
+    counts: tuple[tuple[int, ...], ...] = COUNTS,
+    **forced: Any,
 ) -> None:
     """Train with two microbatches per step; ``loss_of(logits, labels, targets of the step)``."""
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        of_step = counts[step % len(counts)]
-        optimizer.zero_grad()
-        for x, y in microbatches(of_step):
-            loss_of(model(x), y, sum(of_step)).backward()
-        optimizer.step()
+    train(
+        perceptron(),
+        loss_of=lambda out, y: 2 * loss_of(out, *y),  # the loop divides by the number of microbatches
+        data=labelled(counts),
+        microbatches=2,
+        **forced,
+    )
 
 
 def mean_of_sums(logits: Tensor, labels: Tensor, targets: int) -> Tensor:
@@ -59,18 +68,7 @@ def sum_divided_by_its_own_count(injected: bool) -> None:
 
 @fault(rule="uneven_microbatches", severity="warning", step=1, names="step 1: 3, 7")
 def uneven_under_a_scaler(injected: bool) -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(STEPS):
-        counts = COUNTS[step % len(COUNTS)]
-        optimizer.zero_grad()
-        for x, y in microbatches(counts):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = (mean_of_means if injected else mean_of_sums)(model(x), y, sum(counts))
-            scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    accumulate(mean_of_means if injected else mean_of_sums, autocast=True, has_scaler=True)
 
 
 @control

@@ -2,91 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faults.silent.loop import batches, control, fault, perceptron
+from faults.silent.loop import Loop, control, fault, nothing, perceptron, train
 
 
 @fault(
     rule="mixed_precision", kind="clipped_before_unscale", severity="warning", step=0, names="clipped to 1"
 )
 def clipped_before_unscale(injected: bool) -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for x, y in batches():
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        if not injected:
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-
-def scaled_steps(step: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], object]) -> None:
-    """Train with a scaled loss; ``step(scaler, optimizer)`` follows each backward."""
-    model = perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for x, y in batches():
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        step(scaler, optimizer)
+    loop = Loop(perceptron(), clips="norm", has_scaler=True)
+    if injected:
+        loop.unscale = nothing
+    loop.run()
 
 
 @fault(rule="mixed_precision", kind="scaler_bypassed", severity="warning", step=0, names="AdamW")
 def step_without_the_scaler(injected: bool) -> None:
-    def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        if injected:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-
-    scaled_steps(step)
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loop = Loop(model, optimizer, has_scaler=True, clips="")
+    if injected:
+        loop.update = optimizer.step
+    loop.run()
 
 
 @control
 def unscaled_by_hand() -> None:
-    def step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad /= scaler.get_scale()
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loop = Loop(model, optimizer, has_scaler=True, clips="")
+
+    def update() -> None:
+        for parameter in model.parameters():
+            parameter.grad /= loop.scaler.get_scale()
         optimizer.step()
 
-    scaled_steps(step)
+    loop.update = update
+    loop.run()
 
 
 @control
 def clipped_without_a_scale() -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for x, y in batches():
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+    """The scaler is there, and not enabled."""
+    loop = Loop(perceptron(), clips="norm", has_scaler=False)
+    loop.unscale = nothing
+    loop.run()
 
 
 def autocast(around_model: bool, around_loss: bool) -> None:
     """Train with the model, and the loss, inside of autocast or not."""
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches():
-        optimizer.zero_grad()
+
+    def forward(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=around_model):
-            out = model(x)
+            return model(x)
+
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=around_loss):
-            loss = F.cross_entropy(out, y)
-        loss.backward()
-        optimizer.step()
+            return F.cross_entropy(out, y)
+
+    train(forward, parts=(model,), loss_of=loss_of, autocast=False)
 
 
 @fault(
@@ -117,14 +95,7 @@ class Kept(nn.Module):
     rule="mixed_precision", kind="autocast_without_effect", severity="warning", step=0, names="all 2 products"
 )
 def autocast_disabled_inside_of_the_model(injected: bool) -> None:
-    model = Kept(disabled=injected)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+    train(Kept(disabled=injected), autocast=True)
 
 
 @control
@@ -135,24 +106,22 @@ def autocast_without_the_loss() -> None:
 @control
 def frozen_encoder_under_autocast() -> None:
     """Its outputs are computed without gradients; what is trained stays in fp32."""
-    encoder, model = perceptron().requires_grad_(False), nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches():
-        optimizer.zero_grad()
+    encoded(perceptron().requires_grad_(False), nn.Linear(3, 3))
+
+
+def encoded(body: nn.Module, head: nn.Module) -> None:
+    """Train with a body under autocast and a head outside of it."""
+
+    def forward(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            hidden = encoder(x)
-        F.cross_entropy(model(hidden.float()), y).backward()
-        optimizer.step()
+            hidden = body(x)
+        return head(hidden.float())
+
+    trained = [p for part in (body, head) for p in part.parameters() if p.requires_grad]
+    train(forward, torch.optim.SGD(trained, lr=0.1), parts=(body, head), autocast=False)
 
 
 @control
 def head_in_single_precision() -> None:
     """The body is under autocast, and the head outside of it."""
-    body, head = perceptron(), nn.Linear(3, 3)
-    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    for x, y in batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = body(x)
-        F.cross_entropy(head(hidden.float()), y).backward()
-        optimizer.step()
+    encoded(perceptron(), nn.Linear(3, 3))

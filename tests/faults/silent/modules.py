@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from faults.silent.batches import samples
-from faults.silent.loop import batches, classify, control, fault, perceptron
+from faults.silent.loop import Loop, control, fault, perceptron, train
 
 
 def normed(*more: nn.Module) -> nn.Sequential:
@@ -21,52 +21,48 @@ def normed(*more: nn.Module) -> nn.Sequential:
 
 @fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=0, names="BatchNorm1d")
 def trained_in_eval_mode(injected: bool) -> None:
-    classify(normed().train(not injected))
+    train(normed().train(not injected))
 
 
 @fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=6, names="BatchNorm1d")
 def no_train_after_the_evaluation(injected: bool) -> None:
     model = normed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, (x, y) in enumerate(batches()):
-        if number == 6:
+
+    def evaluate(step: int) -> None:
+        if step == 6:
             model.eval()
             with torch.no_grad():
-                model(x)
+                model(torch.randn(8, 4))
             model.train(not injected)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+
+    loop = Loop(model)
+    loop.before_step = evaluate
+    loop.run()
 
 
 @control
 def frozen_batch_norm() -> None:
     model = normed()
     model[1].eval()
-    classify(model)
+    train(model)
 
 
 @control
 def new_head_on_a_frozen_model() -> None:
     backbone = normed(nn.Linear(3, 64)).requires_grad_(False)
-    classify(nn.Sequential(backbone, nn.Linear(64, 3)).eval())
+    train(nn.Sequential(backbone, nn.Linear(64, 3)).eval())
 
 
 def evaluated(
     model: nn.Module, evaluate: Callable[[Iterable[list[Tensor]]], object], epochs: int = 3
 ) -> None:
     """Train for some epochs, each followed by ``evaluate`` with the batches of another data set."""
-    train = DataLoader(samples(32), batch_size=8, shuffle=True)
     held_out = DataLoader(samples(24), batch_size=8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(epochs):
-        model.train()
-        for x, y in train:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        with torch.no_grad():
-            evaluate(held_out)
+    loader = DataLoader(samples(32), batch_size=8, shuffle=True)
+    loop = Loop(model, loader=loader, epochs=epochs, evaluates=False)
+    loop.before_epoch = lambda _: model.train()
+    loop.after_epoch = torch.no_grad()(lambda _: evaluate(held_out))
+    loop.run()
 
 
 @fault(rule="module_modes", kind="evaluated_in_training", severity="warning", step=4, names="BatchNorm1d")

@@ -10,14 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faults.silent.loop import batches, classify, control, fault, perceptron
-
-
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+from faults.silent.loop import Loop, control, fault, perceptron, train
 
 
 class Stack(nn.Module):
@@ -40,7 +33,7 @@ class Stack(nn.Module):
     names="`layers[0]` and `layers[1]`",
 )
 def modules_in_a_plain_list(injected: bool) -> None:
-    classify(Stack(list if injected else nn.ModuleList))
+    train(Stack(list if injected else nn.ModuleList))
 
 
 @fault(
@@ -53,30 +46,20 @@ def modules_in_a_plain_list(injected: bool) -> None:
 def optimizer_of_a_copy(injected: bool) -> None:
     model = perceptron()
     trained = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW((model if injected else trained).parameters(), lr=1e-3)
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(trained(x), y).backward()
-        optimizer.step()
+    train(trained, torch.optim.AdamW((model if injected else trained).parameters(), lr=1e-3))
 
 
 @control
 def list_of_modules_that_another_optimizer_trains() -> None:
     model = Stack(tuple)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, *model.layers)]
-    for x, y in batches():
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    train(model, *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, *model.layers)))
 
 
 @control
 def loss_network_that_is_not_trained() -> None:
     """A fixed network in the loss gets gradients, which no one uses."""
     network = nn.Linear(3, 5).eval()
-    classify(perceptron(), lambda out, y: F.cross_entropy(out, y) + network(out).square().mean())
+    train(perceptron(), loss_of=lambda out, y: F.cross_entropy(out, y) + network(out).square().mean())
 
 
 @fault(rule="trained_tensors", severity="warning", step=1, kind="outside", names="The Linear")
@@ -84,11 +67,9 @@ def head_in_no_optimizer(injected: bool) -> None:
     body, head = nn.Linear(4, 8), nn.Linear(8, 3)
     trained = [body] if injected else [body, head]
     optimizer = torch.optim.AdamW([p for part in trained for p in part.parameters()], lr=1e-2)
-    for x, y in batches():
-        optimizer.zero_grad()
-        head.zero_grad()
-        F.cross_entropy(head(body(x).relu()), y).backward()
-        optimizer.step()
+    loop = Loop(lambda x: head(body(x).relu()), optimizer, parts=(body, head))
+    loop.before_step = lambda _: head.zero_grad()
+    loop.run()
 
 
 @fault(rule="trained_tensors", severity="info", step=1, kind="target", names="copy of Sequential")
@@ -96,28 +77,36 @@ def target_network_with_gradients(injected: bool) -> None:
     """An agent whose target network is copied from the trained one now and then."""
     model, target = perceptron(), perceptron()
     target.load_state_dict(model.state_dict())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for number, (x, _) in enumerate(batches()):
-        with torch.set_grad_enabled(injected):
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.set_grad_enabled(injected and torch.is_grad_enabled()):
             goal = 1.0 + 0.9 * target(x).amax(1)
-        optimizer.zero_grad()
-        F.smooth_l1_loss(model(x)[:, 0], goal).backward()
-        optimizer.step()
-        if number % 5 == 4:
+        return model(x)[:, 0], goal
+
+    def follow(step: int) -> None:
+        if step % 5 == 4:
             target.load_state_dict(model.state_dict())
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    loop = Loop(forward, optimizer, loss_of=lambda out, _: F.smooth_l1_loss(*out), parts=(model,))
+    loop.after_update = follow
+    loop.run()
 
 
 @control
 def head_that_the_script_updates_itself() -> None:
     body, head = nn.Linear(4, 8), nn.Linear(8, 3)
-    optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
-    for x, y in batches():
-        optimizer.zero_grad()
-        head.zero_grad()
-        F.cross_entropy(head(body(x).relu()), y).backward()
-        optimizer.step()
+
+    def update(_: int) -> None:
         for parameter in head.parameters():
-            parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]  # after a backward
+            parameter.data -= 0.1 * parameter.grad / loop.scaler.get_scale()
+            parameter.grad = None
+
+    loop = Loop(
+        lambda x: head(body(x).relu()), torch.optim.SGD(body.parameters(), lr=0.1), parts=(body, head)
+    )
+    loop.after_update = update
+    loop.run()
 
 
 @fault(rule="trained_tensors", severity="warning", step=0, kind="replaced", names="`head.weight`")
@@ -126,69 +115,64 @@ def head_replaced_after_the_optimizer(injected: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if injected:
         model.head = nn.Linear(4, 3)
-    fit(model, optimizer)
+    train(model, optimizer)
 
 
 @fault(rule="trained_tensors", severity="warning", step=4, kind="frozen", names="`0.weight` and `0.bias`")
 def frozen_while_a_gradient_is_left(injected: bool) -> None:
     """The gradients are cleared at the end of each step, and so those of the frozen layer never again."""
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for number, (x, y) in enumerate(batches()):
-        F.cross_entropy(model(x), y).backward()
-        if number == 4:
+
+    def freeze(step: int) -> None:
+        if step == 4:
             model[0].requires_grad_(False)
             if not injected:
                 model[0].zero_grad()
-        optimizer.step()
+
+    def clear() -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = None
+
+    loop = Loop(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), clears="end")
+    loop.before_update, loop.clear = freeze, clear
+    loop.run()
 
 
 @fault(rule="trained_tensors", severity="info", step=0, kind="shared", names="`layers` holds one Linear")
 def one_layer_several_times(injected: bool) -> None:
     layer = nn.Linear(4, 4)
-    classify(Stack(lambda made: nn.ModuleList([layer] * 2 if injected else made)))
+    train(Stack(lambda made: nn.ModuleList([layer] * 2 if injected else made)))
 
 
 @control
 def only_the_head_is_trained() -> None:
     """The body is frozen after some steps, and its gradients are cleared."""
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, (x, y) in enumerate(batches()):
-        model[0].requires_grad_(number < 4)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    loop = Loop(model, sets_to_none=True)
+    loop.before_step = lambda step: model[0].requires_grad_(step < 4)
+    loop.run()
 
 
 @control
 def activations_in_several_places() -> None:
     """Modules without weights may be used anywhere."""
     relu = nn.ReLU()
-    classify(nn.Sequential(nn.Linear(4, 16), relu, nn.Linear(16, 16), relu, nn.Linear(16, 3)))
+    train(nn.Sequential(nn.Linear(4, 16), relu, nn.Linear(16, 16), relu, nn.Linear(16, 3)))
 
 
 @control
 def branch_that_is_used_later() -> None:
     """A branch has no gradient before it is used; every parameter is in the optimizer."""
     model, branch = perceptron(), nn.Linear(3, 3)
-    optimizer = torch.optim.SGD([*model.parameters(), *branch.parameters()], lr=0.1)
-    for number, (x, y) in enumerate(batches()):
-        optimizer.zero_grad()
-        out = model(x)
-        F.cross_entropy(branch(out) if number > 3 else out, y).backward()
-        optimizer.step()
+    loop = Loop(model, parts=(model, branch))
+    loop.loss_of = lambda out, y: F.cross_entropy(branch(out) if loop.step > 3 else out, y)
+    loop.run()
 
 
 @control
 def frozen_with_gradients_of_zero() -> None:
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number, (x, y) in enumerate(batches()):
-        model[0].requires_grad_(number < 4)
-        optimizer.zero_grad(set_to_none=False)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    loop = Loop(model, sets_to_none=False)
+    loop.before_step = lambda step: model[0].requires_grad_(step < 4)
+    loop.run()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from faults.injection import Fault, registrar
-from faults.silent.loop import STEPS, batches
+from faults.silent.loop import STEPS, Loop, nothing, train
 
 CASES: dict[str, Fault] = {}
 """Ports by the name of their function; ``case`` is the public id."""
@@ -25,16 +25,8 @@ CASES: dict[str, Fault] = {}
 port = registrar(CASES)
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any = None) -> None:
-    """Train a classifier without an error of the loop."""
-    for x, y in batches() if data is None else data:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-def images() -> Iterator[tuple[Tensor, Tensor]]:
-    for _ in range(STEPS):
+def images(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
         yield torch.randn(8, 1, 8, 8), torch.randint(0, 3, (8,))
 
 
@@ -63,12 +55,10 @@ class Convolutions(nn.Module):
 )
 def gradients_are_never_cleared(injected: bool) -> None:
     model = Convolutions()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for x, y in images():
-        if not injected:
-            optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    loop = Loop(model, torch.optim.Adam(model.parameters(), lr=1e-3), data=images)
+    if injected:
+        loop.clear = nothing
+    loop.run()
 
 
 @port(case="pytorch-forum-84911", rule="no_update", severity="warning", names="stem.1.weight")
@@ -80,7 +70,7 @@ def head_frozen_after_its_optimizer_was_made(injected: bool) -> None:
     for name, parameter in model.named_parameters():
         is_norm = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.BatchNorm2d)
         parameter.requires_grad = is_norm if injected else name.startswith("head")
-    fit(model, optimizer, images())
+    train(model, optimizer, data=images)
 
 
 # Frameworks
@@ -104,7 +94,7 @@ def frozen_stages_are_trained(injected: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if not injected:
         model.train()
-    fit(model, optimizer, images())
+    train(model, optimizer, data=images)
 
 
 @port(case="pytorch-51800", rule="module_modes", severity="info", names="spectral norm")
@@ -119,7 +109,7 @@ def spectral_norm_evaluated_before_its_first_training_step(injected: bool) -> No
         for _ in range(4):
             model(torch.randn(8, 4))
     model.train()
-    fit(model, optimizer)
+    train(model, optimizer)
 
 
 class SpecialisedStep(torch.optim.SGD):
@@ -142,11 +132,10 @@ def compiled_step_does_nothing_after_one_without_gradients(injected: bool) -> No
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = SpecialisedStep(model.parameters(), lr=0.1)
     optimizer.has_guard = not injected
-    for number, (x, y) in enumerate(batches()):
-        optimizer.zero_grad()
-        if number != 2:
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+    loop = Loop(model, optimizer, has_scaler=False, sets_to_none=True)
+    backward = loop.backward
+    loop.backward = lambda loss: None if loop.step == 2 else backward(loss)
+    loop.run()
 
 
 class CompiledLinear(nn.Linear):
@@ -169,13 +158,18 @@ def compiler_does_not_apply_autocast(injected: bool) -> None:
     model = nn.Sequential(CompiledLinear(4, 16), nn.ReLU(), CompiledLinear(16, 3))
     for layer in model[::2]:
         layer.compiled_for = None if injected else torch.bfloat16
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for x, y in batches():
-        optimizer.zero_grad()
+
+    def forward(x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = model(x)
-        F.cross_entropy(out.float(), y).backward()
-        optimizer.step()
+            return model(x)
+
+    train(
+        forward,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        loss_of=lambda out, y: F.cross_entropy(out.float(), y),
+        parts=(model,),
+        autocast=False,
+    )
 
 
 class Attention(nn.Module):
@@ -203,16 +197,21 @@ class Attention(nn.Module):
 def attention_drops_in_evaluation(injected: bool) -> None:
     model = nn.Sequential(Attention(always=injected), nn.LayerNorm(8), nn.Flatten(), nn.Linear(40, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for number in range(STEPS):
-        if number % 3 == 1:
+
+    def evaluate(step: int) -> None:
+        if step % 3 == 1:
             model.eval()
             with torch.no_grad():
                 for _ in range(4):
                     model(torch.randn(8, 5, 8))
             model.train()
-        optimizer.zero_grad()
-        F.cross_entropy(model(torch.randn(8, 5, 8)), torch.randint(0, 3, (8,))).backward()
-        optimizer.step()
+
+    def data(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((torch.randn(8, 5, 8), torch.randint(0, 3, (8,))) for _ in range(count))
+
+    loop = Loop(model, optimizer, data=data)
+    loop.before_step = evaluate
+    loop.run()
 
 
 class Block(nn.Module):
@@ -251,8 +250,11 @@ class Decoder(nn.Module):
 @port(case="transformers-17877")
 def weights_are_initialised_at_every_level(injected: bool) -> None:
     model = Decoder(at_every_level=injected)
-    data = ((torch.randn(8, 8), torch.randint(0, 3, (8,))) for _ in range(STEPS))
-    fit(model, torch.optim.AdamW(model.parameters(), lr=1e-3), data)
+
+    def data(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((torch.randn(8, 8), torch.randint(0, 3, (8,))) for _ in range(count))
+
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), data=data)
 
 
 # Batches
@@ -286,7 +288,7 @@ def seeded(worker: int) -> None:
 def workers_augment_alike(injected: bool) -> None:
     loader = DataLoader(Crops(0), batch_size=8, num_workers=2, worker_init_fn=None if injected else seeded)
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
-    fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    train(model, loader=loader)
 
 
 class Captioned(Dataset[dict[str, Tensor]]):
@@ -322,9 +324,11 @@ def processor_returns_the_first_caption_only(injected: bool) -> None:
         return {**batch, "input_ids": batch["input_ids"][:1]} if injected else batch
 
     model = Captioner()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for batch in DataLoader(Captioned(), batch_size=8, collate_fn=processor):
-        optimizer.zero_grad()
-        labels = batch.pop("labels")
-        F.cross_entropy(model(**batch), labels).backward()
-        optimizer.step()
+    loader = DataLoader(Captioned(), batch_size=8, collate_fn=processor)
+    train(
+        lambda inputs: model(**inputs),
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        loader=((batch, batch.pop("labels")) for batch in loader),
+        parts=(model,),
+        evaluates=False,
+    )

@@ -17,31 +17,28 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader
 
 from faults.silent.batches import samples
-from faults.silent.loop import control, fault, perceptron
+from faults.silent.loop import Loop, control, fault, perceptron
 
-BATCHES = 12
+STEPS = 12
 EPOCHS = 2
 
 
 def scheduled(
     make: Callable[[torch.optim.Optimizer], LRScheduler], *, per_batch: bool, before: bool = False
 ) -> None:
-    """Train for two epochs of 12 batches with a schedule."""
+    """Train for two epochs of 12 steps with a schedule."""
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = make(optimizer)
-    loader = DataLoader(samples(8 * BATCHES), batch_size=8, shuffle=True)
-    for _ in range(EPOCHS):
-        for x, y in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            if per_batch and before:
-                schedule.step()
-            optimizer.step()
-            if per_batch and not before:
-                schedule.step()
-        if not per_batch:
-            schedule.step()
+    loop = Loop(model, optimizer, epochs=EPOCHS, has_schedule=False)
+    loop.loader = DataLoader(samples(8 * STEPS * loop.habits.microbatches), batch_size=8, shuffle=True)
+    if not per_batch:
+        loop.after_epoch = lambda _: schedule.step()
+    elif before:
+        loop.before_update = lambda _: schedule.step()
+    else:
+        loop.after_update = lambda _: schedule.step()
+    loop.run()
 
 
 @fault(rule="schedule", kind="per_batch", severity="warning", step=3, names="CosineAnnealingLR")
@@ -61,12 +58,12 @@ def schedule_before_the_optimizer(injected: bool) -> None:
 
 @control
 def cosine_of_all_steps() -> None:
-    scheduled(lambda optimizer: CosineAnnealingLR(optimizer, T_max=EPOCHS * BATCHES), per_batch=True)
+    scheduled(lambda optimizer: CosineAnnealingLR(optimizer, T_max=EPOCHS * STEPS), per_batch=True)
 
 
 @control
 def one_cycle() -> None:
-    scheduled(lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * BATCHES + 1), per_batch=True)
+    scheduled(lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * STEPS + 1), per_batch=True)
 
 
 @control
@@ -75,10 +72,14 @@ def first_step_skipped_by_the_scaler() -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = ExponentialLR(optimizer, gamma=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    for x, y in DataLoader(samples(96), batch_size=8, shuffle=True):
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y) * 8).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        schedule.step()
+    loop = Loop(
+        model,
+        optimizer,
+        loss_of=lambda out, y: F.cross_entropy(out, y) * 8,
+        loader=DataLoader(samples(96), batch_size=8, shuffle=True),
+        has_scaler=True,
+        init_scale=2.0**127,
+        has_schedule=False,
+    )
+    loop.after_update = lambda _: schedule.step()
+    loop.run()

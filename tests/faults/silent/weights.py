@@ -10,20 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faults.silent.loop import batches, control, fault, perceptron
+from faults.silent.loop import Loop, batches, control, fault, perceptron, train
 
 
 def averaged(update: Callable[[nn.Module, nn.Module, int], None]) -> None:
     """Train a model with a copy of it; ``update(model, copy, step)`` follows each step."""
     model = perceptron()
     average = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step, (x, y) in enumerate(batches()):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        with torch.no_grad():
-            update(model, average, step)
+    loop = Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    loop.after_update = torch.no_grad()(lambda step: update(model, average, step))
+    loop.run()
 
 
 def follow(model: nn.Module, average: nn.Module, weight: float) -> None:
@@ -54,14 +50,14 @@ def state_restored_at_every_step(injected: bool) -> None:
 @fault(rule="weights_changed", severity="warning", step=1, names="`0.weight`")
 def weights_edited_before_backward(injected: bool) -> None:
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        if injected:
-            model[0].weight.data += 0.01 * torch.randn(16, 4)
-        loss.backward()
-        optimizer.step()
+
+    def edit(_: int) -> None:
+        model[0].weight.data += 0.01 * torch.randn(16, 4)
+
+    loop = Loop(model)
+    if injected:
+        loop.before_backward = edit
+    loop.run()
 
 
 @fault(rule="weights_changed", severity="info", step=0, names="`0.weight`")
@@ -123,12 +119,7 @@ def pruned_weights() -> None:
 @control
 def two_optimizers() -> None:
     model = perceptron()
-    optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
-    for x, y in batches():
-        model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
+    train(model, *(torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)))
 
 
 @control
@@ -142,23 +133,22 @@ def weights_of_the_average_for_an_evaluation() -> None:
     averaged(update)
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x.to(model[0].weight.dtype)).float(), y).backward()
-        optimizer.step()
-
-
 @fault(rule="weights_unchanged", kind="rounded", severity="error", step=0, names="`0.weight`")
 def rate_below_the_spacing(injected: bool) -> None:
     model = perceptron()
-    fit(model, torch.optim.AdamW(model.parameters(), lr=1e-10 if injected else 1e-5))
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-10 if injected else 1e-5))
 
 
 @fault(rule="weights_unchanged", kind="rounded", severity="error", step=0, names="`0.weight`")
 def weights_in_bfloat16(injected: bool) -> None:
     model = perceptron().bfloat16()
-    fit(model, torch.optim.AdamW(model.parameters(), lr=1e-5 if injected else 1e-2))
+    train(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-5 if injected else 1e-2),
+        loss_of=lambda out, y: F.cross_entropy(out.float(), y),
+        data=lambda count: [(x.bfloat16(), y) for x, y in batches(count)],
+        autocast=False,
+    )
 
 
 @control
@@ -166,10 +156,9 @@ def unused_rows_of_an_embedding() -> None:
     """Weights without a gradient stay as they are."""
     model = nn.Sequential(nn.EmbeddingBag(500, 16), nn.Linear(16, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(model(torch.randint(0, 500, (8, 4))), y).backward()
-        optimizer.step()
+    train(
+        model, optimizer, data=lambda count: [(torch.randint(0, 500, (8, 4)), y) for _, y in batches(count)]
+    )
 
 
 @control
@@ -177,11 +166,9 @@ def warm_up_from_zero() -> None:
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, (step - 4) / 10))
-    for x, y in batches():
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        schedule.step()
+    loop = Loop(model, optimizer, has_schedule=False)
+    loop.after_update = lambda _: schedule.step()
+    loop.run()
 
 
 @control
@@ -214,7 +201,7 @@ class Copying(torch.optim.Optimizer):
 @fault(rule="weights_unchanged", kind="no_effect", severity="error", step=0, names="0.weight")
 def step_that_updates_a_copy(injected: bool) -> None:
     model = perceptron()
-    fit(model, Copying(model.parameters(), lr=0.1, in_place=not injected))
+    train(model, Copying(model.parameters(), lr=0.1, in_place=not injected))
 
 
 @control
@@ -222,7 +209,7 @@ def group_with_rate_zero() -> None:
     """Most weights are in a group that waits."""
     model = perceptron()
     groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
-    fit(model, torch.optim.SGD(groups, lr=0.1))
+    train(model, torch.optim.SGD(groups, lr=0.1))
 
 
 @control
@@ -238,4 +225,4 @@ def step_at_every_fourth_gradient() -> None:
                 super().step()
 
     model = perceptron()
-    fit(model, Collecting(model.parameters(), lr=0.1, in_place=True))
+    train(model, Collecting(model.parameters(), lr=0.1, in_place=True))

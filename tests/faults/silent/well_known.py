@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from faults.injection import Fault, registrar
-from faults.silent.loop import batches, perceptron
+from faults.silent.loop import Loop, batches, perceptron, train
 
 FAULTS: dict[str, Fault] = {}
 """Errors that the default monitors find together."""
@@ -32,21 +32,12 @@ class Classifier(nn.Module):
         return self.head(self.between(self.encoder(x)).relu())
 
 
-def fit(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, steps: int = STEPS) -> None:
-    """Train a classifier without an error of the loop."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches(steps):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
 # Parameters without a gradient, or without an optimizer
 
 
 @fault(rule="no_gradient", severity="warning", names="encoder.weight")
 def encoder_is_detached(injected: bool) -> None:
-    fit(Classifier(Tensor.detach if injected else Tensor.contiguous))
+    train(Classifier(Tensor.detach if injected else Tensor.contiguous), steps=STEPS)
 
 
 class Checkpointed(Classifier):
@@ -62,13 +53,13 @@ class Checkpointed(Classifier):
 def checkpoint_of_an_input_without_gradient(injected: bool) -> None:
     model = Checkpointed()
     model.is_reentrant = injected
-    fit(model)
+    train(model, steps=STEPS)
 
 
 @fault(rule="no_update", severity="warning", names="encoder.weight")
 def encoder_is_left_out_of_the_optimizer(injected: bool) -> None:
     model = Classifier()
-    fit(model, torch.optim.AdamW((model.head if injected else model).parameters(), lr=1e-3))
+    train(model, torch.optim.AdamW((model.head if injected else model).parameters(), lr=1e-3), steps=STEPS)
 
 
 @fault(rule="trained_tensors", severity="warning", names="head.weight")
@@ -77,7 +68,7 @@ def head_replaced_after_the_optimizer_was_made(injected: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if injected:
         model.head = nn.Linear(16, 3)
-    fit(model, optimizer)
+    train(model, optimizer, steps=STEPS)
 
 
 # Gradients that are zero, or not finite
@@ -89,28 +80,36 @@ def all_weights_start_at_zero(injected: bool) -> None:
     if injected:
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
-    fit(model)
+    train(model, steps=STEPS)
 
 
 @fault(rule="no_gradient", severity="warning", names="encoder.weight")
 def no_unit_is_active(injected: bool) -> None:
     model = Classifier()
     nn.init.constant_(model.encoder.bias, -100.0 if injected else 0.0)
-    fit(model)
+    train(model, steps=STEPS)
 
 
 @fault(rule="non_finite", severity="error", names="head.bias")
 def distance_of_equal_points(injected: bool) -> None:
     """The derivative of a square root at 0 is infinite."""
     model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, _ in batches(STEPS):
+
+    def forward(x: Tensor) -> Tensor:
         other = x.clone()
         other[4:] += 1.0
         squares = (model(x) - model(other)).square().sum(dim=1)
-        optimizer.zero_grad()
-        (squares if injected else squares + 1e-6).sqrt().mean().backward()
-        optimizer.step()
+        return (squares if injected else squares + 1e-6).sqrt()
+
+    train(
+        forward,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        loss_of=lambda out, _: out.mean(),
+        parts=(model,),
+        steps=STEPS,
+        has_scaler=False,  # which skips each step that is not finite, as the well-behaved one here
+        clips="",
+    )
 
 
 @fault(rule="vanishing", severity="warning", names="0.weight")
@@ -120,19 +119,23 @@ def many_sigmoid_layers(injected: bool) -> None:
     for layer in layers[::2]:
         if isinstance(layer, nn.Linear) and not injected:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-    fit(nn.Sequential(nn.Linear(4, 16), *layers, nn.Linear(16, 3)), steps=100)
+    train(nn.Sequential(nn.Linear(4, 16), *layers, nn.Linear(16, 3)), steps=100)
 
 
 @fault(rule="loss_scale", severity="warning", names="encoder")
 def half_precision_without_a_scale(injected: bool) -> None:
     """Gradients of fp16 below 6e-8 are zero."""
     model = Classifier().half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     factor = 2.0**-20 if injected else 1.0
-    for x, y in batches(STEPS):
-        optimizer.zero_grad()
-        (F.cross_entropy(model(x.half()).float(), y) * factor).backward()
-        optimizer.step()
+    train(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        loss_of=lambda out, y: F.cross_entropy(out.float(), y) * factor,
+        data=lambda count: ((x.half(), y) for x, y in batches(count)),
+        steps=STEPS,
+        autocast=False,
+        has_scaler=False,
+    )
 
 
 # Size of the updates
@@ -141,30 +144,32 @@ def half_precision_without_a_scale(injected: bool) -> None:
 @fault(rule="large_update", severity="warning", names="head.weight")
 def learning_rate_too_large(injected: bool) -> None:
     model = Classifier()
-    fit(model, torch.optim.AdamW(model.parameters(), lr=1.0 if injected else 1e-3), steps=120)
+    train(model, torch.optim.AdamW(model.parameters(), lr=1.0 if injected else 1e-3), steps=120)
 
 
 @fault(rule="always_clipped", severity="warning", names="1e-05")
 def clipped_to_almost_nothing(injected: bool) -> None:
     model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches(120):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+    loop = Loop(model, steps=120, clips="")
+
+    def clip(_: int) -> None:
+        loop.unscale()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-5 if injected else 10.0)
-        optimizer.step()
+
+    loop.before_update = clip
+    loop.run()
 
 
 @fault(rule="loss_scale", severity="error", names="skipped")
 def scaler_skips_every_step(injected: bool) -> None:
-    model = Classifier()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for x, y in batches(120):
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(x), y) * (1e38 if injected else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    factor = 1e38 if injected else 1.0
+    train(
+        Classifier(),
+        loss_of=lambda out, y: F.cross_entropy(out, y) * factor,
+        steps=120,
+        has_scaler=True,
+        autocast=False,
+    )
 
 
 # Order of calls
@@ -172,33 +177,27 @@ def scaler_skips_every_step(injected: bool) -> None:
 
 @fault(rule="gradients_not_cleared", severity="warning", names="SGD takes two steps")
 def two_steps_of_one_gradient(injected: bool) -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches(STEPS):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        for _ in range(2 if injected else 1):
-            optimizer.step()
+    loop = Loop(perceptron(), steps=STEPS, has_scaler=False)  # a scaler refuses the second one
+    if injected:
+        loop.after_update = lambda _: loop.update()
+    loop.run()
 
 
 @fault(rule="gradients_not_cleared", severity="warning", names="propagated back twice")
 def loss_propagated_back_twice(injected: bool) -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches(STEPS):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward(retain_graph=injected)
+    loop = Loop(perceptron(), steps=STEPS)
+
+    def backward(loss: Tensor) -> None:
+        scaled = loop.scaler.scale(loss)
+        scaled.backward(retain_graph=injected)
         if injected:
-            loss.backward()
-        optimizer.step()
+            scaled.backward()
+
+    loop.backward = backward
+    loop.run()
 
 
 @fault(rule="loss_input", severity="error", names="dimension 0")
 def softmax_over_the_batch(injected: bool) -> None:
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in batches(STEPS):
-        optimizer.zero_grad()
-        F.nll_loss(F.log_softmax(model(x), dim=0 if injected else 1), y).backward()
-        optimizer.step()
+    dim = 0 if injected else 1
+    train(perceptron(), loss_of=lambda out, y: F.nll_loss(F.log_softmax(out, dim=dim), y), steps=STEPS)

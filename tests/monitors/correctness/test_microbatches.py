@@ -15,7 +15,7 @@ import backlight
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.correctness.model.contradictions import CLASSES
 from backlight.store.read.run import Run
-from faults.silent.loop import classify, perceptron
+from faults.silent.loop import perceptron, train
 from faults.silent.microbatches import accumulate, mean_of_means
 
 
@@ -50,7 +50,7 @@ def test_one_shorter_microbatch_per_epoch_is_not_reported(tmp_path: Path) -> Non
 def test_classes_of_a_loss(
     loss_of: Callable[[Tensor, Tensor], Tensor], expected: list[dict[str, float]], tmp_path: Path
 ) -> None:
-    run = watched(tmp_path / "run", lambda: classify(perceptron(), loss_of))
+    run = watched(tmp_path / "run", lambda: train(perceptron(), loss_of=loss_of))
     assert [event.payload for event in run.events(CLASSES)] == expected
 
 
@@ -64,7 +64,7 @@ def test_loss_in_a_checkpoint_is_computed_again_once_per_backward(tmp_path: Path
 
         return checkpoint(inside, out, use_reentrant=False)
 
-    watched(tmp_path / "run", lambda: classify(perceptron(), loss_of, steps=3))
+    watched(tmp_path / "run", lambda: train(perceptron(), loss_of=loss_of, steps=3))
     assert len(calls) == 6
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.loss_nodes import sequence_number
 from backlight.monitors.correctness.instrument.check import Check
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ MAX_NODES = 512
 
 _PRODUCT = re.compile(r"^(\w*mm|Linear|\w*Conv\w*|\w*Rnn\w*|\w*Attention\w*)Backward\d*$", re.IGNORECASE)
 """Names of nodes that multiply matrices."""
-
-_sequence_number: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
 
 
 class AutocastEffect(Check):
@@ -49,22 +48,22 @@ class AutocastEffect(Check):
 
     def autocast_begin(self, region: Any) -> None:
         """Note the number of the next node."""
-        if self._left and self.due and _sequence_number is not None:
-            self._begin = _sequence_number()
+        if self._left and self.due and sequence_number is not None:
+            self._begin = sequence_number()
             self._device = str(getattr(region, "device", ""))
             self._dtype = str(getattr(region, "fast_dtype", "")).removeprefix("torch.")
 
     def autocast_end(self, region: Any) -> None:
         """Note the numbers of the nodes that the region made."""
-        if self._begin is not None and _sequence_number is not None:
-            self._regions.append((self._begin, _sequence_number()))
+        if self._begin is not None and sequence_number is not None:
+            self._regions.append((self._begin, sequence_number()))
             self._begin = None
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Compare the types of the products inside and outside of the regions."""
-        if self._begin is not None and _sequence_number is not None:
-            self._regions.append((self._begin, _sequence_number()))
-            self._begin = _sequence_number()
+        if self._begin is not None and sequence_number is not None:
+            self._regions.append((self._begin, sequence_number()))
+            self._begin = sequence_number()
         regions, self._regions = [one for one in self._regions if one[0] < one[1]], []
         if not regions or not self._left:
             return

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.loss_nodes import sequence_number
 from backlight.capture.parameters import local
 from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,6 +29,9 @@ MAX_PARAMETERS = 64
 
 VALUES = 256
 """Values of a gradient that are compared with zero."""
+
+MAX_NODES = 256
+"""Nodes of a graph that are visited to tell whether its forward is that of the backward before."""
 
 COMPARED = 4
 """Gradients of an optimizer whose values are compared with those of its last step."""
@@ -68,8 +73,8 @@ class GradientUse(Check):
 
     ``gradients_not_cleared``: an optimizer used a gradient, the next backward added to the same values, and
     the optimizer used the sum; or its last step used the same values, without a backward in between; or one
-    loss was propagated back twice. ``gradients_discarded``: the gradients of a whole backward were cleared
-    before any optimizer used one of them. Steps with a closure, and steps inside a backward, are left out.
+    loss was propagated back twice. ``gradients_discarded``: what had been accumulated was cleared before any
+    optimizer used some of it. Steps with a closure, and steps inside a backward, are left out.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
@@ -89,8 +94,11 @@ class GradientUse(Check):
         self._restart()
 
     def _restart(self) -> None:
-        self._backwards = self._forwards = 0
-        self._cleared: list[Tensor] = []
+        self._forwards = 0
+        # By backward since the last step of an optimizer: whether its gradients were cleared, None if kept.
+        self._cleared: list[Tensor | None] = []
+        self._lines: set[SourceLine | None] = set()
+        self._begun: int | None = None  # number of the next node of the graph, as the last one began
         self._is_intended = False
 
     # Events
@@ -111,11 +119,16 @@ class GradientUse(Check):
         self._report_second_backward(roots)
         self._used = {key: one for key, one in self._used.items() if one.is_untouched()}
         self._note_values(list(self._used.values()))
-        if self._fresh and (cleared := self._cleared_of(self._fresh.values())) is not None:
-            # Of one forward, the first backward may be for its norms: there is no such excuse for a batch.
-            self._is_intended = self._is_intended or not self._forwards
+        if self._fresh:
+            cleared = self._cleared_of(self._fresh.values())
             self._cleared.append(cleared)
+            if cleared is not None and not self._forwards and is_older(roots, self._begun):
+                # Of one forward, the first backward may be for its norms: a batch has no such excuse.
+                self._is_intended = True
         self._fresh, self._forwards = {}, 0
+        if self.due:
+            self._begun = next_node()
+            self._lines.add(user_line())
         self._before = self._sampled(self.run.scope.optimizers()) if self.due else {}
 
     def backward_end(self) -> None:
@@ -128,7 +141,6 @@ class GradientUse(Check):
             if tensor is not None and local(tensor)._version > one.version:
                 one.version, one.was_added_to = local(tensor)._version, True
         if self.due:
-            self._backwards += 1
             now = self._sampled(self.run.scope.optimizers())
             self._fresh = {
                 key: one
@@ -269,23 +281,51 @@ class GradientUse(Check):
         own = [one for key, one in self._fresh.items() if key in held]
         if not own:
             return
-        step, backwards = self.run.clock.index, self._backwards
-        last = self._cleared_of(own)
+        step, last = self.run.clock.index, self._cleared_of(own)
         is_by_hand = any(
             one.same() is None and (p := one.parameter()) is not None and p.grad is not None for one in own
         )
-        if last is not None:
-            names = [self.name(p) for one in own if (p := one.parameter()) is not None]
-            facts = {"moment": "step", "parameters": names[:NAMED], "count": len(names)}
-            self.when_known(
-                last, lambda known: self.report("gradients_discarded", step, **facts) if known else None
-            )
-        elif self._cleared and not self._is_intended and not is_by_hand:
-            cleared = torch.stack([flag.to(self._cleared[0].device) for flag in self._cleared])
-            self.when_known(cleared, lambda known: self._report_between(step, int(known.sum()), backwards))
+        is_meant, lines = self._is_intended or is_by_hand, len(self._lines)
+        names = [self.name(p) for one in own if (p := one.parameter()) is not None]
+        each = [*self._cleared, last]
         self._fresh = {}
         self._restart()
+        if any(flag is not None for flag in each):
+            device = next(flag.device for flag in each if flag is not None)
+            none = torch.zeros((), dtype=torch.bool, device=device)
+            table = torch.stack([none if flag is None else flag.to(device) for flag in each])
+            self.when_known(table, lambda known: self._report_discarded(step, known, names, is_meant, lines))
 
-    def _report_between(self, step: int, cleared: int, backwards: int) -> None:
-        if cleared:
-            self.report("gradients_discarded", step, moment="backward", cleared=cleared, backwards=backwards)
+    def _report_discarded(
+        self, step: int, cleared: NDArray[np.generic], names: list[str], is_meant: bool, lines: int
+    ) -> None:
+        """Report the backward passes whose gradients were cleared; with them go those of earlier ones."""
+        facts: dict[str, Any]
+        backwards = len(cleared)
+        ends = [number for number, flag in enumerate(cleared, start=1) if flag]
+        discarded = max(ends, default=0)
+        if discarded == backwards:
+            facts = {"moment": "step", "parameters": names[:NAMED], "count": len(names)}
+            self.report("gradients_discarded", step, **facts)
+        elif discarded and not is_meant:
+            facts = {"moment": "backward", "discarded": discarded, "backwards": backwards, "lines": lines}
+            self.report("gradients_discarded", step, **facts)
+
+
+def next_node() -> int | None:
+    """Return the number of the next node of the autograd graph; None where torch does not tell."""
+    return None if sequence_number is None else sequence_number()
+
+
+def is_older(roots: Sequence[Tensor], number: int | None) -> bool:
+    """Return whether a graph has a node from before ``number`` above its first leaf; True where unknown."""
+    if number is None or not roots:
+        return True
+    node = roots[0].grad_fn
+    for _ in range(MAX_NODES):
+        if node is None or not node.next_functions:
+            break
+        if node._sequence_nr() < number:
+            return True
+        node = node.next_functions[0][0]
+    return False

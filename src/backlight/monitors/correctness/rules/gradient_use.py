@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -115,7 +116,7 @@ def gradients_discarded(run: Run, limits: GradientsDiscardedLimits) -> Iterator[
         of_moment = [event for event in found if event.payload["moment"] == moment]
         if len(steps_of(of_moment)) >= limits.discarded_steps:
             yield _before_step(of_moment) if moment == "step" else _between(of_moment)
-            return
+            return  # one cause
 
 
 def _before_step(found: Sequence[Event]) -> Finding:
@@ -137,17 +138,25 @@ def _before_step(found: Sequence[Event]) -> Finding:
 
 
 def _between(found: Sequence[Event]) -> Finding:
-    steps, facts = steps_of(found), found[0].payload
-    cleared, backwards = int(facts["cleared"]), int(facts["backwards"])
+    """Report the most common count; backward passes of several lines may serve several purposes."""
+    counts = Counter((int(e.payload["discarded"]), int(e.payload["backwards"])) for e in found)
+    (discarded, backwards), _ = counts.most_common(1)[0]
+    same = [e for e in found if (e.payload["discarded"], e.payload["backwards"]) == (discarded, backwards)]
+    steps, used = steps_of(same), backwards - discarded
+    is_accumulation = all(int(event.payload["lines"]) == 1 for event in same)
     return Finding(
-        severity=Severity.WARNING,
-        title=f"{cleared} of {backwards} backward passes per step are discarded",
+        severity=Severity.ERROR if is_accumulation else Severity.WARNING,
+        title=f"{discarded} of {backwards} backward passes per step are discarded",
         detail=(
-            f"At {observed(steps)} the gradients of {cleared} of {backwards} backward passes were cleared "
-            "before any optimizer used them. Only the last microbatch is learned from."
+            f"At {observed(steps)} the gradients of {discarded} of {backwards} backward passes were cleared "
+            f"before any optimizer used them. The step learned from {'the last' if used == 1 else used} "
+            f"{'one' if used == 1 else 'of them'} only."
         ),
         subject=Subject(step=steps[0]),
-        evidence=(evidence_of(found, cleared, "backward passes"),),
-        fix="To accumulate, call `optimizer.zero_grad()` after `optimizer.step()`, not at every microbatch.",
+        evidence=(evidence_of(same, discarded, "backward passes"),),
+        fix=(
+            "To accumulate, call `optimizer.zero_grad()` once per step: before its first backward, or right "
+            "after `optimizer.step()`."
+        ),
         refuted_if="the script itself uses these gradients before it clears them.",
     )

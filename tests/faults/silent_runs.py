@@ -1,0 +1,81 @@
+"""Errors of a training loop, and loops that come close to one, trained under the monitors."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import backlight
+from backlight.findings.evaluate import Findings, evaluate_rules
+from backlight.records import Severity
+from backlight.store.read.run import Run
+from faults.injection import Fault, text_of
+from faults.silent import CONTROLS, FAULTS, habits, published_cases, well_known
+from faults.silent.habits import Habits
+
+MONITORS = ("health", "correctness")
+
+
+def watched(
+    path: Path, train: Callable[[], object], monitors: Collection[str] = MONITORS
+) -> tuple[Run, Findings]:
+    """Return the run of a training loop, and its findings."""
+    torch.manual_seed(0)
+    with backlight.watch(run=path, every=1, monitors=monitors, quiet=True):
+        train()
+    run = backlight.open_run(path)
+    return run, evaluate_rules(run)
+
+
+def alarms(findings: Findings) -> list[str]:
+    """Return the rules of warnings and errors."""
+    return sorted({finding.rule for finding in findings if finding.severity is not Severity.INFO})
+
+
+def expected_faults() -> dict[str, Fault]:
+    """Return the errors of one process that are to be found, by name."""
+    every = {**FAULTS, **published_cases.CASES, **well_known.FAULTS}
+    return {name: one for name, one in every.items() if "rule" in one.expected}
+
+
+@dataclass(frozen=True)
+class HabitRun:
+    """A program to be trained with some habits: an error, its control, or a loop that comes close to one."""
+
+    name: str
+    kind: str
+    habits: Habits
+
+    def problem(self) -> str:
+        """Return what differs from what is expected, empty if nothing does."""
+        with habits.practised(self.habits), tempfile.TemporaryDirectory() as folder:
+            if self.kind == "close":
+                findings = watched(Path(folder) / "run", CONTROLS[self.name])[1]
+            else:
+                fault = expected_faults()[self.name]
+                findings = watched(Path(folder) / "run", lambda: fault.train(self.kind == "error"))[1]
+        if self.kind != "error":
+            return ", ".join(f"{one.rule}: {one.title}" for one in findings if one.rule in alarms(findings))
+        expected = fault.expected
+        wanted = (expected["rule"], expected["severity"])
+        if not any(
+            (one.rule, one.severity.value) == wanted and str(expected.get("names", "")) in text_of(one)
+            for one in findings
+        ):
+            return f"not found, but {[(one.rule, one.severity.value, one.title) for one in findings]}"
+        others = set(alarms(findings)) - {expected["rule"], *expected.get("also", ())}  # type: ignore[misc]
+        return f"also {', '.join(sorted(others))}" if others else ""
+
+
+def habit_runs(strength: int, share: float = 1.0, seed: int = 0) -> Sequence[HabitRun]:
+    """Return every program with every row of :func:`habits.covering`, or a share of them at random."""
+    rows = habits.covering(strength)
+    faults = [(name, kind) for name in expected_faults() for kind in ("error", "control")]
+    programs = [*faults, *((name, "close") for name in CONTROLS)]
+    every = [HabitRun(name, kind, row) for name, kind in programs for row in rows]
+    return every if share >= 1 else random.Random(seed).sample(every, round(share * len(every)))
