@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+MAX_VARIANTS = 16
+"""Tables of the same parameters, some of them frozen: a loop may choose those to train at random."""
+
 
 class ParameterTable:
     """Rows of parameters in model order; tied weights are one row with aliases.
@@ -37,6 +40,9 @@ class ParameterTable:
         self.rows = {id(tensor): row for row, tensor in enumerate(tensors)}
         self._references = [weakref.ref(tensor) for tensor in tensors]
         self._placed: dict[int, Any] = {}
+        self._is_trainable = tuple(record.requires_grad for record in records)
+        # Of loops that freeze and unfreeze in turn: equal tables are to be one object.
+        self._variants = {self._is_trainable: self.records}
 
     def __len__(self) -> int:
         return len(self.records)
@@ -80,11 +86,46 @@ class ParameterTable:
         is_same = kind == getattr(parameter, "placements", None)
         placement = None if is_same else _placement(gradient, local(gradient))
         self.records = (*self.records[:row], replace(record, gradient=placement), *self.records[row + 1 :])
+        self._variants = {self._is_trainable: self.records}
+        return True
+
+    def read_again(self) -> bool:
+        """Bring ``requires_grad`` of the records up to date; return whether one has changed.
+
+        Once there are many variants of the table, a parameter that was trainable stays so.
+        """
+        before = self._is_trainable
+        now = tuple(
+            was if (tensor := reference()) is None else tensor.requires_grad
+            for reference, was in zip(self._references, before, strict=True)
+        )
+        if now not in self._variants and len(self._variants) >= MAX_VARIANTS:
+            now = tuple(map(max, before, now))
+        if now == before:
+            return False
+        if now not in self._variants:
+            rows = zip(self.records, self._references, now, strict=True)
+            self._variants[now] = tuple(
+                record if record.requires_grad == flag else _with_flag(record, reference(), flag)
+                for record, reference, flag in rows
+            )
+        self._is_trainable, self.records = now, self._variants[now]
         return True
 
     def missing(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether some tensor has no row, so that the table is out of date."""
         return None in self.rows_of(tensors)
+
+
+def _with_flag(record: ParameterRecord, tensor: torch.Tensor | None, is_trainable: bool) -> ParameterRecord:
+    """Return a record with another ``requires_grad``."""
+    return replace(record, requires_grad=is_trainable, unmeasured=_why_unmeasured(tensor, is_trainable))
+
+
+def _why_unmeasured(tensor: torch.Tensor | None, is_trainable: bool) -> str:
+    if not is_trainable:
+        return "frozen"
+    return "" if tensor is None else why_unmeasured(tensor)
 
 
 def build_table(
@@ -172,7 +213,7 @@ def _record(
         module_type=kind,
         aliases=tuple(aliases),
         group=group,
-        unmeasured=why_unmeasured(tensor) if tensor.requires_grad else "frozen",
+        unmeasured=_why_unmeasured(tensor, tensor.requires_grad),
         placement=_placement(tensor, part),
     )
 
@@ -249,10 +290,13 @@ class Scope:
         return [o for o in alive if any(id(p) in own for p in parameters_of(o))]
 
     def refresh(self) -> bool:
-        """Bring the table up to date if modules, optimizers or their groups changed; True if so."""
-        if self._changes == HUB.seen.changes and self._groups == self._signature():
-            return False
-        return self._rebuild()
+        """Bring the table up to date with modules, optimizers, groups and what is frozen; True if it changed."""
+        if self._changes != HUB.seen.changes or self._groups != self._signature():
+            return self._rebuild()
+        has_changed = self.table.read_again()
+        if has_changed:
+            self._find_orphans()
+        return has_changed
 
     def _rebuild(self) -> bool:
         optimizers = self.optimizers()
@@ -264,10 +308,12 @@ class Scope:
         if changed:
             for call in self.on_change:
                 call()
-        self._orphan_rows = [
-            row for row, record in enumerate(table.records) if record.requires_grad and not record.group
-        ]
+        self._find_orphans()
         return changed
+
+    def _find_orphans(self) -> None:
+        records = enumerate(self.table.records)
+        self._orphan_rows = [row for row, record in records if record.requires_grad and not record.group]
 
     def _numbered(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
         # Who had a number keeps it: learning rates are recorded under it.

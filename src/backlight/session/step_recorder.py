@@ -23,7 +23,7 @@ from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
 from backlight.monitor import Gradients
 from backlight.records import Layout, ParameterRecord
 from backlight.session.step_scalars import StepScalars
-from backlight.store.format.schema import SERIES
+from backlight.store.format.schema import REQUIRES_GRAD, SERIES
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import Scope
@@ -159,6 +159,8 @@ class StepRecorder(StepSink):
         self._reported_by_hand = False
         self._reported_missing: set[int] = set()
         self._scalars = StepScalars()
+        self._trainable: dict[str, bool] = {}
+        self._reported_flags: set[tuple[str, bool]] = set()
         self.logged: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped = self.stored = 0
 
@@ -223,10 +225,18 @@ class StepRecorder(StepSink):
         return self._record
 
     def parameters_changed(self) -> None:
-        """Record it, unless this is the first table."""
-        if self._step or self._record is not None:
-            count = len(self._scope.table.records)
-            self._notifier.event("parameters_changed", {"parameters": count}, self._step)
+        """Record other parameters than before, and the first time that each is frozen or unfrozen."""
+        records = self._scope.table.records
+        before, self._trainable = self._trainable, {record.name: record.requires_grad for record in records}
+        if before.keys() != self._trainable.keys() and (self._step or self._record is not None):
+            self._notifier.event("parameters_changed", {"parameters": len(records)}, self._step)
+        for value in (True, False):
+            names = [n for n, flag in self._trainable.items() if flag is value and before.get(n) is not value]
+            fresh = [n for n in names if n in before and (n, value) not in self._reported_flags]
+            if fresh:
+                self._reported_flags |= {(name, value) for name in fresh}
+                payload = {"parameters": fresh, "value": value}
+                self._notifier.event(REQUIRES_GRAD, payload, self._step)
 
     def _gradients(self, parameters: Sequence[torch.Tensor], scale: Any) -> Gradients:
         table = self._scope.table

@@ -226,6 +226,9 @@ EVALUATED = "evaluated"
 EXCEPTION = "exception"
 """Event of a run that an exception ended, with its type and message."""
 
+REQUIRES_GRAD = "requires_grad"
+"""Kind of the event with ``parameters`` whose ``requires_grad`` became ``value``, each of both once."""
+
 STOPPED = "stopped"
 """Event of a run that a finding ended by ``stop_on``, with its rule and title."""
 

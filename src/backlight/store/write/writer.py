@@ -40,6 +40,9 @@ _WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in 
 MAX_BUFFERED_BYTES = 256 * 1024 * 1024
 """May wait for a flush; rows that come while a stuck disk holds more are counted and dropped."""
 
+RECENT_TABLES = 16
+"""Parameter tables that are recognised without comparing their records."""
+
 
 class RunWriter:
     """Writes one rank of an attempt; create one with :meth:`create`.
@@ -75,7 +78,7 @@ class RunWriter:
         self._batch = Batch()
         self._dropped: dict[str, int] = {}
         self._tables: dict[tuple[ParameterRecord, ...], int] = {}
-        self._latest: tuple[tuple[ParameterRecord, ...] | None, int] = (None, 0)
+        self._recent: dict[int, tuple[tuple[ParameterRecord, ...], int]] = {}  # by id of the records
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
         self._names: dict[tuple[str, str], int] = {}
         self._entry = entry
@@ -239,11 +242,14 @@ class RunWriter:
             return 0
         with self._buffers:
             # Hashing hundreds of records at every step would cost more than the rest of it.
-            if parameters is self._latest[0]:
-                return self._latest[1]
+            recent, table = self._recent.get(id(parameters), (None, 0))
+            if recent is parameters:
+                return table
+            if len(self._recent) >= RECENT_TABLES:
+                self._recent.clear()
             known = self._tables.get(parameters)
             if known is not None:
-                self._latest = (parameters, known)
+                self._recent[id(parameters)] = (parameters, known)
                 return known
             names = [p.name for p in parameters]
             if len(set(names)) != len(names):
@@ -251,7 +257,7 @@ class RunWriter:
                 raise ValueError(f"the parameter table names {twice!r} twice; every row needs one of its own")
             table = len(self._tables) + 1
             self._tables[parameters] = table
-            self._latest = (parameters, table)
+            self._recent[id(parameters)] = (parameters, table)
             self._sizes[table] = np.array([p.numel for p in parameters], dtype=np.int64)
             self._batch.tables.append((table, atomic_json.dump(parameters)))
             return table
