@@ -290,7 +290,7 @@ class Scope:
         return [o for o in alive if any(id(p) in own for p in parameters_of(o))]
 
     def refresh(self) -> bool:
-        """Bring the table up to date with modules, optimizers, groups and what is frozen; True if it changed."""
+        """Bring the table up to date with modules, optimizers, groups and what is frozen; True if changed."""
         if self._changes != HUB.seen.changes or self._groups != self._signature():
             return self._rebuild()
         has_changed = self.table.read_again()

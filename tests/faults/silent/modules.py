@@ -19,12 +19,12 @@ def normed(*more: nn.Module) -> nn.Sequential:
     )
 
 
-@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=0, names="BatchNorm1d")
+@fault(rule="module_modes", kind="trained_in_evaluation", severity="error", step=0, names="BatchNorm1d")
 def trained_in_eval_mode(injected: bool) -> None:
     train(normed().train(not injected))
 
 
-@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=6, names="BatchNorm1d")
+@fault(rule="module_modes", kind="trained_in_evaluation", severity="error", step=6, names="BatchNorm1d")
 def no_train_after_the_evaluation(injected: bool) -> None:
     model = normed()
 
@@ -38,6 +38,37 @@ def no_train_after_the_evaluation(injected: bool) -> None:
     loop = Loop(model)
     loop.before_step = evaluate
     loop.run()
+
+
+class Wrapper(nn.Module):
+    """A model in another, as that of a framework's module."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@fault(
+    rule="module_modes", kind="trained_in_evaluation", severity="warning", step=0, names="`net` of Wrapper"
+)
+def inner_model_in_eval_mode(injected: bool) -> None:
+    train(Wrapper(normed().train(not injected)))
+
+
+@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=0, names="1 BatchNorm1d")
+def loaded_batch_norm_in_eval_mode(injected: bool) -> None:
+    """It may be meant that the statistics of a model from a file stay."""
+    model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    model.load_state_dict(model.state_dict())
+    train(model.train(not injected))
+
+
+@control
+def inner_batch_norm_frozen() -> None:
+    train(Wrapper(nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).eval()))
 
 
 @control

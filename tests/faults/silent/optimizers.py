@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from faults.silent.loop import Loop, control, fault, perceptron, train
+from faults.silent.loop import Loop, control, fault, nothing, perceptron, train
 
 
 class Stack(nn.Module):
@@ -27,7 +27,7 @@ class Stack(nn.Module):
 
 @fault(
     rule="trained_tensors",
-    severity="warning",
+    severity="error",
     step=0,
     kind="unregistered",
     names="`layers[0]` and `layers[1]`",
@@ -62,7 +62,7 @@ def loss_network_that_is_not_trained() -> None:
     train(perceptron(), loss_of=lambda out, y: F.cross_entropy(out, y) + network(out).square().mean())
 
 
-@fault(rule="trained_tensors", severity="warning", step=1, kind="outside", names="The Linear")
+@fault(rule="trained_tensors", severity="error", step=1, kind="outside", names="The Linear")
 def head_in_no_optimizer(injected: bool) -> None:
     body, head = nn.Linear(4, 8), nn.Linear(8, 3)
     trained = [body] if injected else [body, head]
@@ -109,13 +109,63 @@ def head_that_the_script_updates_itself() -> None:
     loop.run()
 
 
-@fault(rule="trained_tensors", severity="warning", step=0, kind="replaced", names="`head.weight`")
+@fault(rule="trained_tensors", severity="error", step=0, kind="replaced", names="`head.weight`")
 def head_replaced_after_the_optimizer(injected: bool) -> None:
     model = Stack(nn.ModuleList)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if injected:
         model.head = nn.Linear(4, 3)
     train(model, optimizer)
+
+
+@fault(rule="trained_tensors", severity="error", step=1, kind="left_out", names="`0.weight` and `0.bias`")
+def layer_left_out_of_the_optimizer(injected: bool) -> None:
+    model = perceptron()
+    train(model, torch.optim.AdamW((model[2] if injected else model).parameters(), lr=1e-3))
+
+
+@fault(rule="trained_tensors", severity="warning", step=1, kind="left_out", names="`0.weight` and `0.bias`")
+def loaded_layer_left_out_of_the_optimizer(injected: bool) -> None:
+    """It may be meant to stay as it is."""
+    model = perceptron()
+    model[0].load_state_dict(nn.Linear(4, 16).state_dict())
+    if not injected:
+        model[0].requires_grad_(False)
+    train(model, torch.optim.AdamW(model[2].parameters(), lr=1e-3))
+
+
+def unfrozen(add: Callable[[torch.optim.Optimizer, nn.Module], object]) -> None:
+    """Train with a first layer that is frozen until step 3; ``add(optimizer, layer)`` follows that."""
+    model = perceptron()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def unfreeze(step: int) -> None:
+        if step == 3:
+            model[0].requires_grad_(True)
+            add(optimizer, model[0])
+
+    loop = Loop(model, optimizer, steps=24, has_schedule=False)
+    loop.before_step = unfreeze
+    loop.run()
+
+
+def add_group(optimizer: torch.optim.Optimizer, layer: nn.Module) -> None:
+    optimizer.add_param_group({"params": layer.parameters()})
+
+
+@fault(rule="trained_tensors", severity="error", step=13, kind="left_out", names="They were frozen before")
+def layer_unfrozen_and_in_no_optimizer(injected: bool) -> None:
+    unfrozen(nothing if injected else add_group)
+
+
+@control
+def layers_frozen_one_after_another() -> None:
+    """All are in the optimizer; the first one is frozen, unfrozen and frozen again."""
+    model = perceptron()
+    loop = Loop(model, steps=24, sets_to_none=True)
+    loop.before_step = lambda step: model[0].requires_grad_(4 <= step < 16)
+    loop.run()
 
 
 @fault(rule="trained_tensors", severity="warning", step=4, kind="frozen", names="`0.weight` and `0.bias`")

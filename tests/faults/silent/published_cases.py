@@ -61,7 +61,7 @@ def gradients_are_never_cleared(injected: bool) -> None:
     loop.run()
 
 
-@port(case="pytorch-forum-84911", rule="no_update", severity="warning", names="stem.1.weight")
+@port(case="pytorch-forum-84911", rule="trained_tensors", severity="error", names="stem.1.weight")
 def head_frozen_after_its_optimizer_was_made(injected: bool) -> None:
     """Everything but batch norm is frozen, the new head as well, which is all that the optimizer holds."""
     model = Convolutions()

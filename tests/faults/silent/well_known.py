@@ -56,19 +56,37 @@ def checkpoint_of_an_input_without_gradient(injected: bool) -> None:
     train(model, steps=STEPS)
 
 
-@fault(rule="no_update", severity="warning", names="encoder.weight")
+@fault(rule="trained_tensors", severity="error", names="encoder.weight")
 def encoder_is_left_out_of_the_optimizer(injected: bool) -> None:
     model = Classifier()
     train(model, torch.optim.AdamW((model.head if injected else model).parameters(), lr=1e-3), steps=STEPS)
 
 
-@fault(rule="trained_tensors", severity="warning", names="head.weight")
+@fault(rule="trained_tensors", severity="error", names="head.weight")
 def head_replaced_after_the_optimizer_was_made(injected: bool) -> None:
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if injected:
         model.head = nn.Linear(16, 3)
     train(model, optimizer, steps=STEPS)
+
+
+@fault(rule="no_gradient", severity="error", names="`requires_grad` was set on the loss itself")
+def loss_of_a_threshold(injected: bool) -> None:
+    """Backward would raise, were it not for ``requires_grad_`` on the loss."""
+
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        wanted = F.one_hot(y, 3).float()
+        predicted = (out.sigmoid() > 0.5).float() if injected else out.sigmoid()
+        loss = F.mse_loss(predicted, wanted)
+        return loss.requires_grad_() if injected else loss
+
+    train(perceptron(), loss_of=loss_of, steps=STEPS, has_scaler=False, clips="", autocast=False)
+
+
+@fault(rule="no_gradient", severity="warning", names="encoder.weight")
+def encoder_is_detached_in_a_short_run(injected: bool) -> None:
+    train(Classifier(Tensor.detach if injected else Tensor.contiguous), steps=4)
 
 
 # Gradients that are zero, or not finite

@@ -56,6 +56,7 @@ class CorrectnessMonitor(Monitor):
         """Start every check."""
         self._run, self._schedule = run, Schedule()
         self._checks = [check(run, self._schedule) for check in CHECKS]
+        run.listen(self._schedule.loaded)
         for check in self._checks:
             run.listen(check)
         run.follow_forwards()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from backlight.capture.hub import Listener
 from backlight.measure.transfer import AsyncCopy, start_copy
+from backlight.monitors.correctness.instrument.loaded_weights import LoadedWeights
 from backlight.monitors.correctness.model.contradictions import KIND
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Schedule:
     """Which steps are observed: the first ones, then windows of a few steps at growing intervals.
 
     ``due`` is whether this step is, ``near`` whether it or the step before or after it is, ``observed`` how
-    many steps were. ``copies`` are those of all checks.
+    many steps were. ``copies`` are those of all checks, ``loaded`` the weights that come from a file.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class Schedule:
         self.due = self.near = True
         self.observed = 0
         self.copies = PendingCopies()
+        self.loaded = LoadedWeights()
 
     def begin(self, step: int) -> None:
         """Decide about ``step``; steps only grow."""

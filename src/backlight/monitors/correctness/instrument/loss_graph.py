@@ -10,6 +10,7 @@ from backlight.capture.batches import tensors
 from backlight.capture.loss_nodes import RESHAPES, Node, inputs_of, kind_of, kinds, shape_of
 from backlight.capture.loss_terms import CLASS_LOSSES, MAX_NODES, terms
 from backlight.monitors.correctness.instrument.check import Check
+from backlight.user_code import user_line
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,8 @@ class LossGraph(Check):
         """Look at the nodes below each root."""
         if self.due:
             for root in roots:
+                if root.is_leaf and root.numel() == 1:
+                    self.report("no_gradient", self.run.clock.index, kind="leaf", line=str(user_line() or ""))
                 for kind, facts in dict(contradictions_below(root.grad_fn, self._sizes)).items():
                     self.report("loss_input", self.run.clock.index, kind=kind, **facts)
 

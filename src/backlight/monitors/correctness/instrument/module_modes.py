@@ -16,7 +16,6 @@ from backlight.capture.modules import holding, kind_of, named_parameters, walk
 from backlight.monitors.correctness.instrument.check import NAMED, Check
 
 if TYPE_CHECKING:
-    from backlight.capture.parameters import ParameterTable
     from backlight.monitor import RunContext
     from backlight.monitors.correctness.instrument.check import Schedule
 
@@ -27,50 +26,66 @@ TRAINED_SHARE = 0.5
 class ModuleModes(Check):
     """``module_modes``: every dropout and trained batch norm of a model is in evaluation mode in training.
 
-    A model whose root is in training mode, or that is mostly frozen, is left out: batch norms are often
-    frozen on purpose, and so is everything below a new head.
+    A model that is mostly frozen is left out, as everything below a new head. Of a model whose root is in
+    training mode the same is reported of a part that has dropout: batch norms alone are often frozen on
+    purpose. It may be meant as well where weights come from a file, and only batch norms are concerned.
     """
 
     is_windowed = False
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
-        self._table: ParameterTable | None = None
+        self._rows: dict[int, int] | None = None
         self._models: list[nn.Module] = []
         self._modes: list[bool] = []
+        self._has_changed = False  # since the first observed step
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Read the mode of each model; those of all its modules only at an observed step, or at a change."""
         scope = self.run.scope
-        if self._table is not scope.table:
-            self._table = scope.table
+        if self._rows is not scope.table.rows:
+            self._rows, self._modes = scope.table.rows, []
             self._models = scope.models or holding(HUB.seen.roots(), {id(t) for t in scope.parameters()})
         before, self._modes = self._modes, [model.training for model in self._models]
-        if all(self._modes) or not (self.due or before != self._modes) or not scope.holds(optimizer):
+        is_change = bool(before) and before != self._modes
+        self._has_changed = self._has_changed or is_change
+        if not (self.due or (is_change and not all(self._modes))) or not scope.holds(optimizer):
             return
         held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
         for model in self._models:
-            if not model.training:
-                own = {id(n.parameter): n.parameter.numel() for n in named_parameters(model)}
-                trained = sum(numel for key, numel in own.items() if key in held)
-                if trained and trained >= TRAINED_SHARE * sum(own.values()):
-                    self._report(model, held)
+            own = {id(n.parameter): n.parameter.numel() for n in named_parameters(model)}
+            trained = sum(numel for key, numel in own.items() if key in held)
+            if trained and trained >= TRAINED_SHARE * sum(own.values()):
+                self._report(model, held)
 
     def _report(self, model: nn.Module, held: set[int]) -> None:
+        modules = list(walk(model))
         relevant = [
             (name, module)
-            for name, module in walk(model)
+            for name, module in modules
             if is_dropout(module) or (is_batch_norm(module) and id(module.weight) in held)
         ]
-        if relevant and not any(module.training for _, module in relevant):
-            self.report(
-                "module_modes",
-                self.run.clock.index,
-                kind="trained_in_evaluation",
-                model=kind_of(model),
-                modules=[name for name, _ in relevant[:NAMED]],
-                kinds=kinds_of(relevant),
-            )
+        if not relevant or any(module.training for _, module in relevant):
+            return
+        drops = any(is_dropout(module) for _, module in relevant)
+        part = ""
+        if model.training:
+            # The outermost module that was put into evaluation mode, with all that may be.
+            names = [name for name, module in modules if not module.training]
+            part = next((n for n in names if all(one.startswith(f"{n}.") for one, _ in relevant)), "")
+            if not drops or not part:
+                return
+        is_loaded = self.schedule.loaded.holds(named.parameter for named in named_parameters(model))
+        self.report(
+            "module_modes",
+            self.run.clock.index,
+            kind="trained_in_evaluation",
+            model=kind_of(model),
+            part=part,
+            may_be_meant=bool(part) or (is_loaded and not drops and not self._has_changed),
+            modules=[name for name, _ in relevant[:NAMED]],
+            kinds=kinds_of(relevant),
+        )
 
 
 def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:

@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from backlight.capture.hub import HUB, parameters_of
-from backlight.capture.modules import holding, kind_of, named_parameters, table_of, walk
+from backlight.capture.modules import NamedParameter, holding, kind_of, named_parameters, table_of, walk
 from backlight.capture.parameters import local
-from backlight.monitors.correctness.instrument.check import NAMED, Check, Schedule
+from backlight.monitors.correctness.instrument.check import FIRST_STEPS, NAMED, Check, Schedule
 from backlight.monitors.correctness.instrument.configured_ties import by_configuration
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
     from backlight.monitor import RunContext
 
-LOOKS = 4
-"""Times that all modules are looked at: what an optimizer holds rarely changes."""
+FIRST_LOOKS = 4
+"""Steps at the start at which all modules are looked at, which is then done at later observations."""
 
 SAMPLE = 64
 """Weights of a tensor that show whether anything updates it."""
@@ -35,16 +35,16 @@ class TrainedTensors(Check):
 
     ``unregistered``: modules in plain containers. ``copy``: the optimizer has no gradient at all, and a model
     of the same shapes has them. ``outside``: a whole model in training mode has gradients, nothing updates
-    it; ``target`` if it began as a copy of a trained one. ``replaced``: the optimizer holds tensors without a
-    gradient that no module uses, and parameters of the model have one and are in no optimizer. ``frozen``: a
-    tensor that was trained does not require a gradient any more, and the optimizer goes on with the gradient
-    that it had. ``shared``: one module is several children of one container. ``untied``: two parameters are
-    trained apart that were one, or that the configuration of the model ties.
+    it; ``target`` if it began as a copy of a trained one. ``left_out``: the same of parameters of a model
+    that is trained; ``joined`` once an optimizer holds them. ``replaced``: the optimizer holds tensors
+    without a gradient that no module uses, and parameters of the model have one and are in no optimizer.
+    ``frozen``: a tensor that was trained does not require a gradient any more, and the optimizer goes on with
+    the gradient that it had. ``shared``: one module is several children of one container. ``untied``: two
+    parameters are trained apart that were one, or that the configuration of the model ties.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
-        self._left = LOOKS
         self._has_backward = False
         self._others: dict[int, Seen] = {}  # at the last look
         self._lines: weakref.WeakKeyDictionary[torch.optim.Optimizer, SourceLine] = (
@@ -53,6 +53,8 @@ class TrainedTensors(Check):
         self._trained: dict[int, weakref.ref[torch.Tensor]] = {}
         self._untied: set[tuple[str, ...]] = set()
         self._copies: dict[int, weakref.ref[nn.Module]] = {}  # of trained models, by id
+        self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters that were frozen at some look
+        self._outside: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # reported ones, and their model
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the line."""
@@ -71,12 +73,12 @@ class TrainedTensors(Check):
             return
         own = parameters_of(optimizer)
         self._report_frozen(optimizer, own)
-        if not self._left:
+        if FIRST_LOOKS <= self.run.clock.index < FIRST_STEPS:
             return
-        self._left -= 1
         held = {id(p) for one in HUB.optimizers.known() for p in parameters_of(one)}
         step = self.run.clock.index
         parts: set[int] = set()
+        replaced: set[int] = set()
         for model in holding(HUB.seen.roots(), {id(p) for p in own}):
             lost = [(name, module) for name, module in unregistered(model) if trained(module, held)]
             if lost:
@@ -84,19 +86,22 @@ class TrainedTensors(Check):
                 facts = {"model": kind_of(model), "modules": names[:NAMED], "count": len(names)}
                 self.report("trained_tensors", step, kind="unregistered", **facts)
                 parts |= {id(module) for _, module in lost}
-            self._report_replaced(optimizer, model, held, step)
+            self._note_frozen(model)
+            if self._report_replaced(optimizer, model, held, step):
+                replaced.add(id(model))
             if not step:
                 self._report_shared(model)
+        self._report_joined(held, step)
         self._report_untied(own, step)
-        self._report_others(optimizer, own, held, step, parts)
+        self._report_others(optimizer, own, held, step, parts, replaced)
 
     def _report_replaced(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, held: set[int], step: int
-    ) -> None:
+    ) -> bool:
         lost = [n for n in named_parameters(model) if _is_trained(n.parameter, held)]
         unused = [p for p in parameters_of(optimizer) if p.requires_grad and p.grad is None]
         if not lost or not unused:
-            return
+            return False
         used = {id(n.parameter) for root in HUB.seen.roots() for n in named_parameters(root)}
         stale = [p for p in unused if id(p) not in used]
         if stale:
@@ -111,6 +116,22 @@ class TrainedTensors(Check):
                 count=len(names),
                 stale=len(stale),
             )
+        return bool(stale)
+
+    def _note_frozen(self, model: nn.Module) -> None:
+        for named in named_parameters(model):
+            if not named.parameter.requires_grad and id(named.parameter) not in self._frozen:
+                self._frozen[id(named.parameter)] = weakref.ref(named.parameter)
+
+    def _was_frozen(self, parameter: torch.Tensor) -> bool:
+        known = self._frozen.get(id(parameter))
+        return known is not None and known() is parameter
+
+    def _report_joined(self, held: set[int], step: int) -> None:
+        """Report that an optimizer now holds what was reported as outside of all."""
+        joined = [key for key, (ref, _) in self._outside.items() if key in held and ref() is not None]
+        for model, amount in Counter(self._outside.pop(key)[1] for key in joined).items():
+            self.report("trained_tensors", step, kind="joined", model=model, count=amount)
 
     def _report_frozen(self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor]) -> None:
         frozen = []
@@ -170,6 +191,7 @@ class TrainedTensors(Check):
         held: set[int],
         step: int,
         parts: set[int],
+        replaced: set[int],
     ) -> None:
         is_idle = all(p.grad is None for p in own)
         if is_idle:
@@ -177,27 +199,33 @@ class TrainedTensors(Check):
         shapes = {tuple(p.shape) for p in own}
         before, self._others = self._others, {}
         for model in HUB.seen.roots():
-            others = trained(model, held)
-            now = [Seen.of(p) for p in others]
-            self._others |= {id(p): seen for p, seen in zip(others, now, strict=True)}
+            others = [named for named in named_parameters(model) if _is_trained(named.parameter, held)]
+            now = [Seen.of(named.parameter) for named in others]
+            self._others |= {id(named.parameter): seen for named, seen in zip(others, now, strict=True)}
             if others and not step:
                 self._note_copy(model, own)
             # Models of an earlier run may be around, with the gradients that they had.
             new = [
-                (old, seen)
-                for p, seen in zip(others, now, strict=True)
-                if (old := before.get(id(p))) is not None and old.gradient_differs(seen)
+                Left(named, old, seen)
+                for named, seen in zip(others, now, strict=True)
+                if (old := before.get(id(named.parameter))) is not None and old.gradient_differs(seen)
             ]
             if not new:
                 continue
             facts = {"model": kind_of(model), "count": len(others)}
-            if is_idle and {tuple(p.shape) for p in others} <= shapes:
+            is_trained = any(id(named.parameter) in held for named in named_parameters(model))
+            if is_idle and not is_trained and {tuple(one.parameter.shape) for one in others} <= shapes:
                 self.report("trained_tensors", step, kind="copy", optimizer=type(optimizer).__name__, **facts)
                 return
+            facts["is_loaded"] = self.schedule.loaded.holds(one.parameter for one in others)
             # In evaluation mode a network in the loss is meant to stay as it is.
-            is_outside = model.training and id(model) not in parts
-            if is_outside and not any(id(n.parameter) in held for n in named_parameters(model)):
-                self._report_outside(model, new, step, facts)
+            if not is_trained and model.training and id(model) not in parts:
+                self._report_left(model, new, step, "outside", facts)
+            elif is_trained and id(model) not in replaced:
+                modes = {name: module.training for name, module in walk(model)}
+                facts["is_evaluated"] = not any(modes.get(one.named.module) for one in new)
+                facts["is_unfrozen"] = any(self._was_frozen(one.named.parameter) for one in new)
+                self._report_left(model, new, step, "left_out", facts)
 
     def _note_copy(self, model: nn.Module, own: Sequence[torch.Tensor]) -> None:
         """Note that a model has the weights of a trained one, as the target network of an agent does."""
@@ -218,20 +246,49 @@ class TrainedTensors(Check):
 
             self.when_known(torch.stack([a.eq(b).all() for a, b in zip(mine, theirs, strict=True)]), note)
 
-    def _report_outside(
-        self, model: nn.Module, new: Sequence[tuple[Seen, Seen]], step: int, facts: dict[str, Any]
+    def _report_left(
+        self, model: nn.Module, new: Sequence[Left], step: int, kind: str, facts: dict[str, Any]
     ) -> None:
+        """Report parameters with a gradient that no optimizer holds, unless the script updates them."""
         with torch.no_grad():
-            flags = [old.weights.ne(seen.weights).any() for old, seen in new]
-            changed = torch.stack([flag.to(flags[0].device) for flag in flags]).any()
+            flags = [
+                torch.stack(
+                    (
+                        one.before.weights.ne(one.now.weights).any(),
+                        local(one.named.parameter.grad).detach().ne(0).any(),
+                    )
+                )
+                for one in new
+                if one.named.parameter.grad is not None
+            ]
+            known = torch.stack([flag.to(flags[0].device) for flag in flags])
+        names = [self.name(one.named.parameter) or one.named.name for one in new]
+        references: list[weakref.ref[torch.Tensor]] = [weakref.ref(one.named.parameter) for one in new]
+        copied = self._copies.get(id(model))
+        is_copy = kind == "outside" and copied is not None and copied() is model
 
         def report(values: NDArray[np.generic]) -> None:
-            if not values.any():  # else the script updates them by hand
-                copied = self._copies.get(id(model))
-                kind = "target" if copied is not None and copied() is model else "outside"
-                self.report("trained_tensors", step, kind=kind, **facts)
+            changed, has_values = values.T
+            if changed.any():
+                return
+            left = [number for number, flag in enumerate(has_values) if flag]
+            if left:
+                more = {"parameters": [names[number] for number in left[:NAMED]], **facts, "count": len(left)}
+                for number in left:
+                    if (parameter := references[number]()) is not None:
+                        self._outside[id(parameter)] = (references[number], facts["model"])
+                self.report("trained_tensors", step, kind="target" if is_copy else kind, **more)
 
-        self.when_known(changed, report)
+        self.when_known(known, report)
+
+
+@dataclass(frozen=True)
+class Left:
+    """A parameter that no optimizer holds, at the last two looks."""
+
+    named: NamedParameter
+    before: Seen
+    now: Seen
 
 
 @dataclass(frozen=True)

@@ -33,17 +33,23 @@ def module_modes(run: Run, limits: ModuleModesLimits) -> Iterator[Finding]:
 
 def _trained_in_evaluation(model: str, found: Sequence[Event]) -> Finding:
     step, facts = steps_of(found)[0], found[0].payload
+    who = f"`{facts['part']}` of {model}" if facts["part"] else model
     return Finding(
-        severity=Severity.WARNING,
-        title=f"{model} is trained in evaluation mode",
+        severity=Severity.WARNING if facts["may_be_meant"] else Severity.ERROR,
+        title=f"{who} is trained in evaluation mode",
         detail=(
-            f"From step {step} on, the optimizer updates {model} while the model and its "
+            f"From step {step} on, the optimizer updates {who} while the module and its "
             f"{_kinds(found[0])} are in evaluation mode. Dropout drops nothing, and batch norm does not "
             "update its statistics."
         ),
         subject=Subject(module=facts["modules"][0] or None, step=step),
         evidence=(evidence_of(found, ", ".join(facts["modules"]), "modules"),),
-        fix="Call `model.train()` before the training loop, and again after each evaluation.",
+        fix=(
+            f"Call `model.{facts['part']}.train()` before the training loop: it keeps the mode that it was "
+            "built or loaded in."
+            if facts["part"]
+            else "Call `model.train()` before the training loop, and again after each evaluation."
+        ),
         refuted_if="`model.training` is True at these steps, or evaluation mode is what you want here.",
     )
 

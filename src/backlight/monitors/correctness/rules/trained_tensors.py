@@ -25,23 +25,40 @@ class TrainedTensorsLimits(Limits, monitor="correctness"):
 
     other_tensors_steps: int = limit(2, "observed steps at which the optimizer had no gradient at all", low=1)
     frozen_tensors_steps: int = limit(2, "observed steps with the same gradients of frozen tensors", low=1)
+    left_out_steps: int = limit(2, "observed steps at which trained parameters were in no optimizer", low=1)
 
 
 @rule("trained_tensors", monitor="correctness", limits=TrainedTensorsLimits)
 def trained_tensors(run: Run, limits: TrainedTensorsLimits) -> Iterator[Finding]:
     """Find gradients that no optimizer uses, and tensors of optimizers that no loss depends on."""
-    needed = {"copy": limits.other_tensors_steps, "frozen": limits.frozen_tensors_steps}
+    needed = {
+        "copy": limits.other_tensors_steps,
+        "frozen": limits.frozen_tensors_steps,
+        "left_out": limits.left_out_steps,
+    }
     cases: dict[tuple[str, str], list[Event]] = {}
-    for event in contradictions(run, "trained_tensors"):
+    events = contradictions(run, "trained_tensors")
+    joined = [event for event in events if event.payload["kind"] == "joined"]
+    for event in events:
         facts = event.payload
+        if event in joined or _has_joined(event, joined):
+            continue
         about = next((facts[n] for n in ("model", "container", "optimizer", "parameters") if n in facts), "")
         cases.setdefault((facts["kind"], str(about)), []).append(event)
     is_loaded = any(e.payload["kind"] == "untied" for e in contradictions(run, "not_restored"))
     for (kind, _), found in cases.items():
         if kind == "untied" and is_loaded:  # that rule knows the checkpoint
             continue
-        if len(steps_of(found)) >= needed.get(kind, 1):
+        enough = 1 if found[0].payload.get("is_unfrozen") else needed.get(kind, 1)
+        if len(steps_of(found)) >= enough:
             yield _CASES[kind](found)
+
+
+def _has_joined(event: Event, joined: Sequence[Event]) -> bool:
+    """Return whether an optimizer holds later what an event reports as being in none."""
+    facts, step = event.payload, event.step or 0
+    later = [one.payload for one in joined if (one.step or 0) > step and one.rank == event.rank]
+    return any(one["model"] == facts.get("model") and one["count"] >= facts.get("count", 0) for one in later)
 
 
 def _unregistered(found: Sequence[Event]) -> Finding:
@@ -49,7 +66,7 @@ def _unregistered(found: Sequence[Event]) -> Finding:
     model, names, amount = facts["model"], facts["modules"], int(facts["count"])
     container, attribute = phrases.parameters(names, amount), names[0].partition("[")[0]
     return Finding(
-        severity=Severity.WARNING,
+        severity=Severity.ERROR,
         title=f"{container} {'is' if amount == 1 else 'are'} not registered with {model}",
         detail=(
             f"`{attribute}` is a plain container: `{model}.parameters()` leaves out the weights of "
@@ -86,7 +103,8 @@ def _outside(found: Sequence[Event]) -> Finding:
     model, amount = facts["model"], int(facts["count"])
     tensors = count(amount, "parameter")
     return Finding(
-        severity=Severity.WARNING,
+        # Weights from a file may be meant to stay, as those of a network that compares images.
+        severity=Severity.WARNING if facts["is_loaded"] else Severity.ERROR,
         title=f"The {model} that the loss depends on is in no optimizer",
         detail=(
             f"At {observed(steps)} backward gave gradients to {tensors} of a {model}. No optimizer holds "
@@ -99,6 +117,38 @@ def _outside(found: Sequence[Event]) -> Finding:
             "`requires_grad_(False)` on it, which saves its gradients."
         ),
         refuted_if="an optimizer that is not of torch updates it later.",
+    )
+
+
+def _left_out(found: Sequence[Event]) -> Finding:
+    steps, facts = steps_of(found), found[-1].payload
+    names, amount = facts["parameters"], int(facts["count"])
+    named, model = phrases.parameters(names, amount), facts["model"]
+    is_one, is_unfrozen = amount == 1, bool(facts["is_unfrozen"])
+    may_be_meant = not is_unfrozen and (facts["is_loaded"] or facts["is_evaluated"])
+    history = (
+        f" {'It was' if is_one else 'They were'} frozen before, and the optimizer was created without "
+        f"{'it' if is_one else 'them'}."
+        if is_unfrozen
+        else ""
+    )
+    return Finding(
+        severity=Severity.WARNING if may_be_meant else Severity.ERROR,
+        title=f"{named} {'is' if is_one else 'are'} not in any optimizer",
+        detail=(
+            f"At {observed(steps)} backward gave {named} of {model} "
+            f"{'a gradient that is' if is_one else 'gradients that are'} not zero. No optimizer holds "
+            f"{'it' if is_one else 'them'}, and nothing has changed {'it' if is_one else 'them'}.{history}"
+        ),
+        subject=Subject(parameter=names[0], step=steps[0]),
+        evidence=(evidence_of(found, amount, "parameters"),),
+        fix=(
+            "Add them when they are unfrozen: `optimizer.add_param_group({'params': layer.parameters()})`."
+            if is_unfrozen
+            else "Create the optimizer from `model.parameters()`. Call `requires_grad_(False)` on parameters "
+            "that are to stay as they are."
+        ),
+        refuted_if="an optimizer that is not of torch updates them later.",
     )
 
 
@@ -126,7 +176,7 @@ def _replaced(found: Sequence[Event]) -> Finding:
     named, are = phrases.parameters(names, amount), "is" if amount == 1 else "are"
     built = f" was built at `{line}`, before a module was replaced: it" if line else ""
     return Finding(
-        severity=Severity.WARNING,
+        severity=Severity.ERROR,
         title=f"{named} {are} not in any optimizer",
         detail=(
             f"{optimizer}{built} holds {count(stale, 'tensor')} that no module uses any more. {named} "
@@ -204,6 +254,7 @@ _CASES = {
     "copy": _copy,
     "outside": _outside,
     "target": _target,
+    "left_out": _left_out,
     "replaced": _replaced,
     "frozen": _frozen,
     "shared": _shared,

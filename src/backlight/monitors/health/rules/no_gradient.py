@@ -15,9 +15,11 @@ from backlight.monitors.health.model.parameters import (
     first_missing,
     without_optimizer,
 )
-from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
+from backlight.records import Evidence, Finding, ParameterRecord, RunStatus, Severity, Subject
 from backlight.registry import rule
+from backlight.store.format.schema import REQUIRES_GRAD
 from backlight.store.read.run import Run
+from backlight.text import count
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,51 @@ class NoGradientLimits(MembershipLimits):
     )
 
 
-@rule("no_gradient", monitor="health", version=2, limits=NoGradientLimits, needs=("gradient",))
+@rule("no_gradient", monitor="health", version=2, limits=NoGradientLimits)
 def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     """Find parameters without any measured gradient, one finding per reason, and dead ones."""
-    yield from _missing(run, limits)
-    yield from _zero(run, limits)
+    if run.has("gradient") and run.frame("gradient", "norm").measured.any():
+        yield from _missing(run, limits)
+        yield from _zero(run, limits)
+    else:
+        yield from _nothing(run)
+
+
+def _nothing(run: Run) -> Iterator[Finding]:
+    """Find backward passes after which no parameter that is to be trained has a gradient."""
+    without = {str(name) for e in run.events("no_grad_at_step") for name in e.payload.get("parameters") or ()}
+    wanted = [p for p in run.parameters() if p.requires_grad and p.group and p.numel and not p.unmeasured]
+    backwards = run.scalar("backwards")
+    steps = backwards.steps[backwards.values > 0]
+    if not wanted or not len(steps) or any(p.name not in without for p in wanted):
+        return
+    known = [event.payload for event in run.events("contradiction")]
+    if any(facts.get("rule") in {"gradients_discarded", "trained_tensors"} for facts in known):
+        return  # they know where the gradients are
+    leaves = [facts for facts in known if facts.get("rule") == "no_gradient"]
+    line = str(leaves[0].get("line") or "") if leaves else ""
+    cause = (
+        " The loss depends on no parameter: `requires_grad` was set on the loss itself, which hides the "
+        "error that backward would raise."
+        if leaves
+        else ""
+    )
+    yield Finding(
+        severity=Severity.ERROR,
+        title="No parameter has a gradient at the optimizer's step",
+        detail=(
+            f"At {count(len(steps), 'recorded step')} from step {int(steps[0])} on, backward ran and none "
+            f"of {count(len(wanted), 'trainable parameter')} had a gradient when the optimizer began. "
+            f"Nothing is trained.{cause}"
+        ),
+        subject=Subject(step=int(steps[0]), line=line or None),
+        evidence=tuple(e for p in wanted[:1] for e in first_missing(run, p.name)),
+        fix=(
+            "Run `backlight why-no-grad SCRIPT`: it names the operation that cuts the loss from the "
+            "parameters (a threshold, `argmax`, `detach()`, `.item()`, `no_grad`), and its line."
+        ),
+        refuted_if="a parameter has a gradient after backward in a step that was not recorded.",
+    )
 
 
 def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
@@ -86,16 +128,20 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     seen = {frame.names[i] for i in np.flatnonzero(measured_SP.any(axis=0))}
     records = run.parameters()
     missing = [p for p in records if p.name not in seen and p.numel > 0 and not _waits(p, run)]
-    reported = _reported(run)
+    reported, since = _reported(run), _unfrozen(run)
     held = any(p.group for p in records)
-    by_reason: dict[_Reason, list[ParameterRecord]] = {}
+    by_reason: dict[tuple[_Reason, int], list[ParameterRecord]] = {}
     for record in missing:
-        by_reason.setdefault(_reason(record, reported, held), []).append(record)
-    first, last = int(frame.steps[rows[0]]), int(frame.steps[rows[-1]])
+        case = (_reason(record, reported, held), since.get(record.name, 0))
+        by_reason.setdefault(case, []).append(record)
+    # While a run goes on, a branch may still be used; once it has ended, every step counts.
+    needed = limits.no_gradient_steps if run.status is RunStatus.RUNNING else 1
     weights = sum(p.numel for p in records)
-    for reason, group in by_reason.items():
-        if reason is not _FROZEN and len(rows) < limits.no_gradient_steps:
+    for (reason, begin), group in by_reason.items():
+        steps = frame.steps[rows][frame.steps[rows] >= begin]
+        if reason is not _FROZEN and len(steps) < needed:
             continue
+        first, last = int(steps[0]), int(steps[-1])
         if reason is _FROZEN and _has_adapters(run):
             continue
         if reason is _FOREIGN and without_optimizer(run, limits.no_gradient_steps):
@@ -111,7 +157,8 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
                 else f"{named} never received a gradient"
             ),
             detail=(
-                f"No gradient in {len(rows)} recorded steps ({first} to {last}): {reason.words}. Affected: "
+                f"No gradient in {count(len(steps), 'recorded step')} ({first} to {last}): "
+                f"{f'trainable since step {begin}, ' if begin else ''}{reason.words}. Affected: "
                 f"{phrases.share(len(group), len(records), 'parameters')}, "
                 f"{100 * mine / max(weights, 1):.2g} % of the weights."
             ),
@@ -124,6 +171,16 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             fix=reason.fix,
             refuted_if=f"a step, possibly an unrecorded one, gives `{worst.name}` a gradient.",
         )
+
+
+def _unfrozen(run: Run) -> dict[str, int]:
+    """Return the steps at which parameters became trainable, by name, of those that were frozen before."""
+    found: dict[str, int] = {}
+    for event in run.events(REQUIRES_GRAD):
+        if event.payload.get("value"):
+            for name in event.payload.get("parameters") or ():
+                found.setdefault(str(name), event.step or 0)
+    return found
 
 
 def _has_adapters(run: Run) -> bool:

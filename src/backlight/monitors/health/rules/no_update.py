@@ -53,7 +53,8 @@ def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
     streaks = {n: k for n, k in _still(run, records, limits).items() if records[n] not in without}
     still = [records[name] for name, streak in streaks.items() if streak >= limits.no_update_window]
     moved = len(streaks) - len(still)
-    if without and not _contradictions(run, "trained_tensors", "replaced"):
+    is_known = any(_contradictions(run, "trained_tensors", kind) for kind in ("replaced", "left_out"))
+    if without and not is_known:
         yield _outside(run, without, stale, sum(p.in_model for p in records.values()))
     zero_rate = [p for p in still if _last_rate(run, p) == 0.0]
     for group, at_zero in ((zero_rate, True), ([p for p in still if p not in zero_rate], False)):
