@@ -18,12 +18,18 @@ from backlight.store.write.writer import RunWriter
 from faults.silent.loop import perceptron
 
 
-def evaluated(path: Path, losses: Sequence[float], classes: int | None, factor: float = 1.0) -> list[Finding]:
+def evaluated(
+    path: Path,
+    losses: Sequence[float],
+    classes: int | None,
+    factor: float = 1.0,
+    steps: Sequence[int] = range(0, 1200, 10),
+) -> list[Finding]:
     writer = RunWriter.create(path, monitors=("correctness",))
     if classes is not None:
         writer.event(0, "classes", {"classes": classes, "factor": factor})
-    for step, loss in enumerate(losses):
-        writer.scalars(10 * step, {"loss": float(loss)})
+    for step, loss in zip(steps, losses, strict=False):
+        writer.scalars(int(step), {"loss": float(loss)})
     writer.close()
     return list(evaluate_rules(backlight.open_run(path)))
 
@@ -75,6 +81,24 @@ def test_healthy_or_unknown_loss_is_not_reported(
     losses: np.ndarray, classes: int | None, tmp_path: Path
 ) -> None:
     assert evaluated(tmp_path / "run", losses, classes) == []
+
+
+SAMPLED = [*range(64), *range(64, 5000, 64)]
+"""Steps as the budget samples them in a long run of short steps."""
+
+
+def test_parts_are_cut_by_step(tmp_path: Path) -> None:
+    """Half of the recorded losses are those of the first 64 steps, at chance in both runs."""
+    learned = np.where(np.array(SAMPLED) < 2500, math.log(2), 0.01)
+    assert evaluated(tmp_path / "learned", learned, 2, steps=SAMPLED) == []
+    (found,) = evaluated(tmp_path / "flat", np.full(len(SAMPLED), math.log(2)), 2, steps=SAMPLED)
+    assert found.title == "The loss is that of guessing among 2 classes"
+
+
+def test_loss_that_is_not_recorded_to_the_end_is_inconclusive(tmp_path: Path) -> None:
+    flat = np.full(len(SAMPLED), math.log(2))
+    ended = [step for step in SAMPLED if step < 4500] + [4999]
+    assert evaluated(tmp_path / "run", flat, 2, steps=ended) == []
 
 
 def train(path: Path, labels_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Finding]:

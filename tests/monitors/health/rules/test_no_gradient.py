@@ -1,9 +1,10 @@
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 
-from backlight.records import ParameterRecord, Severity
+from backlight.records import ParameterRecord, RunStatus, Severity
 
 
 class Net(nn.Module):
@@ -43,10 +44,29 @@ def test_layer_whose_optimizer_has_not_stepped_waits_for_its_turn(synthetic: Any
     assert finding.subject.parameter == "later.weight"
 
 
-def test_unused_parameters_need_enough_steps(recorder: Any, evaluated: Any) -> None:
+def test_unused_parameters_need_enough_steps_while_the_run_goes_on(recorder: Any, evaluated: Any) -> None:
     model = Net()
-    rules = evaluated(train(recorder, model, list(model.parameters()), steps=4), "no_gradient")
-    assert [f.severity for f in rules] == [Severity.INFO]  # the frozen ones
+    run = train(recorder, model, list(model.parameters()), steps=4)
+    assert {f.severity for f in evaluated(run, "no_gradient")} == {Severity.INFO, Severity.WARNING}
+    run.attempts = [dataclasses.replace(run.attempts[-1], status=RunStatus.RUNNING)]
+    assert [f.severity for f in evaluated(run, "no_gradient")] == [Severity.INFO]  # the frozen ones
+
+
+def test_steps_count_from_when_a_parameter_became_trainable(synthetic: Any, evaluated: Any) -> None:
+    late = ParameterRecord("late.weight", (4, 4), "float32", "cpu", 16, group="0/0", module_type="Linear")
+    unfrozen = (6, "requires_grad", {"parameters": ["late.weight"], "value": True})
+    (finding,) = evaluated(synthetic({"a": [1e-2] * 10}, extra=[late], events=[unfrozen]), "no_gradient")
+    assert finding.detail.startswith("No gradient in 4 recorded steps (6 to 9): trainable since step 6")
+
+
+def test_no_gradient_at_all_is_an_error(recorder: Any, evaluated: Any) -> None:
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = recorder(model, optimizer).fit(optimizer, 3, lambda _: torch.ones((), requires_grad=True))
+    (finding,) = evaluated(run, "no_gradient")
+    assert (finding.severity, finding.subject.step) == (Severity.ERROR, 0)
+    assert "none of 2 trainable parameters had a gradient" in finding.detail
+    assert "why-no-grad" in finding.fix
 
 
 def test_parameters_with_gradients_have_no_finding(recorder: Any, synthetic: Any, evaluated: Any) -> None:

@@ -25,7 +25,7 @@ class LossLimits(Limits, monitor="correctness"):
     loss_settled: int = limit(
         1000, "steps from which on it is a warning; networks with many classes begin slowly", low=1
     )
-    loss_windows: int = limit(10, "equal parts of the run whose median losses are compared", low=3)
+    loss_windows: int = limit(10, "equally long parts of the run whose median losses are compared", low=3)
     loss_values: int = limit(5, "recorded losses that each part needs", low=1)
     chance_deviation: float = limit(0.02, "relative deviation from the loss of equal probabilities", high=1.0)
     diverged_ratio: float = limit(
@@ -39,16 +39,16 @@ def loss_not_falling(run: Run, limits: LossLimits) -> Iterator[Finding]:
     loss = run.scalar("loss")
     known = np.isfinite(loss.values)
     steps, values = loss.steps[known], loss.values[known]
-    if len(values) < limits.loss_windows * limits.loss_values or steps[-1] - steps[0] < limits.loss_steps:
+    medians = _medians(run, steps, values, limits)
+    if medians is None:
         return
-    medians = np.array([np.median(part) for part in np.array_split(values, limits.loss_windows)])
     first, last = float(medians[0]), float(medians[-1])
     chance, classes = _chance(run)
     is_settled = bool(chance) and steps[-1] - steps[0] >= limits.loss_settled
     at = int(steps[-1])
     evidence = [phrases.scalar("loss", at, float(values[-1]), loss.unit)]
     stated = (
-        f"Of {limits.loss_windows} equal parts of the run, the first has a median loss of "
+        f"Of {limits.loss_windows} equally long parts of the run, the first has a median loss of "
         f"{phrases.number(first)}, the last {phrases.number(last)}"
     )
     if chance and _is_near(medians[1:], chance, limits):
@@ -86,6 +86,20 @@ def loss_not_falling(run: Run, limits: LossLimits) -> Iterator[Finding]:
         fix=fix,
         refuted_if=refuted_if,
     )
+
+
+def _medians(
+    run: Run, steps: NDArray[np.int64], values: NDArray[np.float64], limits: LossLimits
+) -> NDArray[np.float64] | None:
+    """Return the median loss of parts of equally many steps; None where one has too few recorded losses."""
+    if not len(steps) or steps[-1] - steps[0] < limits.loss_steps:
+        return None
+    end = max(run.last_step(), int(steps[-1])) + 1
+    edges = np.searchsorted(steps, np.linspace(steps[0], end, limits.loss_windows + 1)[1:-1])
+    parts = np.split(values, edges)
+    if min(map(len, parts)) < limits.loss_values:
+        return None
+    return np.array([np.median(part) for part in parts])
 
 
 def _chance(run: Run) -> tuple[float, int]:
