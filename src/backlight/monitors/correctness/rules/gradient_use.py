@@ -139,11 +139,11 @@ def _before_step(found: Sequence[Event]) -> Finding:
 
 def _between(found: Sequence[Event]) -> Finding:
     """Report the most common count; backward passes of several lines may serve several purposes."""
-    counts = Counter((int(e.payload["discarded"]), int(e.payload["backwards"])) for e in found)
-    (discarded, backwards), _ = counts.most_common(1)[0]
-    same = [e for e in found if (e.payload["discarded"], e.payload["backwards"]) == (discarded, backwards)]
+    counted = [(int(e.payload.get("discarded", 0)), int(e.payload["backwards"])) for e in found]
+    (discarded, backwards), _ = Counter(counted).most_common(1)[0]
+    same = [e for e, counts in zip(found, counted, strict=True) if counts == (discarded, backwards)]
     steps, used = steps_of(same), backwards - discarded
-    is_accumulation = all(int(event.payload["lines"]) == 1 for event in same)
+    is_accumulation = all(event.payload.get("lines") == 1 for event in same)
     return Finding(
         severity=Severity.ERROR if is_accumulation else Severity.WARNING,
         title=f"{discarded} of {backwards} backward passes per step are discarded",

@@ -33,9 +33,10 @@ def module_modes(run: Run, limits: ModuleModesLimits) -> Iterator[Finding]:
 
 def _trained_in_evaluation(model: str, found: Sequence[Event]) -> Finding:
     step, facts = steps_of(found)[0], found[0].payload
-    who = f"`{facts['part']}` of {model}" if facts["part"] else model
+    part = facts.get("part", "")
+    who = f"`{part}` of {model}" if part else model
     return Finding(
-        severity=Severity.WARNING if facts["may_be_meant"] else Severity.ERROR,
+        severity=Severity.WARNING if facts.get("may_be_meant") else Severity.ERROR,
         title=f"{who} is trained in evaluation mode",
         detail=(
             f"From step {step} on, the optimizer updates {who} while the module and its "
@@ -45,9 +46,9 @@ def _trained_in_evaluation(model: str, found: Sequence[Event]) -> Finding:
         subject=Subject(module=facts["modules"][0] or None, step=step),
         evidence=(evidence_of(found, ", ".join(facts["modules"]), "modules"),),
         fix=(
-            f"Call `model.{facts['part']}.train()` before the training loop: it keeps the mode that it was "
+            f"Call `model.{part}.train()` before the training loop: it keeps the mode that it was "
             "built or loaded in."
-            if facts["part"]
+            if part
             else "Call `model.train()` before the training loop, and again after each evaluation."
         ),
         refuted_if="`model.training` is True at these steps, or evaluation mode is what you want here.",

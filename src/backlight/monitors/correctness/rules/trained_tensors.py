@@ -104,7 +104,7 @@ def _outside(found: Sequence[Event]) -> Finding:
     tensors = count(amount, "parameter")
     return Finding(
         # Weights from a file may be meant to stay, as those of a network that compares images.
-        severity=Severity.WARNING if facts["is_loaded"] else Severity.ERROR,
+        severity=Severity.WARNING if facts.get("is_loaded") else Severity.ERROR,
         title=f"The {model} that the loss depends on is in no optimizer",
         detail=(
             f"At {observed(steps)} backward gave gradients to {tensors} of a {model}. No optimizer holds "
@@ -125,7 +125,7 @@ def _left_out(found: Sequence[Event]) -> Finding:
     names, amount = facts["parameters"], int(facts["count"])
     named, model = phrases.parameters(names, amount), facts["model"]
     is_one, is_unfrozen = amount == 1, bool(facts["is_unfrozen"])
-    may_be_meant = not is_unfrozen and (facts["is_loaded"] or facts["is_evaluated"])
+    may_be_meant = not is_unfrozen and (facts.get("is_loaded") or facts["is_evaluated"])
     history = (
         f" {'It was' if is_one else 'They were'} frozen before, and the optimizer was created without "
         f"{'it' if is_one else 'them'}."
