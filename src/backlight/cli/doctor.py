@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import re
 import shutil
@@ -111,11 +110,13 @@ def _device() -> Check:
 
 
 def _compiler() -> Check:
-    found = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    if found is None:
-        meaning = "large models are measured by the eager tier"
-        return Check("compiled kernel", "limited", "no C++ compiler", meaning)
-    return Check("compiled kernel", "ok", Path(found).name, "large models are measured in one fused pass")
+    if importlib.util.find_spec("torch") is None:
+        return Check("C compiler", "limited", "no torch", "")
+    from backlight.measure.stats.compiled_rows import c_compiler
+
+    if not (found := c_compiler()):
+        return Check("C compiler", "limited", "none", "long runs on the CPU: torch's operations")
+    return Check("C compiler", "ok", Path(found[0]).name, "long runs on the CPU: one fused pass")
 
 
 def _version(package: str) -> str:

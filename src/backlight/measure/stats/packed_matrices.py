@@ -21,8 +21,8 @@ SMALL_ROW = 256
 """Scalars in a row that small tensors are padded to."""
 
 SMALL = 2**17
-"""Scalars below which a tensor is copied together with others. From here on a copy, or eager work instead of
-a call of the compiled kernel, costs more than it saves."""
+"""Scalars below which a tensor is copied together with others; from here on a copy costs more than it
+saves."""
 
 Owned = list[tuple[int, Tensor]]
 """Stored values, each with the position of the tensor that owns them."""
@@ -138,12 +138,6 @@ def chunk_size(device: torch.device) -> tuple[int, int]:
     # On one thread a chunk in float64 still fits the second-level cache. On several it stays below the size
     # from which torch wakes other threads for each operation: for so little work that takes longer.
     return (2**18 if torch.get_num_threads() == 1 else 7 * 2**12), 2**12
-
-
-def large_share(values: Owned) -> float:
-    """Return the share of all scalars that lies in tensors that are not small."""
-    sizes = [tensor.numel() for _, tensor in values]
-    return sum(size for size in sizes if size >= SMALL) / max(sum(sizes), 1)
 
 
 class Matrix(NamedTuple):

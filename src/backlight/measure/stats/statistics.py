@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,28 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.measure.stats.kernels import (
-    COMPILE_TRIGGER,
-    DTYPES,
-    KERNELS,
-    PARALLEL_SCALARS,
-    Kernel,
-    max_by,
-    narrow,
-    non_finite,
-    root_sum_squares_by,
-    wide,
-)
-from backlight.measure.stats.packed_matrices import (
-    SMALL,
-    Owned,
-    chunk_size,
-    chunks,
-    is_host,
-    large_share,
-    matrices,
-    stored,
-)
+from backlight import clock
+from backlight.measure.stats.compiled_rows import COMPILED_ROWS, DTYPES
+from backlight.measure.stats.kernels import max_by, narrow, non_finite, root_sum_squares_by, wide
+from backlight.measure.stats.packed_matrices import Owned, chunk_size, chunks, is_host, matrices, stored
 from backlight.measure.transfer import Arrays, HostParts, Pending, Transfer, TransferBatch, start_copy
 
 FLOATS = ("norm", "max_abs", "sum")
@@ -51,8 +32,6 @@ COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
 """Numbers per row, in the order in which they are copied to the host."""
 
 Tier = Literal["auto", "eager", "compiled"]
-
-_MAX_COUNTED = 2**32  # scalars that a kernel may count in 32 bits per row
 
 
 def statistics(
@@ -70,9 +49,10 @@ def statistics(
         P local tensors of any floating or complex type, layout, stride and device; None where there is
         nothing to measure.
     tier
-        ``"eager"`` uses torch's own operations, ``"compiled"`` a kernel of ``torch.compile`` for large
-        tensors of at most 32 bits (eager where that fails, see :func:`why_not_compiled`). ``"auto"`` starts
-        eagerly and compiles once the eager work of this process has cost as much as compiling would.
+        ``"eager"`` uses torch's own operations. ``"auto"`` starts eagerly and requests the compiled pass over
+        tensors on the host once the eager work of this process has cost as much as compiling would; what
+        is compiled serves from the call after it is there. ``"compiled"`` waits for it (eager where it
+        fails, see :func:`why_not_compiled`).
     scale
         Divisor of all values, for example a loss scale. The results are divided, not the tensors; a tensor
         on a device is copied to the host with the results.
@@ -106,11 +86,17 @@ def statistics(
             kinds.setdefault((values.device, values.dtype), []).append((position, values))
         for (device, dtype), owned in kinds.items():
             table = _table(tables, device)
-            rest = table.compiled(owned) if _compiles(tier, dtype) else owned
-            begin = perf_counter()
-            table.eager(rest)
-            if dtype in DTYPES:
-                COMPILE_TRIGGER.spend((perf_counter() - begin) * large_share(rest))
+            if tier == "eager" or dtype not in DTYPES or not is_host(device) or COMPILED_ROWS.reason:
+                table.eager(owned)
+                continue
+            if tier == "compiled":
+                COMPILED_ROWS.wait()
+            if COMPILED_ROWS.is_ready():
+                table.eager(table.compiled(owned))
+            else:
+                begin = clock.thread_time()
+                table.eager(owned)
+                COMPILED_ROWS.spend(clock.thread_time() - begin)
         for device, table in tables.items():
             table.count_non_finite(
                 [pair for kind, owned in kinds.items() if kind[0] == device for pair in owned]
@@ -130,13 +116,7 @@ def statistics(
 
 def why_not_compiled() -> str:
     """Return why the compiled tier is not available in this process; empty while nothing has failed."""
-    return KERNELS.reason
-
-
-def _compiles(tier: Tier, dtype: torch.dtype) -> bool:
-    if dtype not in DTYPES or KERNELS.reason:
-        return False
-    return tier == "compiled" or (tier == "auto" and COMPILE_TRIGGER.is_due())
+    return COMPILED_ROWS.reason
 
 
 def _table(tables: dict[torch.device, _Table], device: torch.device) -> _Table:
@@ -176,35 +156,17 @@ class _Table:
             self._add(found if self._on_host else (*found, *non_finite(matrix)), owners)
 
     def compiled(self, values: Owned) -> Owned:
-        """Measure large tensors of one dtype with the compiled kernel; return what that leaves over."""
-        rest: Owned = []
-        blocks: list[Tensor] = []
-        kernels: dict[bool, Kernel | None] = {}
-        owners: list[tuple[int, int]] = []
+        """Measure contiguous tensors of one dtype in the compiled pass; return what that leaves over."""
+        plain = [pair for pair in values if _is_plain(pair[1])]
         try:
-            for owner, tensor in values:
-                scalars = tensor.numel()
-                plain = tensor.dim() == 1 and tensor.is_contiguous()
-                other = tensor.is_neg() or tensor.is_inference()  # for which it would be compiled again
-                kernel = None
-                if plain and not other and SMALL <= scalars <= _MAX_COUNTED:
-                    large = scalars >= PARALLEL_SCALARS
-                    if large not in kernels:
-                        kernels[large] = KERNELS.get(self._device, tensor.dtype, threaded=large)
-                    kernel = kernels[large]
-                if kernel is None:
-                    rest.append((owner, tensor))
-                    continue
-                matrix, ends = _cut(tensor, kernel)
-                blocks.append(kernel.run(matrix))
-                owners.append((owner, kernel.rows))
-                rest += [(owner, end) for end in ends]
-        except Exception as error:  # noqa: BLE001 - compilers fail in every way; training must go on
-            KERNELS.fail(error)
+            found_N4, rows = COMPILED_ROWS.measure([tensor for _, tensor in plain])
+        except Exception as error:  # noqa: BLE001 - the eager kernels measure what is left over
+            COMPILED_ROWS.fail(error)
             return values
-        if blocks:
-            self._add(torch.cat(blocks, 1).unbind(), owners)
-        return rest
+        if plain:
+            owners = [owner for owner, _ in plain]
+            self._add(found_N4.unbind(1), list(zip(owners, rows, strict=True)))
+        return [pair for pair in values if not _is_plain(pair[1])] if len(plain) < len(values) else []
 
     def count_non_finite(self, values: Owned) -> None:
         """Count NaN and infinity where a norm is not finite: elsewhere there are none.
@@ -259,17 +221,15 @@ class _Table:
         self._owners += owners
 
 
-def _cut(tensor: Tensor, kernel: Kernel) -> tuple[Tensor, list[Tensor]]:
-    """Return the matrix that a kernel wants, and what of the tensor is left at its ends."""
-    scalars = tensor.numel()
-    if not kernel.paired:
-        over = scalars % kernel.rows
-        whole, ends = (tensor[: scalars - over], [tensor[scalars - over :]]) if over else (tensor, [])
-        return whole.view(kernel.rows, -1), ends
-    begin = tensor.storage_offset() % 2  # pairs begin at even addresses
-    end = begin + (scalars - begin) // (2 * kernel.rows) * (2 * kernel.rows)
-    ends = [part for part in (tensor[:begin], tensor[end:]) if part.numel()]
-    return tensor[begin:end].view(torch.int32).view(kernel.rows, -1), ends
+def _is_plain(values: Tensor) -> bool:
+    """Return whether the scalars lie one after another where the address of the tensor is."""
+    return (
+        type(values) is Tensor
+        and values.dim() == 1
+        and values.numel() > 0
+        and values.is_contiguous()
+        and not values.is_neg()
+    )
 
 
 def _owner_of_rows(owners: list[tuple[int, int]]) -> NDArray[np.int64]:

@@ -11,20 +11,16 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import backlight
 from backlight import clock, devices
 from backlight.distributed import world
 from backlight.processes import available_cores, queued_s
 
 MAX_REASONS = 20
 """Reasons of graph breaks, and functions that were compiled again, that are kept."""
-
-_OWN = str(Path(backlight.__file__).parent) + os.sep
 
 
 class CoreWait:
@@ -111,16 +107,14 @@ def compilation() -> dict[str, Any] | None:
         return None
     inductor = counters.get("inductor") or {}
     compiled = list(getattr(utils, "get_compilation_metrics", list)())
-    theirs = [row for row in compiled if not str(getattr(row, "co_filename", "") or "").startswith(_OWN)]
-    own = len(compiled) - len(theirs)
     breaks: Counter[str] = Counter()
     for reason, count in (counters.get("graph_break") or {}).items():
         breaks[_first(reason)] += int(count)
     skipped = {_first(why) for row in compiled if (why := getattr(row, "cudagraph_skip_reason", None))}
     return {
-        "graphs": max(0, int((counters.get("stats") or {}).get("unique_graphs", 0)) - own),
+        "graphs": int((counters.get("stats") or {}).get("unique_graphs", 0)),
         "graph_breaks": dict(breaks.most_common(MAX_REASONS)),
-        "recompiled": _recompiled(theirs),
+        "recompiled": _recompiled(compiled),
         "cuda_graph_skips": int(inductor.get("cudagraph_skips", 0)),
         "cuda_graph_reasons": sorted(skipped),
     }
