@@ -38,6 +38,14 @@ class Severity(enum.StrEnum):
         return list(Severity).index(self)
 
 
+class FindingKind(enum.StrEnum):
+    """Basis of a finding: an observed fact, a statistic with limits; or a hint, advice for a sound run."""
+
+    FACT = "fact"
+    STATISTIC = "statistic"
+    HINT = "hint"
+
+
 class Phase(enum.StrEnum):
     """Activity of a training process; every moment of a step belongs to exactly one."""
 
@@ -266,8 +274,9 @@ class Finding(Record):
     """A statement that can be wrong, with its evidence, a fix and what would refute it.
 
     ``title`` is one line of at most 80 characters, ``detail`` one to three sentences with the numbers. A rule
-    leaves ``rule``, ``monitor`` and ``version`` to :func:`backlight.findings.evaluate.evaluate_rules`.
-    ``overridden`` holds the limits of the rule that the user changed, by name.
+    leaves ``rule``, ``monitor``, ``version`` and ``kind`` to
+    :func:`backlight.findings.evaluate.evaluate_rules`. ``overridden`` holds the limits of the rule that the
+    user changed, by name, ``merged`` the rules whose findings this one explains.
     """
 
     severity: Severity
@@ -282,10 +291,27 @@ class Finding(Record):
     version: int = 1
     made: Made = Made.READER
     overridden: Mapping[str, float] = field(default_factory=dict)
+    kind: FindingKind = FindingKind.FACT
+    merged: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Make an INFO a hint, unless it is a result: a hint is in no summary, headline or tally."""
+        if self.severity is Severity.INFO and self.kind is FindingKind.FACT:
+            object.__setattr__(self, "kind", FindingKind.HINT)
+
+    @property
+    def is_hint(self) -> bool:
+        """Whether the finding is advice that a sound run may get."""
+        return self.kind is FindingKind.HINT
+
+    @property
+    def label(self) -> str:
+        """The severity as a word of a sentence: ``error``, ``warning`` or ``hint``."""
+        return (self.kind if self.is_hint else self.severity).value
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows of one finding; a list of them is a table of the report's."""
-        head = f"{self.severity.value} · {self.rule.replace('_', ' ')}"
+        head = f"{self.label} · {self.rule.replace('_', ' ')}"
         where = [self.subject.parameter or self.subject.module, self.subject.line]
         if self.subject.step is not None:
             where.append(f"step {self.subject.step}")

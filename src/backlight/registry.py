@@ -269,6 +269,10 @@ class Rule:
     names the series without which the rule is skipped. A rule that ``restates`` yields its stored findings
     again, or better ones: nothing else of it is taken from the store. The findings of one that is ``logged``
     are printed by the process that makes them.
+
+    Its findings are facts (a state that was observed, two facts that contradict each other), unless it
+    ``is_statistic``: numbers compared with limits. At equal severity facts come first. A statistic whose
+    cause a finding of the rules in ``explained_by`` names is merged into that finding.
     """
 
     name: str
@@ -279,6 +283,8 @@ class Rule:
     needs: tuple[str, ...] = ()
     restates: bool = False
     logged: bool = False
+    is_statistic: bool = False
+    explained_by: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not callable(self.evaluate):
@@ -291,21 +297,14 @@ RULES: Registry[Rule] = Registry(
 
 
 def rule(
-    name: str,
-    *,
-    monitor: str,
-    version: int = 1,
-    limits: type[Any] | None = None,
-    needs: tuple[str, ...] = (),
-    restates: bool = False,
-    logged: bool = False,
+    name: str, *, monitor: str, version: int = 1, **more: Any
 ) -> Callable[[Callable[[Any, Any], Iterable[Finding]]], Callable[[Any, Any], Iterable[Finding]]]:
     """Register the decorated function as the rule ``name`` of ``monitor``; see :class:`Rule`."""
 
     def decorate(
         evaluate: Callable[[Any, Any], Iterable[Finding]],
     ) -> Callable[[Any, Any], Iterable[Finding]]:
-        RULES.add(name, Rule(name, monitor, version, evaluate, limits, needs, restates, logged))
+        RULES.add(name, Rule(name, monitor, version, evaluate, **more))
         return evaluate
 
     return decorate

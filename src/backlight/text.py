@@ -129,6 +129,14 @@ def listed(items: Sequence[str], most: int = 3) -> str:
     return shown if len(items) <= most else f"{shown} and {len(items) - most:,} more"
 
 
+def shortened(name: str, most: int = 40) -> str:
+    """Return the end of a name in at most ``most`` characters, behind a dot where it has one: ``…weight``."""
+    if len(name) <= most:
+        return name
+    end = name[len(name) - most + 1 :]
+    return f"…{end.partition('.')[2] or end}"
+
+
 def told_apart(names: Sequence[str], width: int) -> dict[str, str]:
     """Return the names in at most ``width`` characters, shortened so that they differ where that is possible.
 

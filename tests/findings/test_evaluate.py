@@ -14,13 +14,16 @@ from backlight.findings.evaluate import (
     evaluate_rules,
     findings_of,
     in_order,
+    merge_causes,
     parse_fail_on,
+    separate_hints,
 )
 from backlight.findings.limits import ThresholdError
-from backlight.records import Finding, Made, ParameterRecord, Severity, Subject
+from backlight.records import Finding, FindingKind, Made, ParameterRecord, Severity, Subject, to_json
 from backlight.registry import RULES, Rule
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
+from health_runs import write_synthetic
 
 
 def write(
@@ -110,6 +113,65 @@ def test_findings_are_sorted_by_severity_then_step() -> None:
     nowhere = finding("c", severity=Severity.ERROR)
     info = finding("d", severity=Severity.INFO, step=0)
     assert in_order([info, nowhere, late, early]) == [early, late, nowhere, info]
+
+
+def test_facts_come_before_statistics_of_the_same_severity() -> None:
+    early = dataclasses.replace(finding("exploding", step=3), kind=FindingKind.STATISTIC)
+    fact, error = finding("no_gradient", step=9), finding("spike", severity=Severity.ERROR, step=20)
+    assert in_order([early, fact, error]) == [error, fact, early]
+
+
+def test_rules_mark_their_findings_as_facts_statistics_or_hints(tmp_path: Path) -> None:
+    (fact,) = evaluate_rules(write(tmp_path / "run"))
+    assert fact.kind is FindingKind.FACT
+    (statistic,) = evaluate_rules(
+        write_synthetic(tmp_path / "vanishing", {"a.weight": [1e-12] * 30, "b.weight": [1e-3] * 30})
+    )
+    assert (statistic.rule, statistic.kind) == ("vanishing", FindingKind.STATISTIC)
+    hint = finding("spike", severity=Severity.INFO)
+    assert hint.kind is FindingKind.HINT
+    assert to_json(hint)["kind"] == "hint"
+    assert separate_hints([hint, fact]) == ([fact], [hint])
+
+
+MODE = finding("module_modes", step=30)
+EXPLODING = dataclasses.replace(
+    finding("exploding", severity=Severity.ERROR, step=33), kind=FindingKind.STATISTIC
+)
+
+
+def test_statistic_is_merged_into_the_fact_that_explains_it() -> None:
+    (merged,) = merge_causes([EXPLODING, MODE])
+    assert (merged.rule, merged.severity, merged.merged) == ("module_modes", Severity.ERROR, ("exploding",))
+    assert merged.detail == "detail This explains: an old exploding (exploding)."
+    assert merge_causes([merged]) == [merged]
+    assert merge_causes([merged, EXPLODING]) == [merged]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        finding("module_modes", step=34),  # begins later
+        finding("module_modes", severity=Severity.INFO, step=30),
+        finding("no_gradient", step=30),  # no cause of it
+    ],
+    ids=("later", "hint", "other rule"),
+)
+def test_statistic_stays_beside_what_does_not_explain_it(other: Finding) -> None:
+    assert {found.rule for found in merge_causes([EXPLODING, other])} == {"exploding", other.rule}
+
+
+def test_hint_is_absorbed_without_a_word() -> None:
+    hint = finding("exploding", severity=Severity.INFO, step=33)
+    (merged,) = merge_causes([hint, MODE])
+    assert (merged.severity, merged.detail) == (Severity.WARNING, "detail")
+
+
+def test_no_rule_explains_one_that_explains_it() -> None:
+    explained = {name: RULES[name].explained_by for name in RULES}
+    for name, causes in explained.items():
+        assert set(causes) <= set(RULES), name
+        assert all(name not in explained[cause] for cause in causes), name
 
 
 def test_new_finding_replaces_stored_one_of_the_same_subject(tmp_path: Path) -> None:

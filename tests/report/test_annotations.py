@@ -58,15 +58,20 @@ def workflow_commands(text: str) -> list[tuple[str, dict[str, str], str]]:
 
 
 def test_github_names_file_and_line_and_escapes(run: Run) -> None:
-    error, warning, notice, *rest = workflow_commands(render("github", run))
+    error, warning, *rest = workflow_commands(render("github", run))
     assert error[0] == "error"
     assert (error[1]["file"], error[1]["line"]) == ("models/my net.py", "41")
     assert "fix: fix" in error[2].splitlines()
     assert (warning[0], "line" in warning[1]) == ("warning", False)
-    assert notice[0] == "notice"  # the text of a run is data: it starts no command, and no escape sequence
-    assert "a,b:c" in notice[1]["title"]
-    assert "\x1b" not in render("github", run)
     assert {kind for kind, _, _ in rest} == {"notice"}
+
+
+def test_hint_is_annotated_only_where_it_fails_and_is_escaped(run: Run) -> None:
+    assert "a,b:c" not in render("github", run)
+    *_, hint, _ = workflow_commands(render("github", run, fail_on="info"))
+    assert hint[0] == "error"  # the text of a run is data: it starts no command, and no escape sequence
+    assert "a,b:c" in hint[1]["title"]
+    assert "\x1b" not in render("github", run, fail_on="info")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_sarif_names_rules_places_and_levels(run: Run) -> None:
     log: dict[str, Any] = json.loads(render("sarif", run))
     assert log["version"] == "2.1.0"
     (only,) = log["runs"]
-    assert [result["level"] for result in only["results"]] == ["error", "warning", "note"]
+    assert [result["level"] for result in only["results"]] == ["error", "warning"]
     rules = {rule["id"]: rule for rule in only["tool"]["driver"]["rules"]}
     assert {result["ruleId"] for result in only["results"]} == set(rules)
     assert "Symptom" in rules["spike"]["help"]["text"]

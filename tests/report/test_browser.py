@@ -60,8 +60,8 @@ def findings(run: Run) -> list[Finding]:
     return [
         finding(names[10], 210),
         about("vanishing", Severity.WARNING, vanishing),
-        about("clip", Severity.INFO, clip),
-        about("dump", Severity.INFO, dump),
+        about("clip", Severity.WARNING, clip),
+        about("dump", Severity.WARNING, dump),
     ]
 
 
@@ -146,7 +146,7 @@ def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path, 
     requested = [each["request"]["url"] for each in sent if not each["documentURL"].startswith("chrome:")]
     assert [url.split(":")[0] for url in requested] == ["file"]
     assert driver.find_element(By.TAG_NAME, "h1").text == findings(run)[0].title.replace("`", "")
-    assert text_of(driver, ".headline p").startswith("1 error, 1 warning, 2 notes. ")
+    assert text_of(driver, ".headline p").startswith("1 error, 3 warnings. ")
     assert driver.title == "browser run · backlight"
     empty = "[...document.querySelectorAll('.panel-body')].filter((b) => !b.children.length).length"
     assert driver.execute_script(f"return {empty}") == 0

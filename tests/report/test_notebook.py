@@ -58,7 +58,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 
 
 def test_many_findings_are_counted(tmp_path: Path) -> None:
-    one = text_finding("text", Subject(), Severity.INFO)
+    one = text_finding("text", Subject(), Severity.WARNING)
     run = write_run(tmp_path / "run", Plan(steps=5))
     assert "and 5 more findings" in findings_html(run, [one] * (MOST + 5))
 

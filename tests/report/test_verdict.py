@@ -13,7 +13,7 @@ from synthetic import Plan, finding, write_run
 from backlight.records import OTHERS, Layout, ParameterRecord, Placement, RunStatus, Severity
 from backlight.report.page import model
 from backlight.report.source import APART, Source
-from backlight.report.verdict import outcome
+from backlight.report.verdict import hints_line, outcome
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
@@ -44,7 +44,8 @@ def test_findings_set_tone_and_headline(tmp_path: Path) -> None:
     ]
     result = outcome(Source(run, findings))
     assert (result.tone, result.headline) == ("error", findings[1].title)
-    assert result.summary == f"2 errors, 1 warning, 1 note. {result.detail}"
+    assert result.summary == f"2 errors, 1 warning. {result.detail}"
+    assert result.hints == 1
     assert result.detail == "Gradients of all 51 parameters were measured at 10 steps."
     assert result.losses == ()
     assert result.unmeasured == ()
@@ -173,12 +174,14 @@ def test_model_command_and_host_are_named(tmp_path: Path) -> None:
     assert (command, host) == ("train.py --steps 300", "node-1, cpu")
 
 
-def test_performance_hints_do_not_change_the_headline(tmp_path: Path) -> None:
+def test_hints_are_counted_and_nothing_else(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=5))
-    hint = finding("embed.weight", 3, rule="bottleneck", monitor="steptime")
-    alone = outcome(Source(run, (hint,)))
-    assert (alone.tone, alone.headline) == ("clear", "No findings")
-    assert alone.detail.endswith("1 performance hint.")
+    hint = finding("embed.weight", 3, rule="bottleneck", monitor="steptime", severity=Severity.INFO)
+    alone, none = outcome(Source(run, (hint,))), outcome(Source(run))
+    assert (alone.tone, alone.headline, alone.summary) == ("clear", "No findings", none.summary)
+    assert (alone.hints, none.hints) == (1, 0)
+    assert hints_line(Source(run, (hint,))) == f"1 hint: backlight findings {run.location} --hints"
+    assert hints_line(Source(run)) == ""
     assert outcome(Source(run, (hint, finding("embed.weight", 3)))).tally == "1 error"
 
 

@@ -27,10 +27,9 @@ from backlight.analysis.side_by_side import (
     read_scalar,
     series_rows,
 )
-from backlight.findings.evaluate import findings_of
+from backlight.findings.evaluate import findings_of, separate_hints
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
 from backlight.records import Finding, Severity, to_json
-from backlight.report.verdict import by_severity
 from backlight.store.read.run import Run
 from backlight.text import listed
 
@@ -261,7 +260,7 @@ def _work(found: Sequence[Difference], times: Sequence[TimeComparison]) -> Itera
 
 
 def _findings(runs: Sequence[Run]) -> Iterator[FindingRow]:
-    """Yield each finding, one of the same rule and subject in several runs once, worst first."""
+    """Yield each finding that is no hint, in order; one of a rule and subject in several runs once."""
     found: dict[tuple[str, str, str], tuple[Finding, list[str]]] = {}
     for letter, run in zip(LETTERS, runs, strict=False):
         for finding in findings_of(run):
@@ -270,7 +269,7 @@ def _findings(runs: Sequence[Run]) -> Iterator[FindingRow]:
             if letter not in letters:
                 letters.append(letter)
     letters_of = {id(finding): letters for finding, letters in found.values()}
-    for finding in by_severity([finding for finding, _ in found.values()]):
+    for finding in separate_hints(finding for finding, _ in found.values())[0]:
         present = letters_of[id(finding)]
         unknown = [
             letter

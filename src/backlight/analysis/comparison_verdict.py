@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from backlight.analysis.compare import Comparison, FindingRow
 from backlight.analysis.side_by_side import Row
 from backlight.monitors.steptime.model.step_comparison import TimeComparison
-from backlight.records import Severity
 from backlight.text import count, duration, listed, number
 
 RUNS, SHOWN = 3, 3
@@ -84,7 +83,7 @@ def _slashed(values: tuple[str, ...]) -> str:
 
 def _findings(comparison: Comparison) -> Iterator[str]:
     apart = [row for row in comparison.findings if len(row.present) < len(comparison.runs)]
-    serious = [row for row in apart if row.severity is not Severity.INFO][:1]
+    serious = apart[:1]
     for row in serious:
         yield f"only in {_only_in(row)}: {row.severity.value}: {row.title}"
     rest, shared = len(apart) - len(serious), len(comparison.findings) - len(apart)

@@ -127,6 +127,7 @@ def build_server(folder: Path) -> MCPServer[Any]:
             "status": opened.status.value, "ended": said.status, "about": list(said.about),
             "monitors": list(opened.monitors),
             "findings": [f"{f.severity.value}: {f.rule}: {visible(f.title)}" for f in source.findings],
+            "hints": said.hints,
             "scalars": [visible(name) for name in opened.scalar_names()],
             "versions": {} if fingerprint is None else to_json(fingerprint.versions),
         }  # fmt: skip
@@ -136,10 +137,11 @@ def build_server(folder: Path) -> MCPServer[Any]:
     def findings(run: str, severity: Severity = Severity.INFO, full: bool = False) -> Answer:
         """Return the findings of a run, worst first, each with its numbers, fix, evidence and refutation.
 
-        severity: that and above.
+        severity: that and above; info includes hints.
         """
         _, source, said = _opened(root, run)
-        found = [_finding(finding) for finding in source.findings if finding.severity.rank >= severity.rank]
+        every = (*source.findings, *source.hints)
+        found = [_finding(finding) for finding in every if finding.severity.rank >= severity.rank]
         return _bounded({"result": said.tally, "findings": found}, _missing(said), full)
 
     @tool

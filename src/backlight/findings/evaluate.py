@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from backlight.findings.limits import Limits, merge_overrides, with_overrides
 from backlight.findings.phrases import shorten
 from backlight.generators import kept_random
-from backlight.records import Finding, Made, Severity
+from backlight.records import Finding, FindingKind, Made, Severity
 from backlight.registry import DISPLAYS, RULES, warn
 from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run
@@ -102,8 +102,9 @@ def evaluate_rules(
 
     Returns
     -------
-    Findings, the most severe first, then by step, each with the name, monitor and version of its rule and the
-    limits that differ from the default. A rule that raises is named in a :class:`RuleFailedWarning`.
+    Findings in the order of :func:`in_order`, those of one cause merged, each with the name, monitor and
+    version of its rule and the limits that differ from the default. A rule that raises is named in a
+    :class:`RuleFailedWarning`.
 
     Raises
     ------
@@ -128,8 +129,10 @@ def evaluate_rules(
         changed = limits.changed()
         try:
             for finding in rule.evaluate(run, limits):
+                is_statistic = rule.is_statistic and not finding.is_hint
+                kind = FindingKind.STATISTIC if is_statistic else finding.kind
                 of_rule = dataclasses.replace(
-                    finding, rule=rule.name, monitor=rule.monitor, version=rule.version, made=made
+                    finding, rule=rule.name, monitor=rule.monitor, version=rule.version, made=made, kind=kind
                 )
                 title = shorten(finding.title)
                 findings.append(dataclasses.replace(of_rule, title=title, overridden=changed))
@@ -144,7 +147,7 @@ def evaluate_rules(
                 f"{type(error).__name__}: {error}",
                 RuleFailedWarning,
             )
-    return Findings(in_order(findings), run)
+    return Findings(merge_causes(findings), run)
 
 
 def findings_of(
@@ -174,17 +177,68 @@ def findings_of(
     for finding in stored:  # of several stored ones about one subject the last knows most
         if _subject(finding) not in subjects and finding.rule not in restated:
             kept[_subject(finding)] = finding
-    return Findings(in_order([*merged, *kept.values()]), run)
+    return Findings(merge_causes([*merged, *kept.values()]), run)
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Sort findings: the most severe first, then by step, those without a step last."""
+    """Sort findings: the most severe first, of those the facts, then by step, those without a step last."""
 
-    def place(finding: Finding) -> tuple[int, float, str, str]:
+    def place(finding: Finding) -> tuple[int, bool, float, str, str]:
         step = math.inf if finding.subject.step is None else finding.subject.step
-        return -finding.severity.rank, step, finding.rule, finding.subject.parameter or ""
+        is_statistic = finding.kind is FindingKind.STATISTIC
+        return -finding.severity.rank, is_statistic, step, finding.rule, finding.subject.parameter or ""
 
     return sorted(findings, key=place)
+
+
+def separate_hints(findings: Iterable[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Return the findings without hints, and the hints, each in the order of :func:`in_order`."""
+    ordered = in_order(findings)
+    return [f for f in ordered if not f.is_hint], [f for f in ordered if f.is_hint]
+
+
+def merge_causes(findings: Iterable[Finding]) -> list[Finding]:
+    """Merge findings into those that name their cause, and return what is left, in order.
+
+    The cause is that of a rule in ``explained_by``, no hint, explained by none itself, and does not begin
+    later; it begins earlier than a fact that it explains. Its detail names what it explains, and its severity
+    is that of the worst.
+    """
+    ordered = in_order(findings)
+    causes = [_causes(finding, ordered) for finding in ordered]
+    explained: dict[int, list[Finding]] = {}
+    for finding, positions in zip(ordered, causes, strict=True):
+        root = next((position for position in positions if not causes[position]), -1)
+        explained.setdefault(root, []).append(finding)
+    unexplained = explained.pop(-1, [])
+    return in_order(_with_explained(f, explained.get(ordered.index(f), ())) for f in unexplained)
+
+
+def _causes(finding: Finding, among: Sequence[Finding]) -> list[int]:
+    """Return the positions of the findings that may explain another."""
+    rules = RULES[finding.rule].explained_by if finding.rule in RULES else ()
+    step = math.inf if finding.subject.step is None else finding.subject.step
+    is_statistic = finding.kind is not FindingKind.FACT
+    return [
+        position
+        for position, other in enumerate(among)
+        if other.rule in rules
+        and not other.is_hint
+        and ((begin := other.subject.step or 0) < step or (begin == step and is_statistic))
+    ]
+
+
+def _with_explained(cause: Finding, explained: Sequence[Finding]) -> Finding:
+    """Return a finding that names what it explains; hints are absorbed without a word."""
+    for finding in explained:
+        text = f" This explains: {finding.title} ({finding.rule})."
+        cause = dataclasses.replace(
+            cause,
+            severity=max(cause.severity, finding.severity, key=lambda severity: severity.rank),
+            detail=cause.detail if finding.is_hint or text in cause.detail else cause.detail + text,
+            merged=tuple(dict.fromkeys((*cause.merged, finding.rule))),
+        )
+    return cause
 
 
 def _subject(finding: Finding) -> tuple[str, str | None, str | None]:

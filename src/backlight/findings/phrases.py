@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TITLE_CHARACTERS = 80
+_NAMES = re.compile("`([^`]+)`")
+
+NAME_LEAST = 12
+"""Characters below which no name in a title is shortened."""
+
 NAME_CHARACTERS = 40
 """Length of two parameter names above which a title names one of them only."""
 
@@ -29,7 +35,7 @@ def number(value: float) -> str:
 
 def share(part: int, whole: int, nouns: str) -> str:
     """Write ``3 of 12 parameters (25 %)``."""
-    return f"{part} of {whole} {nouns} ({100 * part / max(whole, 1):.0f} %)"
+    return f"{part} of {whole} {nouns} ({text.percent(part / max(whole, 1))})"
 
 
 def parameters(names: Sequence[str], count: int) -> str:
@@ -74,8 +80,13 @@ def loudest(items: Iterable[T], size: Callable[[T], float], count: int = EVIDENC
 
 
 def shorten(title: str) -> str:
-    """Return a title cut to its length."""
-    return title if len(title) <= TITLE_CHARACTERS else f"{title[: TITLE_CHARACTERS - 1].rstrip()}…"
+    """Return a title in which the longest names are shortened until it fits; a sentence is never cut."""
+    longest = max((len(name) for name in _NAMES.findall(title)), default=0)
+    for most in range(longest - 1, NAME_LEAST - 1, -1):
+        if len(title) <= TITLE_CHARACTERS:
+            break
+        title = _NAMES.sub(lambda name: f"`{text.shortened(name[1], most)}`", title)  # noqa: B023 - used at once
+    return title
 
 
 def modules_of(run: Run) -> dict[str, str]:

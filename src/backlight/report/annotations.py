@@ -44,6 +44,7 @@ class Location:
 def render_annotations(kind: str, run: Run, findings: Sequence[Finding], failing: Failing) -> str:
     """Return the findings for ``github``, ``junit`` or ``sarif``."""
     source = Source(run, tuple(findings))
+    source.findings = [*source.findings, *filter(failing, source.hints)]
     if kind == "github":
         return _github(source, failing)
     return _junit(source, failing) if kind == "junit" else _sarif(source, failing)

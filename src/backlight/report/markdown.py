@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from backlight.records import Finding, Made
 from backlight.report.evidence_links import collected
 from backlight.report.source import Source
-from backlight.report.verdict import PARTED, Outcome, by_severity, measurements, outcome, where
+from backlight.report.verdict import PARTED, Outcome, hints_line, measurements, outcome, where
 from backlight.store.read.run import Run
 from backlight.text import number, visible
 
@@ -31,9 +31,11 @@ def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
     parts = (run.status.value, said.status, *said.about)
     lines.append(PARTED.join(escape(part) for part in parts if part))
     lines += [f"\n**Lost:** {escape(loss)}" for loss in said.losses]
-    for finding in by_severity(findings):
+    for finding in source.findings:
         lines += ["", *_finding(finding)]
     lines += _unmeasured(said)
+    if line := hints_line(source):
+        lines += ["", escape(line)]
     lines += _collected(source)
     lines += _environment(run)
     return "\n".join(lines) + "\n"

@@ -9,9 +9,10 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from backlight.findings.evaluate import separate_hints
 from backlight.records import Finding, Severity
 from backlight.report.source import Source
-from backlight.report.verdict import Outcome, by_severity, outcome, where
+from backlight.report.verdict import Outcome, outcome, where
 from backlight.store.read.run import Run
 from backlight.text import count, html_of, number, visible
 
@@ -41,8 +42,8 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
             figures.append(f"{name.replace('_', ' ')} {first} to {last}")
     if figures:
         parts.append(f"<div>{html_of(' · '.join(figures))}</div>")
-    if findings:
-        parts.append(_table(findings))
+    if source.findings:
+        parts.append(_table(source.findings))
     if said.unmeasured:
         parts.append(
             f"<div><small>{count(len(said.unmeasured), 'thing')} not measured: see the report.</small></div>"
@@ -63,7 +64,8 @@ def live_cell(
     if figures and newest < steps - 1:
         figures[-1] += f" at step {number(newest)}"
     status = " · ".join((state, count(steps, "step"), *figures))
-    shown = by_severity(findings)[:MOST]
+    findings, _ = separate_hints(findings)
+    shown = findings[:MOST]
     notes = [f"and {count(len(findings) - MOST, 'more finding')}"] if len(findings) > MOST else []
     if not findings and state != "running":
         notes.append("No findings. Only recorded data was checked." if steps else "Nothing was measured.")
@@ -102,7 +104,8 @@ class InlineReport(str):
 
 def findings_html(run: Run, findings: Sequence[Finding]) -> str:
     """Return the verdict, and the findings as a table, worst first."""
-    parts = [_verdict(outcome(Source(run, tuple(findings)))), _table(findings) if findings else ""]
+    source = Source(run, tuple(findings))
+    parts = [_verdict(outcome(source)), _table(source.findings) if source.findings else ""]
     return f'<div style="line-height:1.45">{"".join(parts)}</div>'
 
 
@@ -114,7 +117,7 @@ def _verdict(said: Outcome) -> str:
 def _table(findings: Sequence[Finding]) -> str:
     rows = []
     cell = 'style="text-align:left;vertical-align:top;padding:.15em .8em .15em 0"'
-    for finding in by_severity(findings)[:MOST]:
+    for finding in findings[:MOST]:
         place = "; ".join(f"{label} {what}" for label, what in where(finding))
         colour = _COLOURS[finding.severity]
         rows.append(

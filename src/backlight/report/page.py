@@ -156,9 +156,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
                 for label, value, note in verdict.summary_of(source).figures(source)
             ],
         },
-        "findings": [
-            _finding(f, source, whole, with_data, rows) for f in verdict.by_severity(source.findings)
-        ],
+        "findings": [_finding(f, source, whole, with_data, rows) for f in source.findings],
         "pages": {rule: rule_page(rule) for rule in sorted({finding.rule for finding in source.findings})},
         "attempts": [a.step_offset for a in source.run.attempts[1:]],
         "parameters": [

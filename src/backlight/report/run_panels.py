@@ -93,6 +93,19 @@ def _value(value: Any) -> str:
     return visible(value)
 
 
+@panel("hints", title="Hints", order=105, series=(), place="details", optional=True)
+def hints(source: Source) -> Drawn | NotMeasured:
+    """List the hints, advice that a sound run may get."""
+    rows = [
+        tuple(map(visible, (hint.rule.replace("_", " "), hint.title, hint.detail, hint.fix)))
+        for hint in source.hints
+    ]
+    if not rows:
+        return NotMeasured("The rules have no hints.")
+    heads = ("Rule", "Hint", "Detail", "Fix")
+    return Drawn("listing", {"name": "Hints", "heads": heads, "figures": (), "rows": rows})
+
+
 @panel(
     "thresholds",
     title="Thresholds",

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.findings.evaluate import separate_hints
 from backlight.records import Finding, ParameterRecord
 from backlight.report.frames import ParameterFrames, read_frames
 from backlight.store.read.run import Run, Scalar
@@ -42,7 +43,7 @@ class Coverage:
 
 @dataclass
 class Source:
-    """A run as the report sees it, all attempts joined.
+    """A run as the report sees it, all attempts joined; ``findings`` are without ``hints``, both in order.
 
     ``health`` is the score over steps and ``untrained`` names the trainable parameters that never train; the
     caller computes both by the rules of their monitor. ``cells`` are those that a heat map may have, None for
@@ -55,6 +56,11 @@ class Source:
     untrained: Sequence[str] = ()
     cells: int | None = None
     kept: dict[Callable[[Any], Any], Any] = field(default_factory=dict, init=False, repr=False)
+    hints: Sequence[Finding] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        """Separate hints from findings."""
+        self.findings, self.hints = separate_hints(self.findings)
 
     def once(self, read: Callable[[Source], T]) -> T:
         """Return what ``read`` returns of this source; it is called once, for all panels of a monitor."""

@@ -17,7 +17,7 @@ from backlight.records import Finding, Severity
 from backlight.report.cost import describe_cost
 from backlight.report.source import Source
 from backlight.report.sparkline import evidence_line, outstanding, sparkline
-from backlight.report.verdict import PARTED, Outcome, by_severity, measurements, outcome, where
+from backlight.report.verdict import PARTED, Outcome, hints_line, measurements, outcome, where
 from backlight.store.read.run import Run
 from backlight.text import count, listed, number, visible
 
@@ -34,18 +34,20 @@ LABEL = 10
 """Columns for a label."""
 
 _STYLES = {
-    Severity.ERROR: ("✕", "error", "bold red"),
-    Severity.WARNING: ("!", "warning", "bold yellow"),
-    Severity.INFO: ("i", "note", "bold cyan"),
+    Severity.ERROR: ("✕", "bold red"),
+    Severity.WARNING: ("!", "bold yellow"),
+    Severity.INFO: ("i", "bold cyan"),
 }
 _TONES = {"error": "red", "warning": "yellow", "info": "cyan", "clear": "green", "unmeasured": "bold"}
 
 
-def print_findings(run: Run, findings: Sequence[Finding], console: Console, *, full: bool = False) -> None:
+def print_findings(
+    run: Run, findings: Sequence[Finding], console: Console, *, full: bool = False, hints: bool = False
+) -> None:
     """Print the verdict over ``run``, then its findings, worst first, then what was not measured.
 
     With ``full`` every finding is printed, and the cost of watching; else only some of a rule, and the others
-    are counted.
+    are counted. With ``hints``, the hints take the place of the findings; else they are counted.
     """
     source = Source(run, tuple(findings))
     said = outcome(source)
@@ -58,7 +60,8 @@ def print_findings(run: Run, findings: Sequence[Finding], console: Console, *, f
     for loss in said.losses:
         console.print(Text(f"Lost: {loss}", "yellow"))
     console.print()
-    for _, alike in groupby(_together(findings), key=lambda f: (f.severity, f.rule)):
+    shown = source.hints if hints else source.findings
+    for _, alike in groupby(_together(shown), key=lambda f: (f.severity, f.rule)):
         same = list(alike)
         whole = same if full or len(same) <= ALIKE + 1 else same[:ALIKE]
         for finding in whole:
@@ -68,6 +71,9 @@ def print_findings(run: Run, findings: Sequence[Finding], console: Console, *, f
             console.print(Text(f"  and {rest} of {visible(same[0].rule)}; --full prints all of them.", "dim"))
             console.print()
     _print_unmeasured(said, console)
+    if not hints and (line := hints_line(source)):
+        console.print(Text(line, "dim"))
+        console.print()
     if full and (cost := describe_cost(source)):
         console.print(Text("Time in backlight", "bold"))
         _print_row("", Text(cost), console)
@@ -75,18 +81,17 @@ def print_findings(run: Run, findings: Sequence[Finding], console: Console, *, f
 
 
 def _together(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, worst first, those of one rule next to each other."""
-    ordered = by_severity(findings)
+    """Return the findings in order, those of one rule next to each other."""
     first: dict[tuple[Severity, str], int] = {}
-    for place, finding in enumerate(ordered):
+    for place, finding in enumerate(findings):
         first.setdefault((finding.severity, finding.rule), place)
-    return sorted(ordered, key=lambda finding: first[finding.severity, finding.rule])
+    return sorted(findings, key=lambda finding: first[finding.severity, finding.rule])
 
 
 def _print_finding(finding: Finding, source: Source, console: Console) -> None:
-    glyph, word, style = _STYLES[finding.severity]
+    glyph, style = _STYLES[finding.severity]
     rule = visible(finding.rule).replace("_", " ")
-    console.print(Text.assemble((f"{glyph} {word}", style), (f"  {rule}", "dim")))
+    console.print(Text.assemble((f"{glyph} {finding.label}", style), (f"  {rule}", "dim")))
     _print_row("", Text(visible(finding.title), "bold"), console)
     _print_row("", Text(visible(finding.detail)), console)
     _print_row("fix", Text(visible(finding.fix)), console)

@@ -7,6 +7,7 @@ measured; it never states that a run is healthy.
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,6 @@ from backlight.report.source import APART, Source
 from backlight.store.format.schema import EXCEPTION, STOPPED
 from backlight.store.read.run import Event, Run
 from backlight.text import count, duration, listed, number, visible, with_unit
-
-PERFORMANCE = "steptime"
-"""The monitor whose findings are hints on performance."""
 
 STATUS = {
     RunStatus.RUNNING: "still running when this was written",
@@ -53,8 +51,8 @@ class Outcome:
     """The verdict in words; ``tone`` is ``error``, ``warning``, ``info``, ``clear`` or ``unmeasured``.
 
     ``headline`` is the title of the worst finding, or the result of a run without one; a run that failed is
-    as bad as an error. ``tally`` is how the run ended, if not well, and counts the findings; ``hints`` counts
-    those on performance. ``about`` is the model, the command and the host, each where it is known.
+    as bad as an error. ``tally`` is how the run ended, if not well, and counts the findings; ``hints``
+    counts the hints. ``about`` is the model, the command and the host, each where it is known.
     """
 
     tone: str
@@ -74,11 +72,6 @@ class Outcome:
         return f"{rest}. {self.detail}" if rest else self.detail
 
 
-def by_severity(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings, worst first; findings of one severity keep the order of the rules."""
-    return sorted(findings, key=lambda finding: -finding.severity.rank)
-
-
 def tally(findings: Sequence[Finding]) -> str:
     """Return ``2 errors, 1 warning``."""
     amounts = Counter(finding.severity for finding in findings)
@@ -96,11 +89,7 @@ def summary_of(source: Source) -> Summary:
 
 def outcome(source: Source) -> Outcome:
     """Return the summary of a run: its findings, and what was measured."""
-    # Performance hints never change the headline, except of a run that measured nothing but time.
-    alone = source.run.monitors == (PERFORMANCE,)
-    hints = [] if alone else [f for f in source.findings if f.monitor == PERFORMANCE]
-    findings = by_severity([f for f in source.findings if f not in hints])
-    summary = summary_of(source)
+    findings, summary = source.findings, summary_of(source)
     detail = summary.detail
     if findings:
         tone, headline, counted = findings[0].severity.value, visible(findings[0].title), tally(findings)
@@ -115,10 +104,16 @@ def outcome(source: Source) -> Outcome:
     if ended:
         headline = headline if tone == "error" else ended
         tone, counted = "error", f"{ended}. {counted}"
-    if hints:
-        detail += f" {count(len(hints), 'performance hint')}."
     state = (status_line(source), about(source), _losses(source), _unmeasured(source))
-    return Outcome(tone, headline, counted, len(hints), detail, *state)
+    return Outcome(tone, headline, counted, len(source.hints), detail, *state)
+
+
+def hints_line(source: Source) -> str:
+    """Return how many hints there are and the command that prints them; empty where there are none."""
+    if not source.hints:
+        return ""
+    run = visible(shlex.quote(source.run.location))
+    return f"{count(len(source.hints), 'hint')}: backlight findings {run} --hints"
 
 
 def ending(run: Run) -> str:

@@ -28,7 +28,7 @@ def print_result(path: Path, findings: Sequence[Finding], steps: int) -> None:
     if said.tone == "unmeasured":
         text = f"{said.tally}. {said.detail}"
     else:
-        hints = f" and {count(said.hints, 'performance hint')}" if said.hints else ""
+        hints = f" and {count(said.hints, 'hint')}" if said.hints else ""
         result = "" if said.headline in said.tally else f": {said.headline}"
         text = f"{said.tally}{hints} in {count(steps, 'step')}{result}."
     if size > 1 and not wait_for_ranks(path, 0.0):

@@ -10,9 +10,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from backlight import clock
+from backlight.findings.evaluate import separate_hints
 from backlight.monitor import Monitor, RunContext
 from backlight.notebook import notebook_shell
-from backlight.records import Finding, Severity
+from backlight.records import Finding
 from backlight.registry import RULES
 from backlight.standard_error import write_text
 from backlight.text import count, printable, visible
@@ -69,8 +70,7 @@ class PrintMonitor(Monitor):
         """Print one line for each rule, the worst first, as long as there are not too many."""
         if self._ended:
             return
-        shown = [f for f in findings if f.severity is not Severity.INFO and not RULES[f.rule].logged]
-        shown.sort(key=lambda finding: (-finding.severity.rank, finding.rule))
+        shown = [f for f in separate_hints(findings)[0] if not RULES[f.rule].logged]
         for _, same in groupby(shown, key=lambda finding: (finding.severity, finding.rule)):
             first, *others = same
             if self._left or not self._has_room():

@@ -12,7 +12,7 @@ from backlight.capture.hub import UserError
 from backlight.capture.steps import StopTraining
 from backlight.findings.evaluate import named_findings
 from backlight.monitor import Monitor, RunContext
-from backlight.records import Finding, Severity
+from backlight.records import Finding
 from backlight.registry import RULES
 from backlight.session.print_monitor import print_line
 from backlight.session.stop_agreement import StopAgreement
@@ -85,7 +85,7 @@ class StopMonitor(Monitor):
 
     def on_new_findings(self, findings: Sequence[Finding]) -> None:
         """Request the end, once."""
-        named = [f for f in findings if f.severity is not Severity.INFO and self._is_named(f)]
+        named = [f for f in findings if not f.is_hint and self._is_named(f)]
         if named and self._finding is None:
             self._finding = named[0]
             self._run.before_steps(self._before_step)

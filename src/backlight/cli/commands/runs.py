@@ -69,6 +69,7 @@ def findings(
     path: RunOrLatest = None,
     as_json: Json = False,
     full: Full = False,
+    hints: Annotated[bool, Option("--hints", help="Print the hints instead of the findings.")] = False,
     samples: Annotated[
         int | None, Option(metavar="STEP", min=0, help="Print the samples that carry this step instead.")
     ] = None,
@@ -80,7 +81,7 @@ def findings(
         str | None, Option(metavar="NAME,...", help="Exit 1 for these severities and rules, as error,spike.")
     ] = None,
 ) -> int:
-    """Print the findings of a run.
+    """Print the findings of a run; hints, advice that a sound run may get, are counted.
 
     In an annotation, what --fail-on names is a failure; without it, errors are.
     """
@@ -107,7 +108,7 @@ def findings(
 
         write(render_annotations(annotation, run, found, failing or parse_fail_on("error")))
     else:
-        print_findings(run, found, make_console(), full=full)
+        print_findings(run, found, make_console(), full=full, hints=hints)
     return int(failing is not None and any(map(failing, found)))
 
 

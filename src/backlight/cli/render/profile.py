@@ -36,11 +36,11 @@ def show(result: ProfileResult, findings: Sequence[Finding] = (), *, full: bool 
             _tables(result)
         for control in result.controls:
             page.sentence((control.text, "bold" if control.outcome == "confirmed" else ""))
-        claims = [f"{finding.severity}: {finding.title}" for finding in findings]
+        claims = [f"{finding.label}: {finding.title}" for finding in findings]
         for line in [] if full else [*claims, *facts(result)][:FACTS]:
             page.sentence(f"  {line}", indent=4)
         for finding in findings if full else ():
-            page.sentence((f"{finding.severity}: ", "bold"), finding.title)
+            page.sentence((f"{finding.label}: ", "bold"), finding.title)
             page.note(finding.fix, "  fix")
             page.sentence(("  refuted if ", "dim"), finding.refuted_if)
     _notes(result, page, full=full)

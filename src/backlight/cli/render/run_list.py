@@ -22,7 +22,6 @@ _STATES = {RunStatus.RUNNING: "bold green", RunStatus.FAILED: "bold red", RunSta
 _SEVERITIES = {
     Severity.ERROR: ("error", "bold red"),
     Severity.WARNING: ("warning", "bold yellow"),
-    Severity.INFO: ("note", "bold cyan"),
 }
 
 

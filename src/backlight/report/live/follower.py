@@ -174,7 +174,7 @@ class Followed:
 
     def _tell(self, findings: tuple[Finding, ...]) -> None:
         """Show new findings at once: of a long run there is more to read."""
-        if self.source is None or findings == tuple(self.source.findings):
+        if self.source is None or findings == (*self.source.findings, *self.source.hints):
             return
         state = dataclasses.replace(self.source, findings=findings)
         for name in READ_ONCE & self.source.__dict__.keys():  # of the same run, so not read again

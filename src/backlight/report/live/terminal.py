@@ -20,7 +20,7 @@ from backlight.report.live.run_state import Stand, Standing
 from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.report.sparkline import sparkline
-from backlight.report.verdict import by_severity, tally, where
+from backlight.report.verdict import tally, where
 from backlight.text import count, duration, number, percent, told_apart, visible
 
 RECENT = 20
@@ -197,7 +197,7 @@ def _share(shares: NDArray[np.float64] | None, row: int) -> str:
 
 
 def _findings(source: Source, _width: int) -> list[RenderableType]:
-    found = by_severity(source.findings)
+    found = source.findings
     if not found:
         return [Text("No findings. Only recorded data was checked.", "green")]
     lines: list[RenderableType] = [Text(f"Findings: {tally(found)}", "bold")]

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from backlight.report.encoding import Quantised
 from backlight.report.plots.spectra import spectra
-from backlight.report.plots.style import Draw, colours, ramp, shortened, tick
+from backlight.report.plots.style import Draw, colours, ramp, tick
 from backlight.report.source import Source
-from backlight.text import power, visible
+from backlight.text import power, shortened, visible
 
 WIDTH, HEIGHT = 8.5, 2.6
 """Inches of one chart."""
@@ -198,7 +198,9 @@ def parameters(source: Source, title: str, data: Mapping[str, Any]) -> dict[str,
         axes.invert_yaxis()
         every = max(1, math.ceil(len(names) / NAMES))
         rows = range(0, len(names), every)
-        axes.set_yticks([row + 0.5 for row in rows], [shortened(names[row]) for row in rows], fontsize=6)
+        axes.set_yticks(
+            [row + 0.5 for row in rows], [shortened(visible(names[row])) for row in rows], fontsize=6
+        )
         figures["" if column is data["columns"][0] else column["name"]] = figure
     return figures
 

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from backlight.report.plots.style import colours, shortened, tick
+from backlight.report.plots.style import colours, tick
 from backlight.report.source import Source
-from backlight.text import number
+from backlight.text import number, shortened, visible
 
 PICTURED = 6
 """Layers that get pictures: those with the largest share of signal."""
@@ -205,7 +205,7 @@ def draw(figure: Figure, view: View, limits: Limits) -> None:
         axes.set_ylim(up)
     places[-1].set_axis_off()
     _figures(places[-1], view)
-    head = f"{shortened(view.layer['name'], 80)} · {view.layer['shape']} · step {number(view.step)}"
+    head = f"{shortened(visible(view.layer['name']), 80)} · {view.layer['shape']} · step {number(view.step)}"
     figure.suptitle(head, x=0.01, ha="left", weight="bold")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.report.page import ASSETS
 from backlight.report.source import Source
-from backlight.text import number, visible
+from backlight.text import number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,9 +56,3 @@ def ramp() -> list[str]:
 def tick(value: float, _place: int | None = None) -> str:
     """Return a number as an axis shows it."""
     return number(value) if math.isfinite(value) else ""
-
-
-def shortened(name: str, most: int = 40) -> str:
-    """Return a name that fits next to an axis, its end kept."""
-    text = visible(name)
-    return text if len(text) <= most else f"…{text[-(most - 1) :]}"

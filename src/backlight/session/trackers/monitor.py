@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight import clock
+from backlight.findings.evaluate import separate_hints
 from backlight.monitor import NEVER, Monitor, RunContext, StoredStep
 from backlight.records import Finding, ParameterRecord
 from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
@@ -204,7 +205,7 @@ class TrackerMonitor(Monitor):
     def _send_findings(self, findings: Sequence[Finding]) -> None:
         step = max(self._run.clock.done - 1, 0) + self._offset
         for feed in self._feeds:
-            feed.findings(findings, step)
+            feed.findings(separate_hints(findings)[0], step)
 
     def _names(self, records: Sequence[ParameterRecord]) -> Naming:
         if self._naming is None or self._naming[0] is not records:

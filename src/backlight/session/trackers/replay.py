@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from backlight.findings.evaluate import findings_of
+from backlight.findings.evaluate import findings_of, separate_hints
 from backlight.records import RunStatus
 from backlight.session.trackers.base import Point, Tracked, TrackerError, chosen
 from backlight.session.trackers.metrics import Naming, is_split
@@ -33,7 +33,7 @@ def send(run: Run, given: str) -> Sent:
     tracker, target = chosen(given)
     # Read before anything is opened: a run that cannot be read leaves nothing behind.
     points = list(points_of(run))
-    findings = findings_of(run)
+    findings, _ = separate_hints(findings_of(run))
     try:
         sink = tracker.open(target, Tracked(run.name, run.path, live=False), None)
         for start in range(0, len(points), POINTS):

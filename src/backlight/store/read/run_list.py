@@ -34,8 +34,8 @@ class ListedRun:
 
     ``started`` and ``seconds`` are in seconds, since the epoch and over all attempts. ``loss`` is the last
     one that the first rank logged, None where none was. ``findings`` are those stored while the run was
-    watched; only with ``evaluated`` does their absence mean that the rules found nothing. Of a directory that
-    is no run, or a damaged one, all but ``path`` and ``problem`` is unknown.
+    watched, without hints; only with ``evaluated`` does their absence mean that the rules found nothing. Of a
+    directory that is no run, or a damaged one, all but ``path`` and ``problem`` is unknown.
     """
 
     path: Path
@@ -133,7 +133,9 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
             evaluated = evaluated or file.has_event(EVALUATED)
             last = file.last_scalar("backlight", "loss")
             steps, loss = max(steps, file.last_step), loss if last is None else last
-    subjects = {(f.rule, f.subject.parameter, f.subject.module): f.severity for f in findings}
+    subjects = {
+        (f.rule, f.subject.parameter, f.subject.module): f.severity for f in findings if not f.is_hint
+    }
     return ListedRun(
         path, state, manifest.attempts[0].started, sum(map(_seconds, manifest.attempts)), steps + 1, loss,
         max(subjects.values(), key=lambda severity: severity.rank, default=None), len(subjects),

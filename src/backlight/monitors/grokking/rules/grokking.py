@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from backlight.monitors.grokking.model.curves import DetectionError
 from backlight.monitors.grokking.model.reader import TEST, TRAIN, detect_run, has_accuracies
 from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict, VerdictLimits
-from backlight.records import Evidence, Finding, Severity, Subject
+from backlight.records import Evidence, Finding, FindingKind, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
@@ -70,7 +70,7 @@ _WORDS = {
 """Title, fix and what refutes it."""
 
 
-@rule("grokking", monitor="grokking", limits=VerdictLimits)
+@rule("grokking", monitor="grokking", limits=VerdictLimits, is_statistic=True)
 def grokking(run: Run, limits: VerdictLimits) -> Iterator[Finding]:
     """Report the verdict of a run that logged both accuracies; silent if it did not."""
     if not has_accuracies(run):
@@ -98,6 +98,7 @@ def grokking(run: Run, limits: VerdictLimits) -> Iterator[Finding]:
         evidence=tuple(_evidence(run, found)),
         fix=fix,
         refuted_if=refuted_if,
+        kind=FindingKind.STATISTIC,  # the result of the run, whatever its severity
     )
 
 
