@@ -33,7 +33,14 @@ class LossLimits(Limits, monitor="correctness"):
     )
 
 
-@rule("loss_not_falling", monitor="correctness", limits=LossLimits, needs=())
+@rule(
+    "loss_not_falling", monitor="correctness", limits=LossLimits, is_statistic=True,
+    explained_by=(
+        "exploding", "gradients_discarded", "gradients_not_cleared", "large_update", "loss_input",
+        "loss_scale", "mixed_precision", "no_gradient", "no_update", "non_finite", "schedule",
+        "trained_tensors", "weights_changed", "weights_unchanged",
+    ),
+)  # fmt: skip
 def loss_not_falling(run: Run, limits: LossLimits) -> Iterator[Finding]:
     """Find losses that show no learning; a warning only where the loss compares classes and nothing else."""
     loss = run.scalar("loss")

@@ -1,26 +1,50 @@
-"""Rule ``schedule``: steps of a learning rate schedule at the wrong time."""
+"""Rule ``schedule``: steps of a learning rate schedule at the wrong time, and one that has run out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
 
 from backlight.findings import phrases
-from backlight.findings.limits import Limits
+from backlight.findings.limits import Limits, limit
+from backlight.findings.optimizer_names import optimizer_name
+from backlight.findings.step_weights import step_weights
 from backlight.monitors.correctness.model.contradictions import contradictions, evidence_of
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Event, Run
+from backlight.text import percent
 
 
-@rule("schedule", monitor="correctness")
-def schedule(run: Run, _limits: Limits) -> Iterator[Finding]:
-    """Find schedules that take a step before the optimizer, or with every batch where epochs were meant."""
+@dataclass(frozen=True)
+class ScheduleLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``schedule``."""
+
+    decayed_rate: float = limit(
+        1e-5,
+        "share of its highest value below which a learning rate trains nothing; OneCycleLR ends at 4e-6, a "
+        "cosine at 0, both at their last steps only",
+        high=1.0,
+    )
+    decayed_share: float = limit(
+        0.4, "share of the steps of the optimizer that are taken at such a rate", high=1.0
+    )
+    decayed_steps: int = limit(20, "steps at such a rate", low=1)
+
+
+@rule("schedule", monitor="correctness", version=2, limits=ScheduleLimits)
+def schedule(run: Run, limits: ScheduleLimits) -> Iterator[Finding]:
+    """Find schedules that take a step before the optimizer, run out in an epoch, or long before the end."""
     seen = set()
     for event in contradictions(run, "schedule"):
         about = event.payload["kind"], event.payload["schedule"]
         if about not in seen:
             seen.add(about)
             yield _before_optimizer(event) if about[0] == "before_optimizer" else _per_batch(event)
+    if not any(kind == "per_batch" for kind, _ in seen):
+        yield from _decayed(run, limits)
 
 
 def _before_optimizer(event: Event) -> Finding:
@@ -60,3 +84,52 @@ def _per_batch(event: Event) -> Finding:
         fix="Call `scheduler.step()` once per epoch, or give the schedule its length in steps.",
         refuted_if="the learning rate is meant to go through its schedule several times per epoch.",
     )
+
+
+def _decayed(run: Run, limits: ScheduleLimits) -> Iterator[Finding]:
+    """Find optimizers all of whose learning rates have decayed to nothing while they take further steps."""
+    rates: dict[int, list[str]] = {}
+    for name in run.scalar_names("backlight"):
+        if name.startswith("lr/"):
+            rates.setdefault(int(name.split("/")[1]), []).append(name)
+    for number, names in sorted(rates.items()):
+        groups = [run.scalar(name) for name in names]
+        steps = np.unique(np.concatenate([group.steps for group in groups]))
+        shares = np.zeros(len(steps))  # of its highest value, that of the group which has decayed least
+        for group in groups:
+            if len(group.values) and (peak := np.nanmax(group.values)) > 0:
+                rows = np.searchsorted(steps, group.steps)
+                shares[rows] = np.fmax(shares[rows], group.values / peak)
+        if not len(steps) or shares.max() <= 0:
+            continue
+        after = np.arange(len(steps)) > int(np.argmax(shares))  # a warm-up may begin at 0
+        weights = step_weights(steps)
+        low = after & (shares <= limits.decayed_rate)
+        spent = float(weights[low].sum())
+        if spent < max(limits.decayed_steps, limits.decayed_share * float(weights.sum())):
+            continue
+        main = max(groups, key=lambda group: float(np.nanmax(group.values)))
+        top, row = int(np.nanargmax(main.values)), int(np.flatnonzero(low)[0])
+        at = int(steps[row])
+        rate = float(main.values[min(int(np.searchsorted(main.steps, at)), len(main.values) - 1)])
+        name = names[groups.index(main)]
+        yield Finding(
+            severity=Severity.WARNING,
+            title=f"The learning rate has decayed to {phrases.number(rate)} by step {at}",
+            detail=(
+                f"The learning rate of {optimizer_name(run, number)} is "
+                f"{phrases.number(main.values[top])} at step {int(main.steps[top])} and "
+                f"{phrases.number(rate)} at step {at}, and {spent:.0f} of {weights.sum():.0f} steps "
+                f"({percent(spent / weights.sum())}) are taken at such a rate: they change nothing."
+            ),
+            subject=Subject(step=at),
+            evidence=(
+                phrases.scalar(name, int(main.steps[top]), float(main.values[top])),
+                phrases.scalar(name, at, rate),
+            ),
+            fix=(
+                "Give the schedule the number of steps of the whole training, and call `scheduler.step()` "
+                "once per step of the optimizer: two calls use it up in half of them."
+            ),
+            refuted_if="the training is to go on at that rate, for instance to collect statistics.",
+        )
