@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from backlight.findings.limits import limit
+from backlight.findings.optimizer_names import optimizer_name
 from backlight.monitors.steptime.model.evidence import (
     FORMULAS,
     BusyLimits,
@@ -89,7 +90,7 @@ class BottleneckLimits(BusyLimits):
     )
 
 
-@rule("bottleneck", monitor="steptime", limits=BottleneckLimits)
+@rule("bottleneck", monitor="steptime", limits=BottleneckLimits, is_statistic=True)
 def bottleneck(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     """Find what takes the time of a steady step; data, device and copies from a stored profile."""
     for find in (_data, _launches, _communication, _copies, _optimizer, _threads, _late_rank):
@@ -307,7 +308,9 @@ def _optimizer(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         is_alone = len(own) == len(groups)
         seconds = table.phase(Phase.OPTIMIZER) if is_alone else optimizer_seconds(run, table, number)
         if seconds is not None:
-            yield from _slow_optimizer(limits, table, info, group, seconds, None if is_alone else number)
+            series = f"{PREFIX}{Phase.OPTIMIZER}" if is_alone else f"{OPTIMIZER_PREFIX}{number}"
+            who = str(group["type"]) if is_alone else optimizer_name(run, number)
+            yield from _slow_optimizer(limits, table, info, group, seconds, who, series)
 
 
 def _slow_optimizer(
@@ -316,27 +319,26 @@ def _slow_optimizer(
     info: Event,
     group: Mapping[str, Any],
     seconds: Floats,
-    number: int | None,
+    who: str,
+    series: str,
 ) -> Iterator[Finding]:
-    """Find an optimizer whose ``seconds`` are worth a fused one; ``number`` is None for the only one."""
+    """Find an optimizer whose ``seconds``, those of ``series``, are worth a fused one."""
     share = float(np.median(seconds / table.total))
     if share <= limits.optimizer_share or np.median(seconds) < limits.optimizer_floor:
         return
     kind, tensors = str(group["type"]), int(group["tensors"])
     option = "fused=True" if kind in FUSED else "foreach=True"
-    who = "The optimizer" if number is None else f"Optimizer {number}"
-    name = f"{PREFIX}{Phase.OPTIMIZER}" if number is None else f"{OPTIMIZER_PREFIX}{number}"
     yield Finding(
         severity=Severity.INFO,
-        title=f"{who} takes {percent(share)} of a step: {kind} is not fused",
+        title=f"{who} takes {percent(share)} of a step and is not fused",
         detail=(
-            f"{who} takes {percent(share)} of a steady step, and {kind} updates its "
+            f"{who} takes {percent(share)} of a steady step, and updates its "
             f"{count(tensors, 'tensor')} one by one: neither fused nor foreach is in use. Expected gain: "
             f"most of {percent(share)} of a step."
         ),
         subject=Subject(phase=Phase.OPTIMIZER),
         evidence=(
-            scalar_evidence(name, table.steps, seconds),
+            scalar_evidence(series, table.steps, seconds),
             info_evidence(info, f"{kind}: fused off, foreach off"),
         ),
         fix=f"Use `{kind}(..., {option})` and compare: `backlight compare --ab` on both commands.",

@@ -36,7 +36,7 @@ class MemoryLimits(Limits, monitor="steptime"):
     )
 
 
-@rule("memory", monitor="steptime", limits=MemoryLimits)
+@rule("memory", monitor="steptime", limits=MemoryLimits, is_statistic=True)
 def memory(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     """Find memory that could be free, and recomputation although memory is free."""
     for find in (_fragmentation, _logits, _recomputation):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings.limits import limit
+from backlight.findings.step_weights import step_weights
 from backlight.findings.step_work import optimizer_sets, work_of
 from backlight.monitors.steptime.model.evidence import (
     GARBAGE_COLLECTION,
@@ -52,7 +53,7 @@ class OutlierStepsLimits(BusyLimits):
     )
 
 
-@rule("outlier_steps", monitor="steptime", version=2, limits=OutlierStepsLimits)
+@rule("outlier_steps", monitor="steptime", version=2, limits=OutlierStepsLimits, is_statistic=True)
 def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
     """Find steps far above the median, by cause: a garbage collection, or the phase that grew most.
 
@@ -79,7 +80,7 @@ def _alike(run: Run, table: PhaseTimes, limits: OutlierStepsLimits) -> Iterator[
 
 
 def _outliers(run: Run, table: PhaseTimes, limits: OutlierStepsLimits) -> Iterator[Finding]:
-    total = table.total
+    total, weights = table.total, step_weights(table.steps)
     median = float(np.median(total))
     spread = 1.4826 * float(np.median(np.abs(total - median)))
     least = max(limits.outlier_deviations * spread, limits.outlier_floor)
@@ -98,7 +99,7 @@ def _outliers(run: Run, table: PhaseTimes, limits: OutlierStepsLimits) -> Iterat
     for row in rows.tolist():
         by_cause[_cause(table, row, median, pauses)].append(row)
     for cause, members in sorted(by_cause.items(), key=lambda item: -float(total[item[1]].sum())):
-        lost = float((total[members] - median).sum() / total.sum())
+        lost = float((weights * (total - median))[members].sum() / (weights * total).sum())
         if lost <= limits.outlier_loss or len(members) < limits.outlier_count:
             continue
         worst = members[int(np.argmax(total[members]))]
