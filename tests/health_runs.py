@@ -29,6 +29,7 @@ def write_synthetic(
     nan: Mapping[tuple[str, int], int] | None = None,
     update: Mapping[str, Sequence[float]] | None = None,
     weight: float | Sequence[float] = 1.0,
+    weights: Mapping[str, Sequence[float]] | None = None,
     sampled: int | None = None,
     scalars: Mapping[str, Mapping[int, float] | Sequence[float]] | None = None,
     events: Sequence[tuple[int | None, str, Mapping[str, Any]]] = (),
@@ -58,7 +59,8 @@ def write_synthetic(
             floats[i] = (np.nan if bad else norm, np.nan if bad else norm / 2, 0.0)
             ints[i] = (1, record.numel, round(share * record.numel), bad, 0)
             if update is not None and record.name in update:
-                norm = weight if isinstance(weight, float) else weight[row]
+                same = weight if isinstance(weight, float) else weight[row]
+                norm = weights[record.name][row] if record.name in (weights or {}) else same
                 moved[i] = (update[record.name][row] * norm, norm)
                 counts[i] = (1, sampled or record.numel, record.numel)
         writer.append("gradient", int(step), identifier, floats, ints)

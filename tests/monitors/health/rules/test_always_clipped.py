@@ -39,6 +39,40 @@ def test_hard_clipping_is_info_where_the_optimizer_divides_by_the_gradient(
         assert finding.severity is severity
 
 
+SAMPLED = [*range(64), *range(64, 4096, 32)]
+
+
+def test_share_and_first_part_count_steps(synthetic: Any, evaluated: Any) -> None:
+    """Most recorded steps are early ones: they are a small part of the run."""
+
+    def run(is_clipped: Any) -> Any:
+        factor = [0.01 if is_clipped(step) else 1.0 for step in SAMPLED]
+        rms = {"a": [1e-2] * len(SAMPLED)}
+        return synthetic(rms, steps=SAMPLED, scalars=clipped(np.array(factor)))
+
+    (finding,) = evaluated(run(lambda step: step > 500), "always_clipped")
+    assert finding.title == "Clipping is active at 100 % of the steps"
+    assert finding.subject.step == 832  # a fifth of the run
+    assert not evaluated(run(lambda step: step < 500), "always_clipped")
+    assert not evaluated(run(lambda step: step % 64 == 0), "always_clipped")
+
+
+def test_effect_is_that_of_the_optimizer(evaluated: Any, tmp_path: Path) -> None:
+    for optimizers, words in (
+        (("AdamW",), "AdamW divides by the size of the gradients"),
+        (("Adam", "RMSprop"), "Adam, RMSprop divide by the size"),
+        (("SGD",), "acts as part of the learning rate"),
+        (("Adam", "SGD"), "acts as part of the learning rate"),
+    ):
+        path = tmp_path / "-".join(optimizers)
+        writer = RunWriter.create(path, monitors=("health",))
+        writer.fingerprint(Fingerprint(optimizers=optimizers))
+        run = write_synthetic(path, {"a": [1e-2] * 100}, scalars=clipped(np.full(100, 0.5)), writer=writer)
+        (finding,) = evaluated(run, "always_clipped")
+        assert words in finding.detail
+        assert finding.is_hint
+
+
 def test_healthy_clipping_has_no_finding(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": [1e-2] * 100}
     half = np.where(np.arange(100) % 2, 0.5, 1.0)

@@ -4,7 +4,9 @@ import numpy as np
 import torch
 
 from backlight.findings.evaluate import evaluate_rules
+from backlight.monitors.health.model.score import health_series
 from backlight.records import Severity
+from health_runs import parameter
 
 
 def noise(steps: int, seed: int = 0) -> np.ndarray:
@@ -35,6 +37,40 @@ def test_single_jump_is_left_to_spike_unless_nan_follows(synthetic: Any, evaluat
     assert not evaluated(synthetic(rms), "exploding")
     (finding,) = evaluated(synthetic(rms, nan={("a", 51): 3}), "exploding")
     assert finding.subject.step == 50
+
+
+def eval_mode(before: float, after: float, shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return series of a parameter that changes at step 30, such as the bias before a batch norm."""
+    rms = {
+        "x": np.where(np.arange(80) < 30, before, after) * noise(80) / 1e-2,
+        "b": noise(80, 1),
+        "c": noise(80, 2),
+    }
+    return {"rms": rms, "records": {"x": parameter("x", shape)}}
+
+
+def test_ratio_to_rounding_noise_is_no_explosion(synthetic: Any, evaluated: Any) -> None:
+    # 3.5e-9 next to gradients of 1e-2 is the rounding error of a sum that is zero, until it no longer is.
+    run = synthetic(**eval_mode(3.5e-9, 1e-2, (8, 8)))
+    assert not evaluated(run, "exploding")
+    assert not health_series(run).exploding.any()
+    (finding,) = evaluated(synthetic(**eval_mode(1e-6, 1e-2, (8, 8))), "exploding")
+    assert (finding.severity, finding.subject.step) == (Severity.ERROR, 30)
+
+
+def test_exploding_vector_alone_is_a_hint(synthetic: Any, evaluated: Any) -> None:
+    # Under autocast the same rounding error is a larger share of the other gradients.
+    (finding,) = evaluated(synthetic(**eval_mode(1e-6, 1e-2, (8,))), "exploding")
+    assert finding.is_hint
+
+
+def test_huge_norm_is_found_without_a_past(synthetic: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(synthetic({"a": noise(80) * 1e11, "b": noise(80, 1)}), "exploding")
+    assert finding.severity is Severity.WARNING
+    assert finding.title.startswith("The total gradient norm is ")
+    early = noise(80) * np.where(np.arange(80) < 30, 1e11, 1.0)
+    for sound in (noise(80) * 1e6, early):
+        assert not evaluated(synthetic({"a": sound, "b": noise(80, 1)}), "exploding")
 
 
 def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
@@ -104,6 +140,6 @@ def test_unstable_rate_is_found_and_its_control_is_not(recorder: Any, evaluated:
 
 
 def test_rounding_error_does_not_explode(synthetic: Any, evaluated: Any) -> None:
-    noise = [1e-12] * 40 + [2e-8] * 40  # a bias before a batch norm, after a change of the kernel
+    noise = [1e-10] * 40 + [2e-7] * 40  # a bias before a batch norm, after a change of the kernel
     assert not evaluated(synthetic({"bias": noise, "a": [1e-2] * 80, "b": [1e-2] * 80}), "exploding")
     assert evaluated(synthetic({"bias": noise, "a": [1e-6] * 80, "b": [1e-6] * 80}), "exploding")

@@ -3,6 +3,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -148,3 +149,34 @@ def test_rates_that_are_too_small_and_rates_of_zero_are_each_one_finding(tmp_pat
     assert found["no_update"].subject.parameter in {"22.weight", "22.bias"}
     assert "23" not in found["no_update"].title
     assert len([e for e in found["no_update"].evidence if e.path.startswith("series/update")]) == 2
+
+
+def slow(synthetic: Any, ratio: Any, loss: Any = 0.7, rate: Any = 1e-9) -> Any:
+    names = ("a", "b", "c")
+    steps = np.arange(60)
+    return synthetic(
+        {name: [1e-3] * 60 for name in names},
+        update={name: ratio + 0 * steps for name in names},
+        scalars={"loss": loss + 0 * steps, "lr/0/0": rate + 0 * steps},
+    )
+
+
+def test_rate_that_is_too_low_all_run_is_named(synthetic: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(slow(synthetic, 2e-8), "no_update")
+    assert finding.title == "The learning rate of 1e-9 is too low to change the weights"
+    assert (finding.severity, finding.subject.step) == (Severity.WARNING, 0)
+    assert [e.path for e in finding.evidence] == ["series/update/ratio/a", "scalars/lr/0/0"]
+    # A warm-up that never ends, and its peak.
+    rising = 1e-9 * np.arange(60) / 60
+    (warming,) = evaluated(slow(synthetic, 20 * rising, rate=rising), "no_update")
+    assert warming.title == "The learning rate of 9.83e-10 is too low to change the weights"
+
+
+def test_small_updates_of_sound_runs_are_silent(synthetic: Any, evaluated: Any) -> None:
+    steps = np.arange(60)
+    falls = slow(synthetic, 2e-8, loss=np.linspace(0.7, 0.3, 60))
+    fine_tuned = slow(synthetic, 2e-5, rate=1e-6)
+    warmed_up = slow(synthetic, np.where(steps < 50, 1e-8, 1e-3))
+    decayed = slow(synthetic, np.where(steps > 5, 1e-8, 1e-3))
+    for run in (falls, fine_tuned, warmed_up, decayed):
+        assert not evaluated(run, "no_update")

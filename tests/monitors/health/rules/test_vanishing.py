@@ -35,7 +35,7 @@ def test_severity_depends_on_the_parameters(synthetic: Any, evaluated: Any) -> N
 
 def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     for rms in (
-        model_of(12, 12),  # converged
+        {f"w{i}": 1e-3 * 0.6 ** np.arange(40.0) for i in range(12)},  # converges
         model_of(12, 0) | {"layer0.weight": [1e-12] * 20 + [1e-4] * 20},  # recovered
         model_of(12, 0) | {"layer0.weight": [1e-12, 1e-4] * 20},  # intermittent
         model_of(12, 2, value=0.0),  # left to no_gradient
@@ -43,6 +43,25 @@ def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     ):
         assert not evaluated(synthetic(rms), "vanishing")
     assert evaluated(synthetic(model_of(12, 2, steps=20)), "vanishing")
+
+
+def test_gradients_that_are_small_everywhere_are_found(synthetic: Any, evaluated: Any) -> None:
+    everywhere = model_of(12, 12)
+    (finding,) = evaluated(synthetic(everywhere), "vanishing")
+    assert finding.severity is Severity.WARNING
+    assert finding.title == "All gradients are below 1e-10"
+    slow, usual = ({name: [ratio] * 40 for name in everywhere} for ratio in (1e-9, 1e-4))
+    assert evaluated(synthetic(everywhere, update=slow), "vanishing")
+    assert not evaluated(synthetic(everywhere, update=usual), "vanishing")  # Adam with a small eps
+    assert not evaluated(synthetic(model_of(12, 12, steps=19)), "vanishing")
+    assert not evaluated(synthetic(model_of(12, 12, value=1e-9)), "vanishing")
+
+
+def test_run_that_converges_early_is_sound(synthetic: Any, evaluated: Any) -> None:
+    # Of the recorded steps most are early ones; of the steps nearly all have no gradient left.
+    steps = [*range(64), *range(64, 4096, 64)]
+    rms = {name: [1e-3 if step < 32 else 1e-13 for step in steps] for name in "abc"}
+    assert not evaluated(synthetic(rms, steps=steps), "vanishing")
 
 
 def train(recorder: Any, activation: Callable[[], nn.Module], scale: float) -> Any:

@@ -142,6 +142,10 @@ def test_health_series_matches_health_per_step(runs: list[Run]) -> None:
         frame, bad = run.frame("gradient", "rms"), run.frame("gradient", "non_finite")
         rms = np.where(frame.measured, frame.values, np.nan)
         medians = running_median(rms, limits.history_window, limits.history_refresh, limits.history_minimum)
+        floors = score.ROUNDING_SHARE * finite_median(np.where(rms > 0, rms, np.nan))
+        for row in range(len(rms)):  # a ratio of or to what may be rounding error is left out
+            usual = finite_median(floors[max(0, row - limits.history_window) : row])
+            medians[row, (medians[row] < usual) | (rms[row] < floors[row])] = np.nan
         vanishes = score.vanishing(rms, frame.measured, limits)
         norms = {"total_norm": total_norms(run, frame.steps), "clip_norm": clip_norms(run, frame.steps)}
         explodes = exploding(rms, frame.measured, medians, limits, **norms)

@@ -238,18 +238,40 @@ def _exploding_counts(
     return np.asarray(np.where(whole_S, measured_SP.sum(axis=1), own_S))
 
 
-def is_rounding(rms_SP: Floats, measured_SP: Bools) -> Bools:
-    """Return what is too small next to the other gradients of its step to be more than rounding error."""
-    median_S = finite_median(np.where(measured_SP & (rms_SP > 0), rms_SP, np.nan))
-    with np.errstate(invalid="ignore"):
-        return rms_SP < ROUNDING_SHARE * median_S[:, None]
+def rounding_floor(values_SP: Floats) -> Floats:
+    """Return the value below which the ones of each row may be rounding error, of shape [S].
+
+    It is a share of the median over the positive values of the row, NaN where there are none. A ratio is no
+    measurement if what is divided, or what it is divided by, lies below.
+    """
+    return ROUNDING_SHARE * finite_median(np.where(values_SP > 0, values_SP, np.nan))
 
 
 def outrun(rms_SP: Floats, limits: ExplodingMaskLimits) -> tuple[Integers, Floats]:
-    """Return the columns that may explode against their own past, with the medians that tell."""
-    return medians_outrun(
+    """Return the columns that may explode against their own past, and the running medians of each [S, C].
+
+    A median is NaN where it, or the value that is compared with it, may be rounding error.
+    """
+    columns, medians_SC = medians_outrun(
         rms_SP, limits.history_window, limits.history_refresh, limits.history_minimum, limits.exploding_factor
     )
+    with np.errstate(invalid="ignore"):
+        hits_SC = rms_SP[:, columns] > limits.exploding_factor * medians_SC
+    rows = np.flatnonzero(hits_SC.any(axis=1))
+    if not len(rows):
+        return columns, medians_SC
+    floors_S = np.full(len(rms_SP), np.nan)
+    spans = [np.arange(max(0, row - limits.history_window), row + 1) for row in rows.tolist()]
+    known = np.unique(np.concatenate(spans))
+    floors_S[known] = rounding_floor(rms_SP[known])
+    for row in rows.tolist():
+        low = max(0, row - limits.history_window)
+        with np.errstate(invalid="ignore"):
+            is_rounding = (medians_SC[row] < finite_median(floors_S[low:row])) | (
+                rms_SP[row, columns] < floors_S[row]
+            )
+        medians_SC[row, is_rounding] = np.nan
+    return columns, medians_SC
 
 
 def total_norms(run: Run, steps_S: Integers) -> Floats:

@@ -9,27 +9,12 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
+from backlight.findings.optimizer_names import scale_free_kinds
+from backlight.findings.step_weights import after_share, step_weights, weighted_median, weighted_share
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
-
-SCALE_FREE = frozenset(
-    {
-        "Adadelta",
-        "Adafactor",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "Lion",
-        "Muon",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-    }
-)
-"""Optimizers whose step hardly changes if all gradients shrink by one factor."""
+from backlight.text import count, listed, percent
 
 
 @dataclass(frozen=True)
@@ -50,26 +35,28 @@ class ClippedLimits(Limits, monitor="health"):
     )
 
 
-@rule("always_clipped", monitor="health", limits=ClippedLimits)
+@rule(
+    "always_clipped", monitor="health", limits=ClippedLimits, is_statistic=True,
+    explained_by=("gradients_not_cleared", "mixed_precision"),
+)  # fmt: skip
 def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     """Find clipping that is active at nearly all steps after the first part of a run.
 
-    A mild factor is a remark: the norm then acts as a constant of the learning rate. A hard one says
-    that clip norm and gradients do not belong together.
+    A mild factor is a hint. A hard one means that clip norm and gradients do not belong together, unless the
+    optimizer divides by the size of the gradient.
     """
     factors = run.scalar("clip/factor")
     known = np.isfinite(factors.values)
     steps, values = factors.steps[known], factors.values[known]
-    settled = int(np.ceil(limits.clipped_settle * len(steps)))
+    settled = after_share(steps, limits.clipped_settle)
     steps, values = steps[settled:], values[settled:]
     if len(steps) < limits.clipped_steps:
         return
-    active = values < 1.0
-    if active.mean() < limits.clipped_share:
+    active, weights = values < 1.0, step_weights(steps)
+    share, median = weighted_share(active, weights), weighted_median(values, weights)
+    if share < limits.clipped_share:
         return
-    median = float(np.median(values))
-    stored = run.fingerprint()
-    scale_free = stored is not None and bool(stored.optimizers) and SCALE_FREE.issuperset(stored.optimizers)
+    scale_free = scale_free_kinds(run)
     hard = median < limits.clipped_hard and not scale_free
     middle = int(np.argmin(np.abs(values - median)))
     evidence = [phrases.scalar("clip/factor", int(steps[middle]), values[middle])]
@@ -79,18 +66,21 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
         if len(place):
             evidence.append(phrases.scalar(name, int(steps[middle]), other.values[place[0]], unit))
     limit = str(evidence[-1].value) if evidence[-1].path.endswith("limit") else "the clip norm"
+    if scale_free:
+        divide = "divides" if len(scale_free) == 1 else "divide"
+        effect = (
+            f"{listed(scale_free)} {divide} by the size of the gradients, so that a constant factor changes "
+            "no step: clipping only evens out how large the gradients of different steps are."
+        )
+    else:
+        effect = "The clip norm sets the length of the gradient, and so acts as part of the learning rate."
     yield Finding(
         severity=Severity.WARNING if hard else Severity.INFO,
-        title=f"Clipping is active in {100 * float(active.mean()):.0f} % of the steps",
+        title=f"Clipping is active at {percent(share)} of the steps",
         detail=(
-            f"{phrases.share(int(active.sum()), len(steps), 'steps')} from step {int(steps[0])} on are "
-            f"clipped, with a median factor of {phrases.number(median)}. "
-            + (
-                f"Clipping shrinks gradients more than {phrases.number(1 / limits.clipped_hard)}-fold: the "
-                "clip norm alone sets their length."
-                if hard
-                else "The clip norm acts as part of the learning rate."
-            )
+            f"Clipping is active at {percent(share)} of the steps from {int(steps[0])} on "
+            f"({count(len(steps), 'recorded step')}), with a median factor of {phrases.number(median)}. "
+            f"{effect}"
         ),
         subject=Subject(step=int(steps[0])),
         evidence=tuple(evidence),

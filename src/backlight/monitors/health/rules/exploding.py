@@ -10,6 +10,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
+from backlight.findings.step_weights import step_weights, weighted_median, weighted_share
 from backlight.findings.step_work import work_of
 from backlight.monitors.health.model.history import (
     StretchLimits,
@@ -21,7 +22,6 @@ from backlight.monitors.health.model.history import (
 from backlight.monitors.health.model.score import (
     ExplodingMaskLimits,
     clip_norms,
-    is_rounding,
     outrun,
     total_norms,
 )
@@ -41,11 +41,25 @@ class ExplodingLimits(ExplodingMaskLimits, StretchLimits):
         "recorded steps at which a parameter must explode; fewer are a spike, which has its own rule",
         low=1,
     )
+    exploding_norm: float = limit(
+        1e8,
+        "a total norm above it at most steps is no usual one, whatever came before: losses that are means "
+        "have norms of about 1, sums over a million terms 1e6",
+    )
 
 
-@rule("exploding", monitor="health", limits=ExplodingLimits, needs=("gradient",))
+@rule(
+    "exploding", monitor="health", limits=ExplodingLimits, needs=("gradient",), is_statistic=True,
+    explained_by=(
+        "gradients_not_cleared", "large_update", "mixed_precision", "module_modes", "weights_changed",
+    ),
+)  # fmt: skip
 def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
-    """Find parameters, else the total norm, that explode for several steps or right up to Inf or NaN."""
+    """Find parameters, else the total norm, that explode for several steps or right up to Inf or NaN.
+
+    Vectors alone are a hint: the gradient of a bias before a batch norm is a sum that cancels, and no longer
+    does where the batch norm is in evaluation mode.
+    """
     frame = run.frame("gradient", "rms")
     columns, medians_SC = outrun(present(frame.values, frame.measured), limits)
     work_S = work_of(run, frame.steps)
@@ -59,8 +73,6 @@ def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
     )
     rms_SC = np.where(part.measured, part.values, np.nan)
     hits_SC = exploding_mask(rms_SC, part.measured, medians_SC, limits) & np.isfinite(rms_SC)
-    rows = np.flatnonzero(hits_SC.any(axis=1))
-    hits_SC[rows] &= ~is_rounding(frame.values[rows], frame.measured[rows])[:, columns]
     begins = {}
     for column in np.flatnonzero(hits_SC.any(axis=0)):
         per_work_S = rms_SC[:, column] / work_S
@@ -70,7 +82,8 @@ def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
     if begins:
         yield _of_parameters(run, part, medians_SC, hits_SC, begins, limits)
         return
-    yield from _of_total(run, frame, limits)
+    for find in (_of_total, _huge):
+        yield from find(run, frame, limits)
 
 
 def _lasting(
@@ -107,6 +120,11 @@ def _of_parameters(
     step, begin = int(frame.steps[row]), int(frame.steps[begins[worst]])
     finite = np.flatnonzero(np.isfinite(frame.values[:, worst]) & frame.measured[:, worst])
     to_the_end = bool(hits_SP[finite[-1], worst])
+    shapes = {p.name: p.shape for p in run.parameters()}
+    if not any(len(shapes[frame.names[c]]) >= 2 for c in begins):
+        severity = Severity.INFO
+    else:
+        severity = Severity.ERROR if to_the_end else Severity.WARNING
     evidence = [
         phrases.series("gradient/rms", frame.names[c], int(frame.steps[peaks[c]]), frame.values[peaks[c], c])
         for c in order
@@ -117,7 +135,7 @@ def _of_parameters(
         )
     )
     return Finding(
-        severity=Severity.ERROR if to_the_end else Severity.WARNING,
+        severity=severity,
         title=(
             f"{phrases.gradient_of([frame.names[c] for c in order], len(begins))} "
             f"explode{'s' if len(begins) == 1 else ''} from step {begin}"
@@ -181,3 +199,33 @@ def _of_total(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Findi
             refuted_if="the clip norm or the scale of the loss was changed on purpose at that step.",
         )
         return
+
+
+def _huge(run: Run, frame: Frame, limits: ExplodingLimits) -> Iterator[Finding]:
+    """Find a total norm that is huge at most steps: there is no past that it could have left."""
+    norms_S = total_norms(run, frame.steps)
+    finite_S = np.isfinite(norms_S)
+    steps, norms = frame.steps[finite_S], norms_S[finite_S]
+    weights = step_weights(steps)
+    above = norms > limits.exploding_norm
+    if above.sum() < limits.exploding_steps or weighted_share(above, weights) <= 0.5:
+        return
+    median = weighted_median(norms, weights)
+    row = int(np.argmin(np.abs(norms - median)))
+    step = int(steps[row])
+    yield Finding(
+        severity=Severity.WARNING,
+        title=f"The total gradient norm is {phrases.number(median)}",
+        detail=(
+            f"That is its median over the run; it exceeds {phrases.number(limits.exploding_norm)} at "
+            f"{phrases.share(int(above.sum()), len(steps), 'recorded steps')}. Squares of such gradients, as "
+            "Adam keeps them, lose small values to rounding, and a step of SGD is as long as the norm."
+        ),
+        subject=Subject(step=int(steps[np.argmax(above)])),
+        evidence=(phrases.total_norm(run, step, norms[row]),),
+        fix=(
+            "Look for the factor: inputs or targets that are not normalised, a loss that is summed over the "
+            "batch, a division by a number near 0."
+        ),
+        refuted_if="the loss is a sum over very many terms on purpose, and is trained with Adam or clipping.",
+    )

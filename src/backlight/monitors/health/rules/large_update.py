@@ -9,7 +9,9 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.health.model.history import finite_median
+from backlight.findings.step_weights import after_share, step_weights, weighted_median
+from backlight.monitors.health.model.history import Bools, Integers, finite_median
+from backlight.monitors.health.model.score import rounding_floor
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
@@ -19,6 +21,9 @@ ZERO_RMS = 1e-5
 
 SMALL_START = 0.1
 """A weight that starts below this share of torch's default, 1 / sqrt(3 fan_in), is small on purpose."""
+
+RISEN = 1.5
+"""Times its value before the weights blew up that a loss must reach to have risen."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,15 @@ class UpdateLimits(Limits, monitor="health"):
     update_share: float = limit(
         0.9, "share of those steps at which the ratio must exceed the limit", high=1.0
     )
+    update_growth: float = limit(
+        5.0,
+        "median over the weight matrices of how many times their norm grows within update_growth_steps: a "
+        "rate far too high, whether it is reached at once or by a warm-up",
+        low=1.0,
+    )
+    update_growth_steps: int = limit(
+        20, "steps of the training within which that growth must occur; trained weights take hundreds", low=1
+    )
     update_settle: int = limit(
         30, "first steps of the training left out: optimizers start with their largest steps", low=0
     )
@@ -51,45 +65,57 @@ class UpdateLimits(Limits, monitor="health"):
     )
 
 
-@rule("large_update", monitor="health", limits=UpdateLimits, needs=("update",))
+@rule(
+    "large_update", monitor="health", limits=UpdateLimits, needs=("update",), is_statistic=True,
+    explained_by=("gradients_not_cleared", "mixed_precision", "weights_changed"),
+)  # fmt: skip
 def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
-    """Find matrices whose ratio of step to weight stays large, else a step as long as the weights.
+    """Find steps that overwrite the weights or blow them up, else matrices whose updates stay large.
 
-    The second is how a rate far too high looks under Adam: the first steps blow the weights up, after
-    which the ratio is ordinary again. Vectors are left out: a bias starts at zero, and a ratio to nearly
-    nothing says nothing.
+    The first two are how a rate far too high looks under Adam: after its first steps the ratio of step to
+    weight is ordinary again. Vectors are left out: a bias starts at zero, and a ratio to nearly nothing says
+    nothing.
     """
-    frame = run.frame("update", "ratio")
-    matrices = _matrices(run, frame)
+    frame, weight = run.frame("update", "ratio"), run.frame("update", "weight_norm")
+    matrices = _matrices(run, frame, weight)
     usable_SP = frame.measured & np.isfinite(frame.values)
+    columns = np.array([c for c, (record, start) in matrices.items() if start >= _small(record)], dtype=int)
+    if len(columns) > 1:  # the median of one is no median
+        for find in (_once, _grown):
+            if (finding := find(run, frame, weight, columns, usable_SP, limits)) is not None:
+                yield finding
+                return
     since_S = frame.steps - frame.steps[0] if len(frame.steps) else frame.steps
     found: dict[int, float] = {}
     evaluated = 0
-    for column, (_, start) in matrices.items():
+    for column, (record, start) in matrices.items():
         settle = limits.update_settle_zero if start < ZERO_RMS else limits.update_settle
-        rows = np.flatnonzero(usable_SP[:, column] & (since_S >= settle))
+        rows = np.flatnonzero(usable_SP[:, column] & (since_S >= settle))[-limits.update_steps :]
         if len(rows) < limits.update_steps:
             continue
         evaluated += 1
-        ratios = frame.values[rows[-limits.update_steps :], column]
-        if np.mean(ratios > limits.update_ratio) >= limits.update_share:
+        ratios = frame.values[rows, column]
+        is_large = np.mean(ratios > limits.update_ratio) >= limits.update_share
+        if is_large and not _is_rounding(weight, matrices, record, column, rows):
             found[column] = float(np.median(ratios))
     if found:
         yield _lasting(
             run, frame, {c: record for c, (record, _) in matrices.items()}, found, evaluated, limits
         )
-        return
-    columns = [column for column, (record, start) in matrices.items() if start >= _small(record)]
-    if len(columns) < 2:  # the median of one is no median
-        return
-    # A median above the limit takes values above it.
-    some = np.flatnonzero((usable_SP & (frame.values > limits.update_ratio_once)).any(axis=1))
-    part = np.ix_(some, np.array(columns))
-    medians_S = np.full(len(frame.steps), np.nan)
-    medians_S[some] = finite_median(np.where(usable_SP[part], frame.values[part], np.nan), minimum=2)
-    rows = np.flatnonzero(medians_S > limits.update_ratio_once)
-    if len(rows):
-        yield _once(run, frame, columns, medians_S, int(rows[0]), len(rows))
+
+
+def _is_rounding(
+    weight: Frame,
+    matrices: dict[int, tuple[ParameterRecord, float]],
+    record: ParameterRecord,
+    column: int,
+    rows: Integers,
+) -> bool:
+    """Return whether a weight has shrunk to nothing next to the others: a ratio to it is no measurement."""
+    columns = np.array(list(matrices))
+    sizes = np.sqrt([max(other.numel, 1) for other, _ in matrices.values()])
+    floors = rounding_floor(weight.values[np.ix_(rows, columns)] / sizes)
+    return bool(np.median(weight.values[rows, column] / record.numel**0.5 - floors) < 0)
 
 
 def _small(record: ParameterRecord) -> float:
@@ -97,9 +123,8 @@ def _small(record: ParameterRecord) -> float:
     return float(SMALL_START / np.sqrt(3 * record.numel / record.shape[0]))
 
 
-def _matrices(run: Run, frame: Frame) -> dict[int, tuple[ParameterRecord, float]]:
+def _matrices(run: Run, frame: Frame, weight: Frame) -> dict[int, tuple[ParameterRecord, float]]:
     """Return the measured weight matrices by column, and the rms that each started with."""
-    weight = run.frame("update", "weight_norm")
     matrices = {}
     for record in run.parameters():
         column = frame.names.index(record.name)
@@ -162,36 +187,108 @@ def _lasting(
     )
 
 
-def _once(run: Run, frame: Frame, columns: list[int], medians_S: np.ndarray, row: int, count: int) -> Finding:
+def _once(
+    run: Run, frame: Frame, _weight: Frame, columns: Integers, usable_SP: Bools, limits: UpdateLimits
+) -> Finding | None:
+    """Return the finding where a single step is as long as the weights."""
+    # A median above the limit takes values above it.
+    rows = np.flatnonzero((usable_SP & (frame.values > limits.update_ratio_once)).any(axis=1))
+    part = np.ix_(rows, columns)
+    medians = finite_median(np.where(usable_SP[part], frame.values[part], np.nan), minimum=2)
+    rows, medians = rows[medians > limits.update_ratio_once], medians[medians > limits.update_ratio_once]
+    if not len(rows):
+        return None
+    row, size = int(rows[0]), float(medians[0])
     step = int(frame.steps[row])
-    present = [c for c in columns if np.isfinite(frame.values[row, c]) and frame.measured[row, c]]
+    present = [int(c) for c in columns if usable_SP[row, c]]
     order = phrases.loudest(present, lambda c: float(frame.values[row, c]))
     record = next(p for p in run.parameters() if p.name == frame.names[order[0]])
     stated, evidence = _rate(run, record, step)
-    often = f" This happened at {count} recorded steps." if count > 1 else ""
+    often = f" This happened at {len(rows)} recorded steps." if len(rows) > 1 else ""
+    shown = [phrases.series("update/ratio", frame.names[c], step, frame.values[row, c], "1") for c in order]
+    return _too_high(
+        run, record, (step, step), f"step {step} overwrote the weights",
+        f"The update-to-weight ratio of step {step} is {phrases.number(size)} in the median over "
+        f"{len(present)} weight matrices{stated}, and {phrases.number(frame.values[row, order[0]])} in "
+        f"`{record.name}`. The initialisation is lost.{often}",
+        [*shown, *evidence],
+    )  # fmt: skip
+
+
+def _grown(
+    run: Run, frame: Frame, weight: Frame, columns: Integers, usable_SP: Bools, limits: UpdateLimits
+) -> Finding | None:
+    """Return the finding where the weights grow several times larger within a few steps of the optimizer."""
+    large_S = (usable_SP[:, columns] & (frame.values[:, columns] > limits.update_ratio)).sum(axis=1)
+    if not (large_S > len(columns) / 2).any():
+        return None
+    rows = np.flatnonzero(weight.measured[:, columns].all(axis=1))
+    steps, norms = weight.steps[rows], weight.values[np.ix_(rows, columns)]
+    bases = np.searchsorted(steps, steps - limits.update_growth_steps)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        growth = finite_median(norms / norms[bases], minimum=2)
+    fast = np.flatnonzero(growth > limits.update_growth)
+    if not len(fast):
+        return None
+    base = int(bases[fast[0]])
+    last = int(fast[bases[fast] == base][-1])
+    first_step, step = int(steps[base]), int(steps[last])
+    order = phrases.loudest(range(len(columns)), lambda c: float(norms[last, c] / norms[base, c]))
+    names = [weight.names[int(columns[c])] for c in order]
+    record = next(p for p in run.parameters() if p.name == names[0])
+    _, evidence = _rate(run, record, step)
+    for at, row in ((first_step, base), (step, last)):
+        evidence.append(phrases.series("update/weight_norm", names[0], at, norms[row, order[0]], "weight"))
+    return _too_high(
+        run, record, (first_step, step),
+        f"weights grew {phrases.number(growth[last])}-fold in {step - first_step} steps",
+        f"Between steps {first_step} and {step} the norms of {len(columns)} weight matrices grew "
+        f"{phrases.number(growth[last])} times in the median; that of `{names[0]}` grew from "
+        f"{phrases.number(norms[base, order[0]])} to {phrases.number(norms[last, order[0]])}.",
+        evidence,
+    )  # fmt: skip
+
+
+def _too_high(
+    run: Run,
+    record: ParameterRecord,
+    between: tuple[int, int],
+    effect: str,
+    detail: str,
+    evidence: list[Evidence],
+) -> Finding:
+    """Return a finding on a rate that is too high, by its ``effect``; an error where the loss stays above."""
+    rate = run.scalar(f"lr/{record.group}")
+    rates = rate.values[(rate.steps >= between[0]) & (rate.steps <= between[1])]
+    cause = f"The learning rate of {phrases.number(max(rates))} is too high: " if len(rates) else ""
+    risen, top, is_broken = _loss_rise(run, between[0])
+    title = f"{cause}{effect}"
     return Finding(
-        severity=Severity.WARNING,
-        title=(
-            f"Step {step} overwrote the weights (update-to-weight ratio "
-            f"{phrases.number(float(medians_S[row]))})"
-        ),
-        detail=(
-            f"The median over {len(present)} weight matrices is "
-            f"{phrases.number(float(medians_S[row]))}{stated}, the largest "
-            f"{phrases.number(float(frame.values[row, order[0]]))} in `{record.name}`. The initialisation is "
-            f"lost.{often}"
-        ),
-        subject=Subject(parameter=record.name, module=record.module or None, step=step),
-        evidence=(
-            *(
-                phrases.series("update/ratio", frame.names[c], step, float(frame.values[row, c]), "1")
-                for c in order
-            ),
-            *evidence,
-        ),
-        fix=(
-            "Restart with a tenth of the learning rate, or with a warm-up; the first step of Adam moves "
-            "every weight by about the rate."
-        ),
+        severity=Severity.ERROR if is_broken else Severity.WARNING,
+        title=title[0].upper() + title[1:],
+        detail=detail + risen,
+        subject=Subject(parameter=record.name, module=record.module or None, step=between[0]),
+        evidence=(*evidence, *top),
+        fix="Restart with a tenth of the learning rate; if that loss falls at once, raise it with a warm-up.",
         refuted_if="the weights were tiny on purpose, so that overwriting them loses little.",
     )
+
+
+def _loss_rise(run: Run, step: int) -> tuple[str, list[Evidence], bool]:
+    """Return how far the loss rose after ``step`` in words, its peak, and whether it ended above its start.
+
+    A loss of both signs, as that of an actor, has no size to compare.
+    """
+    loss = run.scalar("loss")
+    after = np.isfinite(loss.values) & (loss.steps >= step)
+    steps, values = loss.steps[after], loss.values[after]
+    if not len(values) or values.min() < 0 or values.max() <= RISEN * values[0]:
+        return "", [], False
+    top, settled = int(np.argmax(values)), after_share(steps, 0.9)
+    last = weighted_median(values[settled:], step_weights(steps[settled:]))
+    words = (
+        f" The loss rose from {phrases.number(values[0])} to {phrases.number(values[top])} (step "
+        f"{int(steps[top])}) and ended at {phrases.number(last)}."
+    )
+    evidence = [phrases.scalar("loss", int(steps[top]), values[top], loss.unit)]
+    return words, evidence, last > float(values[0])

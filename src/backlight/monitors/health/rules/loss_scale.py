@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
+from backlight.findings.step_weights import step_weights, weighted_share
 from backlight.monitors.health.model.history import at_steps, finite_median
 from backlight.monitors.health.model.score import skipped_steps
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
+from backlight.text import percent
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class LossScaleLimits(Limits, monitor="health"):
     underflow_window: int = limit(20, "last recorded steps that the medians are taken over", low=1)
 
 
-@rule("loss_scale", monitor="health", limits=LossScaleLimits)
+@rule("loss_scale", monitor="health", limits=LossScaleLimits, is_statistic=True)
 def loss_scale(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
     """Find a scaler that skips steps after its search for a scale, and gradients that fp16 cannot hold."""
     yield from _skips(run, limits)
@@ -65,6 +67,7 @@ def _skips(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
     streak = len(steps) if len(misses) == 0 else len(steps) - 1 - int(misses[-1])
     start = calibrated(skipped, limits)
     later = skipped[start:]
+    share = weighted_share(later, step_weights(steps)[start:])
     scale = run.scalar("scaler/scale")
     if streak >= limits.skips_stuck:
         begin = int(steps[len(steps) - streak])
@@ -83,11 +86,11 @@ def _skips(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
             ),
             refuted_if="a later step is taken.",
         )
-    elif len(later) >= limits.skips_steps and later.mean() > limits.skips_share:
+    elif len(later) >= limits.skips_steps and share > limits.skips_share:
         places = start + np.flatnonzero(later)
         yield Finding(
             severity=Severity.WARNING,
-            title=f"The gradient scaler skips {100 * float(later.mean()):.0f} % of the steps",
+            title=f"The gradient scaler skips {percent(share)} of the steps",
             detail=(
                 f"{phrases.share(int(later.sum()), len(later), 'recorded steps')} were skipped after the "
                 f"scale was calibrated (from step {int(steps[start])} on); one in 2000 is "
@@ -195,7 +198,7 @@ def _underflow(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
             f"underflow{'s' if len(found) == 1 else ''} in fp16"
         ),
         detail=(
-            f"{100 * share:.0f} % of the values of `{name}` are exactly zero, and the rms of the "
+            f"{percent(share)} of the values of `{name}` are exactly zero, and the rms of the "
             f"others{under} is {phrases.number(magnitude)}: fp16 rounds values below 3e-8 to zero. "
             f"Affected: {phrases.share(len(found), evaluated, 'half-precision matrices')}."
         ),

@@ -19,7 +19,7 @@ from backlight.records import Evidence, Finding, ParameterRecord, RunStatus, Sev
 from backlight.registry import rule
 from backlight.store.format.schema import REQUIRES_GRAD
 from backlight.store.read.run import Run
-from backlight.text import count
+from backlight.text import count, percent
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class NoGradientLimits(MembershipLimits):
     )
 
 
-@rule("no_gradient", monitor="health", version=2, limits=NoGradientLimits)
+@rule(
+    "no_gradient", monitor="health", version=3, limits=NoGradientLimits, explained_by=("large_update",)
+)
 def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     """Find parameters without any measured gradient, one finding per reason, and dead ones."""
     if run.has("gradient") and run.frame("gradient", "norm").measured.any():
@@ -160,7 +162,7 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
                 f"No gradient in {count(len(steps), 'recorded step')} ({first} to {last}): "
                 f"{f'trainable since step {begin}, ' if begin else ''}{reason.words}. Affected: "
                 f"{phrases.share(len(group), len(records), 'parameters')}, "
-                f"{100 * mine / max(weights, 1):.2g} % of the weights."
+                f"{percent(mine / max(weights, 1))} of the weights."
             ),
             subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
             evidence=(

@@ -1,4 +1,4 @@
-"""Rule ``no_update``: a gradient is there, and the weight does not move."""
+"""Rule ``no_update``: a gradient is there, and the weight does not move, or hardly."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
+from backlight.findings.optimizer_names import optimizer_name
+from backlight.findings.step_weights import after_share, step_weights, weighted_median
 from backlight.monitors.health.model.history import Bools, Integers, at_steps, ending_streaks, finite_median
 from backlight.monitors.health.model.parameters import (
     MembershipLimits,
@@ -28,6 +30,9 @@ SPARSE = 0.9
 
 _HALF = frozenset({"float16", "bfloat16"})
 
+MOSTLY = 0.9
+"""Share of the compared steps from which on ``weights_unchanged`` reports that they are rounded away."""
+
 FP32_SPACING = 2.0**-23
 """Largest distance between neighbouring fp32 numbers, as a share of their size."""
 
@@ -41,11 +46,29 @@ class NoUpdateLimits(RmsLimits, MembershipLimits):
         "recorded steps up to the end without any change of the weight; a warm-up may begin at rate 0",
         low=1,
     )
+    slow_update: float = limit(
+        1e-6,
+        "median update-to-weight ratio of the matrices that no step of the run reaches where the rate is too "
+        "low; 1e-3 is usual, and fine-tuning at a rate of 1e-6 has 2e-5",
+    )
+    slow_moved: float = limit(
+        1e-3, "sum of those ratios over all steps: the largest part by which the weights can have changed"
+    )
+    slow_steps: int = limit(10, "recorded updates that this needs", low=1)
+    slow_loss: float = limit(
+        0.1, "share by which the loss of the run must not have fallen: then such updates are enough", high=1.0
+    )
 
 
-@rule("no_update", monitor="health", limits=NoUpdateLimits, needs=("gradient",))
+@rule(
+    "no_update", monitor="health", version=2, limits=NoUpdateLimits, needs=("gradient",),
+    explained_by=("large_update", "schedule"),
+)  # fmt: skip
 def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
-    """Find weights that did not change up to the end, one finding per cause: no optimizer, rate 0, other."""
+    """Find weights that did not change up to the end, one finding per cause: no optimizer, rate 0, other.
+
+    Where none of it holds, find a learning rate that is too low to change any weight.
+    """
     records = {p.name: p for p in run.parameters()}
     stale = stale_parameters(run)
     # An optimizer with parameters of no module confirms the cause, so that fewer steps suffice.
@@ -56,6 +79,8 @@ def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
     is_known = any(_contradictions(run, "trained_tensors", kind) for kind in ("replaced", "left_out"))
     if without and not is_known:
         yield _outside(run, without, stale, sum(p.in_model for p in records.values()))
+    elif not still and not _are_rounded(run) and (slow := _too_slow(run, limits)) is not None:
+        yield slow
     zero_rate = [p for p in still if _last_rate(run, p) == 0.0]
     for group, at_zero in ((zero_rate, True), ([p for p in still if p not in zero_rate], False)):
         # That rule leaves out groups at rate 0, and knows why the others do not move.
@@ -102,6 +127,75 @@ def _still(run: Run, records: dict[str, ParameterRecord], limits: NoUpdateLimits
 
     streaks_P, ever_P = ending_streaks(marks, len(rows_u), len(update.names), limits.no_update_window)
     return {name: int(streaks_P[i]) for i, name in enumerate(update.names) if ever_P[i] and name in records}
+
+
+def _are_rounded(run: Run) -> bool:
+    """Return whether nearly all steps that were compared are rounded away, which has a rule of its own."""
+    found = [e.payload for e in run.events("contradiction") if e.payload.get("rule") == "weights_unchanged"]
+    return len(found) >= MOSTLY * max((int(one.get("comparisons") or 0) for one in found), default=1)
+
+
+def _too_slow(run: Run, limits: NoUpdateLimits) -> Finding | None:
+    """Return the finding where no step of the run changes the weights by more than a millionth.
+
+    The largest ratio counts, so that a warm-up from 0 or a decay to 0 is none.
+    """
+    if not run.has("update"):
+        return None
+    frame = run.frame("update", "ratio")
+    matrices = [p for p in run.parameters() if len(p.shape) >= 2 and p.group]
+    columns = np.array([frame.names.index(p.name) for p in matrices], dtype=np.int64)
+    usable = frame.measured[:, columns] & np.isfinite(frame.values[:, columns])
+    rows = np.flatnonzero(usable.any(axis=1))
+    if len(rows) < limits.slow_steps:
+        return None
+    ratios = finite_median(np.where(usable[rows], frame.values[np.ix_(rows, columns)], np.nan))
+    moved = float((ratios * step_weights(frame.steps[rows])).sum())
+    if not 0 < ratios.max() < limits.slow_update or moved >= limits.slow_moved or _has_fallen(run, limits):
+        return None
+    row = int(rows[np.argmax(ratios)])
+    largest = max(matrices, key=lambda p: p.numel)
+    rate = run.scalar(f"lr/{largest.group}")
+    peak = int(np.argmax(rate.values)) if len(rate.values) else None
+    ratio, step = phrases.number(ratios.max()), int(frame.steps[row])
+    value = float(frame.values[row, frame.names.index(largest.name)])
+    return Finding(
+        severity=Severity.WARNING,
+        title=(
+            f"A step changes the weights by {ratio} of their size at most"
+            if peak is None
+            else f"The learning rate of {phrases.number(rate.values[peak])} is too low to change the weights"
+        ),
+        detail=(
+            f"The largest update-to-weight ratio of {len(rows)} recorded updates is {ratio} (step {step}, "
+            f"median over {count(len(matrices), 'weight matrix', 'weight matrices')}); about 0.001 is usual. "
+            f"All steps together can have changed the weights by {phrases.number(moved)} of their size."
+        ),
+        subject=Subject(parameter=largest.name, step=int(frame.steps[rows[0]])),
+        evidence=(
+            phrases.series("update/ratio", largest.name, step, value, "1"),
+            *(
+                phrases.scalar(f"lr/{largest.group}", int(rate.steps[peak]), float(rate.values[peak]))
+                for peak in [peak]
+                if peak is not None
+            ),
+        ),
+        fix="Raise the learning rate a thousandfold, or look for a schedule or a unit that made it so small.",
+        refuted_if="the loss falls as fast as at a rate a hundred times higher.",
+    )
+
+
+def _has_fallen(run: Run, limits: NoUpdateLimits) -> bool:
+    """Return whether the loss at the end of the run is clearly below that at its start."""
+    loss = run.scalar("loss")
+    known = np.isfinite(loss.values)
+    steps, values = loss.steps[known], loss.values[known]
+    if len(values) < 2 or values.min() < 0:
+        return False
+    early, late = after_share(steps, 0.1), after_share(steps, 0.9)
+    first = weighted_median(values[: max(early, 1)], step_weights(steps[: max(early, 1)]))
+    last = weighted_median(values[late:], step_weights(steps[late:]))
+    return last < (1 - limits.slow_loss) * first
 
 
 def _rates(run: Run, group: str, steps: Integers) -> NDArray[np.float64]:
@@ -202,7 +296,8 @@ def _standing(
     at_last = np.flatnonzero(rate.steps == last)
     stated = f"is {phrases.number(rate.values[at_last[0]])}" if len(at_last) else "is not known"
     if at_zero:
-        cause = f"The learning rate of its group ({worst.group}) is 0"
+        optimizer, _, place = worst.group.partition("/")
+        cause = f"The learning rate of its group ({optimizer_name(run, int(optimizer))}, group {place}) is 0"
         check = "Print the learning rate of the schedule: a warm-up or decay may count epochs as steps."
     elif worst.dtype in _HALF:
         cause = (

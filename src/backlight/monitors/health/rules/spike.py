@@ -19,7 +19,7 @@ from backlight.monitors.health.model.history import (
     stretches,
 )
 from backlight.monitors.health.model.leaps import LeapLimits
-from backlight.monitors.health.model.score import is_rounding, total_norms
+from backlight.monitors.health.model.score import rounding_floor, total_norms
 from backlight.monitors.health.model.spike_samples import Samples, samples_at
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
@@ -55,7 +55,7 @@ class SpikeLimits(LeapLimits):
     )
 
 
-@rule("spike", monitor="health", limits=SpikeLimits, needs=())
+@rule("spike", monitor="health", limits=SpikeLimits, needs=(), is_statistic=True)
 def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
     """Find leaps of total norm and loss; neighbours and both scalars together are one spike."""
     recorded = run.scalar("total_norm").steps
@@ -240,9 +240,10 @@ def _carriers(run: Run, step: int, limits: SpikeLimits) -> tuple[str | None, lis
     row = int(place[0])
     before_PW = np.where(frame.measured, frame.values, np.nan)[max(0, row - limits.spike_window) : row].T
     with np.errstate(divide="ignore", invalid="ignore"):
-        grown_P = frame.values[row] / finite_median(before_PW, limits.spike_minimum)
-    rounding_P = is_rounding(frame.values[row : row + 1], frame.measured[row : row + 1])[0]
-    columns = [int(c) for c in np.flatnonzero(np.isfinite(grown_P) & frame.measured[row] & ~rounding_P)]
+        sizes_2P = np.stack([frame.values[row], finite_median(before_PW, limits.spike_minimum)])
+        grown_P = sizes_2P[0] / sizes_2P[1]
+        is_size_P = (sizes_2P >= rounding_floor(sizes_2P)[:, None]).all(axis=0)
+    columns = [int(c) for c in np.flatnonzero(np.isfinite(grown_P) & frame.measured[row] & is_size_P)]
     if not columns:
         return None, []
     order = phrases.loudest(columns, lambda c: float(grown_P[c]), 3)

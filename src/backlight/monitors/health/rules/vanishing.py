@@ -9,6 +9,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
+from backlight.findings.step_weights import step_weights, weighted_share
 from backlight.monitors.health.model import score
 from backlight.monitors.health.model.history import (
     Bools,
@@ -40,9 +41,21 @@ class VanishingLimits(VanishingMaskLimits):
     vanishing_spread: float = limit(
         0.25, "share of the measured parameters above which the finding is an error", high=1.0
     )
+    vanishing_everywhere: float = limit(
+        1e-10,
+        "an rms that no parameter exceeds, from the first steps on: a hundredth of Adam's default eps, which "
+        "then sets the size of its steps; a model that converged had larger gradients at its start",
+        source="torch.optim.Adam: eps 1e-8; the factor is chosen",
+    )
+    vanishing_updates: float = limit(
+        1e-6, "updates above this share of a weight move it, however small its gradient is"
+    )
 
 
-@rule("vanishing", monitor="health", limits=VanishingLimits, needs=("gradient",))
+@rule(
+    "vanishing", monitor="health", limits=VanishingLimits, needs=("gradient",), is_statistic=True,
+    explained_by=("large_update", "loss_input"),
+)  # fmt: skip
 def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     """Find parameters that vanish at nearly all of the last recorded steps.
 
@@ -52,6 +65,9 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     """
     frame = run.frame("gradient", "rms")
     measured_SP = frame.measured & np.isfinite(frame.values)
+    if (everywhere := _everywhere(run, frame, measured_SP, limits)) is not None:
+        yield everywhere
+        return
     start = ending(measured_SP, limits.vanishing_window)
     hits_TP = _hits(frame, measured_SP, slice(start, None), limits)
     shares_P = ending_share(hits_TP, measured_SP[start:], limits.vanishing_window)
@@ -111,6 +127,43 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
             "times the median, or the weight moves like the others (series `update/ratio`): Adam rescales "
             "small gradients."
         ),
+    )
+
+
+def _everywhere(run: Run, frame: Frame, measured_SP: Bools, limits: VanishingLimits) -> Finding | None:
+    """Return the finding where every gradient of the run is too small, unless the weights move."""
+    with np.errstate(invalid="ignore"):
+        largest_S = np.where(measured_SP, frame.values, 0.0).max(axis=1, initial=0.0)
+    rows = np.flatnonzero(measured_SP.any(axis=1))
+    largest, weights = largest_S[rows], step_weights(frame.steps[rows])
+    small = largest < limits.vanishing_everywhere
+    if len(rows) < limits.vanishing_window or weighted_share(small, weights) < limits.vanishing_share:
+        return None
+    if not small[: limits.vanishing_window // 2].all() or not (largest > 0).any():
+        return None
+    if run.has("update"):
+        ratio = run.frame("update", "ratio")
+        if (finite_median(np.where(ratio.measured, ratio.values, np.nan)) > limits.vanishing_updates).any():
+            return None
+    row = int(rows[np.argmax(largest)])
+    column = int(np.argmax(np.where(measured_SP[row], frame.values[row], 0.0)))
+    name, value, step = frame.names[column], float(frame.values[row, column]), int(frame.steps[row])
+    return Finding(
+        severity=Severity.WARNING,
+        title=f"All gradients are below {phrases.number(limits.vanishing_everywhere)}",
+        detail=(
+            f"The largest rms of a parameter in {len(rows)} recorded steps is {phrases.number(value)} "
+            f"(`{name}`, step {step}): the weights hardly move, and Adam adds an eps of 1e-8 to it."
+        ),
+        subject=Subject(
+            parameter=name, module=phrases.modules_of(run).get(name), step=int(frame.steps[rows[0]])
+        ),
+        evidence=(phrases.series("gradient/rms", name, step, value),),
+        fix=(
+            "Look for the factor: a loss that is divided twice or by a large number, a scale that is not "
+            "undone, outputs that saturate."
+        ),
+        refuted_if="the weights move as in other runs (series `update/ratio`).",
     )
 
 
