@@ -55,7 +55,8 @@ def test_ratio_to_rounding_noise_is_no_explosion(synthetic: Any, evaluated: Any)
     assert not evaluated(run, "exploding")
     assert not health_series(run).exploding.any()
     (finding,) = evaluated(synthetic(**eval_mode(1e-6, 1e-2, (8, 8))), "exploding")
-    assert (finding.severity, finding.subject.step) == (Severity.ERROR, 30)
+    assert (finding.severity, finding.subject.step) == (Severity.WARNING, 30)
+    assert finding.detail.endswith("and stays there up to the last finite step.")
 
 
 def test_exploding_vector_alone_is_a_hint(synthetic: Any, evaluated: Any) -> None:

@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +23,18 @@ def test_severity_depends_on_the_parameters(synthetic: Any, evaluated: Any) -> N
     rms = {"conv.bias": [0.0] * 40, "conv.weight": [1e-3] * 40}
     (vector,) = evaluated(synthetic(rms, records={"conv.bias": bias}), "no_gradient")
     assert (vector.severity, vector.subject.parameter) == (Severity.INFO, "conv.bias")
+
+
+def test_fix_names_the_case(synthetic: Any, evaluated: Any) -> None:
+    names = {"head.bias": (8,), "rnn.weight_hh_l0_reverse": (8, 8), "0.weight": (8, 8)}
+    fixes = {}
+    for name, shape in names.items():
+        records = {name: ParameterRecord(name, shape, "float32", "cpu", int(np.prod(shape)), group="0/0")}
+        run = synthetic({name: [0.0] * 40, "other.weight": [1e-3] * 40}, records=records)
+        fixes[name] = evaluated(run, "no_gradient")[0].fix
+    assert "cancels in a difference of outputs" in fixes["head.bias"]
+    assert "bidirectional RNN at its last step" in fixes["rnn.weight_hh_l0_reverse"]
+    assert "a ReLU that is never positive" in fixes["0.weight"]
 
 
 def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:

@@ -29,7 +29,7 @@ class ScheduleLimits(Limits, monitor="correctness"):
         high=1.0,
     )
     decayed_share: float = limit(
-        0.4, "share of the steps of the optimizer that are taken at such a rate", high=1.0
+        0.33, "share of the steps of the optimizer that are taken at such a rate", high=1.0
     )
     decayed_steps: int = limit(20, "steps at such a rate", low=1)
 

@@ -119,12 +119,12 @@ def _of_parameters(
     row, name = peaks[worst], frame.names[worst]
     step, begin = int(frame.steps[row]), int(frame.steps[begins[worst]])
     finite = np.flatnonzero(np.isfinite(frame.values[:, worst]) & frame.measured[:, worst])
-    to_the_end = bool(hits_SP[finite[-1], worst])
+    still_high = frame.values[finite[-1], worst] > limits.exploding_factor * medians_SP[begins[worst], worst]
     shapes = {p.name: p.shape for p in run.parameters()}
     if not any(len(shapes[frame.names[c]]) >= 2 for c in begins):
         severity = Severity.INFO
     else:
-        severity = Severity.ERROR if to_the_end else Severity.WARNING
+        severity = Severity.ERROR if hits_SP[finite[-1], worst] else Severity.WARNING
     evidence = [
         phrases.series("gradient/rms", frame.names[c], int(frame.steps[peaks[c]]), frame.values[peaks[c], c])
         for c in order
@@ -144,7 +144,7 @@ def _of_parameters(
             f"The rms of `{name}` reaches {phrases.number(frame.values[row, worst])} at step {step}, "
             f"{phrases.number(ratios_SP[row, worst])} times its running median of "
             f"{phrases.number(medians_SP[row, worst])}, "
-            + ("and stays there up to the last finite step." if to_the_end else "and falls back later.")
+            + ("and stays there up to the last finite step." if still_high else "and falls back later.")
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=begin),
         evidence=tuple(evidence),

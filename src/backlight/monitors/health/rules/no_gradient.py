@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -291,13 +292,30 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             )
             for row in order
         ),
-        fix=(
+        fix=_fix_zero(name, [zeros.names[i] for i in found.tolist()], vectors=vectors, everything=everything),
+        refuted_if=f"a recorded step shows a non-zero gradient of `{name}`.",
+    )
+
+
+def _fix_zero(worst: str, names: Sequence[str], *, vectors: bool, everything: bool) -> str:
+    """Return what to do about gradients that are zero, by the parameters that have them."""
+    if everything:
+        return (
             "Check that the loss depends on the output: a margin that is met, a constant target, or a mask "
             "that hides everything."
-            if everything
-            else f"Check the activations that follow `{name}`: a ReLU that is never positive, a "
-            "multiplication by zero (a mask, a gate, an output layer that stays at zero), an expert without "
-            "tokens, or, with DeepSpeed, a `detach()`."
-        ),
-        refuted_if=f"a recorded step shows a non-zero gradient of `{name}`.",
+        )
+    if all(re.search(r"weight_hh_l\d+_reverse$", name) for name in names):
+        return (
+            "Do not read a bidirectional RNN at its last step alone: there the reverse direction has seen "
+            "one input, from a state of zeros. Use `h_n`, or `output[:, 0]` for the reverse half."
+        )
+    if vectors and all(name.rpartition(".")[2] == "bias" for name in names):
+        return (
+            f"Leave `{worst}` out (`bias=False`): what it adds cancels in a difference of outputs, as in the "
+            "loss of a Wasserstein critic or of a ranking, or in a normalisation."
+        )
+    return (
+        f"Check the activations that follow `{worst}`: a ReLU that is never positive, a multiplication by "
+        "zero (a mask, a gate, an output layer that stays at zero), an expert without tokens, or, with "
+        "DeepSpeed, a `detach()`."
     )

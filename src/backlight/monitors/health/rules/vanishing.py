@@ -59,7 +59,7 @@ class VanishingLimits(VanishingMaskLimits):
 def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     """Find parameters that vanish at nearly all of the last recorded steps.
 
-    Vectors alone are worth a remark only: a bias in front of a normalisation, or the key bias of an
+    Vectors alone are worth a hint only: a bias in front of a normalisation, or the key bias of an
     attention, has by construction no effect on the loss. Its gradient is the rounding error of a sum that
     is zero.
     """
