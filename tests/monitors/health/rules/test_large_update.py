@@ -91,6 +91,7 @@ def test_rate_that_a_warm_up_makes_too_high_is_named(synthetic: Any, evaluated: 
     assert "The loss rose from 0.7 to 4 (step 5) and ended at 4." in broken.detail
     for peak in (3e-3, 1e-3, 1e-6):
         assert not evaluated(warmed_up(synthetic, peak), "large_update")
+    assert not evaluated(warmed_up(synthetic, 0.05, (0.7, 0.3)), "large_update")  # the weights had to grow
 
 
 def test_ratio_to_a_weight_that_shrank_to_nothing_is_no_measurement(synthetic: Any, evaluated: Any) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
+from backlight.findings.optimizer_names import SCALE_FREE, optimizer_kinds
 from backlight.findings.step_weights import after_share, step_weights, weighted_median
 from backlight.monitors.health.model.history import Bools, Integers, finite_median
 from backlight.monitors.health.model.score import rounding_floor
@@ -24,6 +25,9 @@ SMALL_START = 0.1
 
 RISEN = 1.5
 """Times its value before the weights blew up that a loss must reach to have risen."""
+
+LEARNED = 0.9
+"""Share of that value below which a loss must end to have fallen."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,10 @@ def _once(
 def _grown(
     run: Run, frame: Frame, weight: Frame, columns: Integers, usable_SP: Bools, limits: UpdateLimits
 ) -> Finding | None:
-    """Return the finding where the weights grow several times larger within a few steps of the optimizer."""
+    """Return the finding where the weights grow several times within a few steps, and nothing is learned.
+
+    The weights of a small network may have to grow: a loss that falls refutes it.
+    """
     large_S = (usable_SP[:, columns] & (frame.values[:, columns] > limits.update_ratio)).sum(axis=1)
     if not (large_S > len(columns) / 2).any():
         return None
@@ -233,6 +240,8 @@ def _grown(
     base = int(bases[fast[0]])
     last = int(fast[bases[fast] == base][-1])
     first_step, step = int(steps[base]), int(steps[last])
+    if (after := _loss_after(run, first_step)) is None or after.is_learned:
+        return None
     order = phrases.loudest(range(len(columns)), lambda c: float(norms[last, c] / norms[base, c]))
     names = [weight.names[int(columns[c])] for c in order]
     record = next(p for p in run.parameters() if p.name == names[0])
@@ -260,35 +269,56 @@ def _too_high(
     """Return a finding on a rate that is too high, by its ``effect``; an error where the loss stays above."""
     rate = run.scalar(f"lr/{record.group}")
     rates = rate.values[(rate.steps >= between[0]) & (rate.steps <= between[1])]
-    cause = f"The learning rate of {phrases.number(max(rates))} is too high: " if len(rates) else ""
-    risen, top, is_broken = _loss_rise(run, between[0])
-    title = f"{cause}{effect}"
+    # Later, a step of SGD may be as long because the gradient is large.
+    is_cause = between[0] <= UpdateLimits.update_growth_steps or not set(optimizer_kinds(run)) - SCALE_FREE
+    named = len(rates) and is_cause
+    cause = f"The learning rate of {phrases.number(max(rates))} is too high: " if named else ""
+    title, after = f"{cause}{effect}", _loss_after(run, between[0])
+    if after is not None and after.has_risen:
+        detail += (
+            f" The loss rose from {phrases.number(after.first)} to {phrases.number(after.peak)} (step "
+            f"{after.peak_step}) and ended at {phrases.number(after.last)}."
+        )
+        evidence.append(phrases.scalar("loss", after.peak_step, after.peak, "loss"))
+    is_broken = after is not None and after.has_risen and after.last > after.first
     return Finding(
         severity=Severity.ERROR if is_broken else Severity.WARNING,
         title=title[0].upper() + title[1:],
-        detail=detail + risen,
+        detail=detail,
         subject=Subject(parameter=record.name, module=record.module or None, step=between[0]),
-        evidence=(*evidence, *top),
+        evidence=tuple(evidence),
         fix="Restart with a tenth of the learning rate; if that loss falls at once, raise it with a warm-up.",
         refuted_if="the weights were tiny on purpose, so that overwriting them loses little.",
     )
 
 
-def _loss_rise(run: Run, step: int) -> tuple[str, list[Evidence], bool]:
-    """Return how far the loss rose after ``step`` in words, its peak, and whether it ended above its start.
+@dataclass(frozen=True)
+class _LossAfter:
+    """The loss from a step on: its first value, its peak with the step, and the median of its last tenth."""
 
-    A loss of both signs, as that of an actor, has no size to compare.
-    """
+    first: float
+    peak: float
+    peak_step: int
+    last: float
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether the peak is far above the first value."""
+        return self.peak > RISEN * self.first
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether it fell, and never rose far: whatever the weights did, they learned."""
+        return not self.has_risen and self.last < LEARNED * self.first
+
+
+def _loss_after(run: Run, step: int) -> _LossAfter | None:
+    """Return the loss from ``step`` on; None without one, or of both signs, which has no size to compare."""
     loss = run.scalar("loss")
     after = np.isfinite(loss.values) & (loss.steps >= step)
     steps, values = loss.steps[after], loss.values[after]
-    if not len(values) or values.min() < 0 or values.max() <= RISEN * values[0]:
-        return "", [], False
-    top, settled = int(np.argmax(values)), after_share(steps, 0.9)
+    if not len(values) or values.min() < 0:
+        return None
+    peak, settled = int(np.argmax(values)), after_share(steps, 0.9)
     last = weighted_median(values[settled:], step_weights(steps[settled:]))
-    words = (
-        f" The loss rose from {phrases.number(values[0])} to {phrases.number(values[top])} (step "
-        f"{int(steps[top])}) and ended at {phrases.number(last)}."
-    )
-    evidence = [phrases.scalar("loss", int(steps[top]), values[top], loss.unit)]
-    return words, evidence, last > float(values[0])
+    return _LossAfter(float(values[0]), float(values[peak]), int(steps[peak]), last)
