@@ -51,9 +51,12 @@ def after_share(steps_S: Integers, share: float) -> int:
     return int(np.searchsorted(steps_S, steps_S[0] + share * (steps_S[-1] - steps_S[0])))
 
 
-def equal_parts(steps_S: Integers, parts: int) -> list[slice]:
-    """Return the rows of ``parts`` stretches of as many steps each, some of which may hold no row."""
+def equal_parts(steps_S: Integers, parts: int, last: int = 0) -> list[slice]:
+    """Return the rows of ``parts`` stretches of as many steps each, up to ``last`` or the last recorded step.
+
+    Some of them may hold no row.
+    """
     if len(steps_S) == 0:
         return [slice(0, 0)] * parts
-    bounds = np.searchsorted(steps_S, np.linspace(steps_S[0], steps_S[-1] + 1, parts + 1))
+    bounds = np.searchsorted(steps_S, np.linspace(steps_S[0], max(last, int(steps_S[-1])) + 1, parts + 1))
     return [slice(int(low), int(high)) for low, high in itertools.pairwise(bounds)]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
+from backlight.findings.step_weights import equal_parts
 from backlight.monitors.correctness.model.contradictions import CLASSES
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
@@ -101,9 +102,7 @@ def _medians(
     """Return the median loss of parts of equally many steps; None where one has too few recorded losses."""
     if not len(steps) or steps[-1] - steps[0] < limits.loss_steps:
         return None
-    end = max(run.last_step(), int(steps[-1])) + 1
-    edges = np.searchsorted(steps, np.linspace(steps[0], end, limits.loss_windows + 1)[1:-1])
-    parts = np.split(values, edges)
+    parts = [values[rows] for rows in equal_parts(steps, limits.loss_windows, run.last_step())]
     if min(map(len, parts)) < limits.loss_values:
         return None
     return np.array([np.median(part) for part in parts])

@@ -72,9 +72,7 @@ class NoGradientLimits(MembershipLimits):
     )
 
 
-@rule(
-    "no_gradient", monitor="health", version=3, limits=NoGradientLimits, explained_by=("large_update",)
-)
+@rule("no_gradient", monitor="health", version=3, limits=NoGradientLimits, explained_by=("large_update",))
 def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     """Find parameters without any measured gradient, one finding per reason, and dead ones."""
     if run.has("gradient") and run.frame("gradient", "norm").measured.any():
