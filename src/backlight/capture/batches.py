@@ -32,6 +32,12 @@ def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
     return ((path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
+def plain_tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch whose values can be read: dense, real and not empty."""
+    found = [x for _, x in tensors(batch) if type(x) is Tensor and x.layout is torch.strided and x.numel()]
+    return [x for x in found if not x.is_complex()]
+
+
 def map_leaves(
     batch: Any, change: Callable[[Any], Any], *, is_leaf: Callable[[Any], bool] = lambda _: False
 ) -> Any:

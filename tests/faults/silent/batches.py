@@ -93,6 +93,66 @@ def one_batch(injected: bool) -> None:
     train(perceptron(), data=lambda count: [batch] * count)
 
 
+def indexed(draw: Callable[[], Tensor], **options: Any) -> None:
+    """Train on rows of tensors that are chosen by hand."""
+    inputs, labels = torch.randn(64, 4), torch.randint(0, 3, (64,))
+
+    def data(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(count):
+            rows = draw()
+            yield inputs[rows], labels[rows]
+
+    train(perceptron(), data=data, **options)
+
+
+@fault(rule="repeated_data", severity="warning", step=7, kind="same", names="8 samples")
+def same_rows_at_every_step(injected: bool) -> None:
+    indexed((lambda: torch.arange(8)) if injected else (lambda: torch.randint(64, (8,))))
+
+
+@fault(rule="repeated_data", severity="info", step=7, kind="perhaps_same", names="8 samples")
+def same_rows_and_a_loss_written_out(injected: bool) -> None:
+    """The targets are not known."""
+    indexed(
+        (lambda: torch.arange(8)) if injected else (lambda: torch.randint(64, (8,))),
+        loss_of=lambda out, y: (out[:, 0] - y).square().mean(),
+    )
+
+
+@control
+def one_batch_that_is_kept() -> None:
+    """As to test whether a model can learn it; each step gets views of it."""
+    x, y = torch.randn(64, 4)[:8], torch.randint(0, 3, (8,))
+    train(perceptron(), data=lambda count: ((x[:, :], y[:]) for _ in range(count)))
+
+
+@control
+def points_of_a_grid() -> None:
+    """All points of an interval, computed at each step."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    train(
+        model,
+        loss_of=F.mse_loss,
+        data=lambda count: ((x, x.sin()) for x in (torch.linspace(0, 3, 50)[:, None] for _ in range(count))),
+    )
+
+
+@control
+def one_observation_at_every_step() -> None:
+    """An agent begins each episode in the same state."""
+    train(
+        perceptron(), data=lambda count: ((torch.eye(4)[:1], torch.randint(0, 3, (1,))) for _ in range(count))
+    )
+
+
+@control
+def same_inputs_with_other_targets() -> None:
+    inputs = torch.randn(8, 4)
+    train(
+        perceptron(), data=lambda count: ((inputs.clone(), torch.randint(0, 3, (8,))) for _ in range(count))
+    )
+
+
 Sample = tuple[Tensor, Tensor]
 
 

@@ -15,6 +15,7 @@ from backlight.monitors.correctness.instrument.mixed_precision import MixedPreci
 from backlight.monitors.correctness.instrument.model_inputs import ModelInputs
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
 from backlight.monitors.correctness.instrument.recomputation import Recomputation
+from backlight.monitors.correctness.instrument.repeated_inputs import RepeatedInputs
 from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
 from backlight.monitors.correctness.instrument.restored_state import RestoredState
 from backlight.monitors.correctness.instrument.schedule_steps import ScheduleSteps
@@ -35,6 +36,7 @@ CHECKS: tuple[type[Check], ...] = (
     ModelInputs,
     ModuleModes,
     Recomputation,
+    RepeatedInputs,
     ReplicaDigests,
     RestoredState,
     ScheduleSteps,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from backlight.capture.batches import tensors
+from backlight.capture.batches import plain_tensors
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
 from backlight.capture.modules import holding
@@ -60,7 +60,7 @@ class ModelInputs(Check):
         """Keep samples of the first batch and of this one, and count them."""
         if self.run.clock.done > FIRST_STEPS:
             return
-        plain = [x for x in _plain(batch) if x.device.type == "cpu"]
+        plain = [x for x in plain_tensors(batch) if x.device.type == "cpu"]
         self._latest = tuple(sample.numpy().tobytes() for sample in _samples(plain))
         self._given += 1
         if self._given == 1:
@@ -79,7 +79,7 @@ class ModelInputs(Check):
         if not is_first or step >= FIRST_STEPS or is_transforming() or is_capturing_graph():
             return
         self._is_next = False
-        given = _plain((*args, *kwargs.values()))[:TENSORS]
+        given = plain_tensors((*args, *kwargs.values()))[:TENSORS]
         if not given or len({x.device for x in given}) > 1:
             return
         with torch.no_grad():
@@ -116,12 +116,6 @@ class ModelInputs(Check):
             self.report("repeated_data", step, kind="stale", data=self._data, batches=batches)
         elif steps == FIRST_STEPS and batches == 1 and self._length > 1:
             self.report("repeated_data", step, kind="held", data=self._data, batches=self._length)
-
-
-def _plain(batch: Any) -> list[Tensor]:
-    """Return the tensors of a batch that can be read."""
-    found = [x for _, x in tensors(batch) if type(x) is Tensor and x.layout is torch.strided and x.numel()]
-    return [x for x in found if not x.is_complex()]
 
 
 def _samples(given: Sequence[Tensor]) -> list[Tensor]:

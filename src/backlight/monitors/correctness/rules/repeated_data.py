@@ -75,6 +75,22 @@ REPETITIONS = {
         "Look at what makes a batch of the samples, a `collate_fn` or a processor, for `{field}`.",
         "`{field}` is the same for all samples.",
     ),
+    "same": Repetition(
+        Severity.WARNING,
+        "Every step trains on the same batch",
+        "At each of the first {steps} steps the model was given the values of step 0, {samples} samples, in "
+        "tensors that were made anew, and the loss the same targets.",
+        "Let the code that makes a batch draw other indices at each step.",
+        "only one batch is to be learned, or it holds all of the data.",
+    ),
+    "perhaps_same": Repetition(
+        Severity.INFO,
+        "Every step gives the model the same values",
+        "At each of the first {steps} steps the model was given the values of step 0, {samples} samples, in "
+        "tensors that were made anew.",
+        "If there are more samples, let the code that makes a batch draw other indices at each step.",
+        "only one batch is to be learned, or it holds all of the data.",
+    ),
     "held": Repetition(
         Severity.INFO,
         "The run trains on one batch",
@@ -110,7 +126,9 @@ def repeated_data(run: Run, limits: RepeatedDataLimits) -> Iterator[Finding]:
             facts = {**first.payload, "step": first.step, "steps": 1 + (first.step or 0)}
             if "others" in facts:
                 facts["others"] = listed([f"`{name}`" for name in facts["others"]])
-            value = next(str(facts[n]) for n in ("sampler", "data", "batches", "field") if n in facts)
+            value = next(
+                str(facts[n]) for n in ("sampler", "data", "batches", "field", "samples") if n in facts
+            )
             yield Finding(
                 severity=words.severity,
                 title=words.title.format_map(facts),

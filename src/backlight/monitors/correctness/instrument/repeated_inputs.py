@@ -1,0 +1,132 @@
+"""Whether the model is given equal values at each of the first steps, in tensors that are made anew."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from backlight.capture.batches import plain_tensors
+from backlight.capture.hooks import is_transforming
+from backlight.capture.hub import HUB
+from backlight.capture.loss_terms import are_plain, terms
+from backlight.devices import is_capturing_graph
+from backlight.monitors.correctness.instrument.check import FIRST_STEPS, Check
+from backlight.monitors.correctness.instrument.tensor_samples import places, sampled
+
+if TYPE_CHECKING:
+    from backlight.monitor import RunContext
+    from backlight.monitors.correctness.instrument.check import Schedule
+
+TENSORS = 8
+"""Tensors of a step that are compared."""
+
+GRID = 1e-4
+"""Deviation from equal distances, as a share of the range, up to which values are a grid."""
+
+
+class RepeatedInputs(Check):
+    """``repeated_data``, ``same``: the inputs of all forwards of a step, and the targets of its losses.
+
+    They are those of the step before at each of the first steps, in other tensors: a script that trains on
+    all of its data, or on one batch to test a model, keeps the tensors. Batches of a loader are compared
+    elsewhere. One sample, and a grid of equal distances, may be all that there is.
+    """
+
+    def __init__(self, run: RunContext, schedule: Schedule) -> None:
+        super().__init__(run, schedule)
+        self._is_over = False
+        self._first: bytes | None = None
+        self._origins: list[weakref.ref[Tensor]] = []  # of the step before
+        self._equal = 1
+        self._restart()
+
+    def _restart(self) -> None:
+        self._inputs: list[Tensor] = []
+        self._targets: list[Tensor] = []
+
+    def forget(self) -> None:
+        """Compare only steps that follow one another."""
+        self._is_over = True
+        self._restart()
+
+    def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
+        """Leave what a loader gives to the checks of loaders."""
+        self.forget()
+
+    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note the tensors that a forward of the step is given."""
+        if self._is_over or not torch.is_grad_enabled() or HUB.backward_depth:
+            return
+        if is_transforming() or is_capturing_graph() or self.run.clock.index >= FIRST_STEPS:
+            self.forget()
+        else:
+            self._inputs += plain_tensors((*args, *kwargs.values()))[: TENSORS - len(self._inputs)]
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        """Note the targets of the losses below."""
+        for root in roots if self._inputs else ():
+            for _, node in terms(root.grad_fn):
+                if hasattr(node, "_saved_target") and are_plain(node, "target"):
+                    self._targets += plain_tensors(node._saved_target)[: TENSORS - len(self._targets)]
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Compare the tensors of the step with those of the first one."""
+        inputs, targets = self._inputs, self._targets
+        self._restart()
+        if self._is_over or not inputs or not self.run.scope.holds(optimizer):
+            return
+        given = [*inputs, *targets]
+        origins = [one._base if one._is_view() and one._base is not None else one for one in inputs]
+        is_kept = len(origins) == len(self._origins) and all(
+            known() is one for known, one in zip(self._origins, origins, strict=True)
+        )
+        self._origins = [weakref.ref(one) for one in origins]
+        if is_kept or len({one.device for one in given}) > 1 or not any(len(x) > 1 for x in inputs if x.ndim):
+            self.forget()
+            return
+        with torch.no_grad():
+            values = torch.cat([sampled(one).float() for one in given])
+        sizes = [one.numel() for one in inputs]
+        facts = {
+            "samples": max(len(x) for x in inputs if x.ndim),
+            "has_targets": bool(targets),
+            "is_copied": inputs[0].device.type != "cpu",
+        }
+        self.when_known(values, functools.partial(self._compare, self.run.clock.index, sizes, facts))
+
+    def _compare(
+        self, step: int, sizes: Sequence[int], facts: Mapping[str, Any], values: NDArray[np.generic]
+    ) -> None:
+        content = repr(sizes).encode() + values.tobytes()
+        if self._first is None:
+            self._first = content
+            self._is_over = self._is_over or all(_are_grids(values.astype(float), sizes))
+        elif content != self._first:
+            self.forget()
+        elif not self._is_over:
+            self._equal += 1
+            if self._equal == FIRST_STEPS:
+                is_sure = facts["has_targets"] and not facts["is_copied"]
+                kind = "same" if is_sure else "perhaps_same"
+                self.report("repeated_data", step, kind=kind, samples=facts["samples"])
+
+
+def _are_grids(values: NDArray[np.float64], sizes: Sequence[int]) -> list[bool]:
+    """Return, per tensor, whether its sampled values are at equal distances, or all the same."""
+    found, begin = [], 0
+    for size in sizes:
+        index = places(size).numpy()
+        own = values[begin : begin + len(index)]
+        begin += len(index)
+        low, high = int(np.argmin(index)), int(np.argmax(index))
+        slope = (own[high] - own[low]) / max(int(index[high] - index[low]), 1)
+        line = own[low] + slope * (index - index[low])
+        found.append(bool(np.all(np.abs(own - line) <= GRID * max(float(np.ptp(own)), 1e-12))))
+    return found
