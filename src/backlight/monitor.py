@@ -286,6 +286,9 @@ class Monitor:
     def on_step_stored(self, step: StoredStep) -> None:
         """A recorded step is on the host and about to be stored."""
 
+    def on_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Loss, learning rates and clip norm of a step that is not recorded, in order with those that are."""
+
     def on_scalars_logged(self, step: int, values: Mapping[str, float]) -> None:
         """The user logged ``values`` at ``step``."""
 

@@ -19,9 +19,9 @@ import backlight
 from backlight.capture.hub import EVALUATION_STEPS, HUB
 from backlight.capture.unrecorded import FORWARDS, STEPS
 
-MAX_CALLS = 7
+MAX_CALLS = 9
 """Python functions of backlight in an unrecorded step: around the forward, the backward and the update, and
-three that take loss and learning rates and end the step."""
+those that take loss and learning rates and end the step."""
 
 MAX_CALLS_RECORDED = 400
 """Python functions of backlight that run on the training thread in a recorded step of four parameters."""

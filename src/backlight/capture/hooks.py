@@ -97,6 +97,7 @@ def install_backward(hub: Hub, patches: Patches) -> None:
                     hub.backward_depth = 0
                     board[PHASE] = _OTHER
                     board[BACKWARDS] += 1
+                    unrecorded.scalars.after_backward()
                 return
             if not hub.active or torch.compiler.is_compiling():
                 original(tensors, *args, **kwargs)

@@ -57,6 +57,16 @@ def shape_of(node: Node | None) -> tuple[int, ...] | None:
     return None if shape is None else tuple(int(size) for size in shape)
 
 
+def is_divided(root: Node | None, *, is_scaled: bool = False) -> bool:
+    """Return whether a loss is the result of a division or a product, as a microbatch's share of a mean is.
+
+    ``is_scaled`` says that a gradient scaler has multiplied it since.
+    """
+    if is_scaled and root is not None and kind_of(root) == "Mul":
+        root = next((below for below in inputs_of(root) if below is not None), None)
+    return kind_of(root) in {"Div", "Mul"}
+
+
 def addends(root: Node | None) -> int | None:
     """Return how many values a loss adds up: elements below a sum, and terms of additions.
 

@@ -17,7 +17,8 @@ class StepSummary:
     those of the whole step; ``separated`` says whether forward and loss are among the phases or in the rest.
     ``clips`` are number within the step, kind and limit of each clipping, ``optimizers`` the numbers of those
     that stepped, ``optimizer_seconds`` those of that phase by number of the (outer) optimizer. ``forwards``
-    are those under grad, ``addends`` the values that the losses add up, each None where unknown.
+    are those under grad, ``addends`` the values that the losses add up, each None where unknown;
+    of the losses after the first, ``undivided`` are not the result of a division.
     """
 
     index: int
@@ -25,6 +26,7 @@ class StepSummary:
     backwards_seen: int = 0
     forwards: int | None = 0
     addends: int | None = 0
+    undivided: int = 0
     clips: list[tuple[int, str, float]] = field(default_factory=list)
     changed_by_hand: int = 0
     scale: torch.Tensor | None = None
@@ -46,6 +48,9 @@ class ScalarSink:
 
     def add_losses(self, roots: Sequence[torch.Tensor]) -> None:
         """Add the numbers among ``roots``, from which a backward is about to start."""
+
+    def after_backward(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        """Note that the backward is over, and has given gradients to ``parameters``, or some of them."""
 
     def drop_losses(self) -> None:
         """Forget the numbers that were added last: their backward failed."""

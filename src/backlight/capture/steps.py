@@ -15,7 +15,7 @@ import torch
 
 from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB, Listener
-from backlight.capture.loss_nodes import addends
+from backlight.capture.loss_nodes import addends, is_divided
 from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseClock
 from backlight.capture.step_sink import StepSink, StepSummary
@@ -64,7 +64,7 @@ class StepTracker(Listener):
         self, scope: Scope, sink: StepSink, *, per_backward: bool = False, max_steps: int | None = None
     ) -> None:
         self._scope = scope
-        self._sink = sink
+        self._sink, self._scalars = sink, sink.scalars
         self._per_backward = per_backward
         self._max_steps = max_steps
         self._index = -1
@@ -173,7 +173,7 @@ class StepTracker(Listener):
         if self._recording:
             self._sink.step_closes(summary)
         else:
-            self._sink.scalars.close(self._index)
+            self._scalars.close(self._index)
         is_plain = self._is_plain and self._summary.backwards > 0 and len(self._stepped) == 1
         self._plain_steps = self._plain_steps + 1 if is_plain else 0
         self._open()
@@ -189,7 +189,7 @@ class StepTracker(Listener):
         if until <= self._index + 1:
             return
         number, steps = self._scope.number(optimizer), range(self._index, until)
-        if HUB.count_steps(optimizer, number, steps, self._sink.scalars, self._resumed):
+        if HUB.count_steps(optimizer, number, steps, self._scalars, self._resumed):
             self._counted = HUB.unrecorded
 
     def _resumed(self, counted: UnrecordedSteps) -> None:
@@ -264,7 +264,12 @@ class StepTracker(Listener):
         self._clock.enter(Phase.BACKWARD)
         scaled, self._unscaled_loss = self._unscaled_loss, None
         is_scaled = scaled is not None and len(roots) == 1 and scaled[0] == id(roots[0])
-        self._sink.scalars.add_losses((scaled[1],) if scaled is not None and is_scaled else roots)
+        # A closure that is evaluated again, or after a backward that was whole, is for other weights.
+        is_again = bool(self._inside and self._summary.backwards) and not HUB.optimizers.goes_on
+        losses = () if is_again else (scaled[1],) if scaled is not None and is_scaled else roots
+        self._scalars.add_losses(losses)
+        if self._recording and losses and self._summary.backwards:
+            self._summary.undivided += not is_divided(roots[0].grad_fn, is_scaled=is_scaled)
         if self._recording and roots and roots[0].numel() == 1:
             more, so_far = addends(roots[0].grad_fn), self._summary.addends
             self._summary.addends = None if more is None or so_far is None else so_far + more
@@ -272,7 +277,7 @@ class StepTracker(Listener):
     def backward_raised(self, error: BaseException) -> None:
         """Forget the loss of a backward that failed."""
         if self._clock.inside(Phase.BACKWARD):  # and not in a computation of gradients on its own
-            self._sink.scalars.drop_losses()
+            self._scalars.drop_losses()
 
     def backward_end(self) -> None:
         """Count the backward; remember versions, by which a change by hand is detected later."""
@@ -280,9 +285,12 @@ class StepTracker(Listener):
         self._summary.backwards += 1
         self.backwards += 1
         if not self._recording:
+            self._scalars.after_backward()
             return
         self._refresh()
         parameters = self._scope.parameters()
+        # With several optimizers a backward may reach only the parameters of another one.
+        self._scalars.after_backward(parameters if self._scope.alone() else ())
         self._versions = {id(p): p.grad._version for p in parameters if p.grad is not None}
         if self._per_backward:
             self._sink.backward_ended(parameters, self._summary.backwards - 1)
@@ -307,7 +315,7 @@ class StepTracker(Listener):
     ) -> None:
         """Collect before clipping; ``tensors`` are parameters or their gradients."""
         self._clock.enter(Phase.CLIP)
-        self._sink.scalars.add_norm(norm)
+        self._scalars.add_norm(norm)
         number, self._clips = self._clips, self._clips + 1
         if not self._recording:
             return
@@ -350,7 +358,7 @@ class StepTracker(Listener):
         if len(self._inside) == 1:
             self._optimizer_began = self._clock.seconds(Phase.OPTIMIZER)
         if is_watched:
-            self._sink.scalars.add_rates(self._scope.number(optimizer), optimizer.param_groups)
+            self._scalars.add_rates(self._scope.number(optimizer), optimizer.param_groups)
         if not (is_watched and self._recording):
             return
         self._refresh()

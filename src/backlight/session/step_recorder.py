@@ -294,6 +294,8 @@ class StepRecorder(StepSink):
                 scalars[name] = count
             else:
                 scalars.pop(name, None)
+        if summary.undivided and (losses := min(summary.undivided + 1, self._scalars.losses)) > 1:
+            scalars["losses"] = losses
         spent = self._spent()
         scalars["cost"] = spent - self._spent_before
         self._spent_before = spent

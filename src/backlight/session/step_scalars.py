@@ -7,6 +7,7 @@ script may change it, and sent to the host when the writer thread asks or the me
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -154,8 +155,9 @@ class StepScalars(ScalarSink):
     """
 
     def __init__(self) -> None:
+        self._probe: weakref.ref[torch.Tensor] | None = None
         self._losses: list[Value] = []
-        self._earlier = 0
+        self._earlier, self._reached = 0, False
         self._norms: list[Value] = []
         self._rates: list[tuple[int, Sequence[Value]]] = []
         self._devices: dict[tuple[torch.device, torch.dtype], DeviceValues] = {}
@@ -163,8 +165,15 @@ class StepScalars(ScalarSink):
         self.queue: deque[StepRow] = deque()
         self.dropped = 0
 
+    @property
+    def losses(self) -> int:
+        """Number of losses of the step in progress."""
+        return len(self._losses)
+
     def add_losses(self, roots: Sequence[torch.Tensor]) -> None:
         """Add the numbers from which a backward starts; other tensors are no losses."""
+        if roots and self._losses and self._reached and not self._has_gradient():
+            self._losses.clear()  # the gradients of those before were discarded
         self._earlier = len(self._losses)
         for root in roots:
             # The common case is here: each further call would cost as much as reading the number.
@@ -175,6 +184,19 @@ class StepScalars(ScalarSink):
                     self._losses.append(None)
             elif root.numel() == 1:  # else it is a part of a model, such as a stage of a pipeline
                 self._losses.append(self._value(root))
+
+    def after_backward(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        """Note whether that backward has left a gradient, which the next one may add to."""
+        self._reached = self._has_gradient()
+        if not self._reached:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    self._probe, self._reached = weakref.ref(parameter), True
+                    break
+
+    def _has_gradient(self) -> bool:
+        parameter = None if self._probe is None else self._probe()
+        return parameter is not None and parameter.grad is not None
 
     def drop_losses(self) -> None:
         """Forget the numbers that were added last: their backward failed."""

@@ -16,6 +16,7 @@ from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot
 from backlight.monitor import StoredStep
 from backlight.session.step_recorder import StepRecord
+from backlight.store.format.schema import is_of_every_step
 
 if TYPE_CHECKING:
     from backlight.records import ParameterRecord
@@ -154,11 +155,12 @@ class WriterThread:
         while queue and queue[0].ready(wait=wait):
             row = queue.popleft()
             scalars = row.scalars()
+            self._writer.scalars(row.step, scalars)
             if row.record is not None:
                 self._store(row.record, scalars)
                 self._recorder.stored += 1
             else:
-                self._writer.scalars(row.step, scalars)
+                self._monitors.call("on_step_scalars", row.step, scalars)
         self._recorder.scalars.ask()
         logged = self._recorder.logged
         while logged:
@@ -218,7 +220,8 @@ class WriterThread:
                 table = self._table(step.parameters)
                 for (series, part), (floats, integers) in step.blobs.items():
                     self._writer.append(series, step.step, table, floats, integers, part=part)
-            self._writer.scalars(step.step, step.scalars)
+            others = {name: value for name, value in step.scalars.items() if not is_of_every_step(name)}
+            self._writer.scalars(step.step, others)
 
 
 def _number(value: Any) -> float:

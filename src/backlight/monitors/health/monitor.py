@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -151,6 +152,7 @@ class AlarmMonitor(Monitor):
         """Look for NaN, infinities and a spike, among the steps of the same optimizers."""
         total = step.scalars.get("total_norm")
         if total is None or ("gradient", 0) not in step.blobs:
+            self.on_step_scalars(step.step, step.scalars)
             return
         _, integers = step.blobs["gradient", 0]
         if integers[integers[:, _MEASURED] > 0][:, [_NAN, _INF]].any():
@@ -158,9 +160,22 @@ class AlarmMonitor(Monitor):
             if not step.scalars.get("scaler/skipped"):
                 self._alarm(step.step, "non_finite")
             return
-        optimizers = frozenset([name for name in step.scalars if name[:3] == "lr/"])
-        if self._leaps[optimizers].found(total, step.scalars.get("loss"), step.scalars):
+        if self._leaps_of(step.scalars).found(total, step.scalars.get("loss"), step.scalars):
             self._alarm(step.step, "spike")
+
+    def on_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Look for a loss that leaps, or is not finite, in a step that is not recorded."""
+        loss = values.get("loss")
+        if loss is None or values.get("scaler/skipped"):
+            return
+        if not math.isfinite(loss):
+            self._alarm(step, "non_finite")
+        elif self._leaps_of(values).leaps(loss):
+            self._alarm(step, "spike")
+
+    def _leaps_of(self, scalars: Mapping[str, float]) -> LiveLeaps:
+        """Return those of the steps of the same optimizers."""
+        return self._leaps[frozenset([name for name in scalars if name[:3] == "lr/"])]
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -138,7 +138,8 @@ class ScalarSchema:
 SCALARS: dict[str, ScalarSchema] = {
     s.name: s
     for s in (
-        ScalarSchema("loss", "loss", "root of the last backward of the step"),
+        ScalarSchema("loss", "loss", "sum of the losses given to the backward passes of the step"),
+        ScalarSchema("losses", "1", "losses that ``loss`` is the sum of, where nothing divided them"),
         ScalarSchema("lr", "1", "learning rate; one scalar lr/<optimizer>/<group> per group"),
         ScalarSchema("total_norm", "gradient", "L2 norm over all parameters, each tensor once"),
         ScalarSchema("reduced/total_norm", "gradient", "total norm joined over ranks by reduce, on rank 0"),
@@ -160,6 +161,15 @@ SCALARS: dict[str, ScalarSchema] = {
     )
 }
 """Scalars of backlight, by name or by the part before the first slash."""
+
+
+EVERY_STEP = frozenset({"loss", "lr", "clip/norm"})
+"""Scalars that are recorded at every step, by name, by the part before the first slash or before the last."""
+
+
+def is_of_every_step(name: str) -> bool:
+    """Return whether a scalar of backlight is recorded at every step, whatever is sampled beyond."""
+    return bool({name, name.split("/", maxsplit=1)[0], name.rpartition("/")[0]} & EVERY_STEP)
 
 
 ARRAY_ENCODINGS: dict[str, int] = {"plain": 1, "bf16": 1}

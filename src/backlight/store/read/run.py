@@ -82,6 +82,15 @@ class Scalar:
 
 
 @dataclass(frozen=True, slots=True)
+class Coverage:
+    """Counts of steps: those taken, those with a loss, and those at which gradients were recorded."""
+
+    taken: int
+    with_loss: int
+    with_gradients: int
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One event; ``step`` is global, None where it belongs to no step."""
 
@@ -211,6 +220,16 @@ class Run:
         """Return whether the series was recorded at all."""
         _schema(series)
         return any(file.last[f"series_{series}"] for file in self._files)
+
+    def coverage(self) -> Coverage:
+        """Return how many steps were taken, and at how many the loss and gradients were recorded."""
+        counts = len(self.scalar("loss").steps), len(self.series_steps("gradient"))
+        return Coverage(self.last_step() + 1, *counts)
+
+    def loss_label(self) -> str:
+        """Return what the scalar ``loss`` is: ``loss``, or ``sum of N losses`` where nothing divides them."""
+        sums = self.scalar("losses").values
+        return f"sum of {int(np.median(sums))} losses" if len(sums) else "loss"
 
     def last_step(self) -> int:
         """Return the last global step that any rank took, recorded or not; -1 where there is none."""

@@ -54,6 +54,7 @@ class LiveLeaps:
     _first: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        self._since, self._bound = 0, 0.0
         self._works, self._norms, self._losses = (
             deque[float](maxlen=self.limits.spike_window) for _ in range(3)
         )
@@ -85,8 +86,21 @@ class LiveLeaps:
             usual = None if value is None else self._usual_of_leap(known, value / more, ratio)
             if usual is not None:
                 leaping[name] = usual
-            known.append(math.nan if value is None else value)
+            if value is not None:
+                known.append(value)
         return leaping
+
+    def leaps(self, loss: float) -> bool:
+        """Add the loss of a step of which nothing else is known, and return whether it leaps."""
+        self._since += 1
+        if self._since > self.limits.spike_window // 4:
+            self._since = 0
+            self._bound = 0.0 if not self._losses else statistics.median(self._losses)
+        # Sorting the history costs more than all else, and most losses are near the median of a while ago.
+        is_high = not loss <= self._bound * (1 + self.limits.spike_loss_ratio) / 2
+        usual = self._usual_of_leap(self._losses, loss, self.limits.spike_loss_ratio) if is_high else None
+        self._losses.append(loss)
+        return usual is not None
 
     def _usual_of_leap(self, known: deque[float], value: float, ratio: float) -> float | None:
         sizes = sorted([one for one in known if -math.inf < one < math.inf])

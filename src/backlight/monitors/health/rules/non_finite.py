@@ -34,16 +34,19 @@ def non_finite(run: Run, limits: Limits) -> Iterator[Finding]:
     bad_loss = [step for step in bad_loss if step not in skipped]
     frame, ill_SP, local = _first_ill(run, skipped)
     rows = np.flatnonzero(ill_SP.any(axis=1))
-    if len(rows):
+    if len(rows) and not (bad_loss and bad_loss[0] < frame.steps[rows[0]]):
         yield _in_gradients(run, frame, ill_SP, rows, loss, local)
     elif bad_loss:
         value = float(loss.values[np.searchsorted(loss.steps, bad_loss[0])])
+        follows = "no recorded gradient holds NaN or Inf."
+        if len(rows):
+            follows = f"recorded gradients hold NaN or Inf from step {int(frame.steps[rows[0]])} on."
         yield Finding(
             severity=Severity.ERROR,
             title=f"The loss is {phrases.number(value)} from step {bad_loss[0]} on",
             detail=(
-                f"It is not finite at {phrases.share(len(bad_loss), len(loss.steps), 'recorded steps')}; no "
-                "recorded gradient holds NaN or Inf."
+                f"It is not finite at {phrases.share(len(bad_loss), len(loss.steps), 'recorded steps')}; "
+                f"{follows}"
             ),
             subject=Subject(step=bad_loss[0]),
             evidence=(phrases.scalar("loss", bad_loss[0], value, "loss"),),

@@ -23,7 +23,7 @@ from backlight.monitors.health.model.score import rounding_floor, total_norms
 from backlight.monitors.health.model.spike_samples import Samples, samples_at
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.read.run import Run
+from backlight.store.read.run import Run, Scalar
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
     """Find leaps of total norm and loss; neighbours and both scalars together are one spike."""
     recorded = run.scalar("total_norm").steps
     norm_steps = recorded if len(recorded) else run.series_steps("gradient")
-    loss = run.scalar("loss")
+    loss = _comparable(run, run.scalar("loss"))
     norms, ratio = total_norms(run, norm_steps), limits.spike_norm_ratio
     both = (
         leaps("total_norm", "gradient", norm_steps, norms, ratio, limits, *_kinds(run, norm_steps)),
@@ -78,6 +78,17 @@ def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
     spikes.sort(key=lambda s: (-s.height, s.step))
     for one in spikes[: limits.spike_findings]:
         yield _finding(run, one, len(spikes), len(axis), limits)
+
+
+def _comparable(run: Run, loss: Scalar) -> Scalar:
+    """Return the losses of the steps whose work is known, where steps differ in their work."""
+    counted = np.zeros(len(loss.steps), dtype=bool)
+    varies = False
+    for name in WORDS:
+        counts = run.scalar(name)
+        counted |= np.isin(loss.steps, counts.steps)
+        varies = varies or len(np.unique(counts.values)) > 1
+    return Scalar(loss.steps[counted], loss.values[counted], loss.unit) if varies else loss
 
 
 def _kinds(run: Run, steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
