@@ -43,6 +43,16 @@ def health(rms: Any, **more: Any) -> Fault:
     return lambda path: write_synthetic(path, rms, **more)
 
 
+KEPT = {
+    "of": "loss",
+    "since": 0,
+    "until": 57,
+    "marked": 58,
+    "bytes_per_step": 262_144.0,
+    "holder": {"name": "losses", "count": 40, "line": "train.py:11", "source": "losses.append(loss)"},
+}
+
+
 def steptime(phases: Any = None, **more: Any) -> Fault:
     return lambda path: write_steptime(path, phases, **more)
 
@@ -243,6 +253,7 @@ FAULTS: dict[str, Fault] = {
         profile=STEP
         | {"memory": {"peak": 8 * GIB, "capacity": 64 * GIB}, "logits": LOGITS, "modules": [BLOCK]},
         runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}},
+        events=[(59, "kept_graphs", KEPT)],
     ),
     "outlier_steps": steptime(PHASES, changes={(step, "data"): 0.4 for step in (30, 40, 50)}),
     "grokking": write_grokking_run,

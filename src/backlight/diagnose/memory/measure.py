@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from backlight import devices
+from backlight.capture.hub import HUB
 from backlight.capture.modules import live_objects
 from backlight.capture.step_sink import StepSummary
 from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
@@ -25,7 +27,11 @@ from backlight.diagnose.memory.storage_log import Account
 from backlight.diagnose.script_observer import StepObserver
 from backlight.launch.observe import end_script, explain
 from backlight.launch.script import NoTrainingError
+from backlight.monitors.steptime.instrument.kept_graphs import KeptGraphTracker
 from backlight.records import Phase
+
+MAX_FURTHER_STEPS = 40
+"""Steps after the recorded ones that show whether graphs of earlier steps are kept."""
 
 
 def measure_memory(
@@ -57,6 +63,7 @@ def measure_memory(
         workspaces=observer.counter.workspaces(),
         allocator=observer.allocator,
         trouble=tuple(observer.trouble),
+        kept_graphs=observer.kept_graphs,
     )
 
 
@@ -64,7 +71,8 @@ class MemoryObserver(StepObserver):
     """Records the memory of ``steps`` of a script after ``warmup`` ones, then ends it with ``stop``.
 
     ``recorder`` and ``logits`` are None if the script ended before; ``recorded`` counts steps that were
-    recorded to their end, ``seen`` all steps.
+    recorded to their end, ``seen`` all steps. Where graphs of earlier steps are alive then, the script
+    goes on until it is certain that they are kept (``kept_graphs``), or that they are not.
     """
 
     def __init__(self, stop: Callable[[], None], warmup: int, steps: int) -> None:
@@ -76,10 +84,17 @@ class MemoryObserver(StepObserver):
         self.recorded = self.seen = 0
         self._warmup, self._steps = warmup, steps
         self._is_recording = False
+        self.kept_graphs: dict[str, Any] | None = None
+        self._tracker = KeptGraphTracker(self._keep)
+        HUB.add(self._tracker.marks, self.dropped)
+
+    def _keep(self, facts: dict[str, Any], step: int) -> None:
+        self.kept_graphs = {**facts, "step": step}
 
     def on_finish(self) -> None:
         """Stop recording."""
         self._end()
+        HUB.remove(self._tracker.marks)
 
     def phase_changed(self, phase: Phase) -> None:
         """Begin a phase of the step."""
@@ -95,10 +110,15 @@ class MemoryObserver(StepObserver):
     def step_closes(self, summary: StepSummary) -> None:
         """Begin to record after the warm-up, and end the script after the recorded steps."""
         self.seen += 1
+        self._tracker.end_step()
+        is_suspicious = self._tracker.marks.kept() is not None and self.kept_graphs is None
+        self._tracker.marks.step = self.seen
         if self._is_recording:
             self.recorded += 1
             if self.recorded == self._steps:
                 self._end()
+        if self.recorded >= self._steps:
+            if not is_suspicious or self.seen >= self._warmup + self._steps + MAX_FURTHER_STEPS:
                 self._stop()
         elif self.seen == self._warmup and self.recorder is None:
             self._begin()

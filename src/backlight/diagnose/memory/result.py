@@ -178,7 +178,10 @@ class StepMemory(Record):
 
 
 class MeasuredMemory(StepMemory):
-    """The memory of recorded steps of a script; ``exit_code`` is the script's own."""
+    """The memory of recorded steps of a script; ``exit_code`` is the script's own.
+
+    ``kept_graphs`` are the facts of the event of that name, and the ``step`` at which they were observed.
+    """
 
     how: Literal["measured"] = "measured"
     exit_code: int
@@ -187,6 +190,7 @@ class MeasuredMemory(StepMemory):
     device: str
     allocator: AllocatorStatistics | None
     trouble: tuple[str, ...]
+    kept_graphs: dict[str, Any] | None = None
     not_seen: tuple[str, ...] = NOT_MEASURED
 
 

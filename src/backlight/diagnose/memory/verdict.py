@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from backlight.diagnose.memory.result import Fit, MeasuredMemory, PredictedMemory, Saving
 from backlight.text import count, listed, percent, scaled, size
 
@@ -15,7 +18,9 @@ def verdict(result: MeasuredMemory | PredictedMemory) -> str:
     most = f"mostly {_words(kind)} ({_share(result, nbytes)})"
     line = f"peak {size(result.peak)} in {result.phase_at_peak}, {most}"
     if isinstance(result, MeasuredMemory):
-        return line if result.device == "cpu" else f"{line}, on {result.device}"
+        where = "" if result.device == "cpu" else f", on {result.device}"
+        kept = result.kept_graphs
+        return f"{line}{where}" if kept is None else f"memory grows: {kept_graphs(kept)}. {line}{where}"
     return f"predicted{', a lower bound' if result.too_low else ''}: {line}"
 
 
@@ -48,6 +53,14 @@ def facts(result: MeasuredMemory | PredictedMemory) -> list[str]:
         calls = listed([f"{n} x {name}" for name, n in result.workspaces.items()], SHOWN)
         lines["workspaces of kernels on top"] = f"not predictable, {calls}"
     return [f"{name}: {text}" for name, text in lines.items() if text]
+
+
+def kept_graphs(kept: Mapping[str, Any]) -> str:
+    """Return what keeps graphs of earlier steps, and the line that adds to it."""
+    holder = kept["holder"] or {}
+    name = f"`{holder['name']}`" if holder else "the script"
+    line = f" ({holder['line']})" if holder.get("line") else ""
+    return f"{name} keeps the graphs of {count(kept['until'] - kept['since'] + 1, 'step')}{line}"
 
 
 def logits(result: MeasuredMemory | PredictedMemory) -> str:

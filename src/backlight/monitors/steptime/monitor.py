@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from backlight import clock
 from backlight.monitor import Monitor, RunContext
+from backlight.monitors.steptime.instrument.kept_graphs import KeptGraphTracker
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
-from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
+from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, KEPT_GRAPHS, RUNTIME_INFO
 from backlight.monitors.steptime.model.step_times import OPTIMIZER_PREFIX
 from backlight.records import Phase
 
@@ -48,14 +49,21 @@ class StepTimeMonitor(Monitor):
         self._numbers: set[int] = set()
         self._core_wait: CoreWait | None = None
         self._pauses = GarbagePauses(run.notifier.event, lambda: run.clock.index)
+        self._kept_graphs = KeptGraphTracker(lambda facts, step: run.notifier.event(KEPT_GRAPHS, facts, step))
+        run.listen(self._kept_graphs.marks)
         run.follow_forwards()
         self._pauses.start()
 
     def detach(self, error: BaseException | None) -> None:
         """Record the runtime info."""
         self._pauses.stop()
+        self._kept_graphs.finish()
         info = runtime_info(self._optimizers, self._run.hub.loader_workers, self._core_wait)
         self._run.notifier.event(RUNTIME_INFO, info, max(self._run.clock.done - 1, 0))
+
+    def on_step_start(self, step: int) -> None:
+        """Name the step to what marks graphs."""
+        self._kept_graphs.marks.step = step
 
     def on_parameters_known(self) -> None:
         """Read the optimizers, which may be gone when the run ends."""
@@ -68,8 +76,9 @@ class StepTimeMonitor(Monitor):
             self._run.notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", DEVICE_TIME)
 
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
-        """Add one scalar per phase, and record the pauses since the last recorded step."""
+        """Add one scalar per phase, and record the pauses since the last recorded step and kept graphs."""
         self._pauses.flush()
+        self._kept_graphs.end_step()
         record.scalars.update({f"phase/{phase}": seconds for phase, seconds in summary.phases.items()})
         rest = summary.seconds - sum(summary.phases.values())
         record.scalars[f"phase/{Phase.OTHER if summary.separated else REMAINDER}"] = max(rest, 0.0)

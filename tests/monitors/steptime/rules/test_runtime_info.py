@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from backlight.records import Severity
-from injected_faults import GIB, RECOMPILED
+from injected_faults import GIB, KEPT, RECOMPILED
 
 
 def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
@@ -65,3 +67,22 @@ def test_skipped_cuda_graphs_with_their_reason(stored: Any, evaluated: Any) -> N
     (found,) = evaluated(stored(runtime_info=facts), "compilation")
     assert [evidence.value for evidence in found.evidence] == [2, "cpu device (arg0)"]
     assert not evaluated(stored(runtime_info={"compilation": {"cuda_graph_skips": 0}}), "compilation")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, True),
+        ({"until": 30}, False),  # an unrolled loop
+        ({"until": 30, "since": 20}, False),
+        ({"holder": None, "until": 400}, True),
+    ],
+)
+def test_kept_graphs_of_a_stored_run(stored: Any, evaluated: Any, change: Any, found: bool) -> None:
+    run = stored(events=[(59, "kept_graphs", KEPT | change)])
+    findings = evaluated(run, "memory")
+    assert [finding.severity for finding in findings] == [Severity.WARNING] * found
+    if found:
+        (one,) = findings
+        assert one.subject.line == (None if "holder" in change else "train.py:11")
+        assert "about 262 kB of memory a step" in one.detail

@@ -22,6 +22,9 @@ RUNTIME_INFO = "runtime_info"
 GARBAGE_COLLECTION = "garbage_collection"
 """Kind of the event of a pause by Python's garbage collector."""
 
+KEPT_GRAPHS = "kept_graphs"
+"""Kind of the event that records graphs of earlier steps that are alive, and what holds them."""
+
 FORMULAS = "docs/formulas.md, section 6"
 """Source of limits that the formulas state."""
 

@@ -1,4 +1,4 @@
-"""Rule ``memory``: memory lost to fragmentation or to whole logits, and recomputation without need."""
+"""Rule ``memory``: graphs that are kept, memory lost to fragmentation or whole logits, recomputation."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.steptime.model.evidence import (
+    KEPT_GRAPHS,
     info_evidence,
     peak_memory,
     percent,
     read_profile,
     read_runtime_info,
 )
-from backlight.records import Finding, Phase, Severity, Subject
+from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 from backlight.text import count, duration, size
@@ -30,6 +31,10 @@ class MemoryLimits(Limits, monitor="steptime"):
     fragmentation_bytes: float = limit(2.0**28, "bytes below which that share is irrelevant (256 MiB)")
     logits_share: float = limit(0.2, "share of the peak memory that logits and their copies take", high=1.0)
     logits_bytes: float = limit(2.0**26, "bytes below which rewriting a loss is not worth it (64 MiB)")
+    kept_steps: int = limit(
+        32, "steps whose graphs are all alive: unrolled loops and alternating losses keep fewer", low=4
+    )
+    growth_bytes: float = limit(2.0**10, "bytes a step below which growth is not stated (1 KiB)")
     recompute_share: float = limit(0.05, "share of a step spent on recomputed forwards", high=1.0)
     recompute_memory: float = limit(
         0.6, "share of the memory below which the peak leaves space for what checkpointing saves", high=1.0
@@ -38,9 +43,50 @@ class MemoryLimits(Limits, monitor="steptime"):
 
 @rule("memory", monitor="steptime", limits=MemoryLimits, is_statistic=True)
 def memory(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
-    """Find memory that could be free, and recomputation although memory is free."""
-    for find in (_fragmentation, _logits, _recomputation):
+    """Find memory that grows or could be free, and recomputation although memory is free."""
+    for find in (_kept_graphs, _fragmentation, _logits, _recomputation):
         yield from find(run, limits)
+
+
+def _kept_graphs(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
+    """Find graphs of earlier steps that are still alive, which is observed and not estimated."""
+    events = [e for e in run.events(KEPT_GRAPHS) if e.attempt == run.attempts[-1].index]
+    longest = max(events, key=lambda e: (e.payload["until"] - e.payload["since"], e.step or 0), default=None)
+    if longest is None or longest.payload["until"] - longest.payload["since"] < limits.kept_steps:
+        return
+    facts, holder = longest.payload, longest.payload.get("holder") or {}
+    steps = int(facts["until"]) - int(facts["since"]) + 1
+    what = {"loss": "losses", "output": "outputs", "evaluation": "evaluation outputs"}[facts["of"]]
+    name, line = holder.get("name"), holder.get("line")
+    held = f"`{name}` holds them" if name else "What holds them was not found"
+    where = f", line {line}: `{holder['source']}`" if line else ""
+    grown = float(facts.get("bytes_per_step") or 0.0)
+    is_measured = grown >= limits.growth_bytes
+    gain = f"about {size(grown)} of memory a step" if is_measured else "memory that does not grow"
+    fix = "evaluation" if facts["of"] == "evaluation" else "container" if holder.get("count") else "variable"
+    yield Finding(
+        severity=Severity.WARNING,
+        title=f"{f'`{name}`' if name else 'The script'} keeps the graphs of {count(steps, 'step')}",
+        detail=(
+            f"At step {longest.step} the autograd graphs of the {what} of steps {facts['since']} to "
+            f"{facts['until']} were all still alive ({facts['marked']} observed). {held}{where}. "
+            f"Expected gain: {gain}."
+        ),
+        subject=Subject(rank=longest.rank, step=int(facts["since"]), line=line),
+        evidence=(
+            Evidence(f"events/{KEPT_GRAPHS}", longest.step, float(steps), "steps"),
+            Evidence(f"events/{KEPT_GRAPHS}", longest.step, grown, "bytes"),
+        ),
+        fix=_FIXES[fix],
+        refuted_if="the graphs are meant to be kept for a later backward, and are released by it.",
+    )
+
+
+_FIXES = {
+    "evaluation": "Evaluate under `torch.no_grad()`, or append `output.detach()`.",
+    "container": "Append `loss.item()`, or `.detach()` where a tensor is needed: a tensor holds its graph.",
+    "variable": "Detach it between steps, as `hidden = hidden.detach()`, or add `loss.item()`.",
+}
 
 
 def _fragmentation(run: Run, limits: MemoryLimits) -> Iterator[Finding]:

@@ -1,0 +1,160 @@
+"""Graphs that outlive their step: marks on the roots of backward and on outputs, and whether they are alive.
+
+A mark is an object in the metadata of an autograd node. The node owns it, so that it lives as long as the
+graph does; it is followed by a weak reference, which keeps nothing alive and measures nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from backlight import devices
+from backlight.capture.batches import tensors
+from backlight.capture.hub import Listener
+from backlight.monitors.steptime.instrument.graph_holders import Holder, find_holder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MARKS_PER_STEP = 4
+"""Marks of one kind in a step: a step of many microbatches needs no more."""
+
+MAX_STEPS = 1024
+"""Steps of kept graphs whose marks are followed; the oldest are dropped."""
+
+MIN_SPAN = 32
+"""Steps over which graphs are kept before it is reported: unrolled loops keep fewer."""
+
+MIN_SPAN_UNKNOWN = 256
+"""The same where what holds them was not found, so that it may be bounded."""
+
+MIN_MARKED = {"loss": 8, "output": 8, "evaluation": 3}
+"""Steps with a mark of each kind that are kept at least."""
+
+_KEY = "backlight.mark"
+
+
+class _Mark:
+    """Lives as long as the node that owns it."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True)
+class KeptGraphs:
+    """Graphs of earlier steps that are alive: of the marked ones from step ``since`` to ``until`` all.
+
+    ``of`` is what was marked: ``loss``, ``output`` or ``evaluation``.
+    """
+
+    of: str
+    since: int
+    until: int
+    marked: int
+
+
+class GraphMarks(Listener):
+    """Marks graphs of the steps in which it listens; ``step`` is set by its owner."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._marks: dict[str, dict[int, list[weakref.ref[_Mark]]]] = {kind: {} for kind in MIN_MARKED}
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Mark the roots."""
+        for root in roots:
+            self._mark("loss", root.grad_fn)
+
+    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Mark the inputs that have a graph, such as a hidden state."""
+        self.forward_outputs(module, (args, kwargs))
+
+    def forward_outputs(self, module: nn.Module, result: Any) -> None:
+        """Mark the outputs of an outermost module that have a graph."""
+        for _, output in tensors(result):
+            self._mark("output" if module.training else "evaluation", output.grad_fn)
+
+    def _mark(self, kind: str, node: Any) -> None:
+        metadata = getattr(node, "metadata", None)
+        if not isinstance(metadata, dict) or _KEY in metadata:
+            return
+        marks = self._marks[kind].setdefault(self.step, [])
+        if len(marks) < MARKS_PER_STEP:
+            metadata[_KEY] = mark = _Mark()
+            marks.append(weakref.ref(mark))
+
+    def kept(self) -> KeptGraphs | None:
+        """Return the longest row of earlier steps whose graphs are all alive, None for none.
+
+        The graph of the step before lives until the script gives its variable a new value: it does not count.
+        """
+        rows = [row for kind in self._marks if (row := self._kept_of(kind)) is not None]
+        return max(rows, key=lambda row: row.until - row.since, default=None)
+
+    def _kept_of(self, kind: str) -> KeptGraphs | None:
+        marks = self._marks[kind]
+        steps = [step for step in marks if step < self.step - 1]
+        alive = 0
+        while alive < len(steps) and any(mark() is not None for mark in marks[steps[-1 - alive]]):
+            alive += 1
+        # What is before a graph that was released is in no row any more.
+        for step in steps[: max(len(steps) - alive, len(steps) - MAX_STEPS)]:
+            del marks[step]
+        return KeptGraphs(kind, steps[-alive], steps[-1], alive) if alive else None
+
+
+class KeptGraphTracker:
+    """Records graphs that are kept over many steps, what holds them, and the memory that it takes.
+
+    ``record`` is called with facts as JSON types and the step; ``marks`` has to listen to the hub.
+    """
+
+    def __init__(self, record: Callable[[dict[str, Any], int], None]) -> None:
+        self.marks = GraphMarks()
+        self._record = record
+        self._holder: Holder | None = None
+        self._reported: KeptGraphs | None = None
+        self._first: tuple[int, int] | None = None
+        self._next_span = MIN_SPAN
+
+    def end_step(self) -> None:
+        """Look for what holds graphs that are kept, again once they are of twice as many steps."""
+        kept = self.marks.kept()
+        if kept is None or kept.marked < MIN_MARKED[kept.of]:
+            return
+        if self._first is None:
+            self._first = (self.marks.step, memory_level())
+        span = kept.until - kept.since
+        if span < self._next_span:
+            return
+        self._next_span = 2 * span
+        holder = find_holder(sys._getframe(1))
+        if holder.is_bounded if holder is not None else span < MIN_SPAN_UNKNOWN:
+            return
+        self._holder, self._reported = holder, kept
+        self._report(kept)
+
+    def finish(self) -> None:
+        """Record how long the graphs were kept in the end."""
+        kept = self.marks.kept()
+        if self._reported is not None and kept is not None and kept.since == self._reported.since:
+            self._report(kept)
+
+    def _report(self, kept: KeptGraphs) -> None:
+        step, level = self._first or (0, 0)
+        grown = max(memory_level() - level, 0) / max(self.marks.step - step, 1)
+        holder = None if self._holder is None else self._holder.to_json()
+        self._record({**asdict(kept), "bytes_per_step": grown, "holder": holder}, self.marks.step)
+
+
+def memory_level() -> int:
+    """Return the bytes that are allocated on the current device, or the process has where none is in use."""
+    stats = devices.allocator_statistics()
+    return int(stats.get("allocated_bytes.all.current", 0)) or int(psutil.Process().memory_info().rss)

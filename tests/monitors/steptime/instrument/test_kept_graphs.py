@@ -1,0 +1,331 @@
+"""Graphs that are kept from step to step: loops that keep them, each with its twin, and loops that do not."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import backlight
+from backlight.findings.evaluate import evaluate_rules
+from backlight.records import Finding, Severity
+
+STEPS = 60
+Loop = Callable[..., None]
+FAULTS: list[Loop] = []
+CONTROLS: list[Loop] = []
+
+
+def fault(loop: Loop) -> Loop:
+    FAULTS.append(loop)
+    return loop
+
+
+def control(loop: Loop) -> Loop:
+    CONTROLS.append(loop)
+    return loop
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def batches(count: int = STEPS) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
+        yield torch.randn(8, 4), torch.randint(0, 3, (8,))
+
+
+def train(use: Callable[[Tensor], object], count: int = STEPS) -> None:
+    model, optimizer = small()
+    for x, y in batches(count):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        use(loss)
+
+
+@fault
+def list_of_losses(keeps: bool) -> None:
+    losses: list[Any] = []
+    model, optimizer = small()
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss if keeps else loss.item())  # HERE
+
+
+@fault
+def sum_of_losses(keeps: bool) -> None:
+    model, optimizer = small()
+    for _ in range(1):
+        total: Any = 0.0
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss = loss + 0.0
+            loss.backward()
+            optimizer.step()
+            total += loss if keeps else loss.item()  # HERE
+
+
+@fault
+def list_of_other_sums(keeps: bool) -> None:
+    sums: list[Tensor] = []
+    model, optimizer = small()
+    for x, y in batches():
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        value = loss + 0 * model(x).sum()
+        sums.append(value if keeps else value.detach())  # HERE
+
+
+@fault
+def hidden_state(keeps: bool) -> None:
+    cell, head = nn.GRUCell(4, 8), nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    state = torch.zeros(8, 8)
+    for x, y in batches():
+        optimizer.zero_grad()
+        state = cell(x, state if keeps else state.detach())  # HERE
+        F.cross_entropy(head(state), y).backward(retain_graph=keeps)
+        optimizer.step()
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total: Any = 0.0
+
+    def update(self, value: Any, count: int) -> None:
+        self.total += value * count  # HERE
+
+
+@fault
+def meter(keeps: bool) -> None:
+    average = Meter()
+    model, optimizer = small()
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        average.update(loss if keeps else loss.item(), len(x))
+
+
+@fault
+def history_of_lists(keeps: bool) -> None:
+    history: dict[str, list[Any]] = {"loss": [], "accuracy": []}
+    model, optimizer = small()
+    for x, y in batches():
+        optimizer.zero_grad()
+        outputs = model(x)
+        loss = F.cross_entropy(outputs, y)
+        loss.backward()
+        optimizer.step()
+        history["loss"].append({"value": loss} if keeps else loss.item())  # HERE
+        history["accuracy"].append((outputs.argmax(1) == y).float().mean())
+
+
+@fault
+def moving_average(keeps: bool) -> None:
+    average: Any = 0.0
+    model, optimizer = small()
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        average = 0.9 * average + 0.1 * (loss if keeps else loss.detach())  # HERE
+
+
+class Remembering(nn.Module):
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.keeps = keeps
+        self.features: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.layer(x)
+        self.features.append(features if self.keeps else features.detach())  # HERE
+        return features
+
+
+@fault
+def features_of_a_module(keeps: bool) -> None:
+    model = Remembering(keeps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@fault
+def evaluation_outputs(keeps: bool) -> None:
+    predicted: list[Tensor] = []
+    model, optimizer = small()
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if step % 5 == 4:
+            model.eval()
+            with torch.set_grad_enabled(keeps):
+                predicted.append(model(torch.randn(8, 4)))  # HERE
+            model.train()
+
+
+@control
+def bounded_deque_of_losses() -> None:
+    latest: deque[Tensor] = deque(maxlen=200)
+    train(latest.append)
+
+
+@control
+def list_that_is_emptied() -> None:
+    losses: list[Tensor] = []
+
+    def use(loss: Tensor) -> None:
+        losses.append(loss)
+        if len(losses) == 10:
+            losses.clear()
+
+    train(use)
+
+
+@control
+def replay_buffer() -> None:
+    buffer: list[tuple[Tensor, Tensor]] = []
+    train(lambda loss: buffer.append((torch.randn(64), loss.detach())))
+
+
+@control
+def best_loss_alone() -> None:
+    best: list[Tensor] = []
+    train(lambda loss: best.append(loss) if not best else None)
+
+
+@control
+def policy_gradients() -> None:
+    model, optimizer = small()
+    for _ in range(STEPS):
+        chosen = []
+        for x, _ in batches(10):
+            chosen.append(F.log_softmax(model(x), 1)[:, 0].mean())
+        optimizer.zero_grad()
+        torch.stack(chosen).mean().backward()
+        optimizer.step()
+
+
+@control
+def truncated_backward_through_time() -> None:
+    cell, head = nn.GRUCell(4, 8), nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    state = torch.zeros(8, 8)
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            state = state.detach()
+        state = cell(x, state)
+        F.cross_entropy(head(state), y).backward(retain_graph=True)
+        optimizer.step()
+
+
+@control
+def two_losses_of_a_graph() -> None:
+    model, optimizer = small()
+    for x, y in batches():
+        optimizer.zero_grad()
+        outputs = model(x)
+        F.cross_entropy(outputs, y).backward(retain_graph=True)
+        outputs.square().mean().backward()
+        optimizer.step()
+
+
+@control
+def penalty_through_a_gradient() -> None:
+    model, optimizer = small()
+    for x, y in batches():
+        optimizer.zero_grad()
+        x.requires_grad_()
+        loss = F.cross_entropy(model(x), y)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + gradient.square().sum()
+        loss.backward()
+        optimizer.step()
+
+
+@control
+def last_loss_is_kept_for_a_plot() -> None:
+    losses: dict[str, Tensor] = {}
+    train(lambda loss: losses.update(last=loss))
+
+
+@control
+def weights_average_and_checkpoints() -> None:
+    averages: list[list[Tensor]] = []
+    model, optimizer = small()
+    for x, y in batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        averages.append([p.detach().clone() for p in model.parameters()])
+
+
+def findings(path: Path, loop: Callable[[], None]) -> list[Finding]:
+    torch.manual_seed(0)
+    with backlight.watch(run=path, monitors=("steptime",), every=1):
+        loop()
+    return [f for f in evaluate_rules(backlight.open_run(path)) if f.rule == "memory"]
+
+
+@pytest.mark.parametrize("loop", FAULTS, ids=lambda loop: loop.__name__)
+def test_kept_graphs_are_found_with_their_line(loop: Loop, tmp_path: Path) -> None:
+    (found,) = findings(tmp_path / "keeps", lambda: loop(True))
+    assert found.severity is Severity.WARNING
+    assert "keeps the graphs of" in found.title
+    source = {"meter": Meter, "features_of_a_module": Remembering}.get(loop.__name__, loop)
+    lines, first = inspect.getsourcelines(source)
+    (marked,) = (first + n for n, text in enumerate(lines) if "# HERE" in text)
+    assert found.subject.line is not None
+    assert found.subject.line.endswith(f"{Path(__file__).name}:{marked}")
+    assert not findings(tmp_path / "twin", lambda: loop(False))
+
+
+@pytest.mark.parametrize("loop", CONTROLS, ids=lambda loop: loop.__name__)
+def test_graphs_that_are_released_are_no_finding(loop: Loop, tmp_path: Path) -> None:
+    assert not findings(tmp_path / "run", loop)
+
+
+def test_watching_keeps_nothing_alive(tmp_path: Path) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    def use(loss: Tensor) -> None:
+        alive.append(weakref.ref(loss))
+        assert sum(one() is not None for one in alive) == 1
+
+    def loop() -> None:
+        kept: list[Tensor] = []
+        train(use, 40)
+        train(kept.append, 40)  # what holds graphs is searched for in these frames
+
+    gc.disable()
+    try:
+        assert findings(tmp_path / "run", loop)
+    finally:
+        gc.enable()
