@@ -25,6 +25,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -189,8 +190,8 @@ def trained_with_habits(one: HabitRun) -> tuple[HabitRun, str]:
 
 def print_habits(console: Console, runs: Sequence[HabitRun], jobs: int) -> None:
     """Train programs with habits, and print those whose findings depend on them."""
-    with get_context("spawn").Pool(jobs) as pool:
-        problems = dict(pool.imap_unordered(trained_with_habits, runs))
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        problems = dict(pool.map(trained_with_habits, runs))
     for one in runs:
         if problems[one]:
             console.print(f"{one.name} ({one.kind}), {one.habits}: {problems[one]}", highlight=False)

@@ -17,6 +17,30 @@ def softmax_before_cross_entropy(injected: bool) -> None:
     train(perceptron(nn.Softmax(dim=1)) if injected else perceptron())
 
 
+class Mixture(nn.Module):
+    """A mixture of the distributions of experts, or of their logits."""
+
+    def __init__(self, of_probabilities: bool) -> None:
+        super().__init__()
+        self.experts, self.gate = nn.ModuleList(perceptron() for _ in range(3)), nn.Linear(4, 3)
+        self.of_probabilities = of_probabilities
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = torch.stack([expert(x) for expert in self.experts])
+        parts = outputs.softmax(2) if self.of_probabilities else outputs
+        return (self.gate(x).softmax(1).T[..., None] * parts).sum(0)
+
+
+@fault(rule="loss_input", severity="warning", step=0, kind="probabilities", names="mixture of softmaxes")
+def mixture_of_softmaxes(injected: bool) -> None:
+    train(Mixture(injected), is_compiled=False)
+
+
+@control
+def logarithm_of_a_mixture() -> None:
+    train(Mixture(True), loss_of=lambda out, y: F.cross_entropy(out.log(), y), is_compiled=False)
+
+
 @fault(
     rule="loss_input", severity="warning", step=0, kind="sigmoid_before_softmax", names="output of a sigmoid"
 )

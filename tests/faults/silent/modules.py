@@ -90,7 +90,8 @@ def evaluated(
     """Train for some epochs, each followed by ``evaluate`` with the batches of another data set."""
     held_out = DataLoader(samples(24), batch_size=8)
     loader = DataLoader(samples(32), batch_size=8, shuffle=True)
-    loop = Loop(model, loader=loader, epochs=epochs, evaluates=False)
+    # Functions in compiled code are not observed.
+    loop = Loop(model, loader=loader, epochs=epochs, evaluates=False, is_compiled=False)
     loop.before_epoch = lambda _: model.train()
     loop.after_epoch = torch.no_grad()(lambda _: evaluate(held_out))
     loop.run()

@@ -14,6 +14,7 @@ from backlight.monitors.correctness.instrument.microbatch_weights import Microba
 from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
 from backlight.monitors.correctness.instrument.model_inputs import ModelInputs
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
+from backlight.monitors.correctness.instrument.probabilities import Probabilities
 from backlight.monitors.correctness.instrument.recomputation import Recomputation
 from backlight.monitors.correctness.instrument.repeated_inputs import RepeatedInputs
 from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
@@ -35,6 +36,7 @@ CHECKS: tuple[type[Check], ...] = (
     MixedPrecision,
     ModelInputs,
     ModuleModes,
+    Probabilities,
     Recomputation,
     RepeatedInputs,
     ReplicaDigests,
@@ -65,6 +67,8 @@ class CorrectnessMonitor(Monitor):
 
     def detach(self, error: BaseException | None) -> None:
         """Wait for what is still on a device, and record how many steps were observed."""
+        for check in self._checks:
+            check.forget()
         self._schedule.copies.settle(wait=True)
         if self._schedule.observed:
             self._run.notifier.event(OBSERVED, {"steps": self._schedule.observed})

@@ -114,8 +114,16 @@ class ModelInputs(Check):
         steps = len(self._held)
         if steps >= STALE_STEPS and len(set(self._held)) == steps:
             self.report("repeated_data", step, kind="stale", data=self._data, batches=batches)
-        elif steps == FIRST_STEPS and batches == 1 and self._length > 1:
+        elif is_last_step(step, steps) and batches == 1 and self._length > 1:
             self.report("repeated_data", step, kind="held", data=self._data, batches=self._length)
+
+
+def is_last_step(step: int, observed: int) -> bool:
+    """Return whether ``step`` is the last one that is compared, and all but the first were observed.
+
+    A model that is compiled after its optimizer was made is followed from the second step on.
+    """
+    return step == FIRST_STEPS - 1 and observed >= FIRST_STEPS - 1
 
 
 def _samples(given: Sequence[Tensor]) -> list[Tensor]:

@@ -18,6 +18,7 @@ from backlight.capture.hub import HUB
 from backlight.capture.loss_terms import are_plain, terms
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import FIRST_STEPS, Check
+from backlight.monitors.correctness.instrument.model_inputs import is_last_step
 from backlight.monitors.correctness.instrument.tensor_samples import places, sampled
 
 if TYPE_CHECKING:
@@ -112,10 +113,10 @@ class RepeatedInputs(Check):
             self.forget()
         elif not self._is_over:
             self._equal += 1
-            if self._equal == FIRST_STEPS:
+            if is_last_step(step, self._equal):
                 is_sure = facts["has_targets"] and not facts["is_copied"]
                 kind = "same" if is_sure else "perhaps_same"
-                self.report("repeated_data", step, kind=kind, samples=facts["samples"])
+                self.report("repeated_data", step, kind=kind, samples=facts["samples"], equal=self._equal)
 
 
 def _are_grids(values: NDArray[np.float64], sizes: Sequence[int]) -> list[bool]:

@@ -29,6 +29,14 @@ MISUSES = {
         "probabilities, its loss cannot approach 0, and its gradients are small.",
         "Return the logits from the model, and apply softmax only where probabilities are needed.",
     ),
+    "probabilities": Misuse(
+        Severity.WARNING,
+        "Cross-entropy is given probabilities",
+        "At {steps} steps every row of its input was between 0 and 1 and added up to 1, as a mixture "
+        "of softmaxes does. Cross-entropy expects logits: of probabilities, its loss cannot approach 0, and "
+        "its gradients are small.",
+        "Use `F.nll_loss(torch.log(p), target)` on the probabilities `p`, or mix the logits.",
+    ),
     "sigmoid_before_softmax": Misuse(
         Severity.WARNING,
         "Cross-entropy is given the output of a sigmoid",
@@ -90,12 +98,17 @@ def loss_input(run: Run, _limits: Limits) -> Iterator[Finding]:
         if not of_kind:
             continue
         steps = steps_of(of_kind)
+        facts = {**of_kind[0].payload, "steps": len(steps)}
         yield Finding(
             severity=misuse.severity,
-            title=misuse.title.format_map(of_kind[0].payload),
-            detail=misuse.detail.format_map(of_kind[0].payload),
+            title=misuse.title.format_map(facts),
+            detail=misuse.detail.format_map(facts),
             subject=Subject(step=steps[0]),
             evidence=(evidence_of(of_kind, kind),),
             fix=misuse.fix,
-            refuted_if="the autograd graph of the loss does not begin with these operations.",
+            refuted_if=(
+                "a row of the input does not add up to 1."
+                if kind == "probabilities"
+                else "the autograd graph of the loss does not begin with these operations."
+            ),
         )

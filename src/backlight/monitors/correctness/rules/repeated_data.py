@@ -78,7 +78,7 @@ REPETITIONS = {
     "same": Repetition(
         Severity.WARNING,
         "Every step trains on the same batch",
-        "At each of the first {steps} steps the model was given the values of step 0, {samples} samples, in "
+        "At {equal} of the first {steps} steps the model was given the same values, {samples} samples, in "
         "tensors that were made anew, and the loss the same targets.",
         "Let the code that makes a batch draw other indices at each step.",
         "only one batch is to be learned, or it holds all of the data.",
@@ -86,7 +86,7 @@ REPETITIONS = {
     "perhaps_same": Repetition(
         Severity.INFO,
         "Every step gives the model the same values",
-        "At each of the first {steps} steps the model was given the values of step 0, {samples} samples, in "
+        "At {equal} of the first {steps} steps the model was given the same values, {samples} samples, in "
         "tensors that were made anew.",
         "If there are more samples, let the code that makes a batch draw other indices at each step.",
         "only one batch is to be learned, or it holds all of the data.",
