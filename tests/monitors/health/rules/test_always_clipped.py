@@ -57,6 +57,24 @@ def test_share_and_first_part_count_steps(synthetic: Any, evaluated: Any) -> Non
     assert not evaluated(run(lambda step: step % 64 == 0), "always_clipped")
 
 
+def test_norm_of_every_step_is_compared_with_the_last_clip_norm(synthetic: Any, evaluated: Any) -> None:
+    """The script's norm is known at every step, factor and limit at the recorded ones."""
+
+    def run(norm: Any) -> Any:
+        recorded = dict.fromkeys(range(0, 300, 50), 1.0)
+        scalars = {
+            "clip/norm": {step: norm(step) for step in range(300)},
+            "clip/factor": {step: min(1.0, 1.0 / norm(step)) for step in recorded},
+            "clip/limit": recorded,
+        }
+        return synthetic({"a": [1e-2] * 300}, scalars=scalars)
+
+    (finding,) = evaluated(run(lambda _: 50.0), "always_clipped")
+    assert finding.severity is Severity.WARNING
+    assert "(240 recorded steps)" in finding.detail
+    assert not evaluated(run(lambda step: 0.5 if step % 50 else 50.0), "always_clipped")
+
+
 def test_effect_is_that_of_the_optimizer(evaluated: Any, tmp_path: Path) -> None:
     for optimizers, words in (
         (("AdamW",), "AdamW divides by the size of the gradients"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
@@ -45,9 +46,7 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     A mild factor is a hint. A hard one means that clip norm and gradients do not belong together, unless the
     optimizer divides by the size of the gradient.
     """
-    factors = run.scalar("clip/factor")
-    known = np.isfinite(factors.values)
-    steps, values = factors.steps[known], factors.values[known]
+    steps, values = _factors(run)
     settled = after_share(steps, limits.clipped_settle)
     steps, values = steps[settled:], values[settled:]
     if len(steps) < limits.clipped_steps:
@@ -59,13 +58,15 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     scale_free = scale_free_kinds(run)
     hard = median < limits.clipped_hard and not scale_free
     middle = int(np.argmin(np.abs(values - median)))
-    evidence = [phrases.scalar("clip/factor", int(steps[middle]), values[middle])]
-    for name, unit in (("clip/norm", "gradient"), ("clip/limit", "gradient")):
-        other = run.scalar(name)
-        place = np.flatnonzero(other.steps == steps[middle])
-        if len(place):
-            evidence.append(phrases.scalar(name, int(steps[middle]), other.values[place[0]], unit))
-    limit = str(evidence[-1].value) if evidence[-1].path.endswith("limit") else "the clip norm"
+    step, evidence = int(steps[middle]), []
+    for name, unit in (("factor", "1"), ("norm", "gradient"), ("limit", "gradient")):
+        other = run.scalar(f"clip/{name}")
+        place = int(np.searchsorted(other.steps, step, "right")) - 1
+        if place >= 0 and (name == "limit" or other.steps[place] == step):
+            evidence.append(
+                phrases.scalar(f"clip/{name}", int(other.steps[place]), other.values[place], unit)
+            )
+    limit = str(evidence[-1].value) if evidence and evidence[-1].path.endswith("limit") else "the clip norm"
     if scale_free:
         divide = "divides" if len(scale_free) == 1 else "divide"
         effect = (
@@ -91,3 +92,19 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
         ),
         refuted_if="clipping every step is intended, as in normalised or differentially private SGD.",
     )
+
+
+def _factors(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the steps at which clipping was called, and by what factor it scales the gradient at each.
+
+    The norm that clipping computes is known at every step, the factor at those that were recorded: between
+    them the clip norm that was recorded last holds.
+    """
+    factor, norm, limit = (run.scalar(f"clip/{name}") for name in ("factor", "norm", "limit"))
+    steps, values = factor.steps, factor.values
+    if len(norm.steps) > len(steps) and len(limit.steps):
+        rows = np.maximum(np.searchsorted(limit.steps, norm.steps, "right") - 1, 0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            steps, values = norm.steps, np.minimum(limit.values[rows] / norm.values, 1.0)
+    known = np.isfinite(values)
+    return steps[known], values[known]

@@ -55,7 +55,9 @@ class SpikeLimits(LeapLimits):
     )
 
 
-@rule("spike", monitor="health", limits=SpikeLimits, needs=(), is_statistic=True)
+@rule(
+    "spike", monitor="health", limits=SpikeLimits, is_statistic=True, explained_by=("gradients_not_cleared",)
+)
 def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
     """Find leaps of total norm and loss; neighbours and both scalars together are one spike."""
     recorded = run.scalar("total_norm").steps
