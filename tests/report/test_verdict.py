@@ -16,6 +16,7 @@ from backlight.report.source import APART, Source
 from backlight.report.verdict import hints_line, outcome
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
+from health_runs import write_synthetic
 
 
 def writers_of(tmp_path: Path, ranks: int) -> list[RunWriter]:
@@ -49,6 +50,16 @@ def test_findings_set_tone_and_headline(tmp_path: Path) -> None:
     assert result.detail == "Gradients of all 51 parameters were measured at 10 steps."
     assert result.losses == ()
     assert result.unmeasured == ()
+
+
+def test_sentence_on_what_was_measured_is_literally_true(tmp_path: Path) -> None:
+    nan = float("nan")
+    rms = {"a": [1e-2] * 40, "b": [1e-2, 1e-2, nan, nan] * 10}
+    alternating = {f"lr/{n}/0": {step: 0.1 for step in range(n, 40, 2)} for n in (0, 1)}
+    detail = outcome(Source(write_synthetic(tmp_path / "late", rms))).detail
+    assert detail.startswith("Gradients of all 2 parameters were measured at 20 to 40 steps.")
+    detail = outcome(Source(write_synthetic(tmp_path / "gan", {"a": rms["a"]}, scalars=alternating))).detail
+    assert detail.startswith("Gradients of all 1 parameters were measured at 40 optimizer steps.")
 
 
 def test_no_findings_lists_what_was_not_checked(tmp_path: Path) -> None:

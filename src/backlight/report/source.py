@@ -33,12 +33,14 @@ APART = "ranks measured gradients that do not make up a whole"
 class Coverage:
     """Recorded steps [S] of the gradient, and for each of the parameters [P] whether it ever was measured.
 
-    ``apart`` is at how many of the steps ranks measured it without making up a whole.
+    ``apart`` is at how many of the steps ranks measured it without making up a whole, ``fewest`` at how many
+    the parameter was measured that was measured least.
     """
 
     steps: NDArray[np.int64]
     measured: NDArray[np.bool_]
     apart: NDArray[np.int64]
+    fewest: int = 0
 
 
 @dataclass
@@ -114,7 +116,8 @@ class Source:
         ever = np.array([record.name in seen for record in self.parameters], np.bool_)
         apart = dict(zip(frame.names, frame.incomplete().sum(axis=0).tolist(), strict=True))
         split = np.array([apart.get(record.name, 0) for record in self.parameters], np.int64)
-        return Coverage(frame.steps, ever, split)
+        amounts = frame.measured.sum(axis=0)
+        return Coverage(frame.steps, ever, split, int(min(amounts[amounts > 0], default=0)))
 
     def scalar(self, name: str, source: str = "backlight") -> Scalar:
         """Return a scalar; empty where it was never logged."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.findings.step_work import optimizer_sets
 from backlight.report.charts import Axis, Line, chart, spans_decades
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source, rate_labels
@@ -20,7 +21,11 @@ def summary(source: Source) -> Summary:
     if not seen:
         return Summary(source.reason("gradient", otherwise="No gradient was recorded."), _figures, False)
     of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
-    return Summary(f"Gradients of {of} parameters were measured at {count(steps, 'step')}.", _figures)
+    taken = len(np.unique(optimizer_sets(source.run, source.coverage.steps)))
+    at = count(steps, "step" if taken == 1 else "optimizer step")
+    if source.coverage.fewest < steps:
+        at = f"{source.coverage.fewest:,} to {at}"
+    return Summary(f"Gradients of {of} parameters were measured at {at}.", _figures)
 
 
 def _amount(source: Source) -> int:
