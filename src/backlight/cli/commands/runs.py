@@ -81,7 +81,7 @@ def findings(
         str | None, Option(metavar="NAME,...", help="Exit 1 for these severities and rules, as error,spike.")
     ] = None,
 ) -> int:
-    """Print the findings of a run; hints, advice that a sound run may get, are counted.
+    """Print the findings of a run, and count its hints.
 
     In an annotation, what --fail-on names is a failure; without it, errors are.
     """

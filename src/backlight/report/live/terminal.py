@@ -6,6 +6,7 @@ effect.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -207,7 +208,12 @@ def _findings(source: Source, _width: int) -> list[RenderableType]:
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{sign} ", style).append(visible(finding.rule).replace("_", " "), style)
         # The space belongs to the title, which mostly has the name.
-        about = [(k, v) for k, v in where(finding) if k == "step" or v not in finding.title][:2]
+        ends = re.findall("…([^`]+)", finding.title)  # of names that the title shortens
+        about = [
+            (k, v)
+            for k, v in where(finding)
+            if k == "step" or (v not in finding.title and not v.endswith(tuple(ends)))
+        ][:2]
         subject = ", ".join(f"step {value}" if label == "step" else value for label, value in about)
         line.append(f"  {subject}  " if subject else "  ", "bold").append(visible(finding.title))
         lines.append(line)
