@@ -208,11 +208,12 @@ def _findings(source: Source, _width: int) -> list[RenderableType]:
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{sign} ", style).append(visible(finding.rule).replace("_", " "), style)
         # The space belongs to the title, which mostly has the name.
-        ends = re.findall("…([^`]+)", finding.title)  # of names that the title shortens
+        ends = tuple(re.findall("…([^`]+)", finding.title))  # of names that the title shortens
+        is_named = (finding.subject.parameter or "").endswith(ends) if ends else False
         about = [
             (k, v)
             for k, v in where(finding)
-            if k == "step" or (v not in finding.title and not v.endswith(tuple(ends)))
+            if k == "step" or not (v in finding.title or (is_named and k in {"parameter", "module"}))
         ][:2]
         subject = ", ".join(f"step {value}" if label == "step" else value for label, value in about)
         line.append(f"  {subject}  " if subject else "  ", "bold").append(visible(finding.title))
