@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
 
 import torch
@@ -180,6 +180,7 @@ def trained_with_habits(one: HabitRun) -> tuple[HabitRun, str]:
     """Train a program with some habits; return what differs from what is expected."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    set_start_method("fork", force=True)  # of the workers of loaders
     if not gc.get_freeze_count():
         gc.freeze()  # a watch visits every object of the process when it begins
     try:

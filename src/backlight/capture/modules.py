@@ -219,7 +219,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the name of a module's class: ``Linear`` also where FSDP2 has made it ``FSDPLinear``."""
+    """Return the name of a module's class: ``Linear`` also where FSDP2 or ``torch.compile`` wraps it."""
+    module = unwrapped(module)
     bases = type(module).__bases__
     return (bases[1] if len(bases) == 2 and bases[0].__name__ in _FRONTS else type(module)).__name__
 

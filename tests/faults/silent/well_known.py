@@ -130,7 +130,7 @@ def distance_of_equal_points(injected: bool) -> None:
     )
 
 
-@fault(rule="vanishing", severity="warning", names="0.weight")
+@fault(rule="vanishing", severity="warning", names=".weight")
 def many_sigmoid_layers(injected: bool) -> None:
     between = nn.Sigmoid if injected else nn.ReLU
     layers = [layer for _ in range(14) for layer in (nn.Linear(16, 16), between())]
@@ -140,7 +140,7 @@ def many_sigmoid_layers(injected: bool) -> None:
     train(nn.Sequential(nn.Linear(4, 16), *layers, nn.Linear(16, 3)), steps=100)
 
 
-@fault(rule="loss_scale", severity="warning", names="encoder")
+@fault(rule="loss_scale", severity="warning", names="encoder", also=("weights_unchanged",))
 def half_precision_without_a_scale(injected: bool) -> None:
     """Gradients of fp16 below 6e-8 are zero."""
     model = Classifier().half()
