@@ -253,7 +253,7 @@ def profile(
     timed: Annotated[int, Option(min=1, help="Steps to time, the cold first one included.")] = 30,
     traced: Annotated[int, Option(min=0, help="Steps to trace after them; 0 for none.")] = 10,
     trace_file: Annotated[
-        Path | None, Option(metavar="FILE", help="Trace to write; default <script>-trace.json.gz.")
+        Path | None, Option(metavar="FILE", help="Trace to write; default: none, or in --out.")
     ] = None,
     flame_graph: Annotated[
         Path | None, Option(metavar="FILE", help="Flame graph of the lines to write, for speedscope.app.")
@@ -289,9 +289,8 @@ def profile(
     from backlight.diagnose.profile.run import ProfileOptions
     from backlight.diagnose.profile.run import profile as run
 
-    where = trace_file or (None if out is not None else Path(f"{Path(script).stem}-trace.json.gz"))
     options = ProfileOptions(
-        steps=timed, traced=traced, trace=where, keep=out is not None, stacks=stacks, tokens=tokens,
+        steps=timed, traced=traced, trace=trace_file, keep=out is not None, stacks=stacks, tokens=tokens,
         peak=peak, flame_graph=flame_graph, quiet=as_json,
     )  # fmt: skip
     arguments = list(context.args)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
 from backlight.capture.hooks import Patches
+from backlight.diagnose.profile.causes import SHORT_CALL_MS
 from backlight.diagnose.profile.optimizations import OFF
 from backlight.distributed import world
 from backlight.launch.subprocess import run_in_own_session
@@ -51,9 +52,6 @@ DATA_SHARE, CLIP_SHARE, OPTIMIZER_SHARE, COPY_SHARE = 0.1, 0.05, 0.1, 0.05
 
 MIN_EFFECT = 0.05
 """Share of a step that is sought where the most that a control can save is not known."""
-
-SHORT_CALL_MS = 0.1
-"""Duration of a mean call below which several threads may cost more than they save."""
 
 _LINE = re.compile(r"^(?P<line>.+:\d+) \(")
 _COPIES = frozenset({

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from backlight.diagnose.profile.causes import cause_line, find_causes, read_line
 from backlight.text import count, duration, listed, percent
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ def verdict(result: ProfileResult) -> str:
     name, phase = max(result.phases.items(), key=lambda item: item[1].share)
     line += f", mostly {name.replace('_', ' ')} ({percent(phase.share)})"
     top = next((one for one in result.lines or () if one.phase == name and one.line), None)
-    return line if top is None else f"{line}: {line_text(top)}"
+    where = "" if top is None else f": {line_text(top)}"
+    causes = find_causes(result)
+    return f"{line}{where}; {cause_line(causes[0])}" if causes else f"{line}{where}"
 
 
 def facts(result: ProfileResult) -> list[str]:
@@ -57,8 +60,10 @@ def facts(result: ProfileResult) -> list[str]:
     copies = [row for row in result.copies or () if row.share >= COPY_SHARE][:1]
     off = [row.name for row in result.optimizations if row.state == "off"]
     named = {
+        **{f"cause {number}": cause_line(one) for number, one in enumerate(find_causes(result)[1:], 2)},
+        "single values": read_line(result),
         "phases, ms": f"{phases} ({count(result.warmup_dropped, 'warm-up step')} dropped)" if phases else "",
-        **{f"line {number}": line_text(one) for number, one in enumerate(lines[:LINES], 2)},
+        **{f"line {number}": line_text(one) for number, one in enumerate(lines[:LINES], 1)},
         "optimizers, ms": ", ".join(f"{one.type} {one.median_ms:.2f}" for one in result.optimizers),
         "device": result.device.statement if result.device is not None else "",
         "kinds of operation": _shares([(row.name, row.share) for row in result.kinds or ()]),
