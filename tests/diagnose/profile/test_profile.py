@@ -81,7 +81,8 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
     folder = tmp_path_factory.mktemp("profile")
     (folder / "train.py").write_text(SCRIPT.replace("LAST", "1000"), encoding="utf-8")
     command = [sys.executable, "-m", "backlight", "profile", "--json", "--timed", "16", "--traced", "3"]
-    command += ["--tokens-per-step", "32", "--peak-flops", "1e9", "train.py"]
+    command += ["--tokens-per-step", "32", "--peak-flops", "1e9", "--trace-file", "trace.json.gz"]
+    command += ["train.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
@@ -124,6 +125,14 @@ def test_trace_contains_phases_and_steps(answer: Answer) -> None:
     assert names.count("backlight.module/slow.layer") == 4
     assert sum(name.startswith("ProfilerStep#") for name in names) == 4
     assert found["traced_steps"] == 3
+
+
+def test_no_file_is_left_unasked(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("LAST", "1000"), encoding="utf-8")
+    command = [sys.executable, "-m", "backlight", "profile", "--timed", "3", "--traced", "1", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_throughput_states_its_basis(answer: Answer) -> None:
