@@ -217,11 +217,11 @@ def test_click_on_a_finding_shows_its_evidence(show: Open, page: Path) -> None:
     assert driver.switch_to.active_element == section
     unfold(driver)
     driver.execute_script("scrollTo(0, 0)")
-    driver.find_element(By.CSS_SELECTOR, ".finding.error .path").click()
+    driver.find_element(By.CSS_SELECTOR, ".finding.error .label").click()
     column = driver.find_element(By.ID, "column")
     wait(driver, lambda _: column.get_attribute("value") == "non_finite")
     driver.execute_script("scrollTo(0, 0)")
-    driver.find_element(By.LINK_TEXT, "scalars/clip/factor").click()
+    driver.find_element(By.LINK_TEXT, "clip factor").click()
     norms = driver.find_element(By.ID, "panel-total_norm")
     wait(driver, lambda d: 0 <= top_of(d, norms) < 300)
     assert text_of(driver, ".range").startswith("steps 110 to 130")
@@ -458,8 +458,8 @@ def test_hostile_names_are_text(show: Open, tmp_path: Path) -> None:
     assert driver.find_elements(By.TAG_NAME, "img") == []
     assert len(driver.find_elements(By.TAG_NAME, "script")) == 3
     assert driver.title == f"{HOSTILE} · backlight"
-    assert driver.find_element(By.CSS_SELECTOR, ".finding h3").text == HOSTILE
-    driver.find_element(By.CSS_SELECTOR, ".finding a.title").click()
+    assert driver.find_element(By.TAG_NAME, "h1").text == HOSTILE
+    driver.find_element(By.CSS_SELECTOR, "h1 a.title").click()
     assert driver.find_element(By.CSS_SELECTOR, ".detail h3").text == HOSTILE
     canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
     canvas.send_keys(Keys.ARROW_DOWN)
@@ -509,8 +509,9 @@ def test_failed_panel_shows_its_error(
 def test_many_findings_of_one_rule_are_folded(show: Open, tmp_path: Path, run: Run) -> None:
     similar = [finding(parameter.name, i) for i, parameter in enumerate(run.parameters())]
     driver = show(write_report(run, similar, tmp_path / "report.html"))
-    assert len(driver.find_elements(By.CSS_SELECTOR, ".finding")) == 3
-    driver.find_element(By.XPATH, "//button[contains(., 'Show 48 more')]").click()
+    # One is a part of the verdict.
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".finding")) == 4
+    driver.find_element(By.XPATH, "//button[contains(., 'Show 47 more')]").click()
     assert len(driver.find_elements(By.CSS_SELECTOR, ".finding")) == 51
 
 
@@ -548,7 +549,7 @@ def test_grokking_run_shows_times_and_control(show: Open, tmp_path: Path) -> Non
     )
     assert 2 <= green <= 40
     driver.execute_script("scrollTo(0, 0)")
-    driver.find_element(By.LINK_TEXT, "user/test_accuracy").click()
+    driver.find_element(By.LINK_TEXT, "logged test_accuracy").click()
     assert driver.execute_script("return document.activeElement.id") == "panel-learning_curves"
 
 

@@ -1,10 +1,11 @@
-"""Overlapping lines of a chart are marked so that both stay visible."""
+"""Lines of a chart: those that overlap, those with gaps, and axes that a slow step does not set."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from backlight.report.charts import Axis, Line, chart
+from backlight.report.charts import Axis, Line, chart, clipped_top, constant
 
 STEPS = np.arange(100, dtype=np.int64)
 
@@ -63,3 +64,38 @@ def test_area_edges_do_not_overlap() -> None:
         Line("lower tenth", STEPS, rising - 0.1, style="edge"),
     ]
     assert overlaps(*area, Line("median", STEPS, rising)) == [0, 0, 0]
+
+
+def test_breaks_stay_when_a_chart_is_reduced() -> None:
+    steps = np.concatenate([np.arange(50_000), np.arange(60_000, 70_000)])
+    values = np.sin(steps / 1000)
+    drawn = chart([Line("a", steps, values)], Axis(""), numbers=2000)
+    (line,) = drawn["lines"]
+    assert line["breaks"].tolist() == [49_999, 60_000]
+    assert {0, 49_999, 60_000, 69_999} <= set(drawn["steps"].tolist())
+    assert len(drawn["steps"]) < 1100
+    assert drawn["range"] == 60_000 // 500
+    assert line["values"].min() == values.min()
+    assert line["values"].max() == values.max()
+
+
+@pytest.mark.parametrize(
+    ("values", "top"),
+    [
+        ([900.0, *[10.0] * 30], 10.5),  # the cold first step
+        ([10.0, *[10.0] * 30], None),
+        ([9.0, *[10.0] * 30], None),
+        ([900.0, *[10.0] * 99, 700.0], 21.0),  # a slow step among many
+        ([900.0], None),
+        ([np.nan, *[10.0] * 5], None),
+    ],
+)
+def test_cold_and_slow_steps_do_not_set_the_scale(values: list[float], top: float | None) -> None:
+    found = clipped_top(np.arange(len(values)), np.array(values), {0})
+    assert found == (None if top is None else pytest.approx(top))
+
+
+def test_constant_ignores_what_is_not_finite() -> None:
+    assert constant(np.array([1.0, np.nan, 1.0]), np.array([1.0])) == 1.0
+    assert constant(np.array([1.0, 2.0])) is None
+    assert constant(np.array([np.nan])) is None

@@ -104,7 +104,8 @@ def test_finding_has_its_evidence_link(page: str) -> None:
     assert model["verdict"]["headline"] == model["findings"][0]["title"]
     assert model["verdict"]["detail"].startswith("1 error. ")
     (shown,) = model["findings"]
-    assert shown["made"] == "live"
+    assert model["verdict"]["lead"] == 0
+    assert shown["evidence"][0]["label"] == "gradient NaN and Inf of blocks.0.mlp.up.bias"
     assert shown["evidence"][0]["place"] == {
         "panel": "parameters", "row": 10, "column": "non_finite", "step": 20, "layer": None,
     }  # fmt: skip

@@ -121,8 +121,10 @@ def test_cold_first_step_is_not_part_of_phase_shares(tmp_path: Path) -> None:
         writer.scalars(step, {"phase/data": 0.001, "phase/forward": 0.004, "phase/other": 0.001 + first})
     writer.close()
     result = drawn(Source(open_run(path)), "phases")
-    shares = {phase["label"]: phase["share"] for phase in result.data["phases"]}
+    shares = {label: share for label, share, *_ in result.data["table"]["rows"]}
     assert shares == {"forward": percent(4 / 6), "data": percent(1 / 6), "other": percent(1 / 6)}
+    (chart,) = result.data["charts"]
+    assert chart["left"]["top"] == pytest.approx(1.05 * 6.0)
 
 
 def test_profile_is_shown_as_tables(full: Source) -> None:
@@ -152,9 +154,9 @@ def test_damaged_profile_is_not_shown(full: Source, tmp_path: Path) -> None:
 def test_memory_is_stacked_by_kind_and_listed_by_module(full: Source) -> None:
     result = drawn(full, "memory_steps")
     lines = {line["label"]: line for line in result.data["charts"][0]["lines"]}
-    assert lines["activations"]["downTo"] == "below activations"
-    assert lines["below activations"]["values"].tolist() == [40, 40, 40, 40]
-    assert lines["activations"]["values"].tolist() == lines["all"]["values"].tolist() == [40, 100, 60, 40]
+    assert {line["style"] for line in lines.values()} == {"area"}
+    assert lines["parameters"]["values"].tolist() == [40, 40, 40, 40]
+    assert lines["activations"]["values"].tolist() == [0, 60, 20, 0]
     assert [fact.value for fact in result.facts] == ["100 B", "forward", "measured"]
     rows = drawn(full, "memory_modules").data["tables"][0]["rows"]
     assert rows == [
@@ -196,9 +198,9 @@ def test_skipped_steps_are_marked(full: Source) -> None:
 
 
 def test_phases_add_up_to_the_slowest_step(full: Source) -> None:
-    data = drawn(full, "phases").data
-    stacked = sum(phase["seconds"] for phase in data["phases"])
-    assert np.allclose(stacked, data["slowest"])
+    (chart,) = drawn(full, "phases").data["charts"]
+    stacked = sum(line["values"] for line in chart["lines"])
+    assert np.allclose(stacked, 1e3 * full.step_times)
     first = sum(full.scalar(name).values[0] for name in full.scalar_names("phase"))
     assert facts(full, "phases")["first step"] == duration(first)
 
@@ -253,8 +255,14 @@ def test_parameters_that_never_train_have_no_health(full: Source) -> None:
     )
     (lowest,) = [figure for figure in PANELS["loss"].summary(source).figures(source) if "health" in figure[0]]
     assert lowest == ("lowest health", "not measured", "2 parameters never trained")
-    assert facts(source, "health") == {"lowest of the others": "1", "at the end of the others": "1"}
-    assert "head.weight, head.bias" in drawn(source, "health").remarks[0]
+    text = drawn(source, "health").data["text"]
+    assert text.startswith(
+        "1 (0 is the worst, 1 the best) at every recorded step. 2 parameters never trained"
+    )
+    assert text.endswith("head.weight, head.bias.")
+    falling = dataclasses.replace(source, health=(np.arange(3), np.array([1, 0.5, 1])))
+    assert facts(falling, "health")["lowest of the others"] == "0.5 at step 1"
+    assert "head.weight, head.bias" in drawn(falling, "health").remarks[0]
 
 
 def test_update_of_zero_weights_is_not_defined(tmp_path: Path) -> None:
@@ -305,17 +313,43 @@ def test_learning_rates_are_named_by_optimizer(
 ) -> None:
     writer = RunWriter.create(tmp_path / "run", monitors=("health",))
     writer.fingerprint(Fingerprint(optimizers=optimizers))
-    writer.scalars(0, {f"lr/{name}": float(rate) for name, rate in (r.split("=") for r in rates)})
+    first = {f"lr/{name}": float(rate) for name, rate in (r.split("=") for r in rates)}
+    for step in range(3):
+        writer.scalars(step, {name: rate / (1 + step) for name, rate in first.items()})
     writer.close()
     chart = drawn(Source(open_run(tmp_path / "run")), "learning_rates").data["charts"][0]
     assert [line["label"] for line in chart["lines"]] == labels
 
 
+def test_what_never_changes_is_one_line_of_text(tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", monitors=("health",))
+    writer.fingerprint(Fingerprint(optimizers=("AdamW",)))
+    for step in range(4):
+        scalars = {"lr/0/0": 1e-3, "lr/0/1": 1e-4, "scaler/scale": 1024.0, "scaler/skipped": 0.0}
+        clip = {"clip/norm": 0.5, "clip/limit": 1.0, "clip/factor": 1.0, "total_norm": 0.5 + step}
+        writer.scalars(step, scalars | clip)
+    writer.close()
+    source = Source(open_run(tmp_path / "run"), health=(np.arange(4), np.array([1.0, 1.0, np.nan, 1.0])))
+    texts = {
+        name: drawn(source, name).data.get("text") for name in ("learning_rates", "loss_scale", "health")
+    }
+    assert texts == {
+        "learning_rates": "AdamW, group 0: 0.001; AdamW, group 1: 1e-4 at every recorded step.",
+        "loss_scale": "1,024 at every recorded step; no step was skipped.",
+        "health": "1 (0 is the worst, 1 the best) at every recorded step.",
+    }
+    norm = drawn(source, "total_norm")
+    assert facts(source, "total_norm")["clipped"] == "never, limit 1"
+    assert [line["label"] for line in norm.data["charts"][0]["lines"]] == [
+        "total norm", "norm that clipping computed"
+    ]  # fmt: skip
+
+
 def test_repeated_events_are_one_row(full: Source) -> None:
     rows = drawn(full, "events").data["rows"]
-    skips = [row for row in rows if row["kind"] == "scaler_skip"]
-    assert [(row["step"], row["until"], row["times"]) for row in skips] == [(0, 100, 6)]
-    assert not [row for row in rows if row["kind"] == "unmeasured"]
+    skips = [row for row in rows if row[1] == "scaler skip"]
+    assert skips == [("0 to 100", "scaler skip", "scale: 65,536 (6 times)")]
+    assert not [row for row in rows if row[1] == "unmeasured"]
 
 
 def test_details_list_overrides_and_cost(tmp_path: Path) -> None:

@@ -24,30 +24,33 @@ def write_comparison(comparison: Comparison, runs: Sequence[Run], target: Path) 
     named = [
         (f"{side.letter} {visible(side.path)}", run) for side, run in zip(comparison.runs, runs, strict=True)
     ]
-    state = compared(title, len(runs), " ".join(comparison.notes), headline=comparison.headline)
+    steps = 0, max(run.last_step() for run in runs)
+    state = compared(title, len(runs), " ".join(comparison.notes), headline=comparison.headline, steps=steps)
     state["verdict"]["status"] = " ".join(times.verdict for times in comparison.times)
-    curves = curve_panels([(name, source_of(run, ())) for name, run in named])
-    panels = [*_tables(comparison), *curves]
+    curves = list(curve_panels([(name, source_of(run, ())) for name, run in named]))
+    loss = [{**panel, "place": "full"} for panel in curves if panel["name"] == "loss"]
+    panels = [*loss, *_tables(comparison), *(panel for panel in curves if panel["name"] != "loss")]
     content = {**state, "panels": panels, "precision": "0 %", "version": __version__}
     return write_page(document(content, visible(title)), target)
 
 
 def _tables(comparison: Comparison) -> Iterator[dict[str, Any]]:
     letters = [side.letter for side in comparison.runs]
-    sides = [
-        (
-            side.letter,
-            side.path,
-            side.status,
-            number(side.steps),
-            "" if side.seconds is None else duration(side.seconds),
-        )
-        for side in comparison.runs
+    sides = comparison.runs
+    rows = [
+        ("run", *(side.path for side in sides)),
+        ("status", *(side.status for side in sides)),
+        ("steps", *(number(side.steps) for side in sides)),
+        ("took", *("" if side.seconds is None else duration(side.seconds) for side in sides)),
+        *((difference.name, *difference.values) for difference in comparison.differences),
     ]
-    yield listing(("", "run", "status", "steps", "took"), sides, figures=(3, 4))
-    if comparison.differences:
-        differences = [(d.name, *d.values) for d in comparison.differences]
-        yield listing(("", *letters), differences, title="Configuration")
+    yield listing(("", *letters), rows, title="What differs")
+    if comparison.findings:
+        found = [
+            (row.severity.value, ", ".join(row.present), ", ".join(row.unknown) or "none", row.title)
+            for row in comparison.findings
+        ]
+        yield listing(("", "in", "not checked", "finding"), found, title="Findings")
     shown = [row for row in comparison.rows if not row.is_equal]
     equal = [row for row in comparison.rows if row.is_equal]
     if comparison.steps is not None:
@@ -57,18 +60,12 @@ def _tables(comparison: Comparison) -> Iterator[dict[str, Any]]:
         over = ["The runs have no recorded step in common."]
     hidden = [f"{count(len(equal), 'equal row')} under Details."] if equal else []
     if shown:
-        yield _series("Series", shown, letters, [*over, *hidden])
+        yield _series("Results", shown, letters, [*over, *hidden])
     for times in comparison.times:
         if times.rows:
             yield _times(times, f"Step time of {times.names[1]}" if len(letters) > 2 else "Step time")
     if comparison.kinds is not None:
         yield _times(comparison.kinds, "Kinds of operation")
-    if comparison.findings:
-        rows = [
-            (row.severity.value, ", ".join(row.present), ", ".join(row.unknown) or "none", row.title)
-            for row in comparison.findings
-        ]
-        yield listing(("", "in", "not checked", "finding"), rows, title="Findings")
     parameters = [row for row in comparison.parameters if not row.is_equal]
     if parameters:
         yield _series("Parameters that differ most", parameters, letters, over)

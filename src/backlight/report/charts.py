@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.report.frames import keep
+from backlight.report.frames import keep, reduced_to
+from backlight.report.step_gaps import step_gaps
 
-NUMBERS = 80_000
+NUMBERS = 30_000
 """Numbers that one chart may hold before it is reduced to the extremes of its buckets."""
+
+MAX_BREAKS = 2000
+"""Breaks of a line that are drawn, the longest ones: of more, most are narrower than a pixel."""
+
+TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+"""Colours of lines that have no colour of their own, in order."""
+
+SLOW_SHARE, SLOW_FACTOR = 0.95, 4.0
+"""A step of this many times the quantile of all is marked beyond the end of an axis of times."""
 
 WIDTH = 0.005
 """Width of a line, as a share of the height of its chart."""
@@ -23,10 +34,11 @@ WIDTH = 0.005
 class Line:
     """One line of a chart: ``values`` [S] at ``steps`` [S].
 
-    ``axis`` is ``left`` or ``right``; ``style`` is ``line``, ``dashed``, ``steps`` or ``edge`` (the border
-    of a band that the legend names, filled down to the line whose label is ``down_to``); ``tone`` names a
-    colour of the page. With ``gaps`` a NaN means "not measured"; without, it is a measured value that is not
-    finite.
+    ``axis`` is ``left`` or ``right``; ``style`` is ``line``, ``dashed``, ``steps``, ``edge`` (the border
+    of a band that the legend names, filled down to the line whose label is ``down_to``) or ``area`` (stacked
+    on the areas before it); ``tone`` names a colour of the page. With ``gaps`` a NaN means "not measured";
+    without, it is a measured value that is not finite. ``recorded`` are the steps behind values that were
+    reduced to ranges of steps.
     """
 
     label: str
@@ -37,17 +49,22 @@ class Line:
     tone: str = ""
     down_to: str = ""
     gaps: bool = False
+    recorded: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A vertical axis: its label with the unit, its scale, and limits where they are given by the matter."""
+    """A vertical axis: its label with the unit, its scale, and limits where they are given by the matter.
+
+    Values beyond ``top`` are marked at the upper end until the reader asks for them in full.
+    """
 
     label: str
     log: bool = False
     base: int = 10
     low: float | None = None
     high: float | None = None
+    top: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,10 +103,15 @@ def chart(
         column[at], there[at] = line.values, True
         columns.append(column)
         present.append(there)
-    kept = keep(columns, present, max(64, numbers // (len(lines) + 1)))
+    gaps = [_gaps(line) for line in lines]
+    ends = np.unique(np.concatenate([found.ravel() for found, _, _ in gaps]))
+    most = max(64, numbers // (len(lines) + 1))
+    kept = keep(columns, present, most, np.flatnonzero(np.isin(steps, ends)).tolist())
     over = _over(lines, [column[kept] for column in columns], left, right)
     drawn = []
-    for line, column, there, hidden in zip(lines, columns, present, over, strict=True):
+    for line, column, there, hidden, (breaks, sampled, every) in zip(
+        lines, columns, present, over, gaps, strict=True
+    ):
         values = column[kept]
         without = np.flatnonzero(there[kept] & ~np.isfinite(values))
         drawn.append(
@@ -103,12 +125,15 @@ def chart(
                 "values": np.where(np.isfinite(values), values, np.nan),
                 "odd": without[:0] if line.gaps else without,
                 "gap": without if line.gaps else without[:0],
+                "breaks": breaks.ravel(),
+                "sampled": sampled.ravel(),
+                "every": every,
             }
         )
     return {
         "title": title,
         "steps": steps[kept],
-        "of": len(steps),
+        "range": math.ceil(len(steps) / reduced_to(most, len(lines))) if len(steps) > most else 1,
         "lines": drawn,
         "left": dataclasses.asdict(left),
         "right": dataclasses.asdict(right) if right else None,
@@ -117,6 +142,16 @@ def chart(
         "across": across,
         "adjustable": adjustable,
     }
+
+
+def _gaps(line: Line) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+    """Return where a line breaks, where it is a sample, and how many steps apart the samples are."""
+    found = step_gaps(line.steps if line.recorded is None else line.recorded)
+    breaks = found.breaks
+    if len(breaks) > MAX_BREAKS:
+        longest = np.argsort(breaks[:, 0] - breaks[:, 1], kind="stable")[:MAX_BREAKS]
+        breaks = breaks[np.sort(longest)]
+    return breaks, found.sampled, found.every
 
 
 def _over(
@@ -135,7 +170,7 @@ def _over(
         limits = () if axis.log else [limit for limit in (axis.low, axis.high) if limit is not None]
         drawn = np.concatenate([limits, *(heights[i][np.isfinite(heights[i])] for i in here)])
         width = WIDTH * float(drawn.max() - drawn.min()) if drawn.size else 0.0
-        beneath = [i for i in here if lines[i].style != "edge"]
+        beneath = [i for i in here if lines[i].style not in {"edge", "area"}]
         for i in beneath:
             if lines[i].style == "line":
                 over[i] = sum(_covers(heights[i], heights[k], width) for k in beneath if k < i)
@@ -159,3 +194,26 @@ def spans_decades(*columns: NDArray[np.float64], factor: float = 100.0) -> bool:
     """Return whether positive values spread so widely that only a logarithmic axis shows them all."""
     joined = np.concatenate([column[np.isfinite(column)] for column in columns])
     return bool(len(joined)) and bool(joined.min() > 0) and bool(joined.max() / joined.min() > factor)
+
+
+def constant(*columns: NDArray[np.float64]) -> float | None:
+    """Return the one value that all finite values have, None where they differ or there is none."""
+    finite = np.concatenate([column[np.isfinite(column)] for column in columns])
+    return float(finite[0]) if len(finite) and bool((finite == finite[0]).all()) else None
+
+
+def clipped_top(steps: NDArray[np.int64], values: NDArray[np.float64], cold: Collection[int]) -> float | None:
+    """Return where an axis of times ends, or None where it may show every value.
+
+    The first steps of a process are ``cold``: they compile and load, and say nothing about the others. A few
+    slow steps do not set the scale either.
+    """
+    finite = np.isfinite(values)
+    usual = values[finite & ~np.isin(steps, list(cold))]
+    if not len(usual) or not usual.max() > 0:
+        return None
+    top = float(usual.max())
+    slow = float(np.quantile(usual, SLOW_SHARE))
+    if slow > 0 and top > SLOW_FACTOR * slow:
+        top = 2 * slow
+    return 1.05 * top if float(values[finite].max()) > 1.05 * top else None

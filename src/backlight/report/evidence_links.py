@@ -61,6 +61,31 @@ def place_of(
     return Place(best[1], row, None, step, _layer(path)) if best[0] and best[1] in drawn else None
 
 
+_KINDS = {"scalars": "", "events": "", "user": "logged ", "profile": "profile: ", "parameters": ""}
+"""First words of what evidence is called, by the beginning of its path."""
+
+_OF_PARAMETER = {"group": "optimizer of", "requires_grad": "requires_grad of"}
+
+
+def label_of(path: str) -> str:
+    """Return what evidence is called on the page: ``gradient rms of head.weight`` for its path in the run."""
+    series, column, parameter = _series(path)
+    if series is not None:
+        shown = next((c.label for c in COLUMNS if (c.series, c.column) == (series, column)), column or "")
+        of = f" of {parameter}" if parameter else ""
+        return f"{series} {shown.replace('_', ' ')}{of}".replace("update update", "update")
+    kind, _, name = path.partition("/")
+    if kind == "parameters":
+        field, _, parameter = name.partition("/")
+        return f"{_OF_PARAMETER.get(field, field.replace('_', ' '))} {parameter}"
+    if kind not in _KINDS or not name:
+        return path
+    words = (
+        name if kind == "user" else name.replace("_", " ").replace("/", " ").replace("lr ", "learning rate ")
+    )
+    return f"{_KINDS[kind]}{words}"
+
+
 def _series(path: str) -> tuple[str | None, str | None, str | None]:
     """Split ``series/<series>/<column>/<parameter>``; a parameter's name may hold slashes itself."""
     parts = path.split("/", 3)

@@ -94,20 +94,25 @@ def extremes(
     return Extremes(low, high, counted, broken)
 
 
-def keep(columns: Sequence[Floats], present: Sequence[Bools], most: int) -> Ints:
+def reduced_to(most: int, series: int) -> int:
+    """Return into how many buckets :func:`keep` cuts the points of so many series."""
+    return max(1, most // (2 * series))
+
+
+def keep(columns: Sequence[Floats], present: Sequence[Bools], most: int, always: Sequence[int] = ()) -> Ints:
     """Return the sorted indices of the points that a chart needs, all of them where S is at most ``most``.
 
-    ``present`` tells where each of the K series has a value at all. The S points are cut into
-    ``most // (2 K)`` buckets. Of each bucket stay the smallest and the largest finite value of every
-    series and the first value that is not finite; so do the first and last point of all. What stays is
-    a real point with its own step, never an average.
+    ``present`` tells where each of the K series has a value at all; ``always`` are indices to keep. The S
+    points are cut into ``most // (2 K)`` buckets. Of each bucket stay the smallest and the largest finite
+    value of every series and the first value that is not finite; so do the first and last point of all. What
+    stays is a real point with its own step, never an average.
     """
     length = len(columns[0]) if columns else 0
     if length <= most:
         return np.arange(length)
-    size = max(1, most // (2 * len(columns)))
+    size = reduced_to(most, len(columns))
     bucket = np.arange(length) * size // length
-    chosen = [np.array([0, length - 1])]
+    chosen = [np.array([0, length - 1, *always])]
     for column, there in zip(columns, present, strict=True):
         finite = np.isfinite(column) & there
         for sign in (1.0, -1.0):

@@ -56,16 +56,25 @@ def content(page: OverlayPage) -> dict[str, Any]:
         ]
         if charts:
             panels.append(part(title.split(maxsplit=1)[0].lower(), title, "lines", {"charts": charts}))
-    state = compared(page.title, len(page.runs), f"By {page.across}.", monitors=("grokking",))
+    every = [steps for of_run in page.measures.values() for steps, _ in of_run.values() if len(steps)]
+    ends = (min(int(s[0]) for s in every), max(int(s[-1]) for s in every)) if every else (0, 0)
+    state = compared(page.title, len(page.runs), f"By {page.across}.", monitors=("grokking",), steps=ends)
+    state["across"] = page.across
     return {**state, "panels": panels, "precision": "0 %", "version": __version__}
 
 
 def compared(
-    name: str, runs: int, detail: str, monitors: Sequence[str] = (), headline: str = ""
+    name: str,
+    runs: int,
+    detail: str,
+    monitors: Sequence[str] = (),
+    headline: str = "",
+    steps: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
-    """Return what a page of several runs shows next to its panels."""
+    """Return what a page of several runs shows next to its panels; ``steps`` are the first and the last."""
     unlike = "" if headline else " A difference between unlike runs is not a difference."
     return {
+        "steps": steps,
         "run": {"name": visible(name), "status": "compared", "monitors": list(monitors)},
         "verdict": {
             "tone": "info",
@@ -74,6 +83,7 @@ def compared(
             "status": "",
             "about": [],
             "losses": [],
+            "lead": None,
             "unmeasured": [],
             "figures": [],
         },
@@ -97,6 +107,11 @@ def part(
     """Return a panel of a page of several runs, for the drawer ``kind``."""
     named = {"name": name, "title": title, "note": "", "place": place, "kind": kind}
     return {**named, "facts": [], "remarks": list(remarks), "data": dict(data)}
+
+
+def stated_part(name: str, title: str, text: str) -> dict[str, Any]:
+    """Return a panel of a page of several runs that is one line of text."""
+    return {"name": name, "title": title, "note": "", "place": "full", "stated": visible(text)}
 
 
 def listing(

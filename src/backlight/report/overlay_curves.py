@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from backlight.report.charts import Axis, Line, chart, spans_decades
-from backlight.report.overlay import SHOWN, part
+from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
+from backlight.report.overlay import SHOWN, part, stated_part
 from backlight.report.panel import error_text, not_drawn
 from backlight.report.source import Series, Source, rate_labels
 from backlight.store.read.run import Run
-from backlight.text import visible
+from backlight.text import listed, number, visible
 
 
 def curve_panels(sources: Sequence[tuple[str, Source]]) -> Iterator[dict[str, Any]]:
@@ -27,24 +28,43 @@ def curve_panels(sources: Sequence[tuple[str, Source]]) -> Iterator[dict[str, An
                         lines.setdefault(curve, []).append(Line(run, steps, values))
             except Exception as error:  # noqa: BLE001 - one run must not take the others with it
                 failed.append(f"{run}: {error_text(error).rstrip('.')}")
+        remarks = []
+        if name == "health":
+            remarks = [f"{run}: {source.untrained_text}." for run, source in sources if source.untrained]
+        if lines and not failed and all(constant(line.values) is not None for line in chain(*lines.values())):
+            yield stated_part(name, title, " ".join([_values(lines), *remarks]))
+            continue
+        cold = frozenset[int]().union(*(source.cold_steps for _, source in sources[:SHOWN]))
         charts = []
         for curve, of_runs in sorted(lines.items()):
             try:
-                charts.append(
-                    chart(of_runs, axis(curve, of_runs), title=visible(curve), adjustable=name == "loss")
-                )
+                drawn = axis(curve, of_runs, cold)
+                charts.append(chart(of_runs, drawn, title=visible(curve), adjustable=name == "loss"))
             except Exception as error:  # noqa: BLE001 - one chart must not take the others with it
                 failed.append(error_text(error).rstrip("."))
         said = "; ".join(failed)
         if charts:
             data = {"charts": charts, "small": name == "logged" and len(charts) > 1}
             place = "half" if len(charts) == 1 else "full"
-            remarks = [f"Not drawn: {said}."] if said else []
-            if name == "health":
-                remarks += [f"{run}: {source.untrained_text}." for run, source in sources if source.untrained]
+            remarks = [*([f"Not drawn: {said}."] if said else []), *remarks]
             yield part(name, title, "lines", data, remarks, place=place)
         elif said:
             yield part(name, title, "failed", {"reason": not_drawn(name, said)})
+
+
+def _values(lines: Mapping[str, Sequence[Line]]) -> str:
+    """Return in words the one value of each line."""
+    texts = []
+    for curve, of_runs in sorted(lines.items()):
+        values = {line.label: number(float(line.values[0])) for line in of_runs}
+        same = len(set(values.values())) == 1 and len(values) > 1
+        shown = (
+            f"{next(iter(values.values()))} in each run"
+            if same
+            else listed([f"{value} in {run}" for run, value in values.items()], SHOWN)
+        )
+        texts.append(f"{visible(curve)}: {shown}" if curve else shown)
+    return "; ".join(texts) + ", at every recorded step."
 
 
 Curves = Callable[[Source], dict[str, Series]]
@@ -90,24 +110,36 @@ def _rates(source: Source) -> dict[str, Series]:
     return {label if len(labels) > 1 else "": _scalar(source, name) for name, label in labels.items()}
 
 
-def _scaled(label: str) -> Callable[[str, Sequence[Line]], Axis]:
-    return lambda _, lines: Axis(label, log=spans_decades(*(line.values for line in lines), factor=30.0))
+AxisOf = Callable[[str, Sequence[Line], frozenset[int]], Axis]
+"""Return the axis of a chart by its title, its lines and the cold steps of the runs."""
 
 
-def _fixed(label: str, high: float | None = None, low: float | None = 0.0) -> Callable[[str, Any], Axis]:
-    return lambda _title, _lines: Axis(label, low=low, high=high)
+def _scaled(label: str) -> AxisOf:
+    return lambda _, lines, _cold: Axis(
+        label, log=spans_decades(*(line.values for line in lines), factor=30.0)
+    )
 
 
-def _of_logged(title: str, _: Sequence[Line]) -> Axis:
+def _fixed(label: str, high: float | None = None, low: float | None = 0.0) -> AxisOf:
+    return lambda _title, _lines, _cold: Axis(label, low=low, high=high)
+
+
+def _of_times(_title: str, lines: Sequence[Line], cold: frozenset[int]) -> Axis:
+    steps = np.concatenate([line.steps for line in lines])
+    values = np.concatenate([line.values for line in lines])
+    return Axis("time (ms)", low=0.0, top=clipped_top(steps, values, cold))
+
+
+def _of_logged(title: str, _lines: Sequence[Line], _cold: frozenset[int]) -> Axis:
     return Axis("share of samples", low=0.0, high=1.0) if title.endswith("accuracy") else Axis("")
 
 
-CHARTS: dict[str, tuple[str, Curves, Callable[[str, Sequence[Line]], Axis]]] = {
+CHARTS: dict[str, tuple[str, Curves, AxisOf]] = {
     "loss": ("Loss", _own("loss"), _scaled("")),
     "total_norm": ("Gradient norm", _own("total_norm"), _scaled("L2 norm")),
     "updates": ("Update to weight", _updates, _scaled("median over parameters")),
     "learning_rates": ("Learning rate", _rates, _fixed("learning rate", low=None)),
-    "times": ("Time of a step", _times, _fixed("time (ms)")),
+    "times": ("Time of a step", _times, _of_times),
     "health": ("Health", _health, _fixed("health (0 to 1)", 1.0)),
     "logged": ("What you logged", _logged, _of_logged),
 }

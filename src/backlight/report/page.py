@@ -18,8 +18,18 @@ from backlight.records import Finding
 from backlight.registry import warn
 from backlight.report import verdict
 from backlight.report.encoding import PRECISION, script_json
-from backlight.report.evidence_links import place_of
-from backlight.report.panel import Drawn, Failed, NotMeasured, Panel, PanelWarning, failed, in_order, shown
+from backlight.report.evidence_links import label_of, place_of
+from backlight.report.panel import (
+    STATED,
+    Drawn,
+    Failed,
+    NotMeasured,
+    Panel,
+    PanelWarning,
+    failed,
+    in_order,
+    shown,
+)
 from backlight.report.source import Source
 from backlight.report.sparkline import evidence_line
 from backlight.store.platform.atomic_json import write_atomically
@@ -28,7 +38,10 @@ from backlight.text import number, visible
 ASSETS = files("backlight.report") / "assets"
 VENDOR = files("backlight.report") / "vendor"
 
-SCRIPTS = ("words.js", "data.js", "view.js", "palette.js", "grid.js", "charts.js", "findings.js")
+SCRIPTS = (
+    *("words.js", "data.js", "view.js", "palette.js", "grid.js"),
+    *("axes.js", "chart_data.js", "marks.js", "charts.js", "findings.js"),
+)
 """What the drawers in ``assets/kinds`` stand on, in the order of their needs; ``page.js`` follows them."""
 
 UNDRAWN = (
@@ -137,7 +150,9 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
     whole = [panel for panel, _ in drawn]
     with_data = {panel.name for panel, result in drawn if isinstance(result, Drawn)}
     said = verdict.outcome(source)
+    findings = source.findings
     return {
+        "steps": source.step_range,
         "run": {
             "name": visible(source.run.name) or "unnamed run",
             "status": source.run.status.value,
@@ -150,13 +165,14 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
             "status": said.status,
             "about": said.about,
             "losses": said.losses,
+            "lead": next((i for i, f in enumerate(findings) if visible(f.title) == said.headline), None),
             "unmeasured": _unmeasured(said, drawn, source),
             "figures": [
                 {"label": label, "value": value, "note": note}
                 for label, value, note in verdict.summary_of(source).figures(source)
             ],
         },
-        "findings": [_finding(f, source, whole, with_data, rows) for f in source.findings],
+        "findings": [_finding(finding, source, whole, with_data, rows) for finding in findings],
         "pages": {rule: rule_page(rule) for rule in sorted({finding.rule for finding in source.findings})},
         "attempts": [a.step_offset for a in source.run.attempts[1:]],
         "parameters": [
@@ -219,8 +235,10 @@ def _unmeasured(
 
 
 def announced(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
-    """Return one panel without its data, or with the reason why it has none."""
+    """Return one panel without its data, or with the one line of text that it is, or why it has none."""
     named = {"name": panel.name, "title": panel.title, "note": panel.note, "place": panel.place}
+    if isinstance(result, Drawn) and result.kind == STATED:
+        return named | {"stated": visible(result.data["text"])}
     if isinstance(result, Drawn):
         return named | {"kind": result.kind}
     missing = named | {"missing": visible(result.reason)}
@@ -232,7 +250,7 @@ def panel_data(panel: Panel, result: Drawn | NotMeasured) -> dict[str, Any]:
     named = announced(panel, result)
     if isinstance(result, Failed):
         return named | {"data": {"reason": named["missing"]}}
-    if not isinstance(result, Drawn):
+    if not isinstance(result, Drawn) or result.kind == STATED:
         return named
     facts = [{"label": fact.label, "value": fact.value} for fact in result.facts]
     return named | {"facts": facts, "remarks": result.remarks, "data": dict(result.data)}
@@ -258,10 +276,15 @@ def _finding(
         "step": finding.subject.step,
         "title": visible(finding.title),
         "detail": visible(finding.detail),
-        "made": finding.made.value,
         "where": [{"label": label, "value": value} for label, value in verdict.where(finding)],
         "evidence": [
-            {"path": path, "step": step, "value": value, "place": place and dataclasses.asdict(place)}
+            {
+                "path": path,
+                "label": label_of(path),
+                "step": step,
+                "value": value,
+                "place": place and dataclasses.asdict(place),
+            }
             for (path, step, value), place in zip(verdict.measurements(finding), places, strict=True)
         ],
         "line": evidence_line(zip(finding.evidence, places, strict=True), source),

@@ -39,6 +39,15 @@ class Drawn:
     remarks: tuple[str, ...] = ()
 
 
+STATED = "stated"
+"""Kind of what is one line of text on the page: a chart of one value shows nothing."""
+
+
+def stated(text: str) -> Drawn:
+    """Return a panel whose values never changed: one line of text, in a list with others of its kind."""
+    return Drawn(STATED, {"text": text})
+
+
 @dataclass(frozen=True, slots=True)
 class NotMeasured:
     """Why a panel has nothing to show; the reason is a full sentence."""

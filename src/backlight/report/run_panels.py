@@ -66,17 +66,27 @@ def events(source: Source) -> Drawn:
     rows: list[dict[str, Any]] = []
     for event in found:
         text = _told(event.payload)
-        if rows and (rows[-1]["kind"], rows[-1]["text"]) == (visible(event.kind), text):
+        if rows and (rows[-1]["kind"], rows[-1]["text"]) == (event.kind, text):
             rows[-1]["times"] += 1
             rows[-1]["until"] = event.step
             continue
-        rows.append(
-            {"step": event.step, "until": event.step, "kind": visible(event.kind), "text": text, "times": 1}
-        )
+        rows.append({"step": event.step, "until": event.step, "kind": event.kind, "text": text, "times": 1})
     remarks: tuple[str, ...] = ()
     if len(rows) > MAX_ROWS:
         remarks = (f"{len(rows):,} different events were noted; the first {MAX_ROWS} are listed.",)
-    return Drawn("events", {"rows": rows[:MAX_ROWS]}, (), remarks)
+    cells = [_row(**row) for row in rows[:MAX_ROWS]]
+    return Drawn(
+        "listing", {"name": "Events", "heads": ("Step", "Event", "What"), "rows": cells}, (), remarks
+    )
+
+
+def _row(step: int | None, until: int | None, kind: str, text: str, times: int) -> tuple[str, str, str]:
+    """Return one row of the table: an event that came several times in a row is one."""
+    at = "" if step is None else number(step)
+    if times > 1 and until is not None and until != step:
+        at = f"{at} to {number(until)}"
+    repeated = f" ({number(times)} times)" if times > 1 else ""
+    return at, visible(kind).replace("_", " "), f"{text}{repeated}"
 
 
 def _told(payload: Mapping[str, Any]) -> str:

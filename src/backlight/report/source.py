@@ -82,6 +82,17 @@ class Source:
         """Return whether ``monitor`` watched; a run that names no monitors is taken to have had all."""
         return not monitor or not self.run.monitors or monitor in self.run.monitors
 
+    @property
+    def step_range(self) -> tuple[int, int]:
+        """First and last step of the run, recorded or not: every axis of steps shows them all."""
+        first = min((attempt.step_offset for attempt in self.run.attempts), default=0)
+        return first, max(first, self.run.last_step())
+
+    @property
+    def cold_steps(self) -> frozenset[int]:
+        """First step of each attempt, which compiles and loads."""
+        return frozenset(attempt.step_offset for attempt in self.run.attempts)
+
     @cached_property
     def step_times(self) -> NDArray[np.float64]:
         """Seconds of every step whose phases were recorded, in order."""

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from backlight.records import Evidence
 from backlight.report.charts import spans_decades
 from backlight.report.evidence_links import Place
-from backlight.report.frames import keep
+from backlight.report.frames import COLUMNS, keep
 from backlight.report.source import Series, Source
+from backlight.report.step_gaps import step_gaps, within
 from backlight.text import visible
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -60,33 +61,41 @@ def outstanding(values: NDArray[np.float64], width: int) -> NDArray[np.float64]:
 def evidence_line(evidence: Iterable[tuple[Evidence, Place | None]], source: Source) -> dict[str, Any] | None:
     """Return the series of the first evidence that is one over steps, reduced to what a sparkline shows.
 
-    ``step`` is that of the evidence. A value that is not finite is None.
+    ``step`` is that of the evidence. A value that is not finite is None. ``cuts`` are places before which
+    nothing was recorded; a ``sampled`` series was recorded at every n-th step.
     """
     for one, place in evidence:
-        steps, values = _series(one, place, source)
+        steps, values, recorded = _series(one, place, source)
         if len(steps) < 2 or not np.isfinite(values).any():
             continue
         kept = keep([values], [np.ones(len(values), np.bool_)], POINTS)
+        gaps = step_gaps(recorded)
+        at = steps[kept]
+        cuts = np.flatnonzero(within(gaps.breaks, (at[:-1] + at[1:]) / 2)) + 1
         # Three digits are finer than a pixel.
         shown = [float(f"{value:.3g}") if math.isfinite(value) else None for value in values[kept]]
         return {
             "path": visible(one.path),
-            "steps": steps[kept].tolist(),
+            "steps": at.tolist(),
             "values": shown,
+            "cuts": cuts.tolist(),
+            "sampled": gaps.every > 1,
             "log": spans_decades(values),
             "step": one.step,
         }
     return None
 
 
-def _series(evidence: Evidence, place: Place | None, source: Source) -> Series:
+def _series(evidence: Evidence, place: Place | None, source: Source) -> tuple[*Series, NDArray[np.int64]]:
+    """Return steps and values of evidence, and the steps at which the series was recorded."""
     kind, _, name = evidence.path.partition("/")
     if kind in {"scalars", "user"}:
         scalar = source.scalar(name, "user" if kind == "user" else "backlight")
-        return scalar.steps, scalar.values
-    column = source.frames.extremes.get(place.column or "") if place is not None else None
-    if place is None or place.row is None or column is None:
-        return np.empty(0, np.int64), np.empty(0)
-    high = column.high[:, place.row]
+        return scalar.steps, scalar.values, scalar.steps
+    shown = next((one for one in COLUMNS if place is not None and one.name == place.column), None)
+    if place is None or place.row is None or shown is None or shown.name not in source.frames.extremes:
+        return np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64)
+    column = source.frames.extremes[shown.name]
     measured = column.measured[:, place.row] > 0
-    return source.frames.buckets.first[measured], high[measured]
+    steps = source.frames.buckets.first[measured]
+    return steps, column.high[measured, place.row], source.frames.steps[shown.series]

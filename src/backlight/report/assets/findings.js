@@ -19,7 +19,7 @@ const goTo = (place) => {
     view.set("row", place.row);
   }
   if (place.layer) view.set("layer", place.layer);
-  if (place.step !== null && view.known) {
+  if (place.step !== null) {
     const [from, to] = view.full;
     const half = Math.max(10, (to - from) * 0.02);
     view.zoom(place.step - half, place.step + half);
@@ -75,7 +75,7 @@ const sparkline = () => {
   const path = svg("path", { class: "spark-line" });
   const mark = svg("line", { class: "spark-mark", y1: 0, y2: SPARK_HEIGHT });
   const node = svg("svg", { class: "spark", role: "img", viewBox: `-2 -2 ${SPARK_WIDTH + 4} ${SPARK_HEIGHT + 4}`, preserveAspectRatio: "none" }, mark, path);
-  const fill = ({ path: name, steps, values, log, step }) => {
+  const fill = ({ path: name, steps, values, cuts, sampled, log, step }) => {
     const heights = values.map((value) => (value === null || (log && value <= 0) ? null : log ? Math.log(value) : value));
     const known = heights.filter((value) => value !== null);
     const [low, high] = [Math.min(...known), Math.max(...known)];
@@ -84,9 +84,12 @@ const sparkline = () => {
     const y = (value) => SPARK_HEIGHT * (high === low ? 0.5 : 1 - (value - low) / (high - low));
     let drawn = "";
     heights.forEach((value, i) => {
-      if (value !== null) drawn += `${drawn && heights[i - 1] !== null ? "L" : "M"}${x(steps[i]).toFixed(1)} ${y(value).toFixed(1)}`;
+      if (value === null) return;
+      const joined = drawn && heights[i - 1] !== null && !cuts.includes(i);
+      drawn += `${joined ? "L" : "M"}${x(steps[i]).toFixed(1)} ${y(value).toFixed(1)}${joined ? "" : "h0"}`; // a point is a dot
     });
     path.setAttribute("d", drawn);
+    path.classList.toggle("sampled", sampled);
     const inside = step !== null && step >= first && step <= last;
     for (const end of ["x1", "x2"]) mark.setAttribute(end, inside ? x(step) : -9);
     node.setAttribute("aria-label", `${name}, ${between(first, last)}${inside ? `; marked: step ${number(step)}` : ""}`);
@@ -96,7 +99,7 @@ const sparkline = () => {
 
 // The documentation of a rule, written when it is opened.
 const rulePage = (rule) => {
-  const fold = el("details", { class: "page", ontoggle: () => fold.childElementCount === 1 && fold.append(...report.pages[rule].map(block)) }, el("summary", {}, "About ", el("code", {}, rule)));
+  const fold = el("details", { class: "page", ontoggle: () => fold.childElementCount === 1 && fold.append(...report.pages[rule].map(block)) }, el("summary", {}, "More about such findings"));
   return fold;
 };
 
@@ -104,31 +107,26 @@ const BLOCKS = { heading: "h4", paragraph: "p", item: "p", cell: "p" };
 
 const block = ([kind, text]) => el(BLOCKS[kind], { class: kind }, prose(text));
 
-const findingCard = (finding) => {
-  const best = finding.evidence.find(({ place }) => place)?.place ?? null;
+const bestPlace = ({ evidence }) => evidence.find(({ place }) => place)?.place ?? null;
+
+// A finding; the one that the headline names is a part of the verdict and has its title there.
+const findingCard = (finding, isLead = false) => {
   const line = finding.line ? sparkline() : null;
   line?.fill(finding.line);
-  const evidence = finding.evidence.map(({ path, step, value, place }) =>
+  const evidence = finding.evidence.map(({ path, label, step, value, place }) =>
     el(
       "li",
-      {},
-      jump(place, path, "path"),
+      { title: path },
+      jump(place, label, "label"),
       step ? el("span", { class: "at" }, `step ${step}`) : null,
       value ? el("span", { class: "value" }, value) : null,
     ),
   );
   const card = el(
     "article",
-    { class: `finding ${finding.severity}` },
-    el(
-      "header",
-      {},
-      glyph(finding.severity),
-      el("span", { class: "severity" }, WORDS[finding.severity]),
-      el("span", { class: "rule" }, finding.rule.replaceAll("_", " ")),
-      el("span", { class: "made" }, finding.made === "live" ? "found while training" : "found on reading"),
-    ),
-    el("h3", {}, jump(best, prose(finding.title), "title")),
+    { class: `finding ${finding.severity}${isLead ? " lead" : ""}` },
+    isLead ? null : el("header", {}, glyph(finding.severity), el("span", { class: "severity" }, WORDS[finding.severity])),
+    isLead ? null : el("h3", {}, jump(bestPlace(finding), prose(finding.title), "title")),
     line?.node,
     el("p", { class: "what" }, prose(finding.detail)),
     el("div", { class: "fix" }, el("h4", {}, "Fix"), advice(finding.fix)),
@@ -142,7 +140,8 @@ const findingCard = (finding) => {
         {},
         evidence.length ? [el("dt", {}, "Evidence"), el("dd", {}, el("ul", { class: "evidence" }, evidence))] : null,
         [el("dt", {}, "Refuted if"), el("dd", {}, prose(finding.refuted))],
-        finding.overridden.length ? [el("dt", {}, "Overridden"), el("dd", {}, finding.overridden.map((text) => el("code", {}, text)))] : null,
+        [el("dt", {}, "Rule"), el("dd", {}, el("code", {}, finding.rule))],
+        finding.overridden.length ? [el("dt", {}, "Thresholds changed"), el("dd", {}, finding.overridden.map((text) => el("code", {}, text)))] : null,
       ),
     ),
   );
@@ -151,24 +150,22 @@ const findingCard = (finding) => {
   return card;
 };
 
-// Findings of one rule stand together, the worst rule first; where there are many, most are folded.
-const findingList = () => {
+// Cards by severity and rule, the worst first; of many of one rule most are folded until asked for.
+const findingGroups = (findings, cardOf, isOpen = () => false, opened = () => {}) => {
   const rules = new Map();
-  for (const finding of report.findings) {
+  for (const finding of findings) {
     const key = `${finding.severity} ${finding.rule}`;
     rules.set(key, [...(rules.get(key) ?? []), finding]);
   }
-  return [...rules.values()].map((alike) => {
-    const rest = alike.slice(alike.length > OFTEN + 1 ? OFTEN : alike.length);
-    const box = el("div", { class: "alike" }, alike.slice(0, alike.length - rest.length).map(findingCard));
-    if (rest.length) {
-      const button = el(
-        "button",
-        { type: "button", class: "quiet", onclick: () => button.replaceWith(...rest.map(findingCard)) },
-        `Show ${number(rest.length)} more of ${alike[0].rule.replaceAll("_", " ")}`,
-      );
-      box.append(button);
-    }
+  return [...rules].map(([key, alike]) => {
+    const rest = alike.length > OFTEN + 1 && !isOpen(key) ? alike.slice(OFTEN) : [];
+    const box = el("div", { class: "alike" }, alike.slice(0, alike.length - rest.length).map(cardOf));
+    const more = () => {
+      opened(key);
+      button.replaceWith(...rest.map(cardOf));
+    };
+    const button = el("button", { type: "button", class: "quiet", onclick: more }, `Show ${number(rest.length)} more like ${rest.length > 1 ? "these" : "this"}`);
+    if (rest.length) box.append(button);
     return box;
   });
 };

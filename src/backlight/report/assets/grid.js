@@ -151,16 +151,16 @@ class Grid {
   axis(context) {
     const [from, to] = view.range;
     const room = this.wide < 420 ? 80 : 110;
-    const rough = ((to - from) / this.wide) * room || 1;
-    const ten = 10 ** Math.floor(Math.log10(rough));
-    const size = Math.max(1, [1, 2, 5, 10].map((times) => times * ten).find((candidate) => candidate >= rough));
+    const size = spacingOf(((to - from) / this.wide) * room || 1);
     context.font = `12px ${css("font")}`;
     context.fillStyle = css("ink-soft");
     context.strokeStyle = css("line-strong");
     context.textAlign = "center";
     context.textBaseline = "top";
     const bottom = TOP + this.high;
-    for (let step = Math.ceil(from / size) * size; step <= to; step += size) {
+    const ticks = [];
+    for (let step = Math.ceil(from / size) * size; step <= to - 0.5 * size; step += size) ticks.push(step);
+    for (const step of [...ticks, Math.floor(to)]) {
       const x = Math.round(this.x(step + 0.5)) + 0.5;
       context.beginPath();
       context.moveTo(x, bottom);
@@ -296,11 +296,11 @@ class Grid {
       if (step >= view.range[0] && step <= view.range[1]) marker(context, this.x(step + 0.5), bottom + 5, 4, severity);
     }
     this.frame(context, this.chosen ? this.chosen() : view.row, css("accent"));
-    this.upright(context, view.focus, css("accent"), []);
+    this.upright(context, view.focus, css("accent"));
     if (this.cursor) {
       this.frame(context, this.cursor.row, css("ink"));
-      this.upright(context, (this.first[this.cursor.bucket] + this.last[this.cursor.bucket]) / 2, css("ink"), []);
-    }
+      this.upright(context, (this.first[this.cursor.bucket] + this.last[this.cursor.bucket]) / 2, css("ink"));
+    } else this.upright(context, view.cursor, css("ink"));
     if (!this.drag?.moved) return;
     const [x0, x1] = [this.drag.x, this.drag.toX].sort((a, b) => a - b);
     const [y0, y1] = this.drag.tall ? [this.drag.y, this.drag.toY].sort((a, b) => a - b) : [TOP, bottom];
@@ -445,6 +445,7 @@ class Grid {
 
   point(cell, x, y) {
     this.cursor = cell && cell.bucket !== null ? cell : null;
+    view.point(cell ? Math.floor(cell.step ?? this.first[cell.bucket]) : null, this);
     this.tip.hidden = !cell || Boolean(this.drag?.moved);
     if (cell) {
       const tip = cell.bucket === null ? { title: this.label(cell.row), rows: [["step " + number(Math.floor(cell.step)), "nothing recorded"]] } : this.describe(cell.row, cell.bucket);

@@ -99,14 +99,9 @@ const refresh = async (part) => {
     if (!content.kind) return;
     if (content.kind === "parameters" && !content.data.window) part.coarse = !content.data.exact;
     await turn();
-    const was = view.range;
     const taken = part.renew && part.kind === content.kind ? await part.renew(content.data) : false;
     if (!taken) await rebuild(part, content);
     words(part, content);
-    if (was[0] !== view.range[0] || was[1] !== view.range[1]) {
-      await turn();
-      view.tell("range");
-    }
   }
   part.version = version;
   page.drawn += 1;
@@ -179,10 +174,12 @@ const say = ({ word, detail }) => {
   document.documentElement.dataset.stand = word;
 };
 
-const slots = { verdict: el("div", { class: "slot" }), findings: el("section", { class: "findings", "aria-label": "Findings", "aria-live": "polite" }), gaps: el("div", { class: "slot" }), nav: el("nav", {}), panels: el("div", { class: "panels" }), folded: el("div", { class: "panels" }) };
+const slots = { verdict: el("div", { class: "slot" }), findings: el("section", { class: "findings", "aria-label": "Findings", "aria-live": "polite" }), stated: el("div", { class: "slot" }), gaps: el("div", { class: "slot" }), nav: el("nav", {}), panels: el("div", { class: "panels" }), folded: el("div", { class: "panels" }) };
 
-// What a card says; its sparkline is renewed in place.
-const sayingOf = (finding) => JSON.stringify({ ...finding, line: Boolean(finding.line) });
+const isLead = (finding) => report.findings[report.verdict.lead] === finding;
+
+// What a card says, and where it stands; its sparkline is renewed in place.
+const sayingOf = (finding) => JSON.stringify({ ...finding, line: Boolean(finding.line), lead: isLead(finding) });
 
 // Newer content in a card; its folds stay the elements that they are, open and focused.
 const renewCard = (card, next) => {
@@ -201,49 +198,42 @@ const renewCard = (card, next) => {
   renewals.set(card, renewals.get(next));
 };
 
-// Findings that are there already stay the nodes that they are; new ones are pointed out once.
-const tellFindings = () => {
-  const focused = document.activeElement;
-  const rules = new Map();
-  for (const finding of report.findings) {
-    const key = `${finding.severity} ${finding.rule}`;
-    rules.set(key, [...(rules.get(key) ?? []), finding]);
+// The card of a finding: one that is there already stays the element that it is, also where it says more now.
+const cardOf = (finding) => {
+  const says = sayingOf(finding);
+  if (cards.has(says)) return cards.get(says);
+  const subject = `${isLead(finding)} ${finding.rule} ${finding.where.map(({ value }) => value)}`;
+  const current = new Set(report.findings.map(sayingOf));
+  const [before, known] = [...cards].find(([key, card]) => card.dataset.subject === subject && !current.has(key)) ?? [];
+  const next = findingCard(finding, isLead(finding));
+  if (known) {
+    renewCard(known, next);
+    known.className = `${next.className}${known.classList.contains("fresh") ? " fresh" : ""}`;
   }
-  const first = cards.size === 0 && !page.entry;
-  const kept = new Set(report.findings.map(sayingOf));
-  const boxes = [...rules].map(([key, alikes]) => {
-    const nodes = alikes.map((finding) => {
-      const says = sayingOf(finding);
-      if (!cards.has(says)) {
-        const subject = `${finding.rule} ${finding.where.map(({ value }) => value)}`;
-        const [before, known] = [...cards].find(([key, card]) => card.dataset.subject === subject && !kept.has(key)) ?? [];
-        const next = findingCard(finding);
-        // What says more of the same subject stays the same element.
-        if (known) {
-          renewCard(known, next);
-          known.className = `${next.className}${known.classList.contains("fresh") ? " fresh" : ""}`;
-        }
-        const card = known ?? next;
-        cards.delete(before);
-        card.dataset.subject = subject;
-        if (!first && !known) card.classList.add("fresh");
-        cards.set(says, card);
-      }
-      return cards.get(says);
-    });
-    const folded = nodes.length > OFTEN + 1 && !page.unfolded?.has(key);
-    const box = el("div", { class: "alike" }, folded ? nodes.slice(0, OFTEN) : nodes);
-    if (folded) {
-      const button = el("button", { type: "button", class: "quiet", onclick: () => ((page.unfolded ??= new Set()).add(key), button.replaceWith(...nodes.slice(OFTEN))) }, `Show ${number(nodes.length - OFTEN)} more of ${alikes[0].rule.replaceAll("_", " ")}`);
-      box.append(button);
-    }
-    return box;
-  });
-  for (const says of cards.keys()) if (!kept.has(says)) cards.delete(says);
+  const card = known ?? next;
+  cards.delete(before);
+  card.dataset.subject = subject;
+  if (page.entry && !known) card.classList.add("fresh"); // pointed out once
+  cards.set(says, card);
+  return card;
+};
+
+const unfolded = new Set(); // rules of which the reader wants every finding
+
+const tellFindings = () => {
+  const others = report.findings.filter((finding) => !isLead(finding));
+  const boxes = findingGroups(others, cardOf, (key) => unfolded.has(key), (key) => unfolded.add(key));
+  const current = new Set(report.findings.map(sayingOf));
+  for (const says of cards.keys()) if (!current.has(says)) cards.delete(says);
   slots.findings.replaceChildren(...boxes);
-  if (slots.findings.contains(focused)) focused.focus({ preventScroll: true });
   slots.findings.hidden = !boxes.length;
   page.entry = true;
+};
+
+// The verdict with the finding that its headline names.
+const tellVerdict = () => {
+  const { lead } = report.verdict;
+  slots.verdict.replaceChildren(verdictPart(lead === null ? null : cardOf(report.findings[lead])));
 };
 
 const changed = (what, value) => {
@@ -275,9 +265,11 @@ const apply = (head) => {
     return;
   }
   saying.hidden = false;
-  const others = head.parameters && head.table !== page.table;
+  const [was, others] = [view.full.join(), head.parameters && head.table !== page.table];
   page.table = head.table;
   Object.assign(report, head);
+  view.reaches(report.steps);
+  if (was !== view.full.join() && !view.zoomed) view.tell("range");
   if (others) {
     for (const part of shown.values()) Object.assign(part, { stamp: "", renew: undefined });
     view.set("row", null);
@@ -286,15 +278,17 @@ const apply = (head) => {
   }
   document.title = `${head.stand.word === "running" ? "● " : ""}${report.run.name} · backlight`;
   keepingPlace(() => {
-    if (changed("verdict", [report.verdict, report.run])) slots.verdict.replaceChildren(verdictPart());
-    if (changed("findings", report.findings.map(sayingOf))) {
-      tellFindings();
-      view.tell("findings");
-    }
+    const focused = document.activeElement;
+    const news = changed("findings", report.findings.map(sayingOf));
+    if (changed("verdict", [report.verdict, report.run]) || news) tellVerdict();
+    if (news) tellFindings();
+    if (focused.isConnected) focused.focus({ preventScroll: true });
+    if (news) view.tell("findings");
     for (const finding of report.findings) if (finding.line) renewals.get(cards.get(sayingOf(finding)))?.(finding.line);
+    if (changed("stated", report.panels.filter(({ stated }) => stated))) slots.stated.replaceChildren(...[statedList()].filter(Boolean));
     if (changed("gaps", report.verdict.unmeasured)) slots.gaps.replaceChildren(...[unmeasuredList()].filter(Boolean));
     const drawn = report.panels.filter(({ kind }) => kind);
-    if (changed("panels", drawn.map(({ name }) => name))) {
+    if (changed("panels", report.panels.map(({ name, kind, stated }) => [name, Boolean(kind), Boolean(stated)]))) {
       const wanted = new Set(drawn.map(({ name }) => name));
       for (const [name, { section }] of shown) {
         if (wanted.has(name)) continue;
@@ -363,7 +357,7 @@ const open = () => {
   top.querySelector(".search").before(stand);
   say({ word: "reading", detail: "The run is being read." });
   saying.hidden = true;
-  const main = el("main", { id: "top" }, saying, slots.verdict, slots.findings, slots.panels, detailsPart(slots.gaps, slots.folded), el("footer", {}, "Followed by backlight. Nothing here changes the run or leaves this machine."));
+  const main = el("main", { id: "top" }, saying, slots.verdict, slots.findings, slots.panels, slots.stated, detailsPart(slots.gaps, slots.folded), el("footer", {}, "Followed by backlight. Nothing here changes the run or leaves this machine."));
   slots.findings.hidden = true;
   slots.verdict.append(before({ word: "reading", detail: "This takes a moment where a run is long." }));
   document.body.append(top, el("div", { class: "frame" }, slots.nav, main));

@@ -21,17 +21,28 @@ const unmeasuredList = () => {
   return el("section", { class: "panel not-measured", id: "not-measured" }, el("h2", {}, "Not measured"), el("ul", {}, items));
 };
 
-const verdictPart = () => {
-  const { tone: mood, headline, detail, status, about, losses, figures } = report.verdict;
+// The verdict; the finding that the headline names continues below it, without its title.
+const verdictPart = (leadCard) => {
+  const { tone: mood, headline, detail, status, about, losses, figures, lead } = report.verdict;
+  const title = lead === null ? prose(headline) : jump(bestPlace(report.findings[lead]), prose(headline), "title");
   return el(
     "section",
     { class: `verdict ${mood}`, "aria-labelledby": "headline" },
-    el("div", { class: "headline" }, glyph(mood), el("div", {}, el("h1", { id: "headline" }, prose(headline)), el("p", {}, detail))),
+    el("div", { class: "headline" }, glyph(mood), el("div", {}, el("h1", { id: "headline" }, title), el("p", {}, detail))),
+    lead === null ? null : leadCard,
     el("p", { class: "status" }, el("span", { class: `pill ${report.run.status}` }, report.run.status), status),
     about.length ? el("p", { class: "about" }, about.map((text) => el("span", {}, text))) : null,
     losses.map((loss) => el("p", { class: "loss" }, loss)),
     el("dl", { class: "figures" }, figures.map(({ label, value, note }) => el("div", {}, el("dt", {}, label), el("dd", { class: value === "not measured" ? "none" : "" }, value), el("dd", { class: "note" }, note)))),
   );
+};
+
+// Panels whose values never changed: a line of text each.
+const statedList = () => {
+  const items = report.panels.filter(({ stated }) => stated);
+  if (!items.length) return null;
+  const lines = items.map(({ name, title, stated }) => [el("dt", { id: `panel-${name}`, tabindex: "-1" }, title), el("dd", {}, stated)]);
+  return el("section", { class: "panel", id: "stated", "aria-labelledby": "title-stated" }, el("header", {}, el("h2", { id: "title-stated" }, "Without change")), el("dl", { class: "pairs panel-body" }, lines));
 };
 
 const panelPart = (panel) => {
@@ -109,6 +120,7 @@ const contents = (panels) =>
     { class: "contents", "aria-label": "On this page" },
     el("a", { href: "#top" }, "Verdict"),
     panels.filter(({ kind, place }) => kind && place !== "details").map((panel) => el("a", { href: `#panel-${panel.name}` }, panel.title)),
+    panels.some(({ stated }) => stated) ? el("a", { href: "#stated" }, "Without change") : null,
     report.verdict.unmeasured.length || panels.some(({ place }) => place === "details") ? el("a", { href: "#details" }, "Details") : null,
   );
 
@@ -124,16 +136,20 @@ const footer = () =>
 
 // The whole page from what it holds; the static report is drawn once.
 const drawOnce = async () => {
+  view.reaches(report.steps);
   const switchTheme = followTheme();
+  const { lead } = report.verdict;
+  const cards = findingGroups(report.findings.filter((_, i) => i !== lead), (finding) => findingCard(finding));
   const parts = report.panels.filter(({ kind }) => kind).map((panel) => ({ panel, place: panel.place, ...panelPart(panel) }));
   const [folded, open] = [true, false].map((yes) => parts.filter(({ place }) => (place === "details") === yes));
   arrange(open);
   const main = el(
     "main",
     { id: "top" },
-    verdictPart(),
-    report.findings.length ? el("section", { class: "findings", "aria-label": "Findings" }, findingList()) : null,
+    verdictPart(lead === null ? null : findingCard(report.findings[lead], true)),
+    cards.length ? el("section", { class: "findings", "aria-label": "Findings" }, cards) : null,
     el("div", { class: "panels" }, open.map(({ section }) => section)),
+    statedList(),
     detailsPart(unmeasuredList(), folded.map(({ section }) => section)),
   );
   document.body.append(topBar(switchTheme), el("div", { class: "frame" }, contents(report.panels), main));

@@ -9,6 +9,8 @@ const view = {
   full: [0, 1],
   range: [0, 1],
   focus: null, // the step that a finding points to
+  cursor: null, // the step under the pointer, on any axis of steps
+  pointer: null, // what the pointer is on
   row: null, // the chosen parameter
   layer: null, // the layer whose spectra are shown
   column: null, // the column that the heat map shows
@@ -51,13 +53,16 @@ const view = {
     this.tell(topic);
   },
 
-  // Everything with a step axis says how far it reaches, before anything is drawn.
-  reaches(first, last) {
-    const kept = this.known && this.zoomed ? this.range : null; // a live page grows while the user is zoomed in
-    if (!this.known) [this.full, this.known] = [[first, last], true];
-    else this.full = [Math.min(this.full[0], first), Math.max(this.full[1], last)];
-    if (this.full[0] === this.full[1]) this.full = [this.full[0] - 0.5, this.full[1] + 0.5];
+  // The steps of the run, which every axis of steps shows; a live page grows while the reader is zoomed in.
+  reaches([first, last]) {
+    const kept = this.zoomed ? this.range : null;
+    this.full = first === last ? [first - 0.5, last + 0.5] : [first, last];
     this.range = kept ?? [...this.full];
+  },
+
+  point(step, pointer) {
+    this.pointer = pointer;
+    this.set("cursor", step);
   },
 
   zoom(from, to) {

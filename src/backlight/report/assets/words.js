@@ -69,3 +69,19 @@ const shortened = (text, fits) => {
 
 // A dotted name that may break after its dots, and only there.
 const breakable = (name) => name.split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]);
+
+// Rows of cells under heads, each text or an element; `figures` are the columns of numbers. A long one scrolls.
+const table = ({ name, heads = [], figures = [], rows, fit = false }) => {
+  const kind = (i) => (figures.includes(i) ? "figure" : i > 0 && i === heads.length - 1 ? "words" : "");
+  const cell = (content, i) => el(i === 0 ? "th" : "td", { scope: i === 0 ? "row" : null, class: kind(i) }, typeof content === "string" ? prose(content) : content);
+  return el(
+    "div",
+    { class: `scroll${rows.length > 15 ? " tall" : ""}${fit ? " fit" : ""}`, tabindex: "0", role: "region", "aria-label": name },
+    el(
+      "table",
+      { class: "plain" },
+      heads.length ? el("thead", {}, el("tr", {}, heads.map((text, i) => el("th", { scope: "col", class: kind(i) }, text)))) : null,
+      el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map(cell)))),
+    ),
+  );
+};

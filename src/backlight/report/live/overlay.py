@@ -49,11 +49,11 @@ class Several:
             return state
         findings = sum(len(source.findings) for _, _, source in self._read())
         detail = f"{count(findings, 'finding')} in all; each run has a page of its own above."
-        shown = [
-            {key: panel[key] for key in ("name", "title", "note", "place", "kind")}
-            for panel in panels.values()
-        ]
-        return state | compared(self.name, len(self._runs), detail) | {"table": "", "panels": shown}
+        announced = ("name", "title", "note", "place", "kind", "stated")
+        shown = [{key: panel[key] for key in announced if key in panel} for panel in panels.values()]
+        last = max(source.step_range[1] for _, _, source in self._read())
+        several = compared(self.name, len(self._runs), detail, steps=(0, last))
+        return state | several | {"table": "", "panels": shown}
 
     def panel(
         self, name: str, *, have: str = "", column: str = "", between: tuple[int, int] | None = None

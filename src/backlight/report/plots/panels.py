@@ -18,6 +18,7 @@ from backlight.report.encoding import Quantised
 from backlight.report.plots.spectra import spectra
 from backlight.report.plots.style import Draw, colours, ramp, tick
 from backlight.report.source import Source
+from backlight.report.step_gaps import Ranges, within
 from backlight.text import power, shortened, visible
 
 WIDTH, HEIGHT = 8.5, 2.6
@@ -49,7 +50,7 @@ def lines(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figu
     figure = Figure(figsize=(across * width, tall), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False).ravel()
     for place, chart in enumerate(charts):
-        _chart(axes[place], chart, width)
+        _chart(axes[place], chart, width, source)
     for spare in axes[len(charts) :]:
         spare.set_axis_off()
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
@@ -66,7 +67,7 @@ def _legend_shape(chart: Mapping[str, Any], width: float) -> tuple[int, int]:
     return columns, math.ceil(len(labels) / columns)
 
 
-def _chart(left: Axes, chart: Mapping[str, Any], width: float) -> None:
+def _chart(left: Axes, chart: Mapping[str, Any], width: float, source: Source) -> None:
     tones, steps = colours(), np.asarray(chart["steps"], np.float64)
     right = left.twinx() if chart["right"] else None
     if right is not None:
@@ -74,29 +75,36 @@ def _chart(left: Axes, chart: Mapping[str, Any], width: float) -> None:
     by_label = {line["label"]: np.asarray(line["values"], np.float64) for line in chart["lines"]}
     handles: list[Any] = []
     below = {line["downTo"] for line in chart["lines"]}
+    ground = np.zeros(len(steps))
     for place, line in enumerate(chart["lines"]):
         axes = right if right is not None and line["axis"] == "right" else left
         axis = chart["right"] if axes is right else chart["left"]
         tone = tones.get(f"tone-{line['tone']}") or tones[f"tone-{TONES[place % len(TONES)]}"]
+        breaks, sampled = (np.asarray(line[name], np.int64).reshape(-1, 2) for name in ("breaks", "sampled"))
         at, values = _points(steps, line, log=axis["log"])
-        if line["style"] == "edge":
-            bottom = by_label.get(line["downTo"])
+        if line["style"] in {"edge", "area"}:
+            top = np.asarray(line["values"], np.float64)
+            bottom = ground if line["style"] == "area" else by_label.get(line["downTo"])
+            if line["style"] == "area":
+                top = ground = ground + top
             if bottom is not None:
-                top = np.asarray(line["values"], np.float64)
-                drawn = axes.fill_between(
-                    steps, bottom, top, color=tone, alpha=0.25, lw=0, label=line["label"]
+                shown, low, high = _parted(breaks, steps, bottom, top)
+                alpha = 0.6 if line["style"] == "area" else 0.25
+                handles.append(
+                    axes.fill_between(shown, low, high, color=tone, alpha=alpha, lw=0, label=line["label"])
                 )
-                handles.append(drawn)
             continue
         over = ("-", (0, (5, 3)), (0, (2, 3)))[min(line["over"], 2)]
         style = {"dashed": (0, (5, 3))}.get(line["style"], over)
         step: dict[str, Any] = {"drawstyle": "steps-post"} if line["style"] == "steps" else {}
-        few: dict[str, Any] = (
-            {"marker": "o", "markersize": 3} if len(at) <= 40 and line["style"] == "line" else {}
-        )
-        (drawn_line,) = axes.plot(
-            at, values, color=tone, lw=1.2, ls=style, label=line["label"], **step, **few
-        )
+        few = len(at) <= 40 and line["style"] == "line"
+        solid = _parted(np.concatenate([breaks, sampled]), at, values)
+        (drawn_line,) = axes.plot(*solid, color=tone, lw=1.2, ls=style, label=line["label"], **step)
+        if len(sampled):
+            axes.plot(*_parted(breaks, at, values), color=tone, lw=0.9, ls=(0, (1, 2)), zorder=1.9, **step)
+        if few or len(breaks) or len(sampled):
+            dots = np.ones(len(at), np.bool_) if few else _alone(at, values, breaks)
+            axes.plot(at[dots], values[dots], "o", color=tone, ms=3)
         if line["label"] not in below:
             handles.append(drawn_line)
         if len(line["odd"]):
@@ -117,6 +125,8 @@ def _chart(left: Axes, chart: Mapping[str, Any], width: float) -> None:
     columns, rows = _legend_shape(chart, width)
     left.set_title(chart["title"], pad=6 + 15 * rows)
     left.set_xlabel(chart["across"])
+    if chart["across"] == "step":
+        left.set_xlim(source.step_range[0], max(source.step_range[1], source.step_range[0] + 1))
     left.xaxis.set_major_formatter(FuncFormatter(tick))
     left.grid(axis="y", color=tones["line"], lw=0.6)
     if len(handles) > 1:
@@ -142,6 +152,20 @@ def _points(steps: Floats, line: Mapping[str, Any], *, log: bool) -> tuple[Float
     return steps[kept], values[kept]
 
 
+def _parted(ranges: Ranges, at: Floats, *columns: Floats) -> tuple[Floats, ...]:
+    """Return steps and values with a NaN wherever the way from one to the next lies in one of ``ranges``."""
+    ordered = ranges[np.argsort(ranges[:, 0], kind="stable")]
+    cuts = np.flatnonzero(within(ordered, (at[:-1] + at[1:]) / 2)) + 1
+    return np.insert(at, cuts, at[cuts - 1]), *(np.insert(column, cuts, np.nan) for column in columns)
+
+
+def _alone(at: Floats, values: Floats, breaks: Ranges) -> NDArray[np.bool_]:
+    """Return which points have a break or no value on both sides."""
+    shut = within(breaks, (at[:-1] + at[1:]) / 2) | np.isnan(values[:-1]) | np.isnan(values[1:])
+    alone: NDArray[np.bool_] = np.concatenate([[True], shut]) & np.concatenate([shut, [True]])
+    return alone
+
+
 def _scale(axes: Axes, axis: Mapping[str, Any]) -> None:
     has = any(np.isfinite(np.asarray(one.get_ydata(), np.float64)).any() for one in axes.get_lines())
     if axis["log"] and (has or axes.collections):
@@ -158,6 +182,8 @@ def _scale(axes: Axes, axis: Mapping[str, Any]) -> None:
         axes.set_ylim(bottom=axis["low"] - (0.02 if axis["high"] is not None else 0))
     if not axis["log"] and axis["high"] is not None:
         axes.set_ylim(top=axis["high"] * 1.03)
+    if axis["top"] is not None:
+        axes.set_ylim(top=axis["top"])
 
 
 def _narrow(axes: Axes) -> bool:
@@ -302,29 +328,6 @@ def depth(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figu
     return {"": figure}
 
 
-def stack(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figure]:
-    """Draw the phases of a step, stacked, and the slowest step of each range as a line."""
-    tones = colours()
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
-    axes = figure.subplots()
-    phases = data["phases"]
-    chosen = [tones[f"tone-{TONES[place % len(TONES)]}"] for place in range(len(phases))]
-    heights = [1e3 * np.asarray(phase["seconds"]) for phase in phases]
-    axes.stackplot(data["steps"], *heights, labels=[p["label"] for p in phases], colors=chosen, alpha=0.75)
-    if not data["exact"]:
-        axes.plot(
-            data["steps"], 1e3 * np.asarray(data["slowest"]), color=tones["ink"], lw=0.8, label="slowest"
-        )
-    if data["usual"] > 0:
-        axes.set_ylim(0, 1.6e3 * data["usual"])
-    axes.set_title(title)
-    axes.set_xlabel("step")
-    axes.set_ylabel("time (ms)")
-    axes.xaxis.set_major_formatter(FuncFormatter(tick))
-    axes.legend(ncols=min(5, len(phases)), loc="upper right")
-    return {"": figure}
-
-
 def flame(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figure]:
     """Draw stacks as bars, each on top of its caller and as wide as its share of a step."""
     levels = 1 + max(bar["level"] for bar in data["bars"])
@@ -352,7 +355,6 @@ DRAWERS: dict[str, Draw] = {
     "parameters": parameters,
     "exponents": exponents,
     "depth": depth,
-    "stack": stack,
     "flame": flame,
     "spectra": spectra,
 }

@@ -14,6 +14,7 @@ from backlight.report.encoding import Quantised
 from backlight.report.frames import COLUMNS, SPREAD, Buckets, ParameterFrames, Shown, cut
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
+from backlight.report.step_gaps import step_gaps
 from backlight.store.format.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 from backlight.text import number, visible
 
@@ -66,6 +67,7 @@ def parameters(source: Source) -> Drawn | NotMeasured:
             for series in frames.steps
         },
         "stats": frames.stats,
+        "gaps": {series: _gaps(steps) for series, steps in frames.steps.items()},
     }
     return Drawn("parameters", data, (), tuple(remarks))
 
@@ -82,6 +84,11 @@ def _broken(frames: ParameterFrames) -> NDArray[np.int64]:
     # A count is at least 1 somewhere in the bucket, even where the norm was still finite.
     counted = np.nan_to_num(frames.extremes["non_finite"].high) > 0
     return np.maximum(broken, counted.astype(np.int64))
+
+
+def _gaps(steps: NDArray[np.int64]) -> dict[str, Any]:
+    found = step_gaps(steps)
+    return {"breaks": found.breaks.ravel(), "sampled": found.sampled.ravel(), "every": found.every}
 
 
 def _counts(counts: NDArray[np.int64]) -> NDArray[np.uint16]:
@@ -202,6 +209,8 @@ def exponents(source: Source) -> Drawn | NotMeasured:
         fine[place] = np.add.reduceat(counts.sum(axis=1), buckets.offsets(frame.steps)[1])
         single[target, place] = np.add.reduceat(counts, coarse.offsets(frame.steps)[1], axis=0).T
     assert fine is not None  # HISTOGRAM_BINS is not zero
+    if not fine.any():
+        return NotMeasured("No gradient value that is finite and not zero was counted.")
     data: dict[str, Any] = {
         "lowest": HISTOGRAM_LOWEST,
         "bins": HISTOGRAM_BINS,

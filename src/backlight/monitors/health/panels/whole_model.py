@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings.step_work import optimizer_sets
-from backlight.report.charts import Axis, Line, chart, spans_decades
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
+from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
+from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, stated
 from backlight.report.source import Source, rate_labels
 from backlight.store.read.run import Scalar, Spread
 from backlight.text import count, number, percent, score
@@ -100,7 +100,8 @@ def total_norm(source: Source) -> Drawn | NotMeasured:
     if len(clipped.steps) and not _same(norm, clipped):
         # Clipping may be called for a part of the parameters, or by another L-p norm.
         lines.append(Line("norm that clipping computed", clipped.steps, clipped.values, tone="second"))
-    if len(limit.steps):
+    never = len(factor.steps) > 0 and not bool((factor.values < 1).any())
+    if len(limit.steps) and not never:
         lines.append(Line("clip limit", limit.steps, limit.values, style="dashed", tone="limit"))
     drawn = chart(lines, Axis("norm (gradient)", log=True))
     facts = []
@@ -111,7 +112,10 @@ def total_norm(source: Source) -> Drawn | NotMeasured:
         facts.append(Fact("largest", f"{number(norm.values[top])} at step {number(int(norm.steps[top]))}"))
     if not finite.all():
         facts.append(Fact("not finite", f"{int((~finite).sum()):,} of {len(finite):,} steps"))
-    if len(factor.steps):
+    if never:
+        at = f", limit {number(float(limit.values[-1]))}" if len(limit.steps) else ""
+        facts.append(Fact("clipped", f"never{at}"))
+    elif len(factor.steps):
         active = int(np.count_nonzero(factor.values < 1))
         share = percent(active / len(factor.values))
         facts.append(Fact("clipped", f"{share} ({active:,} of {count(len(factor.values), 'step')})"))
@@ -129,6 +133,9 @@ def _same(one: Scalar, other: Scalar) -> bool:
     _, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
     return bool(np.allclose(one.values[here], other.values[there], rtol=1e-4, equal_nan=True))
 
+
+AT_ALL = " at every recorded step."
+"""Ends the line of text about values that never changed."""
 
 MAX_LINES = 8
 """Lines that one chart can tell apart."""
@@ -189,6 +196,8 @@ def learning_rates(source: Source) -> Drawn | NotMeasured:
     remarks: tuple[str, ...] = ()
     if len(alike) > MAX_LINES:
         remarks = (f"{len(alike)} different schedules were recorded; the first {MAX_LINES} are drawn.",)
+    if len(alike) <= MAX_LINES and all(constant(line.values) is not None for line in lines):
+        return stated("; ".join(f"{line.label}: {number(float(line.values[0]))}" for line in lines) + AT_ALL)
     log = spans_decades(*(line.values for line in lines), factor=1000.0)
     high = max(float(np.nanmax(line.values)) for line in lines)
     axis = Axis("learning rate", log=log, low=None if log or high <= 0 else 0.0)
@@ -215,6 +224,8 @@ def loss_scale(source: Source) -> Drawn | NotMeasured:
     if len(skipped.steps):
         share = percent(len(at) / len(skipped.steps))
         facts.append(Fact("skipped steps", f"{share} ({len(at):,} of {count(len(skipped.steps), 'step')})"))
+    if not len(at) and (value := constant(scale.values)) is not None:
+        return stated(f"{number(value)}{AT_ALL[:-1]}; no step was skipped.")
     lines = [Line("scale", scale.steps, scale.values, style="steps", tone="first")]
     axis = Axis("loss scale", log=bool(np.all(scale.values > 0)), base=2)
     return Drawn("lines", {"charts": [chart(lines, axis, marks={"skipped step": at})]}, tuple(facts))
@@ -223,7 +234,7 @@ def loss_scale(source: Source) -> Drawn | NotMeasured:
 @panel(
     "health",
     title="Health",
-    order=51,
+    order=46,
     series=("scalars/health", "health"),
     note="1 where no parameter vanishes or explodes, 0 where a gradient holds NaN or Inf.",
     monitor="health",
@@ -235,6 +246,9 @@ def health(source: Source) -> Drawn | NotMeasured:
     scored = ~np.isnan(values)
     if not scored.any():
         return NotMeasured(source.reason("health", "gradient", otherwise="No gradient was recorded."))
+    if len(same := {score(value) for value in values[scored]}) == 1:
+        about = f" {source.untrained_text}." if source.untrained else ""
+        return stated(f"{same.pop()} (0 is the worst, 1 the best){AT_ALL}{about}")
     worst = int(np.nanargmin(values))
     at = "" if values[worst] == np.nanmax(values) else f" at step {number(int(steps[worst]))}"
     others = " of the others" if source.untrained else ""
@@ -277,10 +291,13 @@ def ranks(source: Source) -> Drawn | NotMeasured:
     if len(states) < 2:
         return NotMeasured("One process trained.")
     charts = []
+    between = _between(run.spread("time"))
+    longest = np.nanmax(between.values, axis=1, initial=-np.inf)
+    seconds = Axis("s", low=0.0, top=clipped_top(between.steps, longest, source.cold_steps))
     for spread, title, axis in (
         (run.spread("loss"), "Loss of each rank", Axis("loss")),
         (run.spread("total_norm"), "Norm of what each rank holds", Axis("norm (gradient)", log=True)),
-        (_between(run.spread("time")), "Time between steps", Axis("s", low=0.0)),
+        (between, "Time between steps", seconds),
     ):
         if len(spread.ranks) > 1 and len(spread.steps):
             charts.append(chart(_lines(spread), axis, title=title))

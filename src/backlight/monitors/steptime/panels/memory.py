@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.monitors.steptime.panels.profile import ROWS, figures, table, text
-from backlight.report.charts import Axis, Line, chart
+from backlight.report.charts import TONES, Axis, Line, chart
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
 from backlight.store.platform import atomic_json
@@ -52,8 +52,6 @@ def account_of(source: Source) -> Accounted | str:
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 LARGEST = 3
 """Kinds of tensors under the verdict."""
-
-TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
 def summary(source: Source) -> Summary | None:
@@ -97,17 +95,13 @@ def memory_steps(source: Source) -> Drawn | NotMeasured:
     result, at = account.result, account.positions
     peak = float(account.curve.sum(axis=0).max())
     factor, unit = next((entry for entry in _UNITS if peak >= entry[0]), (1.0, "B"))
-    lines: list[Line] = []
-    below = np.zeros(len(at))
-    for kind, row in zip(result["curve"]["kinds"], account.curve / factor, strict=True):
-        if row.any():
-            label, tone = visible(str(kind)).replace("_", " "), TONES[len(lines) // 2 % len(TONES)]
-            lines += [
-                Line(label, at, below + row, style="edge", tone=tone, down_to=f"below {label}"),
-                Line(f"below {label}", at, below, style="edge", tone=tone),
-            ]
-            below = below + row
-    lines.append(Line("all", at, below, tone="eighth"))
+    kinds = zip(result["curve"]["kinds"], account.curve / factor, strict=True)
+    drawn_kinds = [(visible(str(kind)).replace("_", " "), row) for kind, row in kinds if row.any()]
+    events = np.arange(int(result["curve"]["events"]))
+    lines = [
+        Line(label, at, row, style="area", tone=TONES[place % len(TONES)], recorded=events)
+        for place, (label, row) in enumerate(drawn_kinds)
+    ]
     marks: dict[str, list[int]] = {}
     for begin, name in result["curve"]["phases"]:
         if name in {"forward", "backward", "optimizer"}:
@@ -125,9 +119,8 @@ def memory_steps(source: Source) -> Drawn | NotMeasured:
         Fact("how", visible(str(result["how"]))),
     )
     remarks = ["The bands are stacked."]
-    events = int(result["curve"]["events"])
-    if len(at) < events:
-        remarks.append(f"Of {events:,} events the highest of each of {len(at):,} ranges is drawn.")
+    if len(at) < len(events):
+        remarks.append(f"Of {len(events):,} events the highest of each of {len(at):,} ranges is drawn.")
     return Drawn("lines", {"charts": [drawn]}, facts, tuple(remarks))
 
 

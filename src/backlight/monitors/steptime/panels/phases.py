@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from backlight.monitors.steptime.model.evidence import SteadyLimits
 from backlight.monitors.steptime.model.step_times import find_steady, join_scalars
+from backlight.report.charts import TONES, Axis, Line, chart, clipped_top
 from backlight.report.frames import cut
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
@@ -53,7 +52,6 @@ def _figures(source: Source) -> Figures:
     series=("scalars/phase", "scalars/time"),
     note="Time of each phase of a step, stacked.",
     monitor="steptime",
-    place="half",
     summary=summary,
 )
 def phases(source: Source) -> Drawn | NotMeasured:
@@ -69,37 +67,48 @@ def phases(source: Source) -> Drawn | NotMeasured:
     order = np.argsort(-shares, kind="stable")
     buckets = cut(steps, RANGES)
     starts = buckets.offsets(steps)[1]
-    names = list(recorded)
-    table: list[dict[str, Any]] = [
-        {
-            "label": visible(names[row].removeprefix("phase/")).replace("_", " "),
-            "seconds": np.add.reduceat(seconds[row], starts) / buckets.recorded,
-            "median": duration(float(np.median(seconds[row]))),
-            "p95": duration(float(np.quantile(seconds[row], 0.95))),
-            "share": percent(float(shares[row])) if shares.sum() else "not measured",
-        }
+    labels = [visible(name.removeprefix("phase/")).replace("_", " ") for name in recorded]
+    lines = [
+        Line(
+            labels[row],
+            buckets.first,
+            1e3 * np.add.reduceat(seconds[row], starts) / buckets.recorded,
+            style="area",
+            tone=TONES[place % len(TONES)],
+            recorded=steps,
+        )
+        for place, row in enumerate(order)
+    ]
+    slowest = np.maximum.reduceat(total, starts)
+    if not buckets.exact:
+        lines.append(Line("slowest step", buckets.first, 1e3 * slowest, tone="limit", recorded=steps))
+    top = clipped_top(buckets.first, 1e3 * slowest, source.cold_steps)
+    drawn = chart(lines, Axis("time (ms)", low=0.0, top=top), numbers=RANGES * (len(lines) + 1))
+    rows = [
+        (
+            labels[row],
+            percent(float(shares[row])) if shares.sum() else "not measured",
+            duration(float(np.median(seconds[row]))),
+            duration(float(np.quantile(seconds[row], 0.95))),
+        )
         for row in order
     ]
+    heads = ("Phase", "Share", "Median", "95th percentile")
+    note = "Shares are medians over steps, normalised to one: a slow step has no more weight than another."
+    tones = [line.tone for line in lines]
+    table = {
+        **{"name": "Time by phase", "heads": heads, "figures": (1, 2, 3), "rows": rows},
+        **{"tones": tones, "note": note},
+    }
     facts = (
         Fact("median step", duration(float(np.median(total)))),
         Fact("95th percentile", duration(float(np.quantile(total, 0.95)))),
         Fact("first step", duration(float(total[0]))),
     )
-    data = {
-        "steps": buckets.first,
-        "exact": buckets.exact,
-        "phases": table,
-        "usual": float(np.quantile(total, 0.95)),
-        "slowest": np.maximum.reduceat(total, starts),
-    }
-    remarks = [
-        "Shares are medians over steps, normalised to one: a slow step has no more weight than another."
-    ]
-    if skipped := _skipped(total):
-        remarks.append(skipped)
+    remarks = [skipped] if (skipped := _skipped(total)) else []
     if not buckets.exact:
         remarks.append("The stack shows means over ranges of steps; the line the slowest step in each.")
-    return Drawn("stack", data, facts, tuple(remarks))
+    return Drawn("lines", {"charts": [drawn], "table": table}, facts, tuple(remarks))
 
 
 def _shares(seconds: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:

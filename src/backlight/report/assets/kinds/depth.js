@@ -47,7 +47,7 @@ KINDS.depth = async (host, { spread: packed }) => {
       readout.textContent = between(grid.first[bucket], grid.last[bucket]) + (grid.exact ? "" : " (largest)");
       for (let row = 0; row < amount; row += 1) chosen[row] = high[row * grid.first.length + bucket];
       at.gap = [...chosen.keys()].filter((row) => !Number.isFinite(chosen[row]));
-      plot.setData([rows, ...spec.lines.map((each) => drawable(each, true))], true);
+      plot.setData(dataOf(spec), true);
     };
     view.on("bucket", show, slider);
     show();

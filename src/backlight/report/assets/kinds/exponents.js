@@ -8,7 +8,6 @@ const FORMAT_EDGES = [
 KINDS.exponents = async (host, { lowest, bins, all, single }) => {
   const read = async ({ first, last, share }) => ({ first: await unpack(first), last: await unpack(last), share: await unpack(share) });
   const [together, each] = [await read(all), await read(single)];
-  view.reaches(together.first[0], together.last.at(-1));
   return () => {
     const choice = el(
       "select",

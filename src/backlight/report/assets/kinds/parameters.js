@@ -2,8 +2,8 @@
 
 // The data behind the heat map, which the depth chart reads as well.
 class ParameterGrid {
-  constructor(data, first, last, recorded, measured, broken, stats) {
-    Object.assign(this, { first, last, recorded, measured, broken, stats });
+  constructor(data, first, last, recorded, measured, broken, stats, gaps) {
+    Object.assign(this, { first, last, recorded, measured, broken, stats, gaps });
     this.columns = data.columns;
     this.exact = data.exact;
     this.precise = data.precise;
@@ -14,7 +14,9 @@ class ParameterGrid {
     const [first, last, recorded, broken, measured, stats] = await Promise.all([
       unpack(data.first), unpack(data.last), unpack(data.recorded), unpackAll(data.broken), unpackAll(data.measured), unpackAll(data.stats),
     ]);
-    return new ParameterGrid(data, first, last, recorded, measured, broken, stats);
+    const gaps = {};
+    for (const [series, { breaks, sampled, every }] of Object.entries(data.gaps)) gaps[series] = { breaks: await unpack(breaks), sampled: await unpack(sampled), every };
+    return new ParameterGrid(data, first, last, recorded, measured, broken, stats, gaps);
   }
 
   // Newer or closer data in the place of these: the step that was chosen stays chosen.
@@ -26,6 +28,13 @@ class ParameterGrid {
 
   column(name) {
     return this.columns.find((column) => column.name === name);
+  }
+
+  // For each range of steps whether the series was recorded in it, of any parameter.
+  recordedAt(series) {
+    const found = new Uint8Array(this.first.length);
+    this.measured[series].forEach((amount, i) => (found[i % found.length] ||= amount > 0 ? 1 : 0));
+    return found;
   }
 
   async planes(name) {
@@ -93,7 +102,6 @@ KINDS.parameters = async (host, data) => {
   const grid = await ParameterGrid.read(data);
   view.grid = grid;
   view.column = grid.column(view.column)?.name ?? grid.columns[0].name;
-  view.reaches(grid.first[0], grid.last.at(-1));
   return async () => {
     const renew = await heatMap(host, grid);
     const fill = parameterTable(host, grid);
@@ -102,7 +110,6 @@ KINDS.parameters = async (host, data) => {
       if (next.amount !== grid.amount || next.columns.map(({ name }) => name).join() !== grid.columns.map(({ name }) => name).join()) return Boolean(later.window);
       await Promise.all(next.columns.filter(({ high }) => high).map(({ name }) => next.planes(name)));
       await view.rest();
-      if (!later.window) view.reaches(next.first[0], next.last.at(-1));
       if (later.window) next.stats = grid.stats; // the table is about the whole run
       grid.take(next);
       await renew();
@@ -258,7 +265,8 @@ const showDetail = async (host, grid, { column, planes }) => {
   const bad = grid.broken[column.series].subarray(row * amount, (row + 1) * amount);
   const places = [...measured.keys()];
   const odd = places.filter((i) => bad[i]);
-  const breaks = { odd, gap: places.filter((i) => !measured[i]) };
+  const recorded = grid.recordedAt(column.series);
+  const breaks = { odd, gap: places.filter((i) => !measured[i] && recorded[i]), ...grid.gaps[column.series] };
   const log = column.scale === "log";
   const digits = grid.precise ? 6 : 3;
   const lines = grid.exact
@@ -280,7 +288,7 @@ const showDetail = async (host, grid, { column, planes }) => {
   }
   const left = { label: column.label, log, low: column.scale === "share" ? 0 : null, high: column.scale === "share" ? 1 : null };
   const steps = Float64Array.from(grid.first);
-  const says = (i) => between(grid.first[i], grid.last[i]);
+  const says = grid.exact ? null : (i) => between(grid.first[i], grid.last[i]);
   const plot = drawChart(body, { title: "", steps, lines, left, right: null, marks: [], overSteps: true, says }, 190);
   if (plot) host.plots.push(plot);
 };

@@ -172,7 +172,7 @@ class SpectraChart {
       line.gap = [...columns[i].keys()].filter((place) => !Number.isFinite(columns[i][place]));
     });
     this.spec.spans = this.kind.decades && figures.edge > 0 ? [{ label: "", mark: "edge", after: Math.log10(figures.edge), by: Math.log10(figures.edge), tone: "limit" }] : [];
-    this.plot.setData([this.spec.steps, ...this.spec.lines.map((line) => drawable(line, this.left.log))], true);
+    this.plot.setData(dataOf(this.spec), true);
   }
 }
 
@@ -182,10 +182,7 @@ const SPECTRA_FIGURES = [
 ];
 
 KINDS.spectra = async (host, { fields, values, numbers, layers }) => {
-  for (const layer of layers) {
-    layer.steps = await unpack(layer.steps);
-    view.reaches(layer.steps[0], layer.steps.at(-1));
-  }
+  for (const layer of layers) layer.steps = await unpack(layer.steps);
   return async () => {
     const choice = el(
       "select",

@@ -1,0 +1,270 @@
+"""Charts in headless Chromium: one range of steps, nothing drawn over a gap, one cursor, no empty space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from browser import NEEDS_CHROMIUM, Open, wait
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from synthetic import FULL, gradient_row, health_of, records, update_row, write_report
+
+from backlight.analysis.report import source_of
+from backlight.report.page import render_page, write_page
+from backlight.report.source import Source
+from backlight.store.read.run import Run, open_run
+from backlight.store.write.writer import RunWriter
+
+pytestmark = NEEDS_CHROMIUM
+
+LAST = 499
+RECORDED = (*range(100), 200, *range(300, 401, 10))
+"""Steps with measurements: each one, a single one, and a sample; those behind them are missing."""
+
+ACROSS = (
+    "[...document.querySelectorAll('.plot')].map((b) => b.plot).filter((p) => p?.axes[0].label === 'step')"
+)
+"""Charts over steps in a script."""
+
+
+COPIED = """
+const copied = ({ ctx: { canvas } }) => {
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", {willReadFrequently: true});
+  copy.drawImage(canvas, 0, 0);
+  return copy;
+};
+"""
+
+
+@contextmanager
+def sized(driver: webdriver.Chrome, width: int) -> Iterator[None]:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    yield
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    path = tmp_path_factory.mktemp("gaps") / "run"
+    writer = RunWriter.create(path, monitors=("health", "steptime"))
+    table = records(FULL)[:6]
+    number = writer.parameter_table(table)
+    draw = np.random.default_rng(3)
+    numel = np.array([record.numel for record in table])
+    for step in RECORDED:
+        rms = 1e-3 * np.exp(draw.normal(0, 0.3, len(table)))
+        floats, integers = gradient_row(rms, numel, draw)
+        writer.append("gradient", step, number, floats, integers)
+        writer.append("update", step, number, *update_row(rms, numel, integers[:, 0], draw, 0.5))
+        seconds = {"phase/forward": 0.01 + 0.001 * draw.random(), "phase/backward": 0.02, "phase/data": 0.001}
+        cold = {"phase/compile": 9.0} if step == 0 else {}
+        writer.scalars(
+            step,
+            {
+                "loss": 2 - step / 500,
+                "total_norm": 1 + draw.random(),
+                "lr/0/0": 1e-3 * step,
+                **seconds,
+                **cold,
+            },
+        )
+    writer.event(LAST, "warning", {"message": "the end"})
+    writer.scalars(LAST, {"backwards": 1.0})
+    writer.close()
+    return open_run(path)
+
+
+@pytest.fixture(scope="module")
+def page(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    health = np.array(RECORDED), 0.5 + 0.4 * np.sin(np.arange(len(RECORDED)))
+    return write_report(run, [], tmp_path_factory.mktemp("page") / "page.html", health=health)
+
+
+def test_every_axis_of_steps_is_the_whole_run(
+    show: Open, page: Path, run: Run, full: Source, tmp_path: Path
+) -> None:
+    for path, last in ((page, LAST), (write_report(full.run, [], tmp_path / "p.html"), full.step_range[1])):
+        driver = show(path)
+        ranges = driver.execute_script(f"return {ACROSS}.map(({{scales}}) => [scales.x.min, scales.x.max])")
+        assert len(ranges) > 4
+        assert {tuple(ends) for ends in ranges} == {(0, last)}
+
+
+def uneven_columns(driver: webdriver.Chrome, first: int, last: int) -> dict[str, int]:
+    """Return by panel how many columns between two steps differ from the first of them: grids run through."""
+    return driver.execute_script(
+        f"""
+        {COPIED}
+        const charts = {ACROSS};
+        const [first, last] = arguments;
+        return Object.fromEntries(charts.map((plot) => {{
+          const {{ bbox }} = plot;
+          const [from, to] = [first, last].map((step) => Math.round(plot.valToPos(step, "x", true)));
+          const {{ data }} = copied(plot).getImageData(from, bbox.top + 8, to - from, bbox.height - 16);
+          let uneven = 0;
+          for (let x = 1; x < to - from; x += 1) {{
+            for (let y = 0; y < bbox.height - 16; y += 1) {{
+              const at = 4 * y * (to - from);
+              const apart = (channel) => Math.abs(data[at + 4 * x + channel] - data[at + channel]);
+              if ([0, 1, 2, 3].some((channel) => apart(channel) > 90)) {{
+                uneven += 1;
+                break;
+              }}
+            }}
+          }}
+          return [plot.root.closest(".panel").id.slice(6), uneven];
+        }}));
+        """,
+        first,
+        last,
+    )
+
+
+def test_nothing_is_drawn_over_a_gap(show: Open, page: Path) -> None:
+    driver = show(page)
+    inside = uneven_columns(driver, 20, 90)
+    assert set(inside) == {"loss", "total_norm", "updates", "learning_rates", "health", "phases"}
+    assert min(inside.values()) > 10
+    for first, last in ((110, 190), (210, 290), (410, LAST - 9)):
+        between = uneven_columns(driver, first, last)
+        assert not any(between.values()), (first, between)
+    single = uneven_columns(driver, 195, 205)
+    assert min(single.values()) > 0, single
+    legends = driver.find_elements(By.CSS_SELECTOR, ".legend-mark.sample")
+    assert {legend.text for legend in legends} == {"recorded every 10 steps"}
+    # Dots, which leave most columns of a sample's stretch empty at the height of the line.
+    share = driver.execute_script(
+        f"""
+        {COPIED}
+        const plot = {ACROSS}[0];
+        const [from, to] = [305, 395].map((step) => Math.round(plot.valToPos(step, "x", true)));
+        const {{ bbox }} = plot;
+        const {{ data }} = copied(plot).getImageData(from, bbox.top, to - from, bbox.height);
+        let drawn = 0;
+        for (let x = 0; x < to - from; x += 1) {{
+          for (let y = 0; y < bbox.height; y += 1) {{
+            const at = 4 * (y * (to - from) + x);
+            if (data[at + 3] > 120 && Math.abs(data[at] - data[at + 1]) > 25) {{ drawn += 1; break; }}
+          }}
+        }}
+        return drawn / (to - from);
+        """
+    )
+    assert 0.1 < share < 0.85
+
+
+def test_cold_first_step_is_marked_beyond_the_axis_until_asked_for(show: Open, page: Path) -> None:
+    driver = show(page)
+    top = "return document.querySelector('#panel-phases .plot').plot.scales.left.max"
+    assert 30 < driver.execute_script(top) < 60
+    switch = driver.find_element(By.CSS_SELECTOR, "#panel-phases .switches label")
+    assert switch.text == "in full, up to 9,032"
+    switch.click()
+    assert driver.execute_script(top) > 9000
+
+
+def legends(driver: webdriver.Chrome) -> dict[str, str]:
+    found = driver.find_elements(By.CSS_SELECTOR, ".panel:has(.uplot)")
+    return {
+        panel.get_attribute("id").removeprefix("panel-"): panel.find_element(By.CSS_SELECTOR, ".legend").text
+        for panel in found
+    }
+
+
+def hover(driver: webdriver.Chrome, panel: str, step: int) -> None:
+    over = driver.find_element(By.CSS_SELECTOR, f"#panel-{panel} .u-over")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", over)
+    at = driver.execute_script(
+        "return Math.round(document.querySelector(arguments[0]).plot.valToPos(arguments[1], 'x'))",
+        f"#panel-{panel} .plot",
+        step,
+    )
+    left = at - over.size["width"] // 2
+    ActionChains(driver).move_to_element_with_offset(over, left, 0).perform()
+
+
+def test_cursor_is_one_on_all_axes_of_steps(show: Open, page: Path) -> None:
+    driver = show(page)
+    rest = legends(driver)
+    assert "step 400" in rest["loss"]
+    assert "1.2" in rest["loss"]
+    hover(driver, "loss", 160)
+    step = int(
+        driver.execute_script(
+            "return document.querySelector('#panel-loss .legend-step').textContent"
+        ).split()[1]
+    )
+    assert abs(step - 160) < 3
+    nearest = 99 if step < 150 else 200
+    for panel, text in legends(driver).items():
+        if panel == "depth":
+            continue
+        assert f"step {step}" in text, panel
+        assert f" at {nearest}" in text, panel
+    assert f"{2 - nearest / 500:g} at {nearest}" in legends(driver)["loss"]
+    shown = driver.execute_script(
+        f"return {ACROSS}.map((plot) => Math.round(plot.posToVal(plot.cursor.left, 'x')))"
+    )
+    assert max(abs(at - step) for at in shown) <= 1
+    hover(driver, "updates", 50)
+    wait(driver, lambda d: " at " not in legends(d)["loss"])
+    canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    ActionChains(driver).move_to_element(canvas).perform()
+    pointed = driver.find_element(By.CSS_SELECTOR, "#heat-map .tip dt").text
+    assert pointed in legends(driver)["health"]
+
+
+BANDS = """
+const shown = (node) => node.checkVisibility() && node.getBoundingClientRect().height > 0;
+const content = `h1, h2, h3, h4, p, dl, ul, pre, canvas, table, select, input, button, summary, output,
+  figcaption, .legend, .ramp-box, .cells`;
+return [...document.querySelectorAll(".panel, .verdict, .finding")].filter(shown).map((card) => {
+  const box = card.getBoundingClientRect();
+  const parts = [...card.querySelectorAll(content)].filter(shown).map((node) => node.getBoundingClientRect());
+  let [reach, widest] = [box.top, 0];
+  for (const { top, bottom } of parts.sort((a, b) => a.top - b.top)) {
+    widest = Math.max(widest, top - reach);
+    reach = Math.max(reach, bottom);
+  }
+  return [card.id || card.className, Math.round(Math.max(widest, box.bottom - reach))];
+});
+"""
+
+
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_no_card_has_a_band_of_empty_space(
+    show: Open, browser: webdriver.Chrome, full: Source, page: Path, tmp_path: Path, width: int
+) -> None:
+    full_page = write_report(full.run, [], tmp_path / "full.html", health=health_of(full.run))
+    with sized(browser, width):
+        for path in (page, full_page):
+            driver = show(path)
+            bands: dict[str, Any] = dict(driver.execute_script(BANDS))
+            assert len(bands) > 5
+            # The padding of a card and 24 px.
+            assert {name: band for name, band in bands.items() if band > 44} == {}
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+            clipped = """return [...document.querySelectorAll('.plot')].filter((box) => box.plot &&
+              Math.abs(box.plot.height - box.clientHeight) > 1).length"""
+            assert driver.execute_script(clipped) == 0
+
+
+def test_what_never_changes_is_a_line_that_evidence_leads_to(show: Open, tmp_path: Path) -> None:
+    writer = RunWriter.create(tmp_path / "run", monitors=("health",))
+    for step in range(20):
+        writer.scalars(step, {"loss": 1 / (1 + step), "lr/0/0": 0.01})
+    writer.close()
+    driver = show(write_page(render_page(source_of(open_run(tmp_path / "run"))), tmp_path / "page.html"))
+    assert driver.find_element(By.ID, "stated").text.splitlines() == [
+        "Without change", "Learning rate", "optimizer 0: 0.01 at every recorded step.",
+    ]  # fmt: skip
+    assert driver.find_elements(By.CSS_SELECTOR, "dt#panel-learning_rates")
+    assert len(driver.find_elements(By.CSS_SELECTOR, ".uplot")) == 1
