@@ -123,9 +123,13 @@ def test_page_has_the_tables_and_the_curves_of_all_runs(
     text = page.read_text()
     report = json.loads(text.split('<script type="application/json" id="report">')[1].split("</script>")[0])
     assert report["verdict"]["headline"] == "The configurations differ in learning rate."
-    panels = {panel["title"]: panel["data"] for panel in report["panels"]}
-    assert panels["Configuration"]["rows"] == [["learning rate", "0.1", "0.2", "0.1"]]
-    assert panels["Series"]["heads"] == ["", "A", "B", "C"]
+    assert report["panels"][0]["title"] == "Loss"
+    panels = {panel["title"]: panel["data"] for panel in report["panels"] if "data" in panel}
+    assert panels["What differs"]["rows"][0] == ["run", "a", "lr", "frozen"]
+    assert panels["What differs"]["rows"][-1] == ["learning rate", "0.1", "0.2", "0.1"]
+    assert panels["Results"]["heads"] == ["", "A", "B", "C"]
+    stated = {panel["title"]: panel["stated"] for panel in report["panels"] if "stated" in panel}
+    assert stated["Learning rate"] == "0.1 in A a, 0.2 in B lr and 0.1 in C frozen, at every recorded step."
     assert ["warning", "C", "none", "`last.weight` and `last.bias` are not in any optimizer"] in panels[
         "Findings"
     ]["rows"]

@@ -147,7 +147,7 @@ def test_page_follows_a_run_to_its_end(look: Look, tmp_path: Path) -> None:
         stored = stored_at(path, injected)
         wait(driver, lambda d: d.find_elements(By.CSS_SELECTOR, "article.finding.error"), 30)
         assert time.monotonic() - stored < 2.0
-        assert f"from step {injected} on" in driver.find_element(By.CSS_SELECTOR, "article.finding h3").text
+        assert f"from step {injected} on" in driver.find_element(By.ID, "headline").text
         assert "fresh" in driver.find_element(By.CSS_SELECTOR, "article.finding").get_attribute("class")
         assert process.poll() is None
     finally:
