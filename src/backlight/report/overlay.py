@@ -88,6 +88,7 @@ def compared(
             "figures": [],
         },
         "findings": [],
+        "hints": [],
         "pages": {},
         "attempts": [],
         "parameters": [],

@@ -150,7 +150,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
     whole = [panel for panel, _ in drawn]
     with_data = {panel.name for panel, result in drawn if isinstance(result, Drawn)}
     said = verdict.outcome(source)
-    findings = source.findings
+    every = (*source.findings, *source.hints)
     return {
         "steps": source.step_range,
         "run": {
@@ -165,15 +165,18 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
             "status": said.status,
             "about": said.about,
             "losses": said.losses,
-            "lead": next((i for i, f in enumerate(findings) if visible(f.title) == said.headline), None),
+            "lead": next(
+                (i for i, f in enumerate(source.findings) if visible(f.title) == said.headline), None
+            ),
             "unmeasured": _unmeasured(said, drawn, source),
             "figures": [
                 {"label": label, "value": value, "note": note}
                 for label, value, note in verdict.summary_of(source).figures(source)
             ],
         },
-        "findings": [_finding(finding, source, whole, with_data, rows) for finding in findings],
-        "pages": {rule: rule_page(rule) for rule in sorted({finding.rule for finding in source.findings})},
+        "findings": [_finding(finding, source, whole, with_data, rows) for finding in source.findings],
+        "hints": [_finding(hint, source, whole, with_data, rows) for hint in source.hints],
+        "pages": {rule: rule_page(rule) for rule in sorted({f.rule for f in every})},
         "attempts": [a.step_offset for a in source.run.attempts[1:]],
         "parameters": [
             {

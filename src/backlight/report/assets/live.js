@@ -9,7 +9,7 @@ const shown = new Map(); // panels by name: { entry, section, body, facts, remar
 const cards = new Map(); // findings that are on the page, by what they say
 const page = { scrolled: 0, silent: 0, over: false, version: -1, table: "", busy: false, drawn: 0 };
 
-Object.assign(report, { verdict: null, findings: [], panels: [], reasons: {} });
+Object.assign(report, { verdict: null, findings: [], hints: [], panels: [], reasons: {} });
 
 const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
@@ -176,6 +176,8 @@ const say = ({ word, detail }) => {
 
 const slots = { verdict: el("div", { class: "slot" }), findings: el("section", { class: "findings", "aria-label": "Findings", "aria-live": "polite" }), stated: el("div", { class: "slot" }), gaps: el("div", { class: "slot" }), nav: el("nav", {}), panels: el("div", { class: "panels" }), folded: el("div", { class: "panels" }) };
 
+const everyFinding = () => [...report.findings, ...report.hints];
+
 const isLead = (finding) => report.findings[report.verdict.lead] === finding;
 
 // What a card says, and where it stands; its sparkline is renewed in place.
@@ -203,7 +205,7 @@ const cardOf = (finding) => {
   const says = sayingOf(finding);
   if (cards.has(says)) return cards.get(says);
   const subject = `${isLead(finding)} ${finding.rule} ${finding.where.map(({ value }) => value)}`;
-  const current = new Set(report.findings.map(sayingOf));
+  const current = new Set(everyFinding().map(sayingOf));
   const [before, known] = [...cards].find(([key, card]) => card.dataset.subject === subject && !current.has(key)) ?? [];
   const next = findingCard(finding, isLead(finding));
   if (known) {
@@ -223,12 +225,16 @@ const unfolded = new Set(); // rules of which the reader wants every finding
 const tellFindings = () => {
   const others = report.findings.filter((finding) => !isLead(finding));
   const boxes = findingGroups(others, cardOf, (key) => unfolded.has(key), (key) => unfolded.add(key));
-  const current = new Set(report.findings.map(sayingOf));
+  const current = new Set(everyFinding().map(sayingOf));
   for (const says of cards.keys()) if (!current.has(says)) cards.delete(says);
   slots.findings.replaceChildren(...boxes);
   slots.findings.hidden = !boxes.length;
+  hints.querySelector(".findings").replaceChildren(...findingGroups(report.hints, cardOf, (key) => unfolded.has(key), (key) => unfolded.add(key)));
+  hints.hidden = !report.hints.length;
   page.entry = true;
 };
+
+const hints = hintsFold([]);
 
 // The verdict with the finding that its headline names.
 const tellVerdict = () => {
@@ -279,12 +285,12 @@ const apply = (head) => {
   document.title = `${head.stand.word === "running" ? "● " : ""}${report.run.name} · backlight`;
   keepingPlace(() => {
     const focused = document.activeElement;
-    const news = changed("findings", report.findings.map(sayingOf));
+    const news = changed("findings", everyFinding().map(sayingOf));
     if (changed("verdict", [report.verdict, report.run]) || news) tellVerdict();
     if (news) tellFindings();
     if (focused.isConnected) focused.focus({ preventScroll: true });
     if (news) view.tell("findings");
-    for (const finding of report.findings) if (finding.line) renewals.get(cards.get(sayingOf(finding)))?.(finding.line);
+    for (const finding of everyFinding()) if (finding.line) renewals.get(cards.get(sayingOf(finding)))?.(finding.line);
     if (changed("stated", report.panels.filter(({ stated }) => stated))) slots.stated.replaceChildren(...[statedList()].filter(Boolean));
     if (changed("gaps", report.verdict.unmeasured)) slots.gaps.replaceChildren(...[unmeasuredList()].filter(Boolean));
     const drawn = report.panels.filter(({ kind }) => kind);
@@ -357,7 +363,7 @@ const open = () => {
   top.querySelector(".search").before(stand);
   say({ word: "reading", detail: "The run is being read." });
   saying.hidden = true;
-  const main = el("main", { id: "top" }, saying, slots.verdict, slots.findings, slots.panels, slots.stated, detailsPart(slots.gaps, slots.folded), el("footer", {}, "Followed by backlight. Nothing here changes the run or leaves this machine."));
+  const main = el("main", { id: "top" }, saying, slots.verdict, slots.findings, slots.panels, slots.stated, hints, detailsPart(slots.gaps, slots.folded), el("footer", {}, "Followed by backlight. Nothing here changes the run or leaves this machine."));
   slots.findings.hidden = true;
   slots.verdict.append(before({ word: "reading", detail: "This takes a moment where a run is long." }));
   document.body.append(top, el("div", { class: "frame" }, slots.nav, main));

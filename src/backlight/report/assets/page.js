@@ -74,6 +74,9 @@ const arrange = (parts) => {
 const detailsPart = (...content) =>
   el("details", { class: "details", id: "details", open: report.verdict?.tone === "unmeasured" }, el("summary", {}, el("h2", {}, "Details"), el("span", { class: "hint" }, "not measured, thresholds, events, fingerprint")), el("div", { class: "panels" }, content));
 
+// Advice that is no finding, folded: style and performance.
+const hintsFold = (content) => el("details", { class: "details", id: "hints", hidden: !report.hints?.length }, el("summary", {}, el("h2", {}, "Hints"), el("span", { class: "hint" }, "advice on style and speed; no errors")), el("div", { class: "findings" }, content));
+
 let clearSearch = () => {};
 
 const topBar = (switchTheme, named = null) => {
@@ -121,6 +124,7 @@ const contents = (panels) =>
     el("a", { href: "#top" }, "Verdict"),
     panels.filter(({ kind, place }) => kind && place !== "details").map((panel) => el("a", { href: `#panel-${panel.name}` }, panel.title)),
     panels.some(({ stated }) => stated) ? el("a", { href: "#stated" }, "Without change") : null,
+    report.hints.length ? el("a", { href: "#hints" }, "Hints") : null,
     report.verdict.unmeasured.length || panels.some(({ place }) => place === "details") ? el("a", { href: "#details" }, "Details") : null,
   );
 
@@ -150,6 +154,7 @@ const drawOnce = async () => {
     cards.length ? el("section", { class: "findings", "aria-label": "Findings" }, cards) : null,
     el("div", { class: "panels" }, open.map(({ section }) => section)),
     statedList(),
+    hintsFold(findingGroups(report.hints, (hint) => findingCard(hint))),
     detailsPart(unmeasuredList(), folded.map(({ section }) => section)),
   );
   document.body.append(topBar(switchTheme), el("div", { class: "frame" }, contents(report.panels), main));
