@@ -236,10 +236,10 @@ def test_figure_of_steps_states_from_which_on_they_are_thinned(tmp_path: Path, s
         parts: list[Any] = [None, ResultQueue(), None, writer, 1.0, pytest.fail, StepSelection()]
         thread = WriterThread(*parts)
         for step in range(steps):
-            thread.keep(StoredStep(step, (), {"loss": 1.0}, {}), in_detail=False)
+            thread.keep(StoredStep(step, (), {"total_norm": 1.0}, {}), in_detail=False)
     source = Source(open_run(tmp_path / "run"))
     (taken,) = [f[2] for f in PANELS["loss"].summary(source).figures(source) if f[0] == "steps recorded"]
-    stored = source.scalar("loss").steps.tolist()
+    stored = source.scalar("total_norm").steps.tolist()
     missing = sorted(set(range(steps)) - set(stored))
     if steps == WHOLE_STEPS:
         assert (missing, taken) == ([], "of 4,096")

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings.step_work import optimizer_sets
+from backlight.monitors.health.model.clipping import clip_factors
 from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, stated
 from backlight.report.source import Source, rate_labels
@@ -92,35 +93,40 @@ def loss(source: Source) -> Drawn | NotMeasured:
 )
 def total_norm(source: Source) -> Drawn | NotMeasured:
     """Draw the total norm with the clip limit."""
-    norm, factor = source.scalar("total_norm"), source.scalar("clip/factor")
+    norm = source.scalar("total_norm")
     clipped, limit = source.scalar("clip/norm"), source.scalar("clip/limit")
     if not len(norm.steps):
         return NotMeasured(source.reason("total_norm", "gradient", otherwise="No gradient was recorded."))
-    lines = [Line("total norm", norm.steps, norm.values, tone="first")]
-    if len(clipped.steps) and not _same(norm, clipped):
+    steps, values = norm.steps, norm.values
+    same = len(clipped.steps) > 0 and _same(norm, clipped)
+    if same:  # at every step, where the norm of recorded gradients is a sample
+        steps, first = np.unique(np.concatenate([steps, clipped.steps]), return_index=True)
+        values = np.concatenate([values, clipped.values])[first]
+    lines = [Line("total norm", steps, values, tone="first")]
+    if len(clipped.steps) and not same:
         # Clipping may be called for a part of the parameters, or by another L-p norm.
         lines.append(Line("norm that clipping computed", clipped.steps, clipped.values, tone="second"))
-    never = len(factor.steps) > 0 and not bool((factor.values < 1).any())
-    if len(limit.steps) and not never:
-        lines.append(Line("clip limit", limit.steps, limit.values, style="dashed", tone="limit"))
+    _, factors = clip_factors(source.run)
+    active = int(np.count_nonzero(factors < 1))
+    if len(limit.steps) and active:
+        rows = np.maximum(np.searchsorted(limit.steps, steps, "right") - 1, 0)
+        lines.append(Line("clip limit", steps, limit.values[rows], style="dashed", tone="limit"))
     drawn = chart(lines, Axis("norm (gradient)", log=True))
     facts = []
-    finite = np.isfinite(norm.values)
+    finite = np.isfinite(values)
     if finite.any():
-        top = int(np.argmax(np.where(finite, norm.values, -np.inf)))
-        facts.append(Fact("median", number(float(np.median(norm.values[finite])))))
-        facts.append(Fact("largest", f"{number(norm.values[top])} at step {number(int(norm.steps[top]))}"))
+        top = int(np.argmax(np.where(finite, values, -np.inf)))
+        facts.append(Fact("median", number(float(np.median(values[finite])))))
+        facts.append(Fact("largest", f"{number(values[top])} at step {number(int(steps[top]))}"))
     if not finite.all():
         facts.append(Fact("not finite", f"{int((~finite).sum()):,} of {len(finite):,} steps"))
-    if never:
+    if active:
+        share = percent(active / len(factors))
+        facts.append(Fact("clipped", f"{share} ({active:,} of {count(len(factors), 'step')})"))
+        facts.append(Fact("strongest factor", number(float(factors.min()))))
+    elif len(factors):
         at = f", limit {number(float(limit.values[-1]))}" if len(limit.steps) else ""
         facts.append(Fact("clipped", f"never{at}"))
-    elif len(factor.steps):
-        active = int(np.count_nonzero(factor.values < 1))
-        share = percent(active / len(factor.values))
-        facts.append(Fact("clipped", f"{share} ({active:,} of {count(len(factor.values), 'step')})"))
-        if np.isfinite(factor.values).any():
-            facts.append(Fact("strongest factor", number(float(np.nanmin(factor.values)))))
     by_hand = len(source.run.events("clip_by_hand"))
     remarks = (
         (f"Gradients were changed by hand between backward and step {by_hand:,} times.",) if by_hand else ()

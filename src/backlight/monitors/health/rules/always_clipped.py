@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.findings.optimizer_names import scale_free_kinds
 from backlight.findings.step_weights import after_share, step_weights, weighted_median, weighted_share
+from backlight.monitors.health.model.clipping import clip_factors
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -46,7 +46,7 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     A mild factor is a hint. A hard one means that clip norm and gradients do not belong together, unless the
     optimizer divides by the size of the gradient.
     """
-    steps, values = _factors(run)
+    steps, values = clip_factors(run)
     settled = after_share(steps, limits.clipped_settle)
     steps, values = steps[settled:], values[settled:]
     if len(steps) < limits.clipped_steps:
@@ -92,19 +92,3 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
         ),
         refuted_if="clipping every step is intended, as in normalised or differentially private SGD.",
     )
-
-
-def _factors(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the steps at which clipping was called, and by what factor it scales the gradient at each.
-
-    The norm that clipping computes is known at every step, the factor at those that were recorded: between
-    them the clip norm that was recorded last holds.
-    """
-    factor, norm, limit = (run.scalar(f"clip/{name}") for name in ("factor", "norm", "limit"))
-    steps, values = factor.steps, factor.values
-    if len(norm.steps) > len(steps) and len(limit.steps):
-        rows = np.maximum(np.searchsorted(limit.steps, norm.steps, "right") - 1, 0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            steps, values = norm.steps, np.minimum(limit.values[rows] / norm.values, 1.0)
-    known = np.isfinite(values)
-    return steps[known], values[known]
