@@ -2,14 +2,16 @@
 
 parts.png has the numbers of the list in docs/reading-the-report.md.
 
-    python docs/page_pictures.py
+    python docs/page_pictures.py                     # these three; the runs are made now
+    python docs/page_pictures.py FOLDER RUN ...      # pages of runs in every width and theme
 
-The runs are made now. Needs Chromium and its driver.
+Needs Chromium and its driver.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 import shutil
 import subprocess
@@ -26,10 +28,11 @@ IMAGES = ROOT / "docs" / "images"
 PROGRAM = str(Path(sys.executable).with_name("backlight"))
 SCRIPT = "examples/new_head.py"
 WIDTH = 1400
+WIDTHS = (1440, 1024, 390)
 SIZE = {"width": WIDTH, "height": 1180, "deviceScaleFactor": 1, "mobile": False}
 PARTS = (
-    ".verdict", ".finding", "#panel-loss", "#panel-parameters", "#panel-updates", "#panel-learning_rates",
-    "#panel-phases", "#panel-health", "#details",
+    ".verdict", ".finding", "#panel-loss", "#panel-parameters", "#panel-updates", "#panel-phases",
+    "#panel-depth", "#stated", "#details",
 )  # fmt: skip
 """What each number of the list in docs/reading-the-report.md describes."""
 MARK = """
@@ -53,6 +56,9 @@ def main() -> None:
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", SIZE)
     try:
+        if len(sys.argv) > 2:
+            write_every_size(driver, Path(sys.argv[1]), sys.argv[2:])
+            return
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "examples").symlink_to(ROOT / "examples")
             subprocess.run(
@@ -65,6 +71,29 @@ def main() -> None:
             write_live(driver, Path(folder))
     finally:
         driver.quit()
+
+
+def write_every_size(driver: webdriver.Chrome, folder: Path, runs: list[str]) -> None:
+    """Write pictures of the whole pages of ``runs``; several are also compared."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = {Path(run).name: ["report", run] for run in runs}
+    if len(runs) > 1:
+        pages["compared"] = ["compare", *runs]
+    for name, command in pages.items():
+        page = folder.resolve() / f"{name}.html"
+        subprocess.run([PROGRAM, *command, "-o", str(page)], check=True)
+        for width, scheme in itertools.product(WIDTHS, ("light", "dark")):
+            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            driver.get(page.as_uri())
+            ready = "return document.documentElement.dataset.ready === 'yes'"
+            WebDriverWait(driver, 60).until(lambda _, ready=ready: driver.execute_script(ready))
+            height = driver.execute_script("return document.documentElement.scrollHeight")
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size | {"height": height})
+            shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
+            (folder / f"{name}-{width}-{scheme}.png").write_bytes(base64.b64decode(shot["data"]))
 
 
 def write_parts(driver: webdriver.Chrome) -> None:

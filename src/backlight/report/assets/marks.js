@@ -135,11 +135,13 @@ const drawSamples = (plot, spec, line, values) => {
 // Bands and areas at a step apart from others: a bar, since nothing is known of what is between.
 const drawBars = (plot, spec, line, values, below) => {
   const ratio = devicePixelRatio;
+  const floor = plot.bbox.top + plot.bbox.height;
   plot.ctx.fillStyle = faded(tone(line.tone), line.opacity ?? 0.5);
   for (const place of line.apart) {
     const step = spec.steps[place];
     if (step < plot.scales.x.min || step > plot.scales.x.max) continue;
-    const [top, bottom] = [values[place], below?.[place] ?? 0].map((value) => Math.max(plot.bbox.top, plot.valToPos(value, line.axis, true)));
+    // A band may reach down to a zero, which a logarithmic axis does not have.
+    const [top, bottom] = [values[place], below?.[place] ?? 0].map((value) => Math.min(floor, Math.max(plot.bbox.top, plot.valToPos(value, line.axis, true) || floor)));
     plot.ctx.fillRect(Math.round(plot.valToPos(step, "x", true) - 1.5 * ratio), top, 3 * ratio, bottom - top);
   }
 };
