@@ -17,6 +17,7 @@ import typer
 import backlight
 from backlight.cli.help_page import HelpCommand, HelpGroup
 from backlight.cli.script_command import ScriptCommand
+from backlight.launch.uncaught import Interrupted, raise_interrupt
 from backlight.registry import UnknownNameError
 from backlight.store.errors import StoreError
 from backlight.terminal import write
@@ -165,9 +166,13 @@ def main(arguments: list[str] | None = None) -> None:
     script exits with its own code.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    code: object = 0
+    interrupt: Interrupted | None = None
     load_commands(next((word for word in arguments if word != "--traceback"), ""))
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="backlight", standalone_mode=False)
+    except Interrupted as ended:
+        interrupt = ended
     except typer.Abort:
         sys.exit(130)
     except _USAGE as error:
@@ -182,4 +187,6 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(141)
+    if interrupt is not None:  # not above: the exception in progress would become its context
+        raise_interrupt(interrupt)
     sys.exit(code if isinstance(code, int) else 0)

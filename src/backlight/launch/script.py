@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import runpy
-import signal
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import TypeVar
 
-from backlight.standard_error import write_text
+from backlight.launch.uncaught import Interrupted, copy_ignored, show
+
+R = TypeVar("R", bound=BaseException)
 
 
 class ScriptNotFoundError(ValueError):
@@ -87,38 +88,60 @@ class Refused(BaseException):
         self.error = error
 
 
-def launch(watch: AbstractContextManager[object], target: str, arguments: list[str], *, module: bool) -> int:
+def launch(
+    watch: AbstractContextManager[object],
+    target: str,
+    arguments: list[str],
+    *,
+    module: bool,
+    after: Callable[[], None] = lambda: None,
+) -> int:
     """Run ``target`` under ``watch``, or another context, and return its exit code.
 
-    An uncaught exception is printed as Python prints it, without frames of backlight. An
-    interrupt ends this process by the same signal, after the run is closed. What ``watch`` refuses when it
-    is entered is no error of the script's, which has not begun: it is raised as it is, and so is what it
-    refuses later as :class:`Refused`.
+    ``after`` is called when the script has ended and ``watch`` is closed. An uncaught exception is printed as
+    Python prints it, without frames of backlight. What ``watch`` refuses when it is entered is no error of
+    the script's, which has not begun: it is raised as it is, and so is what it refuses later as
+    :class:`Refused`.
+
+    Raises
+    ------
+    Interrupted
+        If a KeyboardInterrupt ended the script, or the work after it.
     """
     sys.argv = [target, *arguments]
-    code = 0
-    interrupted = False
-    entered = ExitStack()
+    code, is_hurried = 0, False
+    interrupt: KeyboardInterrupt | None = None
+    ending, entered = ExitStack(), ExitStack()
+
+    def note(_kind: object, error: BaseException | None, _stack: object) -> None:
+        nonlocal interrupt
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, SystemExit):
+            interrupt = error
+            ending.enter_context(copy_ignored())
+
     entered.enter_context(watch)
+    entered.push(note)
     try:
-        with entered:
-            _execute(target, module=module)
-    except Refused as refusal:
-        raise refusal.error from None
-    except SystemExit as leaving:
-        code = _exit_code(leaving)
+        with ending:
+            try:
+                with entered:
+                    _execute(target, module=module)
+            except Refused as refusal:
+                raise refusal.error from None
+            except SystemExit as leaving:
+                code = _exit_code(leaving)
+            except KeyboardInterrupt as error:
+                is_hurried = error is not interrupt
+                interrupt = interrupt or error
+            except BaseException as error:  # noqa: BLE001 - as the interpreter does for a script
+                code = 1
+                show(_of_script(error))
+            if not is_hurried:  # by a second Ctrl-C, after which nothing more is waited for
+                after()
     except KeyboardInterrupt as error:
-        interrupted = True
-        _show(error)
-    except BaseException as error:  # noqa: BLE001 - as the interpreter does for a script
-        code = 1
-        _show(error)
-    if interrupted:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        interrupt = interrupt or error
+    if interrupt is not None:
+        raise Interrupted(_of_script(interrupt))
     return code
 
 
@@ -167,15 +190,14 @@ def _exit_code(leaving: SystemExit) -> int:
     return 1
 
 
-def _show(error: BaseException) -> None:
-    own = {__file__, runpy.__file__}
+def _of_script(error: R) -> R:
+    """Return an exception without the frames around the script; one that was raised there has none left."""
     stack = error.__traceback__
+    while stack is not None and stack.tb_frame.f_code is not _execute.__code__:
+        stack = stack.tb_next
     while stack is not None and (
-        stack.tb_frame.f_code.co_filename in own
-        or stack.tb_frame.f_code.co_filename.startswith("<frozen runpy")
+        (file := stack.tb_frame.f_code.co_filename) in {__file__, runpy.__file__}
+        or file.startswith("<frozen runpy")
     ):
         stack = stack.tb_next
-    try:
-        sys.excepthook(type(error), error.with_traceback(stack), stack)
-    except Exception:  # noqa: BLE001 - a broken hook of the script still leaves a traceback
-        write_text("".join(traceback.format_exception(type(error), error, stack)), sys.stderr)
+    return error.with_traceback(stack)
