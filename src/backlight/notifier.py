@@ -15,9 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from backlight.records import EVERYTHING, UNMEASURED
 from backlight.terminal import write
 
 if TYPE_CHECKING:
+    from backlight.monitor import StepClock
     from backlight.store.write.writer import RunWriter
 
 _BACKLIGHT = str(Path(__file__).parent) + os.sep
@@ -59,13 +61,14 @@ def _show(text: str, line: Line | None) -> None:
 
 
 class Notifier:
-    """Warns the user of one watch; records events once ``writer`` is set."""
+    """Warns the user of one watch; records events once ``writer`` is set, with the step of ``clock``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._warned: set[str] = set()
         self._made = _calling()
         self.writer: RunWriter | None = None
+        self.clock: StepClock | None = None
 
     def event(self, kind: str, payload: Mapping[str, Any], step: int | None = None) -> None:
         """Record something that happened."""
@@ -74,14 +77,18 @@ class Notifier:
 
     def unmeasured(self, what: str, reason: str) -> None:
         """Record that something is not measured, and why."""
-        self.event("unmeasured", {"what": what, "reason": reason})
+        self.event(UNMEASURED, {"what": what, "reason": reason})
 
-    def trouble(self, error: Exception, lost: str = "everything from here on") -> None:
-        """Report once what went wrong in backlight, and what is lost by it."""
+    def trouble(self, error: Exception, lost: str = EVERYTHING, *, is_data: bool = True) -> None:
+        """Report once what went wrong in backlight, and what is lost by it.
+
+        ``is_data`` is whether that would have been recorded: the run is incomplete without it.
+        """
         reason = f"{type(error).__name__}: {error}"
         self.warn(lost, f"not measured: {lost}, after {reason}")
         with contextlib.suppress(Exception):
-            self.unmeasured(lost, reason)
+            step = None if self.clock is None else self.clock.index
+            self.event(UNMEASURED, {"what": lost, "reason": reason, "lost": is_data}, step)
 
     def lost(self, reason: str) -> None:
         """Report that the run can no longer be written."""

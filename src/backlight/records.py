@@ -24,6 +24,15 @@ R = TypeVar("R", bound="Record")
 OTHERS = "other ranks"
 """What a process does not observe if it could not join the others."""
 
+FROM_HERE_ON = " from here on"
+"""Ending of what a process does not record any more."""
+
+EVERYTHING = f"everything{FROM_HERE_ON}"
+"""What a process does not record after an error of backlight that concerns no single monitor."""
+
+UNMEASURED = "unmeasured"
+"""Kind of the events about what was not measured, with the reason; ``lost`` where that was not meant."""
+
 
 class Severity(enum.StrEnum):
     """Severity of a finding; ordered, so that ``severity >= error`` has a meaning."""

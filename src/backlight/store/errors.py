@@ -23,5 +23,9 @@ class RunWriteError(StoreError):
     """The file system refuses a change."""
 
 
+class RunPathError(RunWriteError):
+    """The path of a run cannot be that of a folder, on any disk."""
+
+
 class ExportError(StoreError):
     """An export cannot be made: unknown file type, a missing library, or a target that exists."""

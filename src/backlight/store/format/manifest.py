@@ -32,8 +32,9 @@ class Progress(Record):
 
     ``files`` gives, by path below the run directory, the highest row of each table of a database or the size
     of another file, so that a later loss is known and not guessed. ``step`` is the last attempt-local step,
-    recorded or not. ``local`` is the folder on ``process.host`` with what is not yet published from there,
-    empty where everything is written into the run directory directly.
+    recorded or not, and ``stored`` the last one up to which everything is in the files. ``local`` is the
+    folder on ``process.host`` with what is not yet published from there, empty where everything is written
+    into the run directory directly.
     """
 
     status: RunStatus = RunStatus.UNKNOWN
@@ -41,6 +42,7 @@ class Progress(Record):
     updated: float = 0.0
     ended: float | None = None
     step: int = -1
+    stored: int = -1
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     lost: str = ""
     local: str = ""

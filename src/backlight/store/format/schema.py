@@ -233,6 +233,18 @@ COST = "cost"
 EVALUATED = "evaluated"
 """Event of a run whose rules were evaluated when it ended: findings that are not stored do not exist."""
 
+REPORTED = "reported"
+"""Event of a finding that was reported while the run went on."""
+
+DROPPED = "dropped"
+"""Event of recorded steps for which the queue of the writer thread had no space."""
+
+NOT_STORED = "not_stored"
+"""Event of rows that were not stored, by table, and why."""
+
+DISK_LIMIT = "disk_limit"
+"""Event of a run that stores fewer of its recorded steps, or none, to stay within ``max_disk``."""
+
 EXCEPTION = "exception"
 """Event of a run that an exception ended, with its type and message."""
 

@@ -46,7 +46,10 @@ _ARRAY_TRIES = 3
 
 @dataclass(slots=True)
 class AttemptFiles:
-    """The readable files of an attempt, the progress that each rank stated, and what is lost of it."""
+    """The readable files of an attempt, the progress that each rank stated, and what is lost of it.
+
+    ``endings`` are what is lost by how ranks ended.
+    """
 
     entry: AttemptEntry
     folder: Path
@@ -57,6 +60,7 @@ class AttemptFiles:
     fingerprints: dict[int, Fingerprint] = field(default_factory=dict)
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
+    endings: list[str] = field(default_factory=list)
     unreadable: int = 0
 
     @property
@@ -169,7 +173,7 @@ def _state_losses(out: AttemptFiles) -> None:
         )
     out.losses += differences(entry.index, out.options)
     for rank, progress in sorted(out.progress.items()):
-        out.losses += _status_losses(entry, rank, progress)
+        out.endings += _status_losses(entry, rank, progress)
         rows: dict[str, Mapping[str, int]] = {f.path.name: f.last for f in out.files if f.rank == rank}
         is_columnar = any(isinstance(f, ColumnarRank) for f in out.files if f.rank == rank)
         for name, stated in progress.files.items():

@@ -231,9 +231,10 @@ class ColumnarRank(RankFile):
         values = self.scalar(source, name)[1]
         return float(values[-1]) if len(values) else None
 
-    def has_event(self, kind: str) -> bool:
-        """Return whether there is an event of a kind."""
-        return any(row[2] == kind for row in self.event_rows)
+    def last_event(self, kind: str) -> dict[str, Any] | None:
+        """Return the payload of the last event of a kind, None without one."""
+        found = self.events(kind)
+        return found[-1][3] if found else None
 
     @functools.cached_property
     def event_rows(self) -> Rows:

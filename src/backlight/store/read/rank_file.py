@@ -302,10 +302,11 @@ class RankFile:
                 out.append((None if step is None else step + self.step_offset, when, what, payload))
         return out
 
-    def has_event(self, kind: str) -> bool:
-        """Return whether there is an event of a kind, without reading the others."""
+    def last_event(self, kind: str) -> dict[str, Any] | None:
+        """Return the payload of the last event of a kind, without reading the others; None without one."""
         condition = f"kind = ? AND id <= {self.last['event']} ORDER BY id DESC LIMIT 1"
-        return bool(self._some("event", condition, (kind,)))
+        rows = self._some("event", condition, (kind,))
+        return self._parsed("event", rows[0][4], _mapping) if rows else None
 
     def findings(self) -> list[Finding]:
         """Return the stored findings, in the order of writing."""

@@ -16,10 +16,10 @@ from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.registry import DISPLAYS
 from backlight.store.errors import RunFormatError
 from backlight.store.format.hdf5_pieces import ArrayInfo
-from backlight.store.format.manifest import read_manifest
+from backlight.store.format.manifest import Progress, read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, storable, written_attempts
-from backlight.store.format.schema import SERIES, SeriesSchema, unit_of_scalar
-from backlight.store.read import frames, join_ranks
+from backlight.store.format.schema import NOT_STORED, SERIES, SeriesSchema, unit_of_scalar
+from backlight.store.read import completeness, frames, join_ranks
 from backlight.store.read.attempt_files import (
     AttemptFiles,
     array_infos,
@@ -108,12 +108,16 @@ class Run:
     Several readings of a growing run share one :class:`DecodeCache`.
     """
 
-    def __init__(self, path: Path, cache: DecodeCache | None = None) -> None:
+    def __init__(
+        self, path: Path, cache: DecodeCache | None = None, progress: Progress | None = None
+    ) -> None:
         self.path = path
         self.mirror: Mirror | None = None
         self._cache = cache or DecodeCache()
         written = written_attempts(path)  # first: the manifest lists an attempt before its files appear
         self._manifest = read_manifest(path)
+        if progress is not None:
+            self._manifest.attempts[-1].progress = progress
         self._opened: list[AttemptFiles] = [
             open_attempt(path, entry, self._manifest.run_id) for entry in self._manifest.attempts
         ]
@@ -179,9 +183,9 @@ class Run:
 
         Damage inside a file is found where it is read, so this may grow as a run is used.
         """
-        losses = dict.fromkeys(loss for opened in self._opened for loss in opened.losses)
+        losses = dict.fromkeys(loss for opened in self._opened for loss in (*opened.endings, *opened.losses))
         for file in self._files:
-            for _, _, _, payload in file.events("not_stored"):
+            for _, _, _, payload in file.events(NOT_STORED):
                 losses[f"{file.path}: were not stored ({payload.get('reason')}): {payload.get('rows')}"] = (
                     None
                 )
@@ -189,6 +193,19 @@ class Run:
         for watchdog in self._watchdogs:
             losses |= watchdog.losses
         return tuple(losses | self._lost)
+
+    @property
+    def shortfall(self) -> str:
+        """What the run lacks of a recording to its end, as ``recording stopped at step 256 of 2,500``.
+
+        Empty where it lacks nothing: without it, no finding means that the rules found none.
+        """
+        endings = {ending for opened in self._opened for ending in opened.endings}
+        return completeness.shortfall(
+            self._opened,
+            lambda kind: [(event.step, event.payload) for event in self.events(kind)],
+            is_damaged=not endings.issuperset(self.losses),
+        )
 
     def parameters(self) -> tuple[ParameterRecord, ...]:
         """Return every parameter of any table, in model order, as its newest table describes it.
@@ -414,17 +431,20 @@ class Run:
         return [files for files in groups if files]
 
 
-def open_run(path: str | Path) -> Run:
+def open_run(path: str | Path, progress: Progress | None = None) -> Run:
     """Open the run in a directory for reading; nothing in it is changed, and nothing in it is executed.
 
     A directory that does not exist, is no run, is damaged beyond reading or has another format raises a
     :class:`RunFormatError` with the reason and the fix. Where only a part is lost, the rest is returned and
     ``losses`` lists what is missing.
 
+    ``progress`` is that of the first rank in the newest attempt where the caller knows it better than the
+    directory, as the process does that could not write to its end.
+
     A URL (``s3://bucket/run``) is read through fsspec: of a compacted run only what is asked for, else all.
     """
     if not is_url(path):
-        return Run(Path(path))
+        return Run(Path(path), progress=progress)
     mirror = Mirror(str(path))
     run = Run(mirror.folder)
     run.mirror = mirror

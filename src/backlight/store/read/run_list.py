@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from backlight.records import Finding, RunStatus, Severity
 from backlight.store.errors import RunFormatError
@@ -20,6 +21,7 @@ from backlight.store.format.names import (
 )
 from backlight.store.format.schema import EVALUATED, WATCHDOG_RANK
 from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
+from backlight.store.read.completeness import shortfall_of_first
 from backlight.store.read.rank_file import RankFile, check_identity
 from backlight.store.read.snapshot import Snapshot
 
@@ -34,8 +36,9 @@ class ListedRun:
 
     ``started`` and ``seconds`` are in seconds, since the epoch and over all attempts. ``loss`` is the last
     one that the first rank logged, None where none was. ``findings`` are those stored while the run was
-    watched, without hints; only with ``evaluated`` does their absence mean that the rules found nothing. Of a
-    directory that is no run, or a damaged one, all but ``path`` and ``problem`` is unknown.
+    watched, without hints; only with ``evaluated`` and without ``lacks``, what is missing of a recording to
+    its end, does their absence mean that the rules found nothing. Of a directory that is no run, or a damaged
+    one, all but ``path`` and ``problem`` is unknown.
     """
 
     path: Path
@@ -47,6 +50,7 @@ class ListedRun:
     worst: Severity | None = None
     findings: int = 0
     evaluated: bool = False
+    lacks: str = ""
     problem: str = ""
 
 
@@ -122,7 +126,7 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
     state = newest.progress.status_now()
     steps, loss, problem = newest.step_offset + newest.progress.step, None, ""
     findings: list[Finding] = []
-    evaluated = False
+    evaluated: dict[str, Any] | None = None
     try:
         files = _newest_files(path, newest, manifest.run_id, live=state is RunStatus.RUNNING)
     except (RunFormatError, OSError) as error:
@@ -130,7 +134,7 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
     for file in files:
         findings += file.findings()
         if file.rank != WATCHDOG_RANK:
-            evaluated = evaluated or file.has_event(EVALUATED)
+            evaluated = evaluated or file.last_event(EVALUATED)
             last = file.last_scalar("backlight", "loss")
             steps, loss = max(steps, file.last_step), loss if last is None else last
     subjects = {
@@ -139,8 +143,8 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
     return ListedRun(
         path, state, manifest.attempts[0].started, sum(map(_seconds, manifest.attempts)), steps + 1, loss,
         max(subjects.values(), key=lambda severity: severity.rank, default=None), len(subjects),
-        evaluated and steps >= 0,  # without a step, nothing was there to evaluate
-        problem,
+        evaluated is not None and steps >= 0,  # without a step, nothing was there to evaluate
+        shortfall_of_first(newest, steps, evaluated), problem,
     )  # fmt: skip
 
 

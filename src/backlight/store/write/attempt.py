@@ -7,8 +7,10 @@ A process enters as a new run, a new attempt of one, or a further rank. The firs
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
+import os
 import shutil
 import socket
 import sys
@@ -22,7 +24,7 @@ from backlight import clock, strict_json, untrusted_files
 from backlight.distributed import JOB_SEPARATOR, given_directory
 from backlight.records import Fingerprint, RunStatus
 from backlight.redaction import Redaction
-from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunWriteError
+from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunPathError, RunWriteError
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress, read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, document_name, safe_name
 from backlight.store.format.schema import FORMAT_VERSION
@@ -34,6 +36,11 @@ JOIN_TIMEOUT_S = 60.0
 """Time that a further rank waits for rank 0 to open the attempt."""
 
 RANK_KIND = "backlight rank"
+
+_WRONG_PATH = {errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP}
+
+REFUSAL_S = 1.0
+"""Time after which a further rank no longer waits where the file system refuses a new folder."""
 
 MAX_PUBLISH_SHARE = 1 / 20
 """Share of the writer thread's time that publishing progress may take, on any disk."""
@@ -250,19 +257,33 @@ def enter_further(
         raise ValueError(
             f"rank {rank} joins the run of rank 0 and needs its run_id; give all ranks the same one"
         )
-    deadline = clock.monotonic() + timeout_s
+    began = clock.monotonic()
     while True:
         for one in (path, otherwise):
             with contextlib.suppress(RunFormatError):
                 joined = None if one is None else _joined(one, rank, launch)
                 if joined is not None:
                     return joined
-        if clock.monotonic() > deadline:
+        waited = clock.monotonic() - began
+        if waited > REFUSAL_S and (reason := _refusal(path)):
+            raise RunWriteError(f"{path}: cannot be written: {reason}; choose another --out")
+        if waited > timeout_s:
             raise RunExistsError(
                 f"{path}: rank {rank} found no running attempt of launch {launch!r} within {timeout_s:g} s;"
                 " rank 0 opens it: start rank 0 with the same run_id and the same folder"
             )
         clock.sleep(0.02)
+
+
+def _refusal(path: Path) -> str:
+    """Return why no folder can be made at ``path``, on a disk that all ranks share; empty where it can."""
+    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    facts = os.statvfs(parent)
+    if facts.f_flag & os.ST_RDONLY:
+        return os.strerror(errno.EROFS)
+    if not facts.f_bfree:
+        return os.strerror(errno.ENOSPC)
+    return "" if os.access(parent, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
 
 
 class _TakenError(Exception):
@@ -289,7 +310,8 @@ def _entering(path: Path, *, new: bool = False, share: bool = False) -> Iterator
     except OSError as error:
         _remove_empty(created)
         reason = error.strerror or str(error)
-        raise RunWriteError(f"{path}: cannot be written: {reason}; choose another --out") from error
+        kind = RunPathError if error.errno in _WRONG_PATH else RunWriteError
+        raise kind(f"{path}: cannot be written: {reason}; choose another --out") from error
     except BaseException:
         _remove_empty(created)
         raise

@@ -26,7 +26,7 @@ from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress
 from backlight.store.format.names import ARRAYS, database_name, storable
-from backlight.store.format.schema import SERIES
+from backlight.store.format.schema import DISK_LIMIT, NOT_STORED, SERIES
 from backlight.store.platform import atomic_json, filesystem
 from backlight.store.write.arrays import ArrayWriter, write_evidence
 from backlight.store.write.attempt import Entry, enter
@@ -229,6 +229,11 @@ class RunWriter:
         """The fingerprint that the model of a resumed run must have; None where none is expected."""
         return self._entry.earlier
 
+    @property
+    def progress(self) -> Progress:
+        """Progress of this rank, also where it could not be published."""
+        return self._entry.progress
+
     def fingerprint(self, fingerprint: Fingerprint) -> None:
         """Store the fingerprint of this rank, replacing an earlier one."""
         if self._off():
@@ -357,7 +362,7 @@ class RunWriter:
 
     def reach(self, step: int) -> None:
         """Note the last step that was taken, recorded or not; published with the next flush."""
-        if not self._off() and step > self._entry.progress.step:
+        if self._pid == os.getpid() and not self._closed and step > self._entry.progress.step:
             with self._disk:
                 self._entry.update(self._entry.progress.files, step)
 
@@ -373,7 +378,7 @@ class RunWriter:
                 dropped, self._dropped = self._dropped, {}
             if dropped:
                 text = atomic_json.dump({"rows": dropped, "reason": "disk too slow, or max_disk reached"})
-                batch.events.append((None, clock.unix_time(), "not_stored", text))
+                batch.events.append((None, clock.unix_time(), NOT_STORED, text))
             with self._losing():
                 if batch:
                     self._db.write(batch, self._sizes)
@@ -382,6 +387,7 @@ class RunWriter:
                 wrote_arrays = self._arrays.flush()
                 if batch or wrote_arrays:
                     self._entry.update(self._last_rows(), batch.last_step())
+                self.progress.stored = self.progress.step
                 self._entry.publish_if_due()
                 self._watch_size()
 
@@ -449,7 +455,7 @@ class RunWriter:
         stride, limit = self._budget.stride, self._budget.limit
         what = f"every {stride}th recorded step" if stride else "nothing more"
         payload = {"bytes": used, "limit": limit, "stride": stride, "keeps": what}
-        self.event(None, "disk_limit", payload)
+        self.event(max(self._entry.progress.step, 0), DISK_LIMIT, payload)
         if first and self._on_limit is not None:
             with contextlib.suppress(Exception):
                 self._on_limit(f"{self.path}: {used} of {limit} bytes used; {what} is stored")
