@@ -1,22 +1,26 @@
 """Evaluation of the rules while the run goes on: each new finding is delivered to all monitors once.
 
 Rank 0 reads its own run directory, on a thread of its own; the training thread never waits for it. The rule
-of an alarm (a gradient that is not finite, a spike) is evaluated at once, all rules every few seconds, and
-less often where that takes long.
+that reads a fact (a parameter in no optimizer) is evaluated as soon as that is recorded, the rule of an alarm
+(a gradient that is not finite, a spike) as soon as its step is, all rules every few seconds, and less often
+where that takes long.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from backlight import clock
 from backlight.findings.evaluate import evaluate_rules
+from backlight.findings.withdrawn import as_reported, subjects_of
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding, Made, Severity
 from backlight.registry import RULES
+from backlight.store.format.schema import REPORTED
 from backlight.store.read.run import open_run
 
 if TYPE_CHECKING:
@@ -37,19 +41,28 @@ _Key = tuple[str, str | None]
 class NewFindings:
     """Separates new findings from those that were there before.
 
-    An error counts at once; a warning or a note once two evaluations in a row report it, since more steps may
-    refute it. A finding about several parameters may name another of them each time: it is known if an
-    earlier one of that rule has evidence on its subject.
+    An error, and what rests on a fact, counts at once; a warning or a note once two evaluations in a row
+    report it, since more steps may refute it. A finding about several parameters may name another of them
+    each time: it is known if an earlier one of that rule has evidence on its subject.
     """
 
     def __init__(self) -> None:
         self._known: set[_Key] = set()
         self._unconfirmed: set[_Key] = set()
 
-    def take(self, found: Iterable[Finding], only: Collection[str] | None = None) -> list[Finding]:
-        """Return what no earlier call returned, of the findings of all rules or ``only`` some."""
+    def take(
+        self, found: Iterable[Finding], only: Collection[str] | None = None, facts: Collection[str] = ()
+    ) -> list[Finding]:
+        """Return what no earlier call returned, of the findings of all rules or ``only`` some.
+
+        ``facts`` are the rules that read a fact.
+        """
         fresh = [f for f in found if _key(f) not in self._known]
-        confirmed = [f for f in fresh if f.severity is Severity.ERROR or _key(f) in self._unconfirmed]
+        confirmed = [
+            f
+            for f in fresh
+            if f.severity is Severity.ERROR or f.rule in facts or _key(f) in self._unconfirmed
+        ]
         others = {key for key in self._unconfirmed if only is not None and key[0] not in only}
         self._unconfirmed = others | {_key(f) for f in fresh}
         self.know(confirmed)
@@ -62,8 +75,7 @@ class NewFindings:
     def know(self, findings: Iterable[Finding]) -> None:
         """Take findings as known, so that no later call returns them."""
         for finding in findings:
-            named = (evidence.path.rpartition("/")[2] for evidence in finding.evidence)
-            self._known |= {_key(finding), *((finding.rule, name) for name in named)}
+            self._known |= subjects_of(finding)
 
     def knows(self, rule: str) -> bool:
         """Return whether a finding of a rule is known."""
@@ -86,6 +98,8 @@ class FindingsMonitor(Monitor):
         self._new = NewFindings()
         self._thread: threading.Thread | None = None
         self._alarms: set[str] = set()
+        self._facts: set[str] = set()
+        self._due: deque[str] = deque()
         self._ended = self._is_late = False
         self._evaluations = _Evaluations()
 
@@ -117,16 +131,23 @@ class FindingsMonitor(Monitor):
         if not self._new.knows(cause):
             self._alarms.add(cause)
 
+    def on_fact(self, rule: str) -> None:
+        """Note the rule that is to be evaluated once the fact is on disk."""
+        if not self._new.knows(rule):
+            self._due.append(rule)
+
     def on_flush(self) -> None:
         """Start an evaluation if one is due."""
         is_busy = self._thread is not None and self._thread.is_alive()
         if self._run.rank or self._ended or is_busy:
             return
         now = clock.monotonic()
+        due = {self._due.popleft() for _ in range(len(self._due))}
+        self._facts |= due
         if now >= self._all_from:
             only = None
-        elif self._alarms and now >= self._alarms_from:
-            only = frozenset(self._alarms)
+        elif due or (self._alarms and now >= self._alarms_from):
+            only = frozenset(due | self._alarms)
         else:
             return
         self._alarms.clear()
@@ -160,7 +181,7 @@ class FindingsMonitor(Monitor):
             imported = clock.thread_time()
             found = evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
         except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on
-            self._run.notifier.trouble(error, self.records)
+            self._run.notifier.trouble(error, self.records, is_data=False)
             self._all_from = self._alarms_from = clock.monotonic() + PERIOD_S
             return
         ended, now = clock.thread_time(), clock.monotonic()
@@ -171,8 +192,10 @@ class FindingsMonitor(Monitor):
         if self._is_resumed:
             self._is_resumed = False
             self._new.know(found)
-        new = self._new.take(found, only)
+        new = self._new.take(found, only, self._facts)
         if new and not self._ended:
+            for finding in new:
+                self._run.writer.event(self._run.clock.index, REPORTED, as_reported(finding))
             self._run.deliver(new)
 
 
