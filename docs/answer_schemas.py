@@ -22,6 +22,7 @@ from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory
 from backlight.diagnose.profile.result import ProfileResult
 from backlight.diagnose.scaling.sweep import Scaling
 from backlight.diagnose.test_matrix.report import MatrixReport
+from backlight.findings.withdrawn import Withdrawn
 from backlight.monitors.grokking.model.lead_lag import LeadLag
 from backlight.monitors.grokking.model.reader import Stated
 from backlight.monitors.grokking.model.verdicts import Detection
@@ -98,6 +99,15 @@ class _Probes(_Ended):
     loss: float | None
     probes: list[_Probe]
     findings: NotRequired[list[Finding]]
+
+
+class _Findings(TypedDict):
+    """``lacks`` is what the run lacks of a recording to its end, empty where it lacks nothing."""
+
+    verdict: str
+    lacks: str
+    findings: list[Finding]
+    withdrawn: list[Withdrawn]
 
 
 class _Untrained(TypedDict):
@@ -288,7 +298,7 @@ ANSWERS: Mapping[str, Any] = {
     "checkpointing": _Regions,
     "compare": _Comparison | _with(ABTest, times=_Times),
     "doctor": list[Check],
-    "findings": list[Finding] | _StepSamples,
+    "findings": _Findings | _StepSamples,
     "gram": _Gram,
     "grok compare": _Overlaid,
     "grok detect": _list(_Grokking | _NotEvaluated),

@@ -64,10 +64,10 @@ def run(installed: Path, name: str, rate: float) -> Path:
 @pytest.mark.full
 def test_extension_finds_the_fault_and_not_the_control(installed: Path) -> None:
     faulty, control = run(installed, "faulty", 0.55), run(installed, "control", 0.01)
-    (finding,) = json.loads(backlight(installed, "findings", faulty, "--json"))
+    (finding,) = json.loads(backlight(installed, "findings", faulty, "--json"))["findings"]
     assert finding["rule"] == "oscillating"
     assert finding["evidence"][0]["value"] > 0.9
-    assert json.loads(backlight(installed, "findings", control, "--json")) == []
+    assert json.loads(backlight(installed, "findings", control, "--json"))["findings"] == []
     lines = [json.loads(line) for line in (faulty / "export" / "lines.jsonl").read_text().splitlines()]
     assert lines[29]["oscillation/flipped"] > 0.9
     assert lines[-1]["finding"] == "oscillating"

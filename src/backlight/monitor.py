@@ -159,6 +159,9 @@ class RunContext:
         Requests ``forward_begin`` and ``forward_end`` events of the outermost modules.
     alarm:
         ``alarm(step, cause)`` requests that the next steps are recorded in detail.
+    fact:
+        ``fact(rule)`` reports that something was recorded which ``rule`` reads, and which holds whatever
+        follows: the rule is evaluated at once.
     abandon:
         ``abandon(reason)`` ends the watch, and nothing of it is kept; the training goes on.
     publish:
@@ -189,6 +192,7 @@ class RunContext:
     account: Callable[[Timed], None]
     follow_forwards: Callable[[], None]
     alarm: Callable[[int, str], None]
+    fact: Callable[[str], None]
     abandon: Callable[[str], None]
     publish: Callable[[str, int, float], None]
     before_steps: Callable[[Callable[[], None]], None]
@@ -294,6 +298,9 @@ class Monitor:
 
     def on_alarm(self, step: int, cause: str) -> None:
         """A monitor raised an alarm about a step, such as a gradient that is not finite."""
+
+    def on_fact(self, rule: str) -> None:
+        """A fact that ``rule`` reads was recorded; called on the thread that recorded it."""
 
     def on_flush(self) -> None:
         """Everything so far is on disk, where a reader sees it."""

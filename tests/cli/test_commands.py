@@ -34,7 +34,7 @@ def test_findings(command: Run, refused: Refused, run_with_nan: Path, healthy_ru
     assert code == 0
     assert "last.weight" in out
     code, out, _ = command("findings", run_with_nan, "--json")
-    finding = next(f for f in json.loads(out) if f["rule"] == "non_finite")
+    finding = next(f for f in json.loads(out)["findings"] if f["rule"] == "non_finite")
     assert finding["severity"] == "error"
     assert finding["subject"]["parameter"] == "last.weight"
     assert finding["subject"]["step"] == 2

@@ -96,7 +96,7 @@ def test_answers_name_the_numbers_that_json_lacks(
 
     assert answer("ls", diverged.parent)[0]["loss"] == "NaN"
     assert "-Infinity" in [
-        e["value"] for finding in answer("findings", diverged) for e in finding["evidence"]
+        e["value"] for finding in answer("findings", diverged)["findings"] for e in finding["evidence"]
     ]
     assert answer("query", diverged, "SELECT 'inf'::DOUBLE AS a")[0]["a"] == "Infinity"
     payload = answer("query", diverged, "SELECT payload FROM events WHERE kind = 'skipped'")[0]["payload"]

@@ -208,7 +208,7 @@ def test_finding_is_stored_while_the_process_hangs(tmp_path: Path) -> None:
             if answer.returncode or time.monotonic() > deadline:
                 break
         assert answer.returncode == 1, answer.stderr
-        (finding,) = json.loads(answer.stdout)
+        (finding,) = json.loads(answer.stdout)["findings"]
         assert finding["rule"] == "stall"
         assert finding["subject"]["verdict"] == "BLOCKED"
         assert finding["subject"]["parameter"] == "second.weight"

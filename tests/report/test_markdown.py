@@ -15,7 +15,7 @@ def test_verdict_comes_first(tmp_path: Path) -> None:
     text = render_markdown(run, [finding("embed.weight", 3, overridden={"vanishing_rms": 1e-9})])
     lines = text.splitlines()
     assert lines[0] == "# first run: The gradient of `embed.weight` is not finite from step 3 on"
-    assert lines[2] == "1 error. Gradients of 50 of 51 parameters were measured at 10 steps."
+    assert lines[2] == "1 error. Gradients of 50 of 51 parameters and the loss were measured at all 10 steps."
     assert lines[4].startswith("finished")
     assert "## error: The gradient of `embed.weight` is not finite from step 3 on" in lines
     assert "- evidence: `series/gradient/non_finite/embed.weight` at step 3: 12,288" in lines

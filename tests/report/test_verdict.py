@@ -47,7 +47,7 @@ def test_findings_set_tone_and_headline(tmp_path: Path) -> None:
     assert (result.tone, result.headline) == ("error", findings[1].title)
     assert result.summary == f"2 errors, 1 warning. {result.detail}"
     assert result.hints == 1
-    assert result.detail == "Gradients of all 51 parameters were measured at 10 steps."
+    assert result.detail == "Gradients of all 51 parameters and the loss were measured at all 10 steps."
     assert result.losses == ()
     assert result.unmeasured == ()
 
@@ -120,13 +120,17 @@ def test_status_of_an_exception_without_a_message(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("status", "ended"),
-    [(RunStatus.FAILED, "Failed"), (RunStatus.KILLED, "Killed"), (RunStatus.FINISHED, "")],
+    [
+        (RunStatus.FAILED, "Failed. No findings"),
+        (RunStatus.KILLED, "Killed. Incomplete: recording stopped at step 2"),
+        (RunStatus.FINISHED, "No findings"),
+    ],
 )
 def test_ending_names_what_is_known(status: RunStatus, ended: str, tmp_path: Path) -> None:
     write_gradients(tmp_path / "run").close(status)
     result = outcome(Source(open_run(tmp_path / "run")))
-    assert result.tally == (f"{ended}. No findings" if ended else "No findings")
-    assert (result.tone == "clear") == (not ended)
+    assert result.tally == ended
+    assert (result.tone == "clear") == (status is RunStatus.FINISHED)
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, ()), (2, ("1 parameter at 3 of 6 steps",))])

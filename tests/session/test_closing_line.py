@@ -76,6 +76,6 @@ def test_rank_0_prints_for_all_ranks(
         loop(model, optimizer)
     monkeypatch.setattr(closing_line, "rank_and_size", lambda: (rank, 2))
     monkeypatch.setattr(closing_line, "wait_for_ranks", lambda *_: False)
-    closing_line.print_result(watch.path, [], watch.step)
+    closing_line.print_result(watch.path, [], watch.step, watch.progress)
     printed = capsys.readouterr().err
     assert printed == "" if rank else "steps. Other ranks have not ended. Next: " in printed

@@ -131,7 +131,7 @@ def test_directory_of_the_launcher_that_cannot_be_written_costs_no_training(chos
     torch.manual_seed(0)
     model, control = nn.Linear(4, 1), nn.Linear(4, 1)
     control.load_state_dict(model.state_dict())
-    with pytest.warns(RuntimeWarning, match=r"not measured: this training, which is not watched, after Run"):
+    with pytest.warns(RuntimeWarning, match=r"this training is not watched: .*: cannot be written"):
         train(watch := backlight.watch(model, summary=False), model)
     assert not watch.is_recorded
     assert str(watch.findings).startswith(f"not recorded: {chosen}: cannot be written")

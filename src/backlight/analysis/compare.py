@@ -30,6 +30,7 @@ from backlight.analysis.side_by_side import (
 from backlight.findings.evaluate import findings_of, separate_hints
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
 from backlight.records import Finding, Severity, to_json
+from backlight.report.verdict import lacking
 from backlight.store.read.run import Run
 from backlight.text import listed
 
@@ -46,7 +47,10 @@ class ComparabilityError(ValueError):
 
 @dataclass(frozen=True)
 class Side:
-    """One of the runs: its letter, directory, state, number of steps, and duration in seconds if it ended."""
+    """One of the runs: its letter, directory, state, number of steps, and duration in seconds if it ended.
+
+    ``lacks`` is what is missing of a recording to its end, empty where nothing is.
+    """
 
     letter: str
     name: str
@@ -55,6 +59,7 @@ class Side:
     attempts: int
     steps: int
     seconds: float | None
+    lacks: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ def _side(letter: str, run: Run) -> Side:
     spans = [a.ended - a.started for a in run.attempts if a.ended is not None and a.ended >= a.started]
     return Side(
         letter, run.name, run.location, run.status.value, len(run.attempts), run.last_step() + 1,
-        sum(spans) if spans else None,
+        sum(spans) if spans else None, run.shortfall,
     )  # fmt: skip
 
 
@@ -208,6 +213,8 @@ def _notes(
     runs: Sequence[Run], found: Sequence[Difference], times: Sequence[TimeComparison]
 ) -> Iterator[str]:
     for letter, run in zip(LETTERS, runs, strict=False):
+        if lacks := lacking(run):
+            yield f"{letter} is {lacks[0].lower()}{lacks[1:]}."
         if run.fingerprint() is None:
             yield f"{letter} has no fingerprint: it took no step."
         if len(run.attempts) > 1:

@@ -90,7 +90,13 @@ def _findings(comparison: Comparison) -> Iterator[str]:
     parts = [f"{shared} in all runs"] if shared else []
     parts += [f"{rest}{' more' if serious else ''} in some"] if rest else []
     if parts or not comparison.findings:
-        yield f"findings: {', '.join(parts) or 'none in any of the runs'}"
+        none = "none in any of the runs" if are_complete(comparison) else "none in what was recorded"
+        yield f"findings: {', '.join(parts) or none}"
+
+
+def are_complete(comparison: Comparison) -> bool:
+    """Return whether every run was recorded to its end: else no finding means less."""
+    return not any(side.lacks for side in comparison.runs)
 
 
 def _only_in(row: FindingRow) -> str:

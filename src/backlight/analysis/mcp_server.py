@@ -111,7 +111,8 @@ def build_server(folder: Path) -> MCPServer[Any]:
             {
                 "name": visible(run.path.name), "state": run.state.value,
                 "steps": run.steps, "loss": run.loss, "worst": run.worst and run.worst.value,
-                "findings": run.findings if run.evaluated else None, "problem": visible(run.problem) or None,
+                "findings": run.findings if run.evaluated else None, "lacks": run.lacks or None,
+                "problem": visible(run.problem) or None,
             }
             for run in _runs(root).values()
         ]  # fmt: skip
@@ -124,6 +125,7 @@ def build_server(folder: Path) -> MCPServer[Any]:
         fingerprint = opened.fingerprint()
         recorded = {
             "headline": said.headline, "result": f"{said.tally}. {said.detail}",
+            "lacks": opened.shortfall or None,
             "status": opened.status.value, "ended": said.status, "about": list(said.about),
             "monitors": list(opened.monitors),
             "findings": [f"{f.severity.value}: {f.rule}: {visible(f.title)}" for f in source.findings],
@@ -139,10 +141,12 @@ def build_server(folder: Path) -> MCPServer[Any]:
 
         severity: that and above; info includes hints.
         """
-        _, source, said = _opened(root, run)
+        opened, source, said = _opened(root, run)
         every = (*source.findings, *source.hints)
         found = [_finding(finding) for finding in every if finding.severity.rank >= severity.rank]
-        return _bounded({"result": said.tally, "findings": found}, _missing(said), full)
+        recorded = {"result": said.tally, "lacks": opened.shortfall or None, "findings": found,
+                    "withdrawn": [one.text for one in said.withdrawn]}  # fmt: skip
+        return _bounded(recorded, _missing(said), full)
 
     @tool
     def series(run: str, name: str = "loss", parameter: str = "", points: int = POINTS) -> Answer:

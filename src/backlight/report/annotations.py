@@ -75,7 +75,7 @@ def _text(finding: Finding) -> str:
 
 def _unmeasured(source: Source) -> list[str]:
     said = outcome(source)
-    return [*(f"lost: {visible(loss)}" for loss in said.losses)] + [
+    return [*(f"lost: {visible(loss)}" for loss in said.losses), *(one.text for one in said.withdrawn)] + [
         f"not measured: {visible(one.what)}: {visible(one.reason)}" for one in said.unmeasured
     ]
 
@@ -113,7 +113,9 @@ def _junit(source: Source, failing: Failing) -> str:
     for finding in source.findings:
         by_rule.setdefault(finding.rule, []).append(finding)
     unmeasured = _unmeasured(source)
-    measured = outcome(source).tone != "unmeasured"
+    said = outcome(source)
+    measured = said.tone != "unmeasured" and not said.lacks
+    skipped = said.lacks or "not measured in this run"
     rules = {name: rule for name, rule in RULES.items() if rule.monitor in (run.monitors or {rule.monitor})}
     counts = dict.fromkeys(("tests", "failures", "skipped"), 0)
     for name in sorted({*rules, *by_rule}):
@@ -128,7 +130,7 @@ def _junit(source: Source, failing: Failing) -> str:
             failure.text = _xml("\n\n".join(f"{visible(f.title)}\n{_text(f)}" for f in failed))
         elif not found and (not measured or (name in rules and not all(map(run.has, rules[name].needs)))):
             counts["skipped"] += 1
-            ET.SubElement(case, "skipped", message="not measured in this run")
+            ET.SubElement(case, "skipped", message=_xml(skipped))
         if others := [finding for finding in found if finding not in failed]:
             output = ET.SubElement(case, "system-out")
             output.text = _xml(
@@ -182,7 +184,7 @@ def _sarif(source: Source, failing: Failing) -> str:
         for name, page in pages.items()
     ]
     notes = [{"level": "note", "message": {"text": text}} for text in _unmeasured(source)]
-    invocation = {"executionSuccessful": True, "toolExecutionNotifications": notes}
+    invocation = {"executionSuccessful": not outcome(source).lacks, "toolExecutionNotifications": notes}
     driver = {"name": "backlight", "semanticVersion": __version__, "rules": rules}
     run = {"tool": {"driver": driver}, "results": results, "invocations": [invocation]}
     return strict_json.dump({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)

@@ -31,6 +31,7 @@ def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
     parts = (run.status.value, said.status, *said.about)
     lines.append(PARTED.join(escape(part) for part in parts if part))
     lines += [f"\n**Lost:** {escape(loss)}" for loss in said.losses]
+    lines += [f"\n{prose(one.text)}" for one in said.withdrawn]
     for finding in source.findings:
         lines += ["", *_finding(finding)]
     lines += _unmeasured(said)

@@ -44,6 +44,7 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
         parts.append(f"<div>{html_of(' · '.join(figures))}</div>")
     if source.findings:
         parts.append(_table(source.findings))
+    parts += [f"<div><small>{html_of(one.text)}</small></div>" for one in said.withdrawn]
     if said.unmeasured:
         parts.append(
             f"<div><small>{count(len(said.unmeasured), 'thing')} not measured: see the report.</small></div>"
@@ -53,11 +54,18 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
 
 
 def live_cell(
-    path: Path, state: str, steps: int, newest: int, scalars: Mapping[str, float], findings: Sequence[Finding]
+    path: Path,
+    state: str,
+    steps: int,
+    newest: int,
+    scalars: Mapping[str, float],
+    findings: Sequence[Finding],
+    lacks: str = "",
 ) -> dict[str, str]:
     """Return what a cell shows while it trains, as text and as HTML, by MIME type.
 
-    That is state, ``steps`` done, loss and gradient norm at the ``newest`` recorded step, and the findings.
+    That is state, ``steps`` done, loss and gradient norm at the ``newest`` recorded step, the findings, and
+    what the run ``lacks`` of a recording to its end.
     """
     names = {"loss": "loss", "total_norm": "gradient norm"}
     figures = [f"{label} {number(scalars[name])}" for name, label in names.items() if name in scalars]
@@ -67,8 +75,11 @@ def live_cell(
     findings, _ = separate_hints(findings)
     shown = findings[:MOST]
     notes = [f"and {count(len(findings) - MOST, 'more finding')}"] if len(findings) > MOST else []
-    if not findings and state != "running":
-        notes.append("No findings. Only recorded data was checked." if steps else "Nothing was measured.")
+    if lacks:
+        notes.append(f"{visible(lacks)}.")
+    elif not findings and state != "running":
+        what = "No findings" if state == "finished" else f"Nothing was found before it {state}"
+        notes.append(f"{what}. Only recorded data was checked." if steps else "Nothing was measured.")
     call = f"backlight.open_run({str(path)!r}).report()"
     text = "\n".join((
         f"backlight: {visible(status)}",
@@ -82,7 +93,7 @@ def live_cell(
             f"{html_of(finding.title)} <small>({html_of(finding.rule)})</small></div>"
             for finding in shown
         ),
-        *(f"<div>{note}</div>" for note in notes),
+        *(f"<div>{html_of(note)}</div>" for note in notes),
         f"<div><small><code>{html_of(call)}</code></small></div>",
     ]
     return {"text/plain": text, "text/html": f'<div style="line-height:1.45">{"".join(parts)}</div>'}

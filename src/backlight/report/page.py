@@ -164,7 +164,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
             "detail": said.summary,
             "status": said.status,
             "about": said.about,
-            "losses": said.losses,
+            "losses": [*said.losses, *(one.text for one in said.withdrawn)],
             "lead": next(
                 (i for i, f in enumerate(source.findings) if visible(f.title) == said.headline), None
             ),

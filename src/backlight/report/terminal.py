@@ -70,6 +70,10 @@ def print_findings(
             rest = count(len(same) - len(whole), "more finding")
             console.print(Text(f"  and {rest} of {visible(same[0].rule)}; --full prints all of them.", "dim"))
             console.print()
+    for one in said.withdrawn:
+        _print_row("", Text(one.text, "dim"), console)
+    if said.withdrawn:
+        console.print()
     _print_unmeasured(said, console)
     if not hints and (line := hints_line(source)):
         console.print(Text(line, "dim"))

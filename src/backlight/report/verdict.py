@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from backlight.findings.withdrawn import Withdrawn, withdrawn
 from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.panel import Summary, in_order
 from backlight.report.source import APART, Source
-from backlight.store.format.schema import EXCEPTION, STOPPED
+from backlight.store.format.schema import DISK_LIMIT, EXCEPTION, STOPPED
 from backlight.store.read.run import Event, Run
 from backlight.text import count, duration, listed, number, visible, with_unit
 
@@ -51,18 +52,22 @@ class Outcome:
     """The verdict in words; ``tone`` is ``error``, ``warning``, ``info``, ``clear`` or ``unmeasured``.
 
     ``headline`` is the title of the worst finding, or the result of a run without one; a run that failed is
-    as bad as an error. ``tally`` is how the run ended, if not well, and counts the findings; ``hints``
-    counts the hints. ``about`` is the model, the command and the host, each where it is known.
+    as bad as an error. ``tally`` is how the run ended, if not well, and counts the findings; ``hints`` counts
+    the hints. ``lacks`` is what the run lacks of a recording to its end, empty where it lacks nothing: else
+    the tone is never ``clear``. ``about`` is the model, the command and the host, each where it is known.
+    ``withdrawn`` was reported while the run went on, and is not among the findings.
     """
 
     tone: str
     headline: str
     tally: str
     hints: int
+    lacks: str
     detail: str
     status: str
     about: tuple[str, ...]
     losses: tuple[str, ...]
+    withdrawn: tuple[Withdrawn, ...]
     unmeasured: tuple[Unmeasured, ...]
 
     @property
@@ -91,8 +96,14 @@ def outcome(source: Source) -> Outcome:
     """Return the summary of a run: its findings, and what was measured."""
     findings, summary = source.findings, summary_of(source)
     detail = summary.detail
+    lacks = lacking(source.run)
     if findings:
         tone, headline, counted = findings[0].severity.value, visible(findings[0].title), tally(findings)
+        detail = f"{lacks}. {detail}" if lacks else detail
+    elif summary.measured and lacks:
+        tone, counted = "unmeasured", lacks
+        headline = summary.headline or counted
+        detail = f"Nothing was found in what was recorded. {detail}"
     elif summary.measured:
         tone, counted = "clear", "No findings"
         headline = summary.headline or counted
@@ -104,8 +115,13 @@ def outcome(source: Source) -> Outcome:
     if ended:
         headline = headline if tone == "error" else ended
         tone, counted = "error", f"{ended}. {counted}"
-    state = (status_line(source), about(source), _losses(source), _unmeasured(source))
-    return Outcome(tone, headline, counted, len(source.hints), detail, *state)
+    if command := explaining_command(source.run):
+        detail += f" `{command}` explains it."
+    state = (
+        status_line(source), about(source), _losses(source),
+        tuple(withdrawn(source.run, (*source.findings, *source.hints))), _unmeasured(source),
+    )  # fmt: skip
+    return Outcome(tone, headline, counted, len(source.hints), lacks, detail, *state)
 
 
 def hints_line(source: Source) -> str:
@@ -114,6 +130,12 @@ def hints_line(source: Source) -> str:
         return ""
     run = visible(shlex.quote(source.run.location))
     return f"{count(len(source.hints), 'hint')}: backlight findings {run} --hints"
+
+
+def lacking(run: Run) -> str:
+    """Return ``Incomplete: recording stopped at step 256 of 2,500``; empty where a run lacks nothing."""
+    lacks = run.shortfall
+    return f"Incomplete: {lacks}" if lacks else ""
 
 
 def ending(run: Run) -> str:
@@ -129,11 +151,23 @@ def ending(run: Run) -> str:
     rank = f" on rank {event.rank}" if run.attempts[-1].world_size > 1 else ""
     is_interrupt = stop is None and event.payload.get("type") == "KeyboardInterrupt"
     step = "" if event.step is None else f" at step {number(event.step)}"
+    line = f" ({visible(event.payload['line'])})" if event.payload.get("line") else ""
     if stop is not None:
         return f"Stopped on {visible(stop.payload.get('rule'))}{step}"
     if is_interrupt:
         return f"Interrupted{step}{rank}"
-    return f"Failed with {visible(event.payload.get('type', 'an exception'))}{step}{rank}"
+    during = " in backward" if event.payload.get("in_backward") else ""
+    return f"Failed with {visible(event.payload.get('type', 'an exception'))}{during}{step}{rank}{line}"
+
+
+def explaining_command(run: Run) -> str:
+    """Return the command that explains the exception that ended a run, empty where none does."""
+    event = first_event(run, EXCEPTION) if run.status is RunStatus.FAILED else None
+    name = "" if event is None else visible(event.payload.get("explained_by", ""))
+    if not name:
+        return ""
+    last = run.attempts[-1]
+    return f"backlight {name} {visible(shlex.join((last.script or 'SCRIPT', *last.argv)))}"
 
 
 def first_event(run: Run, kind: str) -> Event | None:
@@ -189,7 +223,7 @@ def status_line(source: Source) -> str:
 def _losses(source: Source) -> tuple[str, ...]:
     limited = [
         f"Writing was limited by disk space: {visible(event.payload.get('reason', 'the limit was reached'))}"
-        for event in source.run.events("disk_limit")
+        for event in source.run.events(DISK_LIMIT)
     ]
     return tuple(visible(loss) for loss in (*source.run.losses, *limited[:1]))
 

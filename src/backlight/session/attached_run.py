@@ -16,14 +16,14 @@ from backlight.distributed import rank_and_size
 from backlight.monitor import RunContext, Samples
 from backlight.notifier import Notifier
 from backlight.records import Finding, RunStatus
-from backlight.redaction import Redaction
 from backlight.session.monitor_set import MonitorSet
 from backlight.session.run_directory import final_findings, holds_nothing, why_no_step
 from backlight.session.sampling import Sampling
+from backlight.session.script_end import description, summary_of
 from backlight.session.settings import Settings
 from backlight.session.step_recorder import StepRecorder
 from backlight.session.step_selection import StepSelection
-from backlight.session.writer_thread import ResultQueue, WriterThread
+from backlight.session.writer_thread import STOP_TIMEOUT_S, ResultQueue, WriterThread
 from backlight.store.format.schema import COST, EXCEPTION
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backlight.store.write.writer import RunWriter
+
+HURRIED_TIMEOUT_S = 0.5
+"""Seconds that the writer thread has to end after a second Ctrl-C."""
 
 
 class AttachedRun:
@@ -66,6 +69,7 @@ class AttachedRun:
         self._pid = os.getpid()
         self._stack = contextlib.ExitStack()
         self._error: BaseException | None = None
+        self._is_hurried, self._ending = False, ""
         self.is_abandoned = False
         self.refusal = self.removed = ""
         self._is_script = is_script
@@ -80,6 +84,7 @@ class AttachedRun:
         self.tracker = StepTracker(
             scope, self.recorder, per_backward=settings.per_backward, max_steps=settings.steps
         )
+        notifier.clock = self.tracker
         self._scope, self._forwards, self._results = scope, ScopeForwards(scope), ResultQueue()
         self.thread = WriterThread(
             self.recorder,
@@ -99,7 +104,7 @@ class AttachedRun:
         self._on_exit(self._finish)
         # Before the end is evaluated, every step that was handed over has to be in the store.
         self.thread.start()
-        self._on_exit(self.thread.stop)
+        self._on_exit(lambda: self.thread.stop(HURRIED_TIMEOUT_S if self._is_hurried else STOP_TIMEOUT_S))
         # First in the hub: at an event that ends a step, the tracker closes it before any monitor counts the
         # event to the next one.
         HUB.add(self.tracker, self._notifier.trouble)
@@ -147,9 +152,13 @@ class AttachedRun:
 
     def _on_exit(self, *calls: Callable[[], object]) -> None:
         def leave() -> None:
-            for call in calls:
-                with self._notifier.shield():
-                    call()
+            try:
+                for call in calls:
+                    with self._notifier.shield():
+                        call()
+            except BaseException:  # a second Ctrl-C: what is left is done without waiting for anything
+                self._is_hurried = True
+                raise
 
         self._stack.callback(leave)
 
@@ -177,6 +186,7 @@ class AttachedRun:
                 lambda error: self._notifier.trouble(error, "when a forward begins and ends")
             ),
             alarm=self._alarm,
+            fact=self._fact,
             abandon=self._refuse,
             publish=self._publish,
             before_steps=self.tracker.call_before_steps,
@@ -212,6 +222,10 @@ class AttachedRun:
             self._notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
         self.monitors.call("on_alarm", step, cause)
 
+    def _fact(self, rule: str) -> None:
+        self.monitors.call("on_fact", rule)
+        self.thread.flush_soon()
+
     # At the end
 
     def _finish(self) -> None:
@@ -224,15 +238,30 @@ class AttachedRun:
             writer.close(RunStatus.FAILED)
             return
         failed = self._error is not None or self.stopped_by is not None
+        try:
+            with self._notifier.shield():
+                self._record_error()
+            if not self._is_hurried:
+                self._evaluate(failed=failed)
+        finally:
+            writer.close(RunStatus.FAILED if failed else RunStatus.FINISHED)
+
+    def _record_error(self) -> None:
+        if self._error is not None:
+            payload = description(self._error, self.settings.redact)
+            self._ending = summary_of(self._error, payload["line"])
+            self.writer.event(self.tracker.index, EXCEPTION, payload)
+
+    def _evaluate(self, *, failed: bool) -> None:
+        writer = self.writer
         with self._notifier.shield():
             self.monitors.call("on_all_stored", failed=failed)
-            if nothing := why_no_step(self.tracker, self._scope):
+            if nothing := why_no_step(self.tracker, self._scope, self._ending):
                 self._notifier.unmeasured("gradient", nothing)
-                self.removed = nothing if self._is_script and holds_nothing(writer) else ""
-            if self._error is not None:
-                message = Redaction(self.settings.redact).text(str(self._error)[:2000])
-                payload = {"type": type(self._error).__name__, "message": message}
-                writer.event(self.tracker.index, EXCEPTION, payload)
+                # A crash in the first backward is what the run was made for.
+                is_crash = self._error is not None and self.tracker.backwards
+                if self._is_script and not is_crash and holds_nothing(writer):
+                    self.removed = nothing
             writer.flush()
             if writer.lost is None and not self.removed:
                 self.found = final_findings(writer, failed=failed)
@@ -240,4 +269,3 @@ class AttachedRun:
         if self.removed:
             writer.discard()  # then closing it does nothing
         self.record_cost("end", clock.perf_counter() - self._ended)
-        writer.close(RunStatus.FAILED if failed else RunStatus.FINISHED)

@@ -10,12 +10,13 @@ from pathlib import Path
 from backlight.distributed import rank_and_size
 from backlight.records import Finding
 from backlight.session.print_monitor import print_line
+from backlight.store.format.manifest import Progress
 from backlight.store.read.attempt_files import wait_for_ranks
 from backlight.store.read.run import open_run
 from backlight.text import count, visible
 
 
-def print_result(path: Path, findings: Sequence[Finding], steps: int) -> None:
+def print_result(path: Path, findings: Sequence[Finding], steps: int, progress: Progress) -> None:
     """Print the worst finding of the run in ``path``, or that there is none, to standard error, on rank 0."""
     # Here, since panels of the report are imported for it.
     from backlight.report.source import Source  # noqa: PLC0415
@@ -24,13 +25,15 @@ def print_result(path: Path, findings: Sequence[Finding], steps: int) -> None:
     rank, size = rank_and_size()
     if rank != 0:
         return
-    said = outcome(Source(open_run(path), tuple(findings)))
+    said = outcome(Source(open_run(path, progress), tuple(findings)))
     if said.tone == "unmeasured":
         text = f"{said.tally}. {said.detail}"
     else:
         hints = f" and {count(said.hints, 'hint')}" if said.hints else ""
         result = "" if said.headline in said.tally else f": {said.headline}"
         text = f"{said.tally}{hints} in {count(steps, 'step')}{result}."
+        text += f" {said.lacks}." if said.lacks else ""
+    text += "".join(f" {one.text}" for one in said.withdrawn)
     if size > 1 and not wait_for_ranks(path, 0.0):
         text += " Other ranks have not ended."
     print_line(f"{text} Next: backlight report {visible(shlex.quote(str(path)))}", sys.stderr)

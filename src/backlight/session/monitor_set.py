@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from backlight.capture.hub import HUB
 from backlight.monitor import MONITORS, NEVER, Monitor, RunContext, Timed
+from backlight.records import FROM_HERE_ON
 from backlight.registry import warn
 
 if TYPE_CHECKING:
@@ -139,7 +140,11 @@ class MonitorSet:
             self._attached = tuple(other for other in self._attached if other is not monitor)
             with contextlib.suppress(Exception):
                 monitor.detach(None)
-        self._notifier.trouble(error, f"{monitor.records or monitor.name} from here on")
+        self._notifier.trouble(
+            error,
+            (monitor.records or monitor.name) + FROM_HERE_ON,
+            is_data=monitor.requested_by is not None,
+        )
 
     def _remove(self, monitor: Monitor) -> None:
         for listener in self._listeners[monitor.name]:

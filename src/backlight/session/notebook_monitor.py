@@ -9,6 +9,7 @@ from backlight import clock
 from backlight.monitor import Monitor, RunContext, StoredStep
 from backlight.notebook import notebook_shell
 from backlight.records import Finding
+from backlight.session.run_directory import ended_run
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -37,7 +38,7 @@ class NotebookMonitor(Monitor):
         self._findings: tuple[Finding, ...] = ()
         self._state, self._shown = "running", clock.monotonic()
         self._display: Any = None
-        self._cell, self._is_cleared = "", False
+        self._cell, self._is_cleared, self._lacks = "", False, ""
         if run.rank:
             return
         import IPython.display  # noqa: PLC0415 - imported by the notebook
@@ -74,7 +75,10 @@ class NotebookMonitor(Monitor):
 
     def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
         """Show the result."""
+        from backlight.report.verdict import lacking  # noqa: PLC0415 - no script needs it
+
         self._findings = tuple(findings)
+        self._lacks = lacking(ended_run(self._run.writer, failed=failed))
         if self._is_cleared:
             self._show()
         self._update()
@@ -109,4 +113,6 @@ class NotebookMonitor(Monitor):
         from backlight.report.notebook import live_cell  # noqa: PLC0415 - no script needs it
 
         steps = max(self._run.clock.done, 0)
-        return live_cell(self._run.path, self._state, steps, self._newest, self._scalars, self._findings)
+        return live_cell(
+            self._run.path, self._state, steps, self._newest, self._scalars, self._findings, self._lacks
+        )

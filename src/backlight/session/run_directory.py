@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from backlight.distributed import given_directory, launch_id, rank_and_size, sta
 from backlight.findings.evaluate import evaluate_rules
 from backlight.notebook import notebook_name, notebook_shell
 from backlight.notifier import Notifier
-from backlight.records import OTHERS, Finding, Made
+from backlight.records import OTHERS, Finding, Made, RunStatus
 from backlight.registry import RULES
 from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError, RunHeldError
@@ -18,7 +19,7 @@ from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.format.manifest import read_manifest
 from backlight.store.format.schema import EVALUATED
 from backlight.store.read.attempt_files import open_attempt, wait_for_ranks
-from backlight.store.read.run import open_run
+from backlight.store.read.run import Run, open_run
 from backlight.store.write.attempt import JOIN_TIMEOUT_S, default_path, own_path
 from backlight.store.write.writer import RunWriter
 
@@ -137,28 +138,40 @@ def final_findings(writer: RunWriter, *, failed: bool) -> list[Finding]:
     if writer.lost is not None or writer.rank != 0:
         return []
     complete = wait_for_ranks(writer.path, 0.0 if failed else OTHER_RANKS_TIMEOUT_S)
-    findings = evaluate_rules(open_run(writer.path), made=Made.LIVE)
+    run = ended_run(writer, failed=failed)
+    findings = evaluate_rules(run, made=Made.LIVE)
     if complete:  # else a reader makes them of the whole
         for finding in findings:
             if not RULES[finding.rule].restates:  # else it is stored already
                 writer.finding(finding)
-        writer.event(None, EVALUATED, {"findings": len(findings)})
+        writer.event(None, EVALUATED, {"findings": len(findings), "lacks": run.shortfall})
     return findings
 
 
-def why_no_step(tracker: StepTracker, scope: Scope) -> str:
-    """Return why no step was seen, or no parameter; empty if both were."""
+def ended_run(writer: RunWriter, *, failed: bool) -> Run:
+    """Open the run of a writer that is about to be closed, as one that has ended."""
+    status = RunStatus.FAILED if failed else RunStatus.FINISHED
+    return open_run(writer.path, dataclasses.replace(writer.progress, status=status))
+
+
+def why_no_step(tracker: StepTracker, scope: Scope, ending: str) -> str:
+    """Return why no step was seen, or no parameter; empty if both were.
+
+    ``ending`` is how the script ended before its time, empty where it did not.
+    """
     if tracker.done:
         known = scope.parameters()
         return "" if known else "no optimizer holds a model: give it to the watch, backlight.watch(model)"
-    count = tracker.backwards
-    seen = "1 backward pass was seen" if count == 1 else f"{count} backward passes were seen"
-    return (
-        f"{seen}, but no step of a torch.optim optimizer that holds the "
-        "model: call watch.mark_step() after each update that is made by hand or by an engine"
-        if count
-        else "neither a backward pass nor an optimizer step was seen"
-    )
+    passes = tracker.backwards
+    if ending and passes <= 1:
+        return f"{ending} {'in' if passes else 'before'} its first backward pass"
+    if not passes:
+        return "neither a backward pass nor an optimizer step was seen"
+    seen = "1 backward pass was seen" if passes == 1 else f"{passes} backward passes were seen"
+    missing = f"{seen}, but no step of a torch.optim optimizer that holds the model"
+    if ending:
+        return f"{missing}: {ending}"
+    return f"{missing}: call watch.mark_step() after each update that is made by hand or by an engine"
 
 
 def holds_nothing(writer: RunWriter) -> bool:

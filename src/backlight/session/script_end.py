@@ -1,8 +1,33 @@
-"""How the code that is watched ended: well, or with an exception."""
+"""How the code that is watched ended: well, or with an exception, where, and which command explains it."""
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from backlight.redaction import Redaction
+from backlight.user_code import SourceLine, is_user_code
+
+MAX_MESSAGE = 2000
+"""Characters of the message of an exception that are kept."""
+
+_EXPLAINED = (
+    (
+        re.compile(
+            r"does not require grad|does not have a grad_fn|modified by an inplace operation"
+            r"|backward through the graph a second time|not have been used in the graph"
+            r"|finished reduction in the prior iteration"
+        ),
+        "why-no-grad",
+    ),
+    (re.compile(r"^CheckpointError: |torch\.utils\.checkpoint: "), "checkpointing"),
+    (re.compile(r"returned nan values in its"), "nan"),
+    (re.compile(r"^OutOfMemoryError: |out of memory|(not enough|can't allocate) memory"), "memory"),
+)
+"""Exceptions of torch by type and message, and the command that explains them."""
 
 
 def failure(error: BaseException | None) -> BaseException | None:
@@ -23,3 +48,31 @@ def uncaught_exception() -> BaseException | None:
     An interactive interpreter goes on after an exception, so that the last one shows nothing about its end.
     """
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
+def description(error: BaseException, redact: Sequence[str]) -> dict[str, Any]:
+    """Return type and message of an exception, the user's line that led to it, and what explains it.
+
+    ``in_backward`` is whether a backward pass raised it, ``explained_by`` a command, empty where none fits.
+    """
+    kind, text = type(error).__name__, str(error)
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = [SourceLine(code.co_filename, line) for code, line in frames if is_user_code(code.co_filename)]
+    commands = [command for pattern, command in _EXPLAINED if pattern.search(f"{kind}: {text}")]
+    return {
+        "type": kind,
+        "message": Redaction(redact).text(text[:MAX_MESSAGE]),
+        "line": str(lines[-1]) if lines else "",
+        "in_backward": any(code.co_name == "_engine_run_backward" for code, _ in frames),
+        "explained_by": next(iter(commands), ""),
+    }
+
+
+def summary_of(error: BaseException, line: str) -> str:
+    """Return what ended a script as ``the script ended with ValueError at train.py:12``."""
+    if isinstance(error, KeyboardInterrupt):
+        return "the script was interrupted"
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        return f"the script ended with exit code {code}"
+    return f"the script ended with {type(error).__name__}" + (f" at {line}" if line else "")

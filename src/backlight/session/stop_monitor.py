@@ -76,7 +76,7 @@ class StopMonitor(Monitor):
         """On other ranks than 0, begin to look for what rank 0 decides."""
         self._run, self._stream = run, sys.stderr
         self._agreement = StopAgreement(
-            next(_numbers), lambda error: run.notifier.trouble(error, "stop_on on all ranks")
+            next(_numbers), lambda error: run.notifier.trouble(error, "stop_on on all ranks", is_data=False)
         )
         self._finding: Finding | None = None
         self._stop_step: int | None = None

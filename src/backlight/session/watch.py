@@ -29,7 +29,7 @@ from backlight.session.run_directory import chosen_path, is_chosen_by_launcher, 
 from backlight.session.sampling import Sampling
 from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
-from backlight.store.errors import StoreError
+from backlight.store.errors import RunPathError, RunWriteError, StoreError
 from backlight.store.read.run import open_run
 from backlight.text import count
 from backlight.user_code import process_script
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from backlight.monitors.grokking.model.measures import Measures
     from backlight.monitors.spectra.model.options import SpectraOptions
     from backlight.session.settings import OnFinding
+    from backlight.store.format.manifest import Progress
 
 __all__ = ["StopTraining", "Watch", "watch"]
 
@@ -75,6 +76,7 @@ class Watch:
         began = clock.perf_counter()
         self.settings = settings
         self.path, self._is_numbered = chosen_path(run, script)
+        self._is_chosen = run is not None
         self._resumes = settings.resume
         self._samples = samples
         self._summary = summary and not settings.quiet
@@ -162,13 +164,12 @@ class Watch:
                 resume=self._resumes, numbered=self._is_numbered,
             )  # fmt: skip
         except BaseException as error:
-            if isinstance(error, StoreError) and is_chosen_by_launcher(self.path):
-                # The user has chosen no directory, and can choose no other one.
-                self._started, self._error, self._abandoned = True, error, True
-                self._notifier.trouble(error, "this training, which is not watched")
-                return self
-            self._depth = 0
-            raise
+            if not self._is_of_the_disk(error):
+                self._depth = 0
+                raise
+            self._started, self._error, self._abandoned = True, error, True
+            self._notifier.warn("unwatched", f"this training is not watched: {error}")
+            return self
         self.path, self._started = writer.path, True
         self._resumes, self._is_numbered = True, False  # entered again, it goes on with its run
         self._attached, self._error, self._abandoned = None, None, False
@@ -188,6 +189,13 @@ class Watch:
                 self._attached.abandon()
         return self
 
+    def _is_of_the_disk(self, error: BaseException) -> bool:
+        """Return whether the disk refuses the run, and not an option of the user's: training goes on."""
+        if isinstance(error, RunPathError) and self._is_chosen:
+            return False
+        # A directory of the launcher is none that the user could change.
+        return isinstance(error, StoreError if is_chosen_by_launcher(self.path) else RunWriteError)
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -205,7 +213,7 @@ class Watch:
         with self._notifier.shield():
             closed = attached.close(self._error)
             if closed and self._summary and attached.found is not None and notebook_shell() is None:
-                print_result(self.path, attached.found, self.step)
+                print_result(self.path, attached.found, self.step, attached.writer.progress)
 
     # Public
 
@@ -259,6 +267,11 @@ class Watch:
         """Whether the run directory holds this training run."""
         attached = self._attached
         return attached is not None and not self._abandoned and not attached.not_kept
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far this rank was recorded, and how it ended; None of a watch without a run."""
+        return None if self._attached is None else self._attached.writer.progress
 
     @property
     def stopped_by(self) -> Finding | None:

@@ -16,7 +16,7 @@ from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot
 from backlight.monitor import StoredStep
 from backlight.session.step_recorder import StepRecord
-from backlight.store.format.schema import is_of_every_step
+from backlight.store.format.schema import DROPPED, is_of_every_step
 
 if TYPE_CHECKING:
     from backlight.records import ParameterRecord
@@ -100,7 +100,7 @@ class WriterThread:
         self._monitors, self._writer = monitors, writer
         self._interval = interval
         self._on_error = on_error
-        self._stop = False
+        self._stop = self._is_settling = False
         self._wake = threading.Event()
         self._settled = threading.Event()
         self._tables: dict[int, tuple[Any, int]] = {}
@@ -120,23 +120,28 @@ class WriterThread:
         self._wake.set()
         self._thread.join(timeout)
 
+    def flush_soon(self) -> None:
+        """Write and flush what is there now, without waiting for the interval; from any thread."""
+        self._wake.set()
+
     def settle(self, timeout: float = STOP_TIMEOUT_S) -> None:
         """Wait until everything handed over so far is in the store; for the training thread."""
         self._recorder.scalars.send()
         self._settled.clear()
+        self._is_settling = True
         self._wake.set()
         if self._thread.is_alive():
             self._settled.wait(timeout)
 
     def _run(self) -> None:
         while True:
-            asked = self._wake.wait(self._interval)
-            stopping = self._stop
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            stopping, settling = self._stop, self._is_settling
+            self._is_settling = False
             begin = clock.thread_time()
             try:
-                if asked:
-                    self._wake.clear()
-                self._write(wait=asked)
+                self._write(wait=stopping or settling)
                 if stopping and self._selection is not None:
                     self.put(self._selection.flush())
                 self._writer.flush()
@@ -145,7 +150,7 @@ class WriterThread:
                 self._on_error(error)
                 return
             self.spent += clock.thread_time() - begin
-            if asked:
+            if settling:
                 self._settled.set()
             if stopping:
                 return
@@ -173,7 +178,7 @@ class WriterThread:
         dropped = self._recorder.dropped + self._recorder.scalars.dropped
         if dropped > self._dropped:
             payload = {"steps": dropped - self._dropped, "reason": "the disk is too slow"}
-            self._writer.event(None, "dropped", payload)
+            self._writer.event(None, DROPPED, payload)
             self._dropped = dropped
 
     def _table(self, parameters: tuple[ParameterRecord, ...]) -> int:

@@ -102,7 +102,13 @@ def findings(
         return 0
     found = findings_of(run)
     if as_json:
-        print_json(found)
+        from backlight.report.source import Source
+        from backlight.report.verdict import outcome
+
+        said = outcome(Source(run, tuple(found)))
+        print_json(
+            {"verdict": said.tally, "lacks": run.shortfall, "findings": found, "withdrawn": said.withdrawn}
+        )
     elif annotation is not None:
         from backlight.report.annotations import render_annotations
 

@@ -129,17 +129,20 @@ def run(
     from backlight.session.script_watch import ScriptWatch
 
     watched = ScriptWatch(settings, folder, script=script, arguments=tuple(arguments))
-    code = launch(watched, script, arguments, module=module)
-
     from backlight.distributed import world
 
-    with contextlib.suppress(Exception):  # closed or full: Python notices at its end, as without backlight
-        sys.stdout.flush()
-    if world().rank == 0 and not settings.quiet:  # once for all ranks
-        try:
-            _print_result(watched.watch, script)
-        except Exception as error:  # noqa: BLE001 - the exit code is the script's
-            write(f"backlight: {type(error).__name__}: {error}", file=sys.stderr)
+    def after() -> None:
+        with contextlib.suppress(
+            Exception
+        ):  # closed or full: Python notices at its end, as without backlight
+            sys.stdout.flush()
+        if world().rank == 0 and not settings.quiet:  # once for all ranks
+            try:
+                _print_result(watched.watch, script)
+            except Exception as error:  # noqa: BLE001 - the exit code is the script's
+                write(f"backlight: {type(error).__name__}: {error}", file=sys.stderr)
+
+    code = launch(watched, script, arguments, module=module, after=after)
     if watched.watch is not None and watched.watch.stopped_by is not None:
         from backlight.session.stop_monitor import exit_code
 
@@ -153,7 +156,7 @@ def _print_result(watch: Watch | None, script: str) -> None:
     if watch is None:
         write(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
     elif watch.is_recorded:
-        after_run(watch.path, watch.final_findings)
+        after_run(watch.path, watch.final_findings, watch.progress)
     elif watch.removed:
         kept = f"{watch.path} is as before" if watch.path.exists() else f"removed {watch.path}"
         write(f"backlight: nothing was measured: {watch.removed}; {kept}", file=sys.stderr)

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from backlight.analysis.ab_test import ABTest
-from backlight.analysis.compare import Comparison, FindingRow
-from backlight.analysis.comparison_verdict import facts, times_facts, verdict
+from backlight.analysis.compare import Comparison
+from backlight.analysis.comparison_verdict import are_complete, facts, times_facts, verdict
 from backlight.analysis.side_by_side import Row
 from backlight.cli.console import Page, make_table
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow
@@ -61,7 +61,7 @@ def print_comparison(comparison: Comparison, console: Console, *, full: bool = F
         _print_steps(comparison.times, console)
     if comparison.kinds is not None:
         _print_rows(comparison.kinds, console, "kind of operation")
-    _print_findings(comparison.findings, console)
+    _print_findings(comparison, console)
 
 
 def _print_series(title: str, rows: Sequence[Row], letters: Sequence[str], console: Console) -> None:
@@ -122,10 +122,12 @@ def _milliseconds(ms: float, step: TimeRow) -> str:
     return f"{ms:.{3 if step.first_ms < 10 else 2}f}"
 
 
-def _print_findings(found: Sequence[FindingRow], console: Console) -> None:
+def _print_findings(comparison: Comparison, console: Console) -> None:
     console.print()
+    found = comparison.findings
     if not found:
-        console.print("No findings in any of the runs.")
+        of = "any of the runs" if are_complete(comparison) else "what was recorded"
+        console.print(f"No findings in {of}.")
         return
     table = make_table("in", "severity", "finding", left=("severity",), folded=("finding",))
     for row in found:

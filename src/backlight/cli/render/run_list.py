@@ -59,11 +59,14 @@ def _table(runs: Sequence[ListedRun], left_out: Sequence[str]) -> Table:
 
 
 def _findings(run: ListedRun) -> Text:
-    if run.worst is None:
-        good = "green" if run.state is RunStatus.FINISHED else ""
-        return Text("none", good) if run.evaluated else Text("-", "dim")
-    word, style = _SEVERITIES[run.worst]
-    return Text.assemble((word, style), f" ({run.findings})")
+    if run.worst is not None:
+        word, style = _SEVERITIES[run.worst]
+        return Text.assemble((word, style), f" ({run.findings})")
+    if not run.evaluated:
+        return Text("-", "dim")
+    if run.lacks:
+        return Text("incomplete", "yellow")
+    return Text("none", "green" if run.state is RunStatus.FINISHED else "")
 
 
 def _moment(seconds: float | None) -> str:

@@ -200,7 +200,8 @@ def _share(shares: NDArray[np.float64] | None, row: int) -> str:
 def _findings(source: Source, _width: int) -> list[RenderableType]:
     found = source.findings
     if not found:
-        return [Text("No findings. Only recorded data was checked.", "green")]
+        lacks = source.run.shortfall
+        return [Text(f"No findings so far: {lacks}.") if lacks else Text("No findings.", "green")]
     lines: list[RenderableType] = [Text(f"Findings: {tally(found)}", "bold")]
     named = _distinct(found)
     for finding in named[:FINDINGS]:

@@ -117,6 +117,7 @@ class Check(Listener):
         self._reports[case] += 1
         if self._reports[case] <= MAX_REPORTS:
             self.run.notifier.event(KIND, {"rule": rule, **facts}, step)
+            self.run.fact(rule)
 
     def when_known(self, values: torch.Tensor, then: Callable[[NDArray[np.generic]], None]) -> None:
         """Call ``then`` with the host copy of ``values`` as soon as it is there."""

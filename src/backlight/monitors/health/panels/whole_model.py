@@ -22,11 +22,20 @@ def summary(source: Source) -> Summary:
     if not seen:
         return Summary(source.reason("gradient", otherwise="No gradient was recorded."), _figures, False)
     of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
-    taken = len(np.unique(optimizer_sets(source.run, source.coverage.steps)))
-    at = count(steps, "step" if taken == 1 else "optimizer step")
-    if source.coverage.fewest < steps:
-        at = f"{source.coverage.fewest:,} to {at}"
-    return Summary(f"Gradients of {of} parameters were measured at {at}.", _figures)
+    return Summary(f"Gradients of {of} parameters {_coverage(source, steps)}.", _figures)
+
+
+def _coverage(source: Source, steps: int) -> str:
+    """Return at how many of the steps that the run took gradients were measured, and the loss."""
+    taken, losses, fewest = source.run.last_step() + 1, len(source.scalar("loss").steps), source.coverage.fewest
+    is_one = len(np.unique(optimizer_sets(source.run, source.coverage.steps))) == 1
+    whole = count(taken, "step" if is_one else "optimizer step")
+    if fewest == steps == losses == taken:
+        return f"and the loss were measured at all {whole}"
+    at = f"{steps:,}" if fewest == steps else f"{fewest:,} to {steps:,}"
+    of = f"all {whole}" if fewest == steps == taken else f"{at} of {whole}"
+    loss = "" if not losses else f", the loss at {'all' if losses == taken else f'{losses:,}'}"
+    return f"were measured at {of}{loss}"
 
 
 def _amount(source: Source) -> int:
