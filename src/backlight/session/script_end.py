@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
 from backlight.redaction import Redaction
@@ -50,7 +49,7 @@ def uncaught_exception() -> BaseException | None:
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
-def description(error: BaseException, redact: Sequence[str]) -> dict[str, Any]:
+def description(error: BaseException, redact: tuple[str, ...]) -> dict[str, Any]:
     """Return type and message of an exception, the user's line that led to it, and what explains it.
 
     ``in_backward`` is whether a backward pass raised it, ``explained_by`` a command, empty where none fits.
