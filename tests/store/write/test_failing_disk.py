@@ -145,7 +145,7 @@ print(messages[0])
 @pytest.mark.parametrize(
     "error",
     [
-        sqlite3.OperationalError("disk I/O error"),
+        sqlite3.OperationalError("database or disk is full"),
         sqlite3.OperationalError("attempt to write a readonly database"),
         OSError(30, "Read-only file system"),
     ],

@@ -236,7 +236,7 @@ def _fold_log(path: Path) -> None:
     """Checkpoint a log into its database file; only then may the file be replaced by another one."""
     try:
         with contextlib.closing(connect(path)) as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             mode = connection.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
     except sqlite3.OperationalError as error:
         raise RunWriteError(f"{path}: is in use: {error}; close its readers and try again") from error

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,15 @@ class Batch:
         lists = (self.tables, self.names, self.scalars, self.events, self.findings, *self.series.values())
         return any(lists)
 
+    def followed_by(self, later: Batch) -> Batch:
+        """Return a batch with the rows of this one and then those of ``later``."""
+        return Batch(
+            self.tables + later.tables, self.names + later.names, self.scalars + later.scalars,
+            self.events + later.events, self.findings + later.findings,
+            {name: rows + later.series[name] for name, rows in self.series.items()},
+            self.bytes + later.bytes,
+        )  # fmt: skip
+
     def last_step(self) -> int:
         """Return the highest attempt-local step in it, -1 where there is none."""
         steps = [row[1] for rows in self.series.values() for row in rows]
@@ -150,7 +160,7 @@ def _create(path: Path, meta: Mapping[str, str]) -> None:
     try:
         with contextlib.closing(connect(temporary)) as connection:
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            connection.execute("PRAGMA journal_mode = OFF")
+            connection.execute("PRAGMA journal_mode = OFF").fetchall()  # to its end, as in _run
             create_tables(connection, meta)
         atomic_json.publish(temporary, path)
     except BaseException:
@@ -164,41 +174,60 @@ class RankDatabase:
     def __init__(self, path: Path, meta: Mapping[str, str], checkpoint_pages: int = CHECKPOINT_PAGES) -> None:
         self.path = path
         self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
+        self._checkpoint_pages = checkpoint_pages
         _create(path, meta)
-        self._connection = connect(path)
+        self._inode = self.path.stat().st_ino
         self._synced = clock.monotonic()
+        self._open()
+
+    def _open(self) -> None:
+        self._connection = connect(self.path)
         try:
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute("PRAGMA synchronous = NORMAL")
-            self._connection.execute(f"PRAGMA wal_autocheckpoint = {checkpoint_pages}")
-            self._connection.execute(f"PRAGMA journal_size_limit = {2 * checkpoint_pages * PAGE_BYTES}")
-            self._inode = self.path.stat().st_ino
-            self._connection.execute("SELECT 1 FROM meta").fetchall()  # opens the log
-            self._files = processes.HeldFiles(
-                path, *(path.with_name(path.name + s) for s in ("-wal", "-shm"))
-            )
+            self._run("PRAGMA journal_mode = WAL")
+            self._run("PRAGMA synchronous = NORMAL")
+            self._run(f"PRAGMA wal_autocheckpoint = {self._checkpoint_pages}")
+            self._run(f"PRAGMA journal_size_limit = {2 * self._checkpoint_pages * PAGE_BYTES}")
+            self._run("SELECT 1 FROM meta")  # opens the log
+            files = (self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm"))
+            self._files = processes.HeldFiles(*files)
         except BaseException:
             self._connection.close()
             raise
+
+    def reopen(self) -> None:
+        """Open the file anew after a failed write; a sqlite3.Error or OSError passes through."""
+        self.check_exists()
+        self._files.release()
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.close()
+        self._open()
+
+    def _run(self, statement: str) -> list[tuple[Any, ...]]:
+        """Run a statement to its end.
+
+        A cursor with rows left keeps its statement open, and a checkpoint that is open fails the next COMMIT.
+        That it is dropped at once is not certain: ``gc.get_objects`` in another thread keeps every cursor.
+        """
+        return self._connection.execute(statement).fetchall()
 
     def write(self, batch: Batch, sizes: Sizes) -> None:
         """Write a batch as one transaction, or nothing of it; a sqlite3.Error or OSError passes through."""
         self.check_exists()
         rows = batch.rows(sizes, self.last)
-        self._connection.execute("BEGIN IMMEDIATE")
+        self._run("BEGIN IMMEDIATE")
         try:
             for table, insert in _INSERTS.items():
                 self._connection.executemany(insert, rows[table])
-            self._connection.execute("COMMIT")
+            self._run("COMMIT")
         except BaseException:
             # SQLite itself rolls back on a full disk; a second rollback then only fails.
             with contextlib.suppress(sqlite3.Error):
-                self._connection.execute("ROLLBACK")
+                self._run("ROLLBACK")
             raise
         for name, written in rows.items():
             self.last[name] += len(written)
         if clock.monotonic() - self._synced > SYNC_INTERVAL_S:
-            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            self._run("PRAGMA wal_checkpoint(PASSIVE)")
             self._synced = clock.monotonic()
 
     def check_exists(self) -> None:
@@ -230,10 +259,10 @@ class RankDatabase:
         try:
             self.check_exists()
             # A reader in the way makes the first return a row that says busy and the second raise.
-            busy, _, _ = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            ((busy, _, _),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
             if not busy:
                 with contextlib.suppress(sqlite3.OperationalError):
-                    self._connection.execute("PRAGMA journal_mode = DELETE")
+                    self._run("PRAGMA journal_mode = DELETE")
         finally:
             if self._files.are_open():
                 self._connection.close()

@@ -54,9 +54,9 @@ class SegmentedDatabase:
 
     def write(self, batch: Batch, sizes: Sizes) -> None:
         """Write a batch and publish a segment where one is due; errors pass through."""
+        self._open.write(batch, sizes)
         self._tables += batch.tables
         self._names += batch.names
-        self._open.write(batch, sizes)
         now = clock.monotonic()
         due = max(SEGMENT_INTERVAL_S, (now - self._began) * AGE_SHARE) if self.published else FIRST_SEGMENT_S
         if now - self._segment_began >= due:
@@ -75,6 +75,10 @@ class SegmentedDatabase:
         self.published[segment.name] = last
         self._published_bytes += segment.stat().st_size
         self.path.unlink()
+
+    def reopen(self) -> None:
+        """Open the database anew after a failed write; errors pass through."""
+        self._open.reopen()
 
     def check_exists(self) -> None:
         """Raise an OSError unless the open database and the run directory still exist."""

@@ -1,14 +1,16 @@
 """Writer of a run directory: buffered, thread-safe, one per process and rank.
 
 Calls on the path of a step only copy into buffers; :meth:`RunWriter.flush`, called by the writer thread,
-writes them as one transaction. A failing disk stops the recording, not the training run: the writer keeps the
-reason in ``lost``, passes it once to ``on_lost``, drops what follows and raises nothing.
+writes them as one transaction. One that fails is written again with the next, on a new connection. A disk
+that is full, or goes on to fail, stops the recording, not the training run: the writer keeps the reason in
+``lost``, passes it once to ``on_lost``, drops what follows and raises nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import threading
 import uuid
 import weakref
@@ -36,6 +38,12 @@ from backlight.store.write.segments import SegmentedDatabase
 __all__ = ["RunExistsError", "RunFormatError", "RunWriteError", "RunWriter"]
 
 _WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in SERIES.items()}
+
+MAX_FAILURES = 3
+"""Flushes in a row that may fail before the recording ends."""
+
+_PERMANENT = ("disk is full", "readonly database")
+"""Errors of SQLite that another try does not change."""
 
 MAX_BUFFERED_BYTES = 256 * 1024 * 1024
 """May wait for a flush; rows that come while a stuck disk holds more are counted and dropped."""
@@ -77,6 +85,7 @@ class RunWriter:
         self._closed = False
         self._batch = Batch()
         self._dropped: dict[str, int] = {}
+        self._failures = 0
         self._tables: dict[tuple[ParameterRecord, ...], int] = {}
         self._recent: dict[int, tuple[tuple[ParameterRecord, ...], int]] = {}  # by id of the records
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
@@ -380,10 +389,10 @@ class RunWriter:
                 text = atomic_json.dump({"rows": dropped, "reason": "disk too slow, or max_disk reached"})
                 batch.events.append((None, clock.unix_time(), NOT_STORED, text))
             with self._losing():
-                if batch:
-                    self._db.write(batch, self._sizes)
-                else:
+                if not batch:
                     self._db.check_exists()
+                elif not self._write(batch):
+                    return
                 wrote_arrays = self._arrays.flush()
                 if batch or wrote_arrays:
                     self._entry.update(self._last_rows(), batch.last_step())
@@ -391,11 +400,28 @@ class RunWriter:
                 self._entry.publish_if_due()
                 self._watch_size()
 
+    def _write(self, batch: Batch) -> bool:
+        """Write a batch; return False where that failed and the rows wait for the next flush."""
+        try:
+            self._db.write(batch, self._sizes)
+        except sqlite3.Error as error:
+            self._failures += 1
+            if self._failures > MAX_FAILURES or any(word in str(error) for word in _PERMANENT):
+                raise
+            self._db.reopen()
+            with self._buffers:
+                self._batch = batch.followed_by(self._batch)
+            return False
+        self._failures = 0
+        return True
+
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
         """Flush, publish how the attempt ended, and close the files; further calls do nothing."""
         if self._pid != os.getpid():
             return
         self.flush()
+        while self._batch and not self._off():  # a flush that failed is tried again
+            self.flush()
         with self._disk:
             if self._closed:
                 return

@@ -1,0 +1,116 @@
+"""A write that fails is tried again: no single one ends a recording, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backlight.records import RunStatus
+from backlight.store.read.run import open_run
+from backlight.store.write import database
+from backlight.store.write.writer import MAX_FAILURES, RunWriter
+
+
+class KeepingConnection(sqlite3.Connection):
+    """Keeps every cursor, as a thread does that holds the list of ``gc.get_objects``."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.kept: list[sqlite3.Cursor] = []
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        self.kept.append(super().execute(*arguments))
+        return self.kept[-1]
+
+
+def record(writer: RunWriter, step: int) -> None:
+    writer.scalar(step, "loss", float(step))
+    writer.reach(step)
+    writer.flush()
+
+
+def losses(path: Path) -> list[float]:
+    run = open_run(path)
+    assert run.losses == ()
+    assert run.shortfall == ""
+    return run.scalar("loss").values.tolist()
+
+
+def test_cursors_that_live_on_fail_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = sqlite3.connect
+
+    def keeping(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        return connect(*arguments, **{"factory": KeepingConnection, **options})
+
+    monkeypatch.setattr(database.sqlite3, "connect", keeping)
+    monkeypatch.setattr(database, "SYNC_INTERVAL_S", -1.0)  # a checkpoint at each write
+    monkeypatch.setattr(RunWriter, "_write", lambda self, batch: self._db.write(batch, self._sizes) or True)
+    writer = RunWriter.create(tmp_path / "run")
+    for step in range(5):
+        record(writer, step)
+    assert writer.lost is None
+    writer.close()
+    monkeypatch.undo()
+    assert not (tmp_path / "run/attempt-000/rank-00000.db-wal").exists(), "the log was moved into the file"
+    assert losses(tmp_path / "run") == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def fail(writer: RunWriter, monkeypatch: pytest.MonkeyPatch, times: int, error: Exception) -> list[int]:
+    """Let the next writes of ``writer`` fail, before or after their rows were inserted."""
+    write, left = type(writer._db).write, [times]
+
+    def failing(self: Any, batch: Any, sizes: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            self._connection.execute("BEGIN IMMEDIATE")  # and leaves its transaction open
+            raise error
+        write(self, batch, sizes)
+
+    monkeypatch.setattr(type(writer._db), "write", failing)
+    return left
+
+
+@pytest.mark.parametrize("times", [1, MAX_FAILURES])
+def test_failed_write_is_repeated(times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+    record(writer, 0)
+    fail(writer, monkeypatch, times, sqlite3.OperationalError("cannot commit transaction"))
+    for step in range(1, 8):
+        record(writer, step)
+    writer.close()
+    assert said == []
+    assert losses(tmp_path / "run") == [float(step) for step in range(8)]
+
+
+def test_last_write_is_repeated_before_the_run_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    left = fail(writer, monkeypatch, 2, sqlite3.DatabaseError("disk I/O error"))
+    writer.scalar(0, "loss", 1.0)
+    writer.close()
+    assert left == [0]
+    assert losses(tmp_path / "run") == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"), [("database or disk is full", 1), ("disk I/O error", MAX_FAILURES + 1)]
+)
+def test_disk_that_goes_on_to_fail_ends_the_recording(
+    error: str, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+    record(writer, 0)
+    left = fail(writer, monkeypatch, 100, sqlite3.OperationalError(error))
+    for step in range(1, 20):
+        record(writer, step)
+    writer.close(RunStatus.FINISHED)
+    assert 100 - left[0] == tries
+    (reason,) = said
+    assert error in reason
+    assert open_run(tmp_path / "run").shortfall == "recording stopped at step 0 of 20"
