@@ -18,6 +18,8 @@ from torch import nn
 import backlight
 from backlight.monitor import MONITORS, Monitor
 from backlight.records import Evidence, Finding, RunStatus, Severity, Subject
+from backlight.report.source import Source
+from backlight.report.verdict import outcome
 from backlight.session import findings_monitor
 from backlight.session.findings_monitor import FindingsMonitor, NewFindings
 
@@ -140,6 +142,8 @@ def test_what_an_earlier_attempt_found_is_not_new(
 
 REFUSED = """
 import sys, threading, time, torch, backlight
+from backlight.report.source import Source
+from backlight.report.verdict import outcome
 from backlight.session import findings_monitor
 
 begun = threading.Event()
@@ -182,3 +186,56 @@ def test_other_ranks_evaluate_nothing() -> None:
     monitor.on_alarm(3, "non_finite")
     monitor.on_flush()
     assert monitor._thread is None
+
+
+class Unregistered(nn.Module):
+    """Holds a layer in a plain list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.rest = [nn.Linear(2, 1)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.rest[0](self.first(x))
+        return y
+
+
+def test_a_fact_of_the_first_step_is_delivered_during_it(
+    tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a second step, a flush that is due, or an evaluation of all rules."""
+    monkeypatch.setattr(findings_monitor, "PERIOD_S", 1e9)
+    settings: dict[str, Any] = {"monitors": ("correctness",), "flush_interval": 1e9, "summary": False}
+    with backlight.watch(run=tmp_path / "run", **settings):
+        model = Unregistered()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert listening.delivered.wait(60)
+        (finding,) = listening.found
+        assert (finding.rule, finding.subject.step) == ("trained_tensors", 0)
+    assert len(listening.found) == 1
+
+
+def test_a_warning_about_a_fact_needs_no_second_evaluation() -> None:
+    new = NewFindings()
+    assert new.take([WARNING], facts={"spike"}) == []
+    assert NewFindings().take([WARNING], facts={WARNING.rule}) == [WARNING]
+
+
+def test_a_reported_finding_that_is_not_found_at_the_end_is_withdrawn(
+    tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(findings_monitor, "PERIOD_S", 0.0)
+    monkeypatch.setattr(findings_monitor, "evaluate_rules", lambda *_, **__: [WARNING, ERROR])
+    train(tmp_path / "run", listening.delivered, bad=False, flush_interval=0.01)
+    printed = capfd.readouterr().err
+    run = backlight.open_run(tmp_path / "run")
+    (error,) = (one for one in outcome(Source(run)).withdrawn if one.rule == ERROR.rule)
+    assert (error.severity, error.title) == (Severity.ERROR, "title")
+    assert error.reason == "Over all 3 steps the rule does not find it. It is refuted if refuted."
+    assert error.text in printed
+    assert outcome(Source(run, (ERROR,))).withdrawn == ()
+    (weaker,) = outcome(Source(run, (replace(ERROR, severity=Severity.WARNING),))).withdrawn
+    assert weaker.reason == "Over all 3 steps it is: warning."
