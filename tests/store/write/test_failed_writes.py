@@ -11,7 +11,8 @@ import pytest
 from backlight.records import RunStatus
 from backlight.store.read.run import open_run
 from backlight.store.write import database
-from backlight.store.write.writer import MAX_FAILURES, RunWriter
+from backlight.store.write.database import MAX_FAILURES
+from backlight.store.write.writer import RunWriter
 
 
 class KeepingConnection(sqlite3.Connection):

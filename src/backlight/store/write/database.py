@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sqlite3
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,9 @@ PAGE_BYTES = 32768
 
 CHECKPOINT_PAGES = 128
 """Pages in the write-ahead log before SQLite moves them into the file: 4 MB."""
+
+MAX_FAILURES = 3
+"""Writes in a row that may fail before the recording ends."""
 
 SYNC_INTERVAL_S = 30.0
 """Interval in which rows are forced onto the disk, against a power cut; a kill needs none."""
@@ -168,6 +173,13 @@ def _create(path: Path, meta: Mapping[str, str]) -> None:
         raise
 
 
+class Database(Protocol):
+    """Where rows are written."""
+
+    def check_exists(self) -> None:
+        """Raise an OSError unless the files still exist."""
+
+
 class RankDatabase:
     """The database that one rank writes; the caller makes sure that one thread at a time uses it."""
 
@@ -179,6 +191,7 @@ class RankDatabase:
         self._inode = self.path.stat().st_ino
         self._synced = clock.monotonic()
         self._open()
+        _databases.add(self)
 
     def _open(self) -> None:
         self._connection = connect(self.path)
@@ -227,8 +240,14 @@ class RankDatabase:
         for name, written in rows.items():
             self.last[name] += len(written)
         if clock.monotonic() - self._synced > SYNC_INTERVAL_S:
-            self._run("PRAGMA wal_checkpoint(PASSIVE)")
+            with contextlib.suppress(sqlite3.Error):  # the rows are written, and must not be so twice
+                self._run("PRAGMA wal_checkpoint(PASSIVE)")
             self._synced = clock.monotonic()
+
+    @property
+    def published(self) -> dict[str, dict[str, int]]:
+        """The last row of each table, by the name of the file."""
+        return {self.path.name: {name: last for name, last in self.last.items() if last}}
 
     def check_exists(self) -> None:
         """Raise a :class:`VanishedError` unless the file is still the one that was created, and open."""
@@ -274,6 +293,31 @@ class RankDatabase:
         script has closed its descriptors, it would act on files of the script.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+
+
+_databases: weakref.WeakSet[RankDatabase] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    for database in list(_databases):
+        database.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
+
+
+def is_permanent(error: sqlite3.Error) -> bool:
+    """Return whether another try does not change an error of SQLite."""
+    return any(words in str(error) for words in ("disk is full", "readonly database"))
+
+
+def reason_of(error: Exception, database: Database) -> str:
+    """Return why a write failed; where the files are gone, that is the reason, whatever error it led to."""
+    try:
+        database.check_exists()
+    except Exception as gone:  # noqa: BLE001 - only its text is used
+        error = gone
+    return str(error) if isinstance(error, VanishedError) else f"{type(error).__name__}: {error}"
 
 
 class DiskBudget:

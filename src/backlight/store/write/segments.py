@@ -9,6 +9,7 @@ machine, only ever open files that no one changes.
 from __future__ import annotations
 
 import shutil
+import sqlite3
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,10 +61,13 @@ class SegmentedDatabase:
         now = clock.monotonic()
         due = max(SEGMENT_INTERVAL_S, (now - self._began) * AGE_SHARE) if self.published else FIRST_SEGMENT_S
         if now - self._segment_began >= due:
-            self._publish()
-            self._open = RankDatabase(self.path, self._meta)
-            # Each segment can be read alone, so it repeats the tables that its rows refer to.
-            self._open.write(Batch(tables=list(self._tables), names=list(self._names)), sizes)
+            try:
+                self._publish()
+                self._open = RankDatabase(self.path, self._meta)
+                # Each segment can be read alone, so it repeats the tables that its rows refer to.
+                self._open.write(Batch(tables=list(self._tables), names=list(self._names)), sizes)
+            except sqlite3.Error as error:  # the batch is written, and must not be so twice
+                raise OSError(f"{self._folder}: no segment was published: {error}") from error
             self._segment_began = clock.monotonic()
 
     def _publish(self) -> None:
@@ -93,7 +97,3 @@ class SegmentedDatabase:
         """Publish the open database, then remove the local folder; errors pass through."""
         self._publish()
         shutil.rmtree(self.local, ignore_errors=True)
-
-    def abandon(self) -> None:
-        """In a forked child: leave the parent's files alone."""
-        self._open.abandon()

@@ -13,7 +13,6 @@ import os
 import sqlite3
 import threading
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -32,18 +31,20 @@ from backlight.store.format.schema import DISK_LIMIT, NOT_STORED, SERIES
 from backlight.store.platform import atomic_json, filesystem
 from backlight.store.write.arrays import ArrayWriter, write_evidence
 from backlight.store.write.attempt import Entry, enter
-from backlight.store.write.database import SCALAR_BYTES, Batch, DiskBudget, RankDatabase, VanishedError
+from backlight.store.write.database import (
+    MAX_FAILURES,
+    SCALAR_BYTES,
+    Batch,
+    DiskBudget,
+    RankDatabase,
+    is_permanent,
+    reason_of,
+)
 from backlight.store.write.segments import SegmentedDatabase
 
 __all__ = ["RunExistsError", "RunFormatError", "RunWriteError", "RunWriter"]
 
 _WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in SERIES.items()}
-
-MAX_FAILURES = 3
-"""Flushes in a row that may fail before the recording ends."""
-
-_PERMANENT = ("disk is full", "readonly database")
-"""Errors of SQLite that another try does not change."""
 
 MAX_BUFFERED_BYTES = 256 * 1024 * 1024
 """May wait for a flush; rows that come while a stuck disk holds more are counted and dropped."""
@@ -55,8 +56,9 @@ RECENT_TABLES = 16
 class RunWriter:
     """Writes one rank of an attempt; create one with :meth:`create`.
 
-    ``lost`` is the reason why recording stopped, or None; ``part_reason`` why this rank writes a part of
-    the run in another folder than it was given, or empty.
+    ``progress`` is that of this rank, also where it could not be published; ``lost`` is the reason why
+    recording stopped, or None; ``part_reason`` why this rank writes a part of the run in another folder than
+    it was given, or empty.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class RunWriter:
         self._recent: dict[int, tuple[tuple[ParameterRecord, ...], int]] = {}  # by id of the records
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
         self._names: dict[tuple[str, str], int] = {}
-        self._entry = entry
+        self._entry, self.progress = entry, entry.progress
         entry.options = dict(options or {})
         entry.interval_s = entry.attempt.flush_interval * 0.9
         share = entry.attempt.world_size
@@ -112,7 +114,6 @@ class RunWriter:
             self._entry.interval_s = HEARTBEAT_S
         else:
             self._db = RankDatabase(entry.folder / database_name(rank), meta, self._budget.log_pages())
-        _writers.add(self)
 
     @classmethod
     def create(
@@ -237,11 +238,6 @@ class RunWriter:
     def expected_fingerprint(self) -> Fingerprint | None:
         """The fingerprint that the model of a resumed run must have; None where none is expected."""
         return self._entry.earlier
-
-    @property
-    def progress(self) -> Progress:
-        """Progress of this rank, also where it could not be published."""
-        return self._entry.progress
 
     def fingerprint(self, fingerprint: Fingerprint) -> None:
         """Store the fingerprint of this rank, replacing an earlier one."""
@@ -406,7 +402,7 @@ class RunWriter:
             self._db.write(batch, self._sizes)
         except sqlite3.Error as error:
             self._failures += 1
-            if self._failures > MAX_FAILURES or any(word in str(error) for word in _PERMANENT):
+            if self._failures > MAX_FAILURES or is_permanent(error):
                 raise
             self._db.reopen()
             with self._buffers:
@@ -465,12 +461,8 @@ class RunWriter:
 
     def _last_rows(self) -> dict[str, dict[str, int]]:
         folder = self._entry.folder.name
-        rows: dict[str, dict[str, int]] = {}
-        if isinstance(self._db, SegmentedDatabase):
-            rows.update(self._db.published)
-        else:
-            rows[self._db.path.name] = {name: last for name, last in self._db.last.items() if last}
-        rows.update({f"{ARRAYS}/{name}": size for name, size in self._arrays.files().items()})
+        arrays = {f"{ARRAYS}/{name}": size for name, size in self._arrays.files().items()}
+        rows: dict[str, dict[str, int]] = {**self._db.published, **arrays}
         return {f"{folder}/{name}": last for name, last in rows.items()}
 
     def _watch_size(self) -> None:
@@ -492,15 +484,7 @@ class RunWriter:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - no error here may break the training run
-            self._lose(f"{self.path}: {self._cause(error)}")
-
-    def _cause(self, error: Exception) -> str:
-        """Return the reason; where the files are gone, that is the reason, whatever error it led to."""
-        try:
-            self._db.check_exists()
-        except Exception as gone:  # noqa: BLE001 - only its text is used
-            error = gone
-        return str(error) if isinstance(error, VanishedError) else f"{type(error).__name__}: {error}"
+            self._lose(f"{self.path}: {reason_of(error, self._db)}")
 
     def _lose(self, reason: str) -> None:
         if self.lost is not None:
@@ -514,14 +498,3 @@ class RunWriter:
         if self._on_lost is not None:
             with contextlib.suppress(Exception):
                 self._on_lost(reason)
-
-
-_writers: weakref.WeakSet[RunWriter] = weakref.WeakSet()
-
-
-def _abandon_in_child() -> None:
-    for writer in list(_writers):
-        writer._db.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
