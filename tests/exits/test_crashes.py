@@ -58,7 +58,7 @@ def recomputed_otherwise() -> None:
 
     def region(x: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        return x.exp() if len(calls) == 1 else x.exp().exp()
+        return x.exp().exp() if len(calls) == 1 else x + 1
 
     y = checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=False)
     assert isinstance(y, torch.Tensor)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -175,3 +177,38 @@ def test_interrupt_is_ignored_under_torchrun_alone(monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt), copy_ignored():
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("it was ignored")
+
+
+def is_followed(folder: Path) -> bool:
+    """Return whether the watchdog process of the run in ``folder`` holds descriptors of the training process.
+
+    One is that of the guard of its own end.
+    """
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            if b"model.watchdog" in command and str(folder).encode() in command:
+                links = [os.readlink(link) for link in (process / "fd").iterdir()]  # noqa: PTH115 - no path
+                return links.count("anon_inode:[pidfd]") > 1
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_without_a_handler_is_followed_by_the_summary(number: int, tmp_path: Path) -> None:
+    """The process is gone at once; its watchdog process prints what it would have printed."""
+    text = TRAIN.replace("threading.Thread(target=save).start()", "")
+    loop = "while True:\n    optimizer.step()\n    print('ready', flush=True)\n    time.sleep(0.05)\n"
+    (tmp_path / "train.py").write_text(f"{text}\n{loop}")
+    command = [Path(sys.executable).with_name("backlight"), "run", "--out", "run", "train.py"]
+    with (tmp_path / "errors.txt").open("w") as errors:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors, text=True)
+    assert process.stdout is not None
+    while not is_followed(tmp_path) or open_run(tmp_path / "run").last_step() < 2:
+        assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode == -number
+    while "next: backlight report run" not in (printed := (tmp_path / "errors.txt").read_text()):
+        time.sleep(0.05)
+    assert f"Killed by {signal.Signals(number).name}." in printed
+    assert "Incomplete: recording stopped at step" in printed

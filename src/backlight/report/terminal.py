@@ -8,17 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from backlight.findings.evaluate import findings_of
 from backlight.records import Finding, Severity
 from backlight.report.cost import describe_cost
 from backlight.report.source import Source
 from backlight.report.sparkline import evidence_line, outstanding, sparkline
-from backlight.report.verdict import PARTED, Outcome, hints_line, measurements, outcome, where
-from backlight.store.read.run import Run
+from backlight.report.verdict import (
+    PARTED,
+    Outcome,
+    explaining_command,
+    hints_line,
+    measurements,
+    outcome,
+    where,
+)
+from backlight.store.errors import StoreError
+from backlight.store.format.manifest import Progress
+from backlight.store.read.run import Run, open_run
+from backlight.terminal import make_console
 from backlight.text import count, listed, number, visible
 
 ALIKE = 3
@@ -82,6 +95,24 @@ def print_findings(
         console.print(Text("Time in backlight", "bold"))
         _print_row("", Text(cost), console)
         console.print()
+
+
+def summary_text(path: Path, found: Sequence[Finding] | None = None, progress: Progress | None = None) -> str:
+    """Return what is printed after the run in ``path``: its findings, and what to type next.
+
+    ``found`` are findings that were just made, None to evaluate the rules; ``progress`` is as for
+    :func:`backlight.store.read.run.open_run`.
+    """
+    console = make_console(stderr=True)
+    with console.capture() as captured:
+        try:
+            run = open_run(path, progress)
+            print_findings(run, findings_of(run, fresh=found), console)
+            next_command = explaining_command(run) or f"backlight report {path}"
+            console.print(f"next: {next_command}", soft_wrap=True, markup=False)
+        except StoreError as error:
+            console.print(f"backlight: {error}")
+    return captured.get()
 
 
 def _together(findings: Sequence[Finding]) -> list[Finding]:

@@ -16,7 +16,7 @@ from backlight.findings.withdrawn import Withdrawn, withdrawn
 from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.panel import Summary, in_order
 from backlight.report.source import APART, Source
-from backlight.store.format.schema import DISK_LIMIT, EXCEPTION, STOPPED
+from backlight.store.format.schema import DISK_LIMIT, ENDED, EXCEPTION, STOPPED
 from backlight.store.read.run import Event, Run
 from backlight.text import count, duration, listed, number, visible, with_unit
 
@@ -141,7 +141,9 @@ def lacking(run: Run) -> str:
 def ending(run: Run) -> str:
     """Return how a run ended, as ``Failed with ValueError at step 12``; empty where it runs or finished."""
     if run.status is RunStatus.KILLED:
-        return "Killed"
+        known = first_event(run, ENDED)
+        how = "killed" if known is None else visible(known.payload.get("how", "killed"))
+        return f"{how[:1].upper()}{how[1:]}"
     if run.status is not RunStatus.FAILED:
         return ""
     stop = first_event(run, STOPPED)

@@ -13,7 +13,7 @@ from backlight.records import Finding
 from backlight.report.panel import PanelWarning
 from backlight.standard_error import write_text
 from backlight.store.format.manifest import Progress
-from backlight.terminal import make_console, write
+from backlight.terminal import write
 
 
 @contextlib.contextmanager
@@ -36,24 +36,11 @@ def report_panel_warnings() -> Iterator[list[str]]:
 
 
 def after_run(path: Path, found: Sequence[Finding] | None = None, progress: Progress | None = None) -> None:
-    """Print the findings of the run in ``path`` and what to type next, on standard error.
+    """Print the summary of the run in ``path`` on standard error.
 
-    ``found`` are those that this process has just found itself, ``progress`` is as for
+    ``found`` are findings that this process has just made itself, ``progress`` is as for
     :func:`backlight.store.read.run.open_run`.
     """
-    from backlight.findings.evaluate import findings_of
-    from backlight.report.terminal import print_findings
-    from backlight.report.verdict import explaining_command
-    from backlight.store.errors import StoreError
-    from backlight.store.read.run import open_run
+    from backlight.report.terminal import summary_text
 
-    console = make_console(stderr=True)
-    with console.capture() as captured:
-        try:
-            run = open_run(path, progress)
-            print_findings(run, findings_of(run, fresh=found), console)
-            next_command = explaining_command(run) or f"backlight report {path}"
-            console.print(f"next: {next_command}", soft_wrap=True, markup=False)
-        except StoreError as error:
-            console.print(f"backlight: {error}")
-    write_text(captured.get(), sys.stderr)
+    write_text(summary_text(path, found, progress), sys.stderr)

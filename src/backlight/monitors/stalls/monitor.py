@@ -82,7 +82,7 @@ class StallMonitor(Monitor):
         self._periods = 0
         self._bucket_reads = 0
         self._buckets: dict[str, list[Any]] = {}
-        self._is_ended = False
+        self._is_ended = self._is_script = False
         self.heartbeat: Heartbeat | None = None
 
     @classmethod
@@ -91,6 +91,10 @@ class StallMonitor(Monitor):
         if "stalls" not in settings.monitors:
             return None
         return cls(settings.stall, settings.thresholds.get("stalls", {}))
+
+    def check_process(self, *, is_script: bool) -> None:
+        """Remember whether a command runs the script."""
+        self._is_script = is_script
 
     def attach(self, run: RunContext) -> None:
         """Create the shared state and start the threads; what the system refuses is recorded and left out."""
@@ -318,6 +322,7 @@ class StallMonitor(Monitor):
                     json.dumps(self._thresholds),
                     str(os.getpid()),
                     stream,
+                    "summary" if self._is_script and not self._run.settings.quiet else "",
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -251,6 +251,9 @@ EXCEPTION = "exception"
 REQUIRES_GRAD = "requires_grad"
 """Kind of the event with ``parameters`` whose ``requires_grad`` became ``value``, each of both once."""
 
+ENDED = "ended"
+"""Event of a process that a signal ended on purpose, written by its watchdog: ``rank``, and ``how``."""
+
 STOPPED = "stopped"
 """Event of a run that a finding ended by ``stop_on``, with its rule and title."""
 

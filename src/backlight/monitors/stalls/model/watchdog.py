@@ -1,7 +1,8 @@
 """Watchdog process: one per machine, observes its ranks and reports stalls. No torch.
 
-``python -m backlight.monitors.stalls.model.watchdog DIRECTORY RUN ATTEMPT OFFSET LIMITS PID STREAM`` detaches
-itself and ends with the last rank. It changes no watched process; if it dies, training continues unwatched.
+``python -m backlight.monitors.stalls.model.watchdog DIRECTORY RUN ATTEMPT OFFSET LIMITS PID STREAM SUMMARY``
+detaches itself and ends with the last rank. It changes no watched process; if it dies, training continues
+unwatched. With SUMMARY it prints that of a run whose script a signal has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +45,7 @@ from backlight.monitors.stalls.model.stack_summary import summarize_stacks
 from backlight.monitors.stalls.model.stacks import is_compiling
 from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, StallLimits
 from backlight.records import DiagnosisKind
+from backlight.store.format.schema import ENDED
 
 if TYPE_CHECKING:
     from backlight.store.write.watchdog import WatchdogWriter
@@ -68,6 +70,9 @@ CLOSE_LOOK_S = 1.3
 
 END_TIMEOUT_S = 0.7
 """Time that the watchdog may wait for anything once all ranks have ended."""
+
+SUMMARY_TIMEOUT_S = 10.0
+"""That time where it prints the summary of the run: the rules and the report have to be imported."""
 
 END_POLL_S = 0.25
 """Interval in which the end guard reads whether a rank that lives on has reported its end."""
@@ -102,12 +107,15 @@ class Watchdog:
         limits: StallLimits,
         step_offset: int = 0,
         host: str = "",
+        *,
+        prints_summary: bool = False,
     ) -> None:
         self._directory = directory
         self._limits = limits
         self._step_offset = step_offset
         self._paths = run, attempt_directory
-        self._host = host
+        self._host, self._prints_summary = host, prints_summary
+        self.end_timeout_s = END_TIMEOUT_S
         self._ranks: dict[int, RankObserver] = {}
         self._reports: dict[int, _Reports] = {}
         self._started = clock.monotonic()
@@ -137,6 +145,9 @@ class Watchdog:
             self._peers.publish(LEFT, self._observe_host(None))  # no answer can come from here any more
         if "_writer" in vars(self):
             self._writer.close()
+        first = self._ranks.get(0)
+        if self._prints_summary and first is not None and first.died and first.was_terminated:
+            self._print_summary()
         runtime_dir.remove(self._directory)
         runtime_dir.remove_abandoned()
 
@@ -165,6 +176,17 @@ class Watchdog:
         if not self._ranks:
             return clock.monotonic() - self._started < FIRST_RANK_TIMEOUT_S and self._directory.exists()
         return self._directory.exists() and not self._all_done()
+
+    def _print_summary(self) -> None:
+        """Print what the script would have printed at its end; a signal has ended it before that."""
+        self.end_timeout_s = SUMMARY_TIMEOUT_S
+        # Its imports take longer than all others, and few runs end so.
+        from backlight.report.terminal import summary_text  # noqa: PLC0415
+
+        run, here = self._paths[0], Path.cwd()
+        with contextlib.suppress(Exception):
+            sys.stderr.write(summary_text(run.relative_to(here) if run.is_relative_to(here) else run))
+            sys.stderr.flush()
 
     # Conditions
 
@@ -342,7 +364,7 @@ class Watchdog:
         if cause is not None and cause.died and cause.was_terminated and self._all_done():
             # The whole job was ended on purpose.
             step = None if cause.state is None else cause.state.step
-            self._writer.event(step, "ended", {"rank": cause.rank, "how": cause.ended})
+            self._writer.event(step, ENDED, {"rank": cause.rank, "how": cause.ended})
             return
         is_slow = diagnosis.kind is DiagnosisKind.SLOW
         is_inconclusive = is_slow or diagnosis.kind is DiagnosisKind.UNKNOWN
@@ -410,9 +432,11 @@ class EndGuard(threading.Thread):
     which the main thread ran, or had no core to run on, does not count.
     """
 
-    def __init__(self, directory: Path, starter: int) -> None:
+    def __init__(
+        self, directory: Path, starter: int, timeout_s: Callable[[], float] = lambda: END_TIMEOUT_S
+    ) -> None:
         super().__init__(name="backlight-end-guard", daemon=True)
-        self._directory, self._starter = directory, starter
+        self._directory, self._starter, self._timeout_s = directory, starter, timeout_s
         self._main = os.getpid()
         self._pidfds: dict[int, int] = {}
 
@@ -422,7 +446,7 @@ class EndGuard(threading.Thread):
             # The kernel reports the end of a process at once.
             select.select([one for one in living.values() if one >= 0], [], [], END_POLL_S)
         began, busy_s = clock.monotonic(), self._busy_s()
-        while clock.monotonic() - began - (self._busy_s() - busy_s) < END_TIMEOUT_S:
+        while clock.monotonic() - began - (self._busy_s() - busy_s) < self._timeout_s():
             clock.sleep(_BUSY_POLL_S)
         os._exit(1)
 
@@ -453,7 +477,7 @@ class EndGuard(threading.Thread):
 
 def main(arguments: list[str]) -> None:
     """Detach from the starting process and watch."""
-    directory, run, attempt_directory, step_offset, limits, starter, stream = arguments
+    directory, run, attempt_directory, step_offset, limits, starter, stream, summary = arguments
     starters = ancestors(int(starter))
     # A process of its own, so that a script that waits for all its children does not wait for this one.
     reading, writing = os.pipe()
@@ -470,8 +494,11 @@ def main(arguments: list[str]) -> None:
         runtime_dir.write_document(Path(directory) / runtime_dir.WATCHDOG, {"pid": os.getpid()})
         os.close(writing)
         thresholds = StallLimits().override(json.loads(limits))
-        watchdog = Watchdog(Path(directory), Path(run), Path(attempt_directory), thresholds, int(step_offset))
-        EndGuard(Path(directory), int(starter)).start()
+        watchdog = Watchdog(
+            Path(directory), Path(run), Path(attempt_directory), thresholds, int(step_offset),
+            prints_summary=bool(summary),
+        )  # fmt: skip
+        EndGuard(Path(directory), int(starter), lambda: watchdog.end_timeout_s).start()
         if stream and not stat.S_ISREG(os.fstat(STDERR).st_mode):
             sys.stderr = cast("TextIO", BorrowedStderr(stream, lambda: [*watchdog.pids(), *starters]))
         watchdog.run()
