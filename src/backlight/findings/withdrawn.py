@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from backlight.records import Finding, Severity
+from backlight.records import Finding, FindingKind, Severity
 from backlight.store.format.schema import REPORTED
 from backlight.store.read.run import Run
 from backlight.text import count, visible
@@ -76,7 +76,11 @@ def _reason(reported: Mapping[str, Any], severity: Severity, findings: Sequence[
 def _alike(reported: Mapping[str, Any], findings: Sequence[Finding]) -> Iterator[Finding]:
     names = set(reported["names"])
     for finding in findings:
-        if finding.rule == reported["rule"] and (
-            not names or names & {name for _, name in subjects_of(finding)}
-        ):
+        is_alike = finding.rule == reported["rule"] and (
+            # A statistic names the worst parameter, which may be another one by now.
+            not names
+            or finding.kind is FindingKind.STATISTIC
+            or bool(names & {name for _, name in subjects_of(finding)})
+        )
+        if is_alike or reported["rule"] in finding.merged:
             yield finding

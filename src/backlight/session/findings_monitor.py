@@ -43,11 +43,12 @@ class NewFindings:
 
     An error, and what rests on a fact, counts at once; a warning or a note once two evaluations in a row
     report it, since more steps may refute it. A finding about several parameters may name another of them
-    each time: it is known if an earlier one of that rule has evidence on its subject.
+    each time: it is known if an earlier one of that rule has evidence on its subject. One that has become
+    more severe is new again.
     """
 
     def __init__(self) -> None:
-        self._known: set[_Key] = set()
+        self._known: dict[_Key, int] = {}
         self._unconfirmed: set[_Key] = set()
 
     def take(
@@ -57,7 +58,7 @@ class NewFindings:
 
         ``facts`` are the rules that read a fact.
         """
-        fresh = [f for f in found if _key(f) not in self._known]
+        fresh = self.rest(found)
         confirmed = [
             f
             for f in fresh
@@ -70,12 +71,13 @@ class NewFindings:
 
     def rest(self, found: Iterable[Finding]) -> list[Finding]:
         """Return the findings of the last evaluation that no earlier call returned."""
-        return [finding for finding in found if _key(finding) not in self._known]
+        return [f for f in found if f.severity.rank > self._known.get(_key(f), -1)]
 
     def know(self, findings: Iterable[Finding]) -> None:
         """Take findings as known, so that no later call returns them."""
         for finding in findings:
-            self._known |= subjects_of(finding)
+            for key in {_key(finding), *subjects_of(finding)}:
+                self._known[key] = max(finding.severity.rank, self._known.get(key, -1))
 
     def knows(self, rule: str) -> bool:
         """Return whether a finding of a rule is known."""

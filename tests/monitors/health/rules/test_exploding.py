@@ -18,10 +18,27 @@ def test_injected_growth_is_found_with_its_first_step(synthetic: Any, evaluated:
     rms["w2"][60:] *= 1e5 * 1.2 ** np.arange(20)
     rms["w4"][62:] *= 1e4
     (finding,) = evaluated(synthetic(rms), "exploding")
-    assert finding.severity is Severity.ERROR
+    assert finding.severity is Severity.WARNING
     assert finding.subject.parameter == "w2"
     assert finding.subject.step == 60
     assert finding.evidence[0].step == int(np.argmax(rms["w2"]))
+
+
+def test_severity_of_a_part_of_the_run_holds_for_the_whole(synthetic: Any, evaluated: Any) -> None:
+    """What is an error while the run goes on is one at its end, whatever follows."""
+
+    def severities(rms: np.ndarray) -> list[Severity]:
+        found = [evaluated(synthetic({"a": rms[:end], "b": noise(end, 1)}), "exploding") for end in lengths]
+        return [finding.severity for (finding,) in filter(None, found)]
+
+    lengths = range(44, 96, 3)
+    short, lasting, broken = noise(100), noise(100), noise(100)
+    short[40:50] *= 1e5
+    lasting[40:] *= 1e5
+    broken[40:60] *= 1e5
+    broken[60:] = np.inf
+    assert set(severities(short)) == set(severities(lasting)) == {Severity.WARNING}
+    assert severities(broken) == [Severity.WARNING] * 6 + [Severity.ERROR] * 12
 
 
 def test_recovered_explosion_is_a_warning(synthetic: Any, evaluated: Any) -> None:

@@ -73,14 +73,15 @@ def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
     )
     rms_SC = np.where(part.measured, part.values, np.nan)
     hits_SC = exploding_mask(rms_SC, part.measured, medians_SC, limits) & np.isfinite(rms_SC)
-    begins = {}
+    begins, is_broken = {}, False
     for column in np.flatnonzero(hits_SC.any(axis=0)):
         per_work_S = rms_SC[:, column] / work_S
-        begin = _lasting(hits_SC[:, column], per_work_S, part.measured[:, column], limits)
-        if begin is not None:
-            begins[int(column)] = begin
+        lasting = _lasting(hits_SC[:, column], per_work_S, part.measured[:, column], limits)
+        if lasting is not None:
+            begins[int(column)] = lasting[0]
+            is_broken = is_broken or lasting[1]
     if begins:
-        yield _of_parameters(run, part, medians_SC, hits_SC, begins, limits)
+        yield _of_parameters(run, part, medians_SC, hits_SC, begins, limits, is_broken=is_broken)
         return
     for find in (_of_total, _huge):
         yield from find(run, frame, limits)
@@ -88,8 +89,12 @@ def exploding(run: Run, limits: ExplodingLimits) -> Iterator[Finding]:
 
 def _lasting(
     hits_S: np.ndarray, rms_S: np.ndarray, measured_S: np.ndarray, limits: ExplodingLimits
-) -> int | None:
-    """Return the row at which a lasting explosion begins, or None."""
+) -> tuple[int, bool] | None:
+    """Return the row at which a lasting explosion begins, and whether it breaks the run; None without one.
+
+    It does where it ends in NaN or Inf, or goes on to grow by as much as it began with. Both stay true
+    whatever follows: a run that goes on is evaluated as it will be at its end.
+    """
     rows = np.flatnonzero(measured_S)
     places = np.flatnonzero(hits_S[rows])
     for stretch in stretches(places, limits.spike_gap):
@@ -99,7 +104,8 @@ def _lasting(
         # A task that was nearly solved has small gradients; they return to their usual size with its errors.
         returns = np.nanmax(during) <= np.nanmax(np.where(np.isfinite(before), before, 0.0), initial=0.0)
         if broken or (len(stretch) >= limits.exploding_steps and not returns):
-            return int(rows[stretch[0]])
+            grows = np.nanmax(during) > limits.exploding_factor * during[0]
+            return int(rows[stretch[0]]), bool(broken or grows)
     return None
 
 
@@ -110,6 +116,8 @@ def _of_parameters(
     hits_SP: np.ndarray,
     begins: dict[int, int],
     limits: ExplodingLimits,
+    *,
+    is_broken: bool,
 ) -> Finding:
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios_SP = np.where(hits_SP, frame.values / medians_SP, 0.0)
@@ -124,7 +132,7 @@ def _of_parameters(
     if not any(len(shapes[frame.names[c]]) >= 2 for c in begins):
         severity = Severity.INFO
     else:
-        severity = Severity.ERROR if hits_SP[finite[-1], worst] else Severity.WARNING
+        severity = Severity.ERROR if is_broken else Severity.WARNING
     evidence = [
         phrases.series("gradient/rms", frame.names[c], int(frame.steps[peaks[c]]), frame.values[peaks[c], c])
         for c in order
