@@ -57,9 +57,9 @@ def test_sentence_on_what_was_measured_is_literally_true(tmp_path: Path) -> None
     rms = {"a": [1e-2] * 40, "b": [1e-2, 1e-2, nan, nan] * 10}
     alternating = {f"lr/{n}/0": {step: 0.1 for step in range(n, 40, 2)} for n in (0, 1)}
     detail = outcome(Source(write_synthetic(tmp_path / "late", rms))).detail
-    assert detail.startswith("Gradients of all 2 parameters were measured at 20 to 40 steps.")
+    assert detail.startswith("Gradients of all 2 parameters were measured at 20 to 40 of 40 steps.")
     detail = outcome(Source(write_synthetic(tmp_path / "gan", {"a": rms["a"]}, scalars=alternating))).detail
-    assert detail.startswith("Gradients of all 1 parameters were measured at 40 optimizer steps.")
+    assert detail.startswith("Gradients of all 1 parameters were measured at all 40 optimizer steps.")
 
 
 def test_no_findings_lists_what_was_not_checked(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,8 +54,11 @@ def test_line_names_the_exception(tmp_path: Path, capsys: pytest.CaptureFixture[
         with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, monitors="health"):
             loop(model, optimizer)
             raise ValueError("injected")
-    expected = f"Failed with ValueError at step {STEPS}. No findings in {STEPS} steps."
-    assert capsys.readouterr().err == f"backlight: {expected} Next: backlight report {tmp_path}/run\n"
+    printed = capsys.readouterr().err
+    assert re.match(
+        rf"backlight: Failed with ValueError at step {STEPS} \(.*test_closing_line.py:\d+\)\. ", printed
+    )
+    assert printed.endswith(f" No findings in {STEPS} steps. Next: backlight report {tmp_path}/run\n")
 
 
 @pytest.mark.parametrize("switch", [{"summary": False}, {"quiet": True}])

@@ -27,7 +27,8 @@ def summary(source: Source) -> Summary:
 
 def _coverage(source: Source, steps: int) -> str:
     """Return at how many of the steps that the run took gradients were measured, and the loss."""
-    taken, losses, fewest = source.run.last_step() + 1, len(source.scalar("loss").steps), source.coverage.fewest
+    taken, losses = source.run.last_step() + 1, len(source.scalar("loss").steps)
+    fewest = source.coverage.fewest
     is_one = len(np.unique(optimizer_sets(source.run, source.coverage.steps))) == 1
     whole = count(taken, "step" if is_one else "optimizer step")
     if fewest == steps == losses == taken:
