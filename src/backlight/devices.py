@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+COMPARED_GROUPS = 8
+"""Groups of spans with which a group is compared: the work of recorded steps hardly differs."""
 
 synchronizations: Counter[str] = Counter()
 """How often backlight itself waited for a whole device in this process, by reason."""
@@ -251,6 +254,49 @@ def record_event(device: str | torch.device) -> torch.Event:
 def timing_event() -> torch.Event:
     """Return a new event that measures time; it is not recorded yet."""
     return torch.Event(enable_timing=True)
+
+
+class WorkTimer:
+    """Device time of work that is launched in spans, known once it is done; nothing waits for it.
+
+    ``spent`` are the seconds so far. A span also contains the time in which the device waits for a late host:
+    a group of spans counts as twice the shortest of the last :data:`COMPARED_GROUPS` at most.
+    """
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self._spans: list[tuple[torch.Event, torch.Event]] = []
+        self._groups: deque[list[tuple[torch.Event, torch.Event]]] = deque()
+        self._recent: deque[float] = deque(maxlen=COMPARED_GROUPS)
+        self._has_events = True
+
+    @contextlib.contextmanager
+    def span(self, device: torch.device) -> Iterator[None]:
+        """Time what is launched in the current stream of an accelerator."""
+        begin = self._record(device) if self._has_events else None
+        yield
+        end = self._record(device) if begin is not None else None
+        if begin is not None and end is not None:
+            self._spans.append((begin, end))
+
+    def end_group(self) -> None:
+        """End a group, of one step for instance, and count earlier ones whose work is done."""
+        if self._spans:
+            self._groups.append(self._spans)
+            self._spans = []
+        while self._groups and self._groups[0][-1][1].query():
+            seconds = sum(begin.elapsed_time(end) for begin, end in self._groups.popleft()) / 1e3
+            self._recent.append(seconds)
+            self.spent += min(seconds, 2 * min(self._recent))
+
+    def _record(self, device: torch.device) -> torch.Event | None:
+        try:
+            event = torch.Event(device, enable_timing=True)
+            event.record(torch.accelerator.current_stream(device))
+        except RuntimeError:  # a back-end without such events
+            self._has_events = False
+            return None
+        return event
 
 
 def record_events(devices: Iterable[str]) -> list[torch.Event]:

@@ -153,8 +153,8 @@ class RunContext:
     disable:
         ``disable(error)`` detaches this monitor after an error outside of its hooks.
     account:
-        ``account(timed)`` counts ``timed.spent``, seconds of a thread of this monitor, as a cost of the
-        watch.
+        ``account(timed)`` counts ``timed.spent``, processor seconds of a thread of this monitor or seconds of
+        a device, as a cost of the watch.
     follow_forwards:
         Requests ``forward_begin`` and ``forward_end`` events of the outermost modules.
     alarm:

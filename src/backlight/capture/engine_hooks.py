@@ -96,9 +96,9 @@ def _begin(hub: Hub, outer: Any) -> EngineOptimizer | None:
     if engine is None:
         return None
     hub.optimizers.use_engine(engine)
-    began = clock.perf_counter()
+    began = clock.thread_time()
     is_scaled = attempt(outer, lambda: engine.begin(loads=hub.reads_gradients()))
-    hub.spent += clock.perf_counter() - began
+    hub.spent += clock.thread_time() - began
     if is_scaled is None:
         return None
     if is_scaled:

@@ -265,7 +265,8 @@ class Hub:
 
     ``loader_workers`` is the largest number of workers of a DataLoader that was asked for a batch since the
     hooks were installed; None before the first. ``unrecorded`` counts steps while no event is delivered, on
-    ``board``. ``spent`` are the host seconds that all listeners have taken so far.
+    ``board``. ``spent`` are the processor seconds that all listeners have taken so far; the step in progress
+    counts for ``timed_steps``, with 0 it is not timed.
     """
 
     def __init__(self) -> None:
@@ -277,6 +278,7 @@ class Hub:
         self.own_passes = 0
         self.in_engine = self._has_engines = False
         self.spent = 0.0
+        self.timed_steps = 1
         self._is_emitting = False
         self.loader_workers: int | None = None
         self.unrecorded: UnrecordedSteps | None = None
@@ -411,7 +413,8 @@ class Hub:
         if receivers is None:
             receivers = self._receivers_of(event)
         is_inner, self._is_emitting = self._is_emitting, True
-        begin = clock.perf_counter()
+        weight = 0 if is_inner else self.timed_steps
+        begin = clock.thread_time() if weight else 0.0
         try:
             for listener, method in receivers:
                 try:
@@ -423,8 +426,8 @@ class Hub:
             raised = carried.error
         finally:
             self._is_emitting = is_inner
-            if not is_inner:
-                self.spent += clock.perf_counter() - begin
+            if weight:
+                self.spent += weight * (clock.thread_time() - begin)
         raise raised  # outside the handler, so that it is as the user's code raised it
 
     def _drop(self, listener: Listener, error: Exception) -> None:

@@ -110,7 +110,7 @@ class MonitorSet:
         return returned
 
     def account(self, timed: Timed) -> None:
-        """Count the seconds of a thread as a cost of the watch."""
+        """Count the seconds of a thread or a device as a cost of the watch."""
         self._timed.append(timed)
 
     def next_step(self, step: int) -> int:
@@ -120,9 +120,9 @@ class MonitorSet:
         }
         return min((m.next_step(step) for m in starting.values()), default=NEVER)
 
-    def spent_in_threads(self) -> float:
-        """Return the seconds that threads of the watch have taken."""
-        return sum(timed.spent for timed in self._timed)
+    def accounted(self) -> float:
+        """Return the seconds that threads and devices have taken for the watch."""
+        return sum([timed.spent for timed in self._timed])
 
     def _listen(self, monitor: Monitor, listener: Listener) -> None:
         if listener not in self._listeners[monitor.name]:

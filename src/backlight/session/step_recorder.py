@@ -6,6 +6,7 @@ may still be on a device. Host numbers and arrays are made by the writer thread.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from backlight import clock
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import PLAIN, local
 from backlight.capture.step_sink import StepSink, StepSummary
+from backlight.devices import WorkTimer
 from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
 from backlight.monitor import Gradients
 from backlight.records import Layout, ParameterRecord
+from backlight.session.sampling import ProcessorTime
 from backlight.session.step_scalars import StepScalars
 from backlight.store.format.schema import REQUIRES_GRAD, SERIES
 
@@ -33,6 +36,11 @@ if TYPE_CHECKING:
 
 MAX_QUEUED_RECORDS = 512
 """Records that may wait for a slow disk before further ones are dropped."""
+
+TIMED_STEPS = 16
+"""Observed steps without a record of which one is timed: reading the processor's clock is a system call."""
+
+NO_SPAN = contextlib.nullcontext()
 
 STEPS_WITHOUT_BACKWARD = 2
 """Steps in a row with gradients and without a backward after which that is recorded."""
@@ -151,7 +159,9 @@ class StepRecorder(StepSink):
         self._monitors, self._notifier = monitors, notifier
         self._is_known = False
         self._record: StepRecord | None = None
-        self._started = clock.perf_counter()
+        self._time, self._device_work = ProcessorTime(), WorkTimer()
+        self._device: torch.device | None = None
+        monitors.account(self._device_work)
         self._step = self._recorded = 0
         self._spent_before, self._spent_until = 0.0, HUB.spent
         self._has_gradients = False
@@ -176,7 +186,7 @@ class StepRecorder(StepSink):
 
     def _spent(self) -> float:
         """Return the seconds that the watch has taken so far; hooks of monitors run inside listeners."""
-        return HUB.spent - self._spent_until + self._monitors.spent_in_threads()
+        return HUB.spent - self._spent_until + self._monitors.accounted()
 
     def finish(self) -> None:
         """Announce the parameters of a run without a second step."""
@@ -202,12 +212,16 @@ class StepRecorder(StepSink):
             self._announce_parameters()
         self._monitors.call("on_step_start", index)
         if self._sampling.is_due(index):
-            spacing = self._sampling.review(index, self._spent(), clock.perf_counter() - self._started)
+            spacing = self._sampling.review(index, self._spent(), self._time.elapsed())
             if spacing is not None:
                 reason = "the budget of time for measuring"
                 self._notifier.event("sampling", {"every": spacing, "reason": reason}, index)
         wanted = any(self._monitors.call("wants_step", index))
-        return self._sampling.wants(index) or wanted
+        is_recorded = self._sampling.wants(index) or wanted
+        # An odd step of each group: the even ones are those that are recorded.
+        stands_for = TIMED_STEPS if index % TIMED_STEPS == 1 else 0
+        HUB.timed_steps = 1 if is_recorded else stands_for
+        return is_recorded
 
     def next_step(self, index: int) -> int:
         """Return the next step that is recorded, or whose start a monitor needs."""
@@ -264,7 +278,10 @@ class StepRecorder(StepSink):
         record = self._current()
         # What the step has done so far, by which larger norms and losses are explained.
         record.scalars["forwards"], record.scalars["addends"] = summary.forwards, summary.addends
-        self._monitors.call("on_gradients_ready", self._gradients(parameters, scale), record)
+        device = parameters[0].device if parameters else None
+        self._device = None if device is None or device.type in {"cpu", "meta"} else device
+        with NO_SPAN if self._device is None else self._device_work.span(self._device):
+            self._monitors.call("on_gradients_ready", self._gradients(parameters, scale), record)
         if not (HUB.backward_depth or self._has_gradients):
             self._has_gradients = any(p.grad is not None for p in parameters)
 
@@ -275,11 +292,13 @@ class StepRecorder(StepSink):
 
     def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
         """Call the hooks before the optimizer step."""
-        self._monitors.call("on_before_optimizer_step", parameters, self._current())
+        with NO_SPAN if self._device is None else self._device_work.span(self._device):
+            self._monitors.call("on_before_optimizer_step", parameters, self._current())
 
     def update_ends(self) -> None:
         """Call the hooks after the optimizer step."""
-        self._monitors.call("on_after_optimizer_step", self._current())
+        with NO_SPAN if self._device is None else self._device_work.span(self._device):
+            self._monitors.call("on_after_optimizer_step", self._current())
 
     def step_closes(self, summary: StepSummary) -> None:
         """Complete the record and hand it to the writer thread."""
@@ -309,7 +328,10 @@ class StepRecorder(StepSink):
         record.clips = summary.clips
         record.scale = summary.scale
         record.skipped = summary.skipped
-        record.send()
+        with NO_SPAN if self._device is None else self._device_work.span(self._device):
+            record.send()
+        if self._device is not None:
+            self._device_work.end_group()
         self._report_missing(summary.without_gradient)
         self._report_without_backward(summary.backwards)
         has_room = self._recorded - self.dropped - self.stored < MAX_QUEUED_RECORDS

@@ -148,14 +148,14 @@ class NoiseScaleMonitor(Monitor):
             refused,
         )
 
-        begin = clock.perf_counter()
+        begin = clock.thread_time()
         self._reason = refused(module, samples)
         layers: list[nn.Module] = []
         if not self._reason and samples is not None:
             self._measurement = MicrobatchMeasurement(samples)
             every = nn.Module.modules(unwrapped(module))
             layers = [m for m in every if kernel_of(m) is not None and _is_trained(m)]
-        self._seconds += clock.perf_counter() - begin
+        self._seconds += clock.thread_time() - begin
         return layers
 
     def skips(self, layer: nn.Module, reason: str) -> None:
@@ -167,12 +167,12 @@ class NoiseScaleMonitor(Monitor):
         """Add a call, while the backward of this forward runs."""
         if self._measurement is None or self._finished:
             return
-        begin = clock.perf_counter()
+        begin = clock.thread_time()
         if self._inside:
             self._measurement.add(layer, x, delta)
         else:
             self._reason = "the loss function differentiates through the model, as a gradient penalty does"
-        self._seconds += clock.perf_counter() - begin
+        self._seconds += clock.thread_time() - begin
 
     # The backward pass
 
@@ -193,9 +193,9 @@ class NoiseScaleMonitor(Monitor):
         """Measure a parameter whose gradient arrives."""
         if self._measurement is None or self._reason or self._measurement.reason:
             return
-        begin = clock.perf_counter()
+        begin = clock.thread_time()
         self._measurement.close(key, self._leaves[key], gradient)
-        took = clock.perf_counter() - begin
+        took = clock.thread_time() - begin
         self._seconds += took
         # Requested by name, and stated on its own: the default monitors do not record less because of it.
         from backlight.capture.hub import HUB  # noqa: PLC0415 - torch

@@ -154,7 +154,7 @@ SCALARS: dict[str, ScalarSchema] = {
         ScalarSchema("forwards", "1", "forwards of the outermost modules in the step, under grad"),
         ScalarSchema("addends", "1", "values that the losses of the step add up; a mean is one"),
         ScalarSchema("backwards_seen", "1", "backward passes since watching began; ranks are aligned by it"),
-        ScalarSchema("cost", "s", "host time that backlight spent in the step"),
+        ScalarSchema("cost", "s", "processor and device time of backlight since the recorded step before"),
         ScalarSchema("time", "s", "wall-clock time at the end of the step, Unix epoch"),
         ScalarSchema("phase", "s", "time per phase; one scalar phase/<phase> each"),
         ScalarSchema("optimizer_time", "s", "time per optimizer of several; optimizer_time/<number> each"),
