@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
 from backlight import clock

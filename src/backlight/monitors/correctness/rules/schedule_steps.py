@@ -128,7 +128,7 @@ def _decayed(run: Run, limits: ScheduleLimits) -> Iterator[Finding]:
                 phrases.scalar(name, at, rate),
             ),
             fix=(
-                "Give the schedule the number of steps of the whole training, and call `scheduler.step()` "
+                "Give the schedule the number of steps of the whole run, and call `scheduler.step()` "
                 "once per step of the optimizer: two calls use it up in half of them."
             ),
             refuted_if="the training is to go on at that rate, for instance to collect statistics.",

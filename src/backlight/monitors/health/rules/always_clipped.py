@@ -11,7 +11,7 @@ from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.findings.optimizer_names import scale_free_kinds
 from backlight.findings.step_weights import after_share, step_weights, weighted_median, weighted_share
-from backlight.monitors.health.model.clipping import clip_factors
+from backlight.monitors.health.model.clip_factors import clip_factors
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
