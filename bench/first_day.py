@@ -33,7 +33,7 @@ from rich.table import Table
 
 OWN = Path(__file__).parent / "first_day"
 
-TIMEOUT_S = 400.0
+TIMEOUT_S = 1800.0
 """Time until a script is interrupted as with Ctrl-C; scripts that hang have a time of their own."""
 
 ENDING_S = 60.0

@@ -98,7 +98,7 @@ def test_lists_are_read_alike_at_any_length(rows: int) -> None:
 def test_settings_are_checked_as_before() -> None:
     assert exact(Settings, {"every": 2, "monitors": ("health",)}) == Settings(("health",), every=2)
     assert Settings.of({"every": "2"}) == Settings(every=2)
-    with pytest.raises(ValueError, match="settings: every=0: expected 1 or more"):
+    with pytest.raises(ValueError, match="every: 0: expected 1 or more"):
         Settings.of({"every": 0})
 
 

@@ -64,7 +64,7 @@ def test_secrets_in_texts_and_variables() -> None:
 
 
 def test_patterns_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"redact='\(': expected a regular expression"):
+    with pytest.raises(ValueError, match=r"redact: '\(' is no regular expression"):
         check_patterns(["("])
     with pytest.raises(ValueError, match="matches the empty text"):
         check_patterns(["x*"])

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from backlight.registry import Registry
+from backlight.setting_error import SettingError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     import torch
     from torch import nn
@@ -340,15 +340,22 @@ def monitor_names() -> tuple[str, ...]:
     return tuple(sorted({cls.requested_by or cls.name for cls in classes if cls.requested_by is not None}))
 
 
-def check_monitors(names: Sequence[str]) -> None:
-    """Refuse names that no monitor has.
+def built_in_monitors() -> tuple[str, ...]:
+    """Return the names of backlight's own monitors, without importing any of them or torch."""
+    folders = (file.parent for file in (Path(__file__).parent / "monitors").glob("*/monitor.py"))
+    return tuple(sorted(folder.name for folder in folders))
+
+
+def check_monitors(names: Sequence[str], known: Sequence[str] = ()) -> None:
+    """Refuse names that no monitor has; ``known`` are those that exist, by default all.
 
     Raises
     ------
-    ValueError
+    SettingError
         If one of ``names`` does not exist.
     """
-    known = monitor_names()
+    known = known or monitor_names()
     for name in names:
         if name not in known:
-            raise ValueError(f"no monitor is called {name!r}; expected some of: {', '.join(known)}")
+            expected = f"expected some of: {', '.join(known)}"
+            raise SettingError("monitors", f"no monitor is called {name!r}; {expected}")

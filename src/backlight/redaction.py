@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from backlight.records import Fingerprint
+from backlight.setting_error import SettingError
 
 REDACTED = "<redacted>"
 
@@ -120,11 +121,10 @@ def check_patterns(patterns: Sequence[str]) -> None:
         try:
             matches_nothing = re.compile(pattern).search("") is not None
         except re.error as error:
-            raise ValueError(
-                f"redact={pattern!r}: expected a regular expression, such as 'passport|my_key': {error}"
-            ) from None
+            problem = f"{pattern!r} is no regular expression, such as 'passport|my_key': {error}"
+            raise SettingError("redact", problem) from None
         if matches_nothing:
-            raise ValueError(f"redact={pattern!r}: matches the empty text, and so everything")
+            raise SettingError("redact", f"{pattern!r} matches the empty text, and so everything")
 
 
 def _name_of(arguments: Sequence[str], index: int) -> str:

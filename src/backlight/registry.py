@@ -178,6 +178,10 @@ class Registry(Generic[T]):
             )
         return PlugIn(self.kind, point.name, point.value, *dist, entries, problem)
 
+    def group_is_extended(self) -> bool:
+        """Return whether other distributions add to the registry; nothing is imported."""
+        return bool(self.group) and any(_entry_points(self.group))
+
     def plug_ins(self) -> tuple[PlugIn, ...]:
         """Return the plug-ins of other distributions, those that were left out included, by name."""
         self._discover()
@@ -218,7 +222,7 @@ class Registry(Generic[T]):
         A watched run ends sooner without the modules of other monitors. Where there are plug-ins, all are
         imported: one may take a name that exists.
         """
-        if not monitors or (self.group and any(_entry_points(self.group))):
+        if not monitors or self.group_is_extended():
             return self.items()
         with self._lock:
             for name in _module_names(self.modules):

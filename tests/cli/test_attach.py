@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from backlight.cli.render.attached import print_attached
+from backlight.monitors.stalls.model.attach import Attached
+from backlight.monitors.stalls.model.observation import Diagnosis
+from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack
+from backlight.records import DiagnosisKind, Phase
 from monitors.stalls.model.test_flight_recorder import dumped, entry, write
 
 Command = Callable[..., tuple[int, str, str]]
@@ -31,6 +36,39 @@ def test_dumps_are_diagnosed(command: Command, dumps: Path) -> None:
     _, out, _ = command("attach", "--flight-recorder", str(dumps))
     assert "rank 0: 2 collectives" in out
     assert "rank 2 left no dump" in out
+
+
+def test_many_ranks_are_printed_in_part_without_full(command: Command, tmp_path: Path) -> None:
+    waits = entry(number=2, state="started")
+    for rank in range(40):
+        write(tmp_path, rank, dumped(entry(), *([waits] if rank else []), world=40))
+    _, out, _ = command("attach", "--flight-recorder", str(tmp_path))
+    lines = out.splitlines()
+    assert lines[0].startswith("BLOCKED: ")
+    assert len(lines) <= 25
+    assert lines[-1] == "and 30 more ranks: --full"
+    _, out, _ = command("attach", "--full", "--flight-recorder", str(tmp_path))
+    assert "rank 39: " in out
+
+
+def test_threads_and_frames_are_printed_in_part_without_full(capsys: pytest.CaptureFixture[str]) -> None:
+    frames = tuple(Frame("/home/me/train.py", line, "step") for line in range(30))
+    threads = tuple(
+        ThreadStack(7 + i, frames, name=f"thread {i}", tid=7 + i, native=(Frame("", 0, "sem_wait"),))
+        for i in range(9)
+    )
+    diagnosis = Diagnosis(DiagnosisKind.BLOCKED, Phase.OTHER, "BLOCKED: waits", "it moves", "read the line")
+    found = Attached(7, diagnosis, "tid  state\n", (StackSample(0, "py-spy", threads),), ("steps",))
+    print_attached(found)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "BLOCKED: waits"
+    assert "  sem_wait (C)" in lines
+    assert "  train.py:0 in step" in lines
+    assert "  and 23 more frames, 8 other threads" in lines
+    assert lines[-1] == "All threads and frames: --full."
+    assert len(lines) <= 25
+    print_attached(found, full=True)
+    assert len(capsys.readouterr().out.splitlines()) > 9 * 30
 
 
 def test_run_adds_the_steps_of_its_ranks(command: Command, dumps: Path, run_with_nan: Path) -> None:

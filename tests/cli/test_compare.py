@@ -1,6 +1,7 @@
 """`backlight compare` through the installed console script: a newcomer's pairs of runs, 80 columns wide."""
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_only_differences_are_named_without_full(console_script: Console, folder
     assert done.returncode == 0, done.stderr
     assert "The recorded configurations agree." in done.stdout
     assert "Loss and gradient norm are identical at all 12 common steps." in done.stdout
+    assert re.match(r"Final loss: [\d.e-]+ in all runs; best: [\d.e-]+\.\n", done.stdout)
     assert "final loss" not in done.stdout
     assert "Tables: --full" in done.stdout
     assert "final loss" in console_script(folder, "compare", "a", "again", "--full").stdout
@@ -61,6 +63,9 @@ def test_only_differences_are_named_without_full(console_script: Console, folder
 
 def test_changed_option_is_shown_side_by_side(console_script: Console, folder: Path) -> None:
     brief = console_script(folder, "compare", "a", "lr").stdout
+    number = r"[\d.e-]+"
+    first = rf"Final loss: A {number}, B {number}; best: A {number} at step \d+, B {number} at step \d+\.\n"
+    assert re.match(first, brief)
     assert "  configuration: learning rate 0.1 / 0.2\n" in brief
     assert len(brief.splitlines()) <= 1 + FACTS + 1
     done = console_script(folder, "compare", "a", "lr", "--full")
@@ -83,7 +88,7 @@ def test_slower_run_is_claimed_and_an_equal_one_is_not(console_script: Console, 
     assert [line[0] for line in lines if line[-1:] == ["slower"]] == ["step", "backward"]
     assert any(line[:1] == ["optimizer"] for line in lines)
     brief = console_script(tmp_path, "compare", "a", "slow", "equal").stdout
-    assert brief.startswith("Step time against A: B is slower, 1 run undecided.")
+    assert "Step time against A: B is slower, 1 run undecided." in brief
     many = console_script(tmp_path, "compare", "a", "slow", "equal", "--full").stdout.splitlines()
     (head,) = [number for number, line in enumerate(many) if line.startswith("median step")]
     assert [line.split()[0] for line in many[head + 1 : head + 4]] == ["A", "B", "C"]
@@ -106,6 +111,9 @@ def test_edited_script_is_named(console_script: Console, tmp_path: Path) -> None
 def test_finding_of_one_run_is_named(console_script: Console, folder: Path) -> None:
     written = json.loads(console_script(folder, "compare", "a", "frozen", "lr", "--json").stdout)
     assert [row["letter"] for row in written["runs"]] == ["A", "B", "C"]
+    losses = {row["name"]: row["values"] for row in written["rows"] if row["name"].endswith("loss")}
+    assert losses["best loss"][0] <= losses["final loss"][0]
+    assert losses["step of the best loss"][0] in range(12)
     (row,) = [row for row in written["findings"] if row["rule"] == "no_update"]
     assert (row["present"], row["severity"]) == (["B"], "warning")
     printed = console_script(folder, "compare", "a", "frozen").stdout
@@ -123,6 +131,7 @@ def test_page_has_the_tables_and_the_curves_of_all_runs(
     text = page.read_text()
     report = json.loads(text.split('<script type="application/json" id="report">')[1].split("</script>")[0])
     assert report["verdict"]["headline"] == "The configurations differ in learning rate."
+    assert report["verdict"]["detail"].startswith("Final loss: A ")
     assert report["panels"][0]["title"] == "Loss"
     panels = {panel["title"]: panel["data"] for panel in report["panels"] if "data" in panel}
     assert panels["What differs"]["rows"][0] == ["run", "a", "lr", "frozen"]

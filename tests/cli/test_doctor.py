@@ -1,10 +1,12 @@
-"""``doctor``: what it says of the release of torch."""
+"""``doctor``: the release of torch, and what is printed."""
 
 from __future__ import annotations
 
 import pytest
 
 from backlight.cli import doctor
+from backlight.cli.doctor import Check
+from backlight.cli.render.doctor import show
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,28 @@ def test_release_of_torch(version: str, state: str, meaning: str, monkeypatch: p
     check = doctor._torch()
     assert check.state == state
     assert meaning in check.meaning
+
+
+CHECKS = [
+    Check("torch", "ok", "2.13.0", "training scripts can be watched", required=True),
+    Check("device", "ok", "CPU, 2 threads", ""),
+    Check("disk", "limited", "0.5 GB free here", "use --max-disk"),
+    *(Check(f"[{index}]", "optional", "no x", "use") for index in range(40)),
+]
+
+
+def test_verdict_comes_first_and_the_rest_is_left_to_full(capsys: pytest.CaptureFixture[str]) -> None:
+    show(CHECKS)
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert first == "✓ Training scripts can be watched here: torch 2.13.0, CPU, 2 threads."
+    assert second == "! disk: 0.5 GB free here; use --max-disk"
+    assert len(rest) <= 23
+    assert rest[-1] == "All 43 checks: --full."
+    show(CHECKS, full=True)
+    assert len(capsys.readouterr().out.splitlines()) > 40
+
+
+def test_missing_torch_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    show([Check("torch", "missing", "not installed", "runs can be read, not recorded", required=True)])
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line == "✕ torch: not installed; runs can be read, not recorded"

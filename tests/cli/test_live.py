@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -118,9 +119,11 @@ def test_page_is_served_until_interrupted(run: Path) -> None:
 def test_missing_run_and_taken_port_are_refused_in_one_line(
     run: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    for name in ("open", "top"):
-        errors = refused(name, tmp_path / "nothing")
-        assert errors.startswith(f"backlight: {tmp_path}/nothing: there is no such folder")
+    errors = refused("top", tmp_path / "nothing")
+    assert errors.startswith(f"backlight: {tmp_path}/nothing: there is no such folder")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    assert "other" in refused("open", tmp_path / "other")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -128,3 +131,29 @@ def test_missing_run_and_taken_port_are_refused_in_one_line(
         errors = refused("open", "--no-browser", "--port", port, run)
     assert f"port {port} of 127.0.0.1" in errors
     assert "--port" in errors
+
+
+def test_open_waits_for_a_run_that_has_not_started(run: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    for arguments, line in (
+        ([str(later)], f"backlight: {later} does not exist yet; waiting for it to start, Ctrl-C ends\n"),
+        ([], "backlight: runs/ holds no run yet; waiting for it to start, Ctrl-C ends\n"),
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_TORCH, "open", "--no-browser", *arguments],
+            stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        )  # fmt: skip
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline() == line
+            shutil.copytree(run, tmp_path / "arriving")
+            (tmp_path / "runs").mkdir(exist_ok=True)
+            (tmp_path / "arriving").rename(later if arguments else tmp_path / "runs" / "first")
+            link = next(read for read in process.stderr if "live page at" in read).split()[4]
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(link, timeout=60) as page:
+                assert page.status == 200  # it serves
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+            process.communicate()

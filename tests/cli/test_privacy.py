@@ -78,4 +78,4 @@ def test_another_user_cannot_read_a_run(folder: Path) -> None:
 def test_refused_pattern(folder: Path) -> None:
     done = backlight("run", "--redact", "(", "train.py", cwd=folder)
     assert done.returncode == 2
-    assert "redact='(': expected a regular expression" in done.stderr
+    assert "--redact: '(' is no regular expression" in done.stderr

@@ -127,9 +127,35 @@ def test_refusal_ends_the_script_at_its_import_of_torch(tmp_path: Path, console_
     (tmp_path / "train.py").write_text(
         "print('before')\ntry:\n    import torch\nexcept Exception:\n    pass\nprint('after')\n"
     )
-    watched = console_script(tmp_path, "run", "--monitors", "helth", "train.py")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").touch()
+    watched = console_script(tmp_path, "run", "--out", "taken", "train.py")
     assert (watched.returncode, watched.stdout) == (2, "before\n")
-    assert watched.stderr.startswith("backlight: no monitor is called 'helth'; expected some of: ")
+    assert watched.stderr.startswith("backlight: taken: is not a backlight run and not empty")
+    assert watched.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["--monitors", "helth"],
+            "--monitors: no monitor is called 'helth'; expected some of: correctness, ",
+        ),
+        (["--stop-on", "spke"], "--stop-on: no severity or rule is called 'spke'; did you mean 'spike'?"),
+        (["--tracker", "wandbb"], "--tracker: no tracker is called 'wandbb'; did you mean 'wandb'?"),
+        (["--config", "a.toml"], "a.toml: stop_on: no severity or rule is called 'nam'"),
+        (["--reduce"], "--reduce: needs --every, without which each rank chooses its own steps"),
+    ],
+)
+def test_names_are_checked_before_a_script_without_torch(
+    tmp_path: Path, console_script: Console, arguments: list[str], line: str
+) -> None:
+    (tmp_path / "plain.py").write_text("print('begun')\n")
+    (tmp_path / "a.toml").write_text("stop_on = 'nam'")
+    watched = console_script(tmp_path, "run", *arguments, "plain.py")
+    assert (watched.returncode, watched.stdout) == (2, "")
+    assert watched.stderr.startswith(f"backlight: {line}")
     assert watched.stderr.count("\n") == 1
 
 

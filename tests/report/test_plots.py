@@ -156,7 +156,8 @@ def test_missing_matplotlib_error_names_the_extra(
     monkeypatch.setattr(builtins, "__import__", blocked)
     with pytest.raises(ModuleNotFoundError) as refused:
         write_plots(full, tmp_path / "plots")
-    assert error_line(refused.value) == "matplotlib is not installed here: pip install 'backlight[plots]'"
+    line = error_line(refused.value, "report")
+    assert line == "backlight report: needs matplotlib; pip install 'backlight[plots]'"
     assert not (tmp_path / "plots").exists()
 
 

@@ -323,7 +323,7 @@ def test_finding_triggers_detail(tmp_path: Path) -> None:
         ({"every": "often"}, "every: Input should be a valid integer"),
         ({"thresholds": {"health": {"vanishing": 1}}}, "vanishing"),
         ({"thresholds": {"kitchen": {"hot": 1}}}, "no monitor of that name has thresholds"),
-        ({"monitors": ()}, "monitors is empty"),
+        ({"monitors": ()}, "monitors: expected at least one name"),
     ],
 )
 def test_invalid_settings_are_rejected_before_any_write(

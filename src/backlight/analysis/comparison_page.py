@@ -8,6 +8,7 @@ from typing import Any
 
 from backlight import __version__
 from backlight.analysis.compare import Comparison
+from backlight.analysis.comparison_verdict import loss_line
 from backlight.analysis.report import source_of
 from backlight.analysis.side_by_side import Row
 from backlight.monitors.steptime.model.step_comparison import TimeComparison
@@ -25,7 +26,8 @@ def write_comparison(comparison: Comparison, runs: Sequence[Run], target: Path) 
         (f"{side.letter} {visible(side.path)}", run) for side, run in zip(comparison.runs, runs, strict=True)
     ]
     steps = 0, max(run.last_step() for run in runs)
-    state = compared(title, len(runs), " ".join(comparison.notes), headline=comparison.headline, steps=steps)
+    detail = " ".join(filter(None, (loss_line(comparison), *comparison.notes)))
+    state = compared(title, len(runs), detail, headline=comparison.headline, steps=steps)
     state["verdict"]["status"] = " ".join(times.verdict for times in comparison.times)
     curves = list(curve_panels([(name, source_of(run, ())) for name, run in named]))
     loss = [{**panel, "place": "full"} for panel in curves if panel["name"] == "loss"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from backlight.analysis.compare import Comparison, FindingRow
 from backlight.analysis.side_by_side import Row
@@ -14,34 +14,52 @@ RUNS, SHOWN = 3, 3
 
 
 def verdict(comparison: Comparison) -> str:
-    """Return which run is faster, or what stands before that question, in one line."""
+    """Return final and best loss of each run in one line; without losses, what differs between the runs."""
+    return loss_line(comparison) or comparison.headline
+
+
+def loss_line(comparison: Comparison) -> str:
+    """Return final and best loss of each run; empty where no run has one."""
+    rows = {row.name: row for row in comparison.rows}
+    if "final loss" not in rows:
+        return ""
+    final, best, steps = (rows[name] for name in ("final loss", "best loss", "step of the best loss"))
+    if final.is_equal and best.is_equal:
+        return f"Final loss: {final.texts[0]} in all runs; best: {best.texts[0]}."
+    bests = [f"{text} at step {step}" for text, step in zip(best.texts, steps.texts, strict=True)]
+    return f"Final loss: {_by_run(comparison, final.texts)}; best: {_by_run(comparison, bests)}."
+
+
+def _by_run(comparison: Comparison, texts: Sequence[str]) -> str:
+    pairs = zip(comparison.runs, texts, strict=True)
+    return listed([f"{side.letter} {text.partition(' at step not')[0]}" for side, text in pairs], RUNS)
+
+
+def facts(comparison: Comparison) -> list[str]:
+    """Return the lines behind the verdict: what differs first, step times last."""
+    differing = [f"{d.name} {_slashed(d.values)}" for d in comparison.differences]
+    lines = [*_runs(comparison)]
+    lines += [] if verdict(comparison) == comparison.headline else [comparison.headline]
+    lines += _listed("configuration", differing)
+    lines += comparison.notes[:2]
+    lines += _findings(comparison)
     tested = [times for times in comparison.times if times.rows]
-    if not tested:
-        return comparison.headline
     if len(comparison.times) == 1:
-        return tested[0].verdict
+        lines += [*(times.verdict for times in tested), *times_facts(comparison.times[0])]
+    elif tested:
+        lines += [_times_line(tested)]
+        lines += [f"{t.names[1]}÷A is {t.rows[0].text}: {t.rows[0].verdict}" for t in tested[: RUNS - 1]]
+        lines += dict.fromkeys(times.variation_text for times in tested[:1])
+    lines += _series("series", [row for row in comparison.rows if not row.name.endswith(" loss")])
+    lines += _series("parameters that differ most", comparison.parameters)
+    return lines
+
+
+def _times_line(tested: Sequence[TimeComparison]) -> str:
     found = [f"{times.names[1]} is {times.rows[0].verdict}" for times in tested if times.rows[0].found]
     rest = len(tested) - len(found)
     undecided = [f"{count(rest, 'run')} undecided"] if rest else []
     return f"Step time against A: {listed([*found, *undecided], RUNS)}."
-
-
-def facts(comparison: Comparison) -> list[str]:
-    """Return the lines behind the verdict."""
-    headline = [] if verdict(comparison) == comparison.headline else [comparison.headline]
-    lines = [*_runs(comparison), *headline]
-    if len(comparison.times) == 1:
-        lines += times_facts(comparison.times[0])
-    else:
-        tested = [times for times in comparison.times if times.rows]
-        lines += [f"{t.names[1]}÷A is {t.rows[0].text}: {t.rows[0].verdict}" for t in tested[: RUNS - 1]]
-        lines += dict.fromkeys(times.variation_text for times in tested[:1])
-    lines += comparison.notes[:2]
-    lines += _listed("configuration", [f"{d.name} {_slashed(d.values)}" for d in comparison.differences])
-    lines += _findings(comparison)
-    lines += _series("series", comparison.rows)
-    lines += _series("parameters that differ most", comparison.parameters)
-    return lines
 
 
 def times_facts(times: TimeComparison, basis: str = "") -> list[str]:
@@ -68,7 +86,7 @@ def _runs(comparison: Comparison) -> Iterator[str]:
         yield f"and {count(len(comparison.runs) - RUNS, 'more run')}"
 
 
-def _series(title: str, rows: tuple[Row, ...]) -> Iterator[str]:
+def _series(title: str, rows: Sequence[Row]) -> Iterator[str]:
     yield from _listed(title, [f"{row.name} {_slashed(row.texts)}" for row in rows if not row.is_equal])
 
 

@@ -67,10 +67,14 @@ def series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[
 
 
 def _series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
-    yield _row("final loss", "1", [_last(read_scalar(run, "loss")) for run in runs])
+    losses = [read_scalar(run, "loss") for run in runs]
+    best = [_lowest(loss) for loss in losses]
+    yield _row("final loss", "1", [_last(loss) for loss in losses])
+    yield _row("best loss", "1", [value for _, value in best])
+    yield Row("step of the best loss", "", tuple(step for step, _ in best))
     if steps is not None:
         series: dict[str, list[Series]] = {
-            "median loss": [read_scalar(run, "loss") for run in runs],
+            "median loss": losses,
             "median gradient norm": [read_scalar(run, "total_norm") for run in runs],
             "median update / weight": [median_updates(run) for run in runs],
             "median clip factor": [read_scalar(run, "clip/factor") for run in runs],
@@ -174,6 +178,15 @@ def _median(values: NDArray[np.float64]) -> float | None:
     if not len(values):
         return None
     return float(np.median(values)) if np.isfinite(values).all() else math.nan
+
+
+def _lowest(series: Series) -> tuple[int | None, float | None]:
+    """Return the step of the smallest finite value, and that value; None where there is none."""
+    steps, values = series
+    if not np.isfinite(values).any():
+        return None, None
+    row = int(np.nanargmin(np.where(np.isfinite(values), values, np.nan)))
+    return int(steps[row]), float(values[row])
 
 
 def _last(series: Series) -> float | None:

@@ -17,6 +17,7 @@ import typer
 import backlight
 from backlight.cli.help_page import HelpCommand, HelpGroup
 from backlight.cli.script_command import ScriptCommand
+from backlight.extras import EXTRA_OF, MissingPackageError
 from backlight.launch.uncaught import Interrupted, raise_interrupt
 from backlight.registry import UnknownNameError
 from backlight.store.errors import StoreError
@@ -42,14 +43,6 @@ REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundErr
 """Errors whose message names what, where, expected, got and the fix."""
 
 _EXHAUSTED = (RecursionError, MemoryError)
-
-_EXTRAS = {
-    "torch": "torch", "pyarrow": "parquet", "msgspec": "trace", "matplotlib": "plots", "submitit": "slurm",
-    "starlette": "live", "uvicorn": "live", "tensorboard": "tensorboard", "wandb": "wandb",
-    "mlflow": "mlflow", "prometheus_client": "prometheus", "duckdb": "query", "pandas": "frames",
-    "polars": "frames", "mcp": "mcp",
-}  # fmt: skip
-"""Extra of this distribution by the package that it installs."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -145,10 +138,16 @@ def _load_all() -> None:
     app.add_typer(grok, rich_help_panel=_PANEL_OF["grok"])
 
 
-def error_line(error: Exception) -> str:
-    """Return the line for ``error``; for a missing package, how to install it."""
-    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        return f"{error.name} is not installed here: pip install 'backlight[{_EXTRAS[error.name]}]'"
+def error_line(error: Exception, command: str = "") -> str:
+    """Return the line for ``error`` of a command; for a missing package, how to install it."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if package in EXTRA_OF:
+        line = error if isinstance(error, MissingPackageError) else MissingPackageError(package)
+        return f"backlight: {line}" if line.what else f"backlight {command}: {line}"
+    return f"backlight: {_message(error)}"
+
+
+def _message(error: Exception) -> str:
     if isinstance(error, _EXHAUSTED):
         what = "nested too deeply" if isinstance(error, RecursionError) else "larger than the memory"
         return f"the input is {what}; --traceback shows where"
@@ -157,6 +156,17 @@ def error_line(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}"
     remote = sys.modules.get("backlight.store.read.remote")  # imported where a run is behind a URL
     return (text if remote is None else remote.shown(text)) or type(error).__name__
+
+
+def _usage_line(error: Any) -> str:
+    """Return the line for wrong arguments, with what to type next."""
+    text, kind, context = error.format_message().rstrip("."), type(error).__name__, error.ctx
+    if context is None or text.endswith("?"):  # it suggests a command already
+        return str(text)
+    if hasattr(context.command, "list_commands") and kind in {"UsageError", "NoSuchCommand"}:
+        return f"{text}; {context.command_path} --help lists the commands"
+    example, *_ = (context.command.epilog or "").splitlines() or [""]
+    return f"{text}, as in: {example}" if example and kind == "MissingParameter" else str(text)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -168,7 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     code: object = 0
     interrupt: Interrupted | None = None
-    load_commands(next((word for word in arguments if word != "--traceback"), ""))
+    name = next((word for word in arguments if word != "--traceback"), "")
+    load_commands(name)
     try:
         code = typer.main.get_command(app).main(arguments, prog_name="backlight", standalone_mode=False)
     except Interrupted as ended:
@@ -176,13 +187,13 @@ def main(arguments: list[str] | None = None) -> None:
     except typer.Abort:
         sys.exit(130)
     except _USAGE as error:
-        write(f"backlight: {error.format_message()}", file=sys.stderr)
+        write(f"backlight: {_usage_line(error)}", file=sys.stderr)
         sys.exit(2)
     except (*REFUSALS, *_EXHAUSTED) as error:
         if "--traceback" in arguments[:1]:
             traceback.print_exc()
         else:
-            write(f"backlight: {error_line(error)}", file=sys.stderr)
+            write(error_line(error, name), file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:
         sys.stderr.close()

@@ -8,7 +8,7 @@ import platform
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,13 @@ EXTRAS = {
     "remote": "a run behind a URL",
     "frames": "to_pandas, to_polars",
     "plots": "backlight report --plots",
+    "research": "backlight spectra, gram, sweep and grok; arrays of a run",
     "lightning": "Lightning",
     "huggingface": "Trainer and Accelerate",
     "ray": "Ray Train, --ray",
     "deepspeed": "engines of DeepSpeed",
     "tensorboard": "tracker", "wandb": "tracker", "mlflow": "tracker", "prometheus": "tracker",
     "slurm": "backlight run --slurm",
-    "grokking": "backlight grok",
-    "changes": "change points of grokking",
 }  # fmt: skip
 """What each extra enables; those for contributors are left out."""
 
@@ -78,6 +77,11 @@ def examine() -> list[Check]:
         *_extras(),
         *_plug_ins(),
     ]
+
+
+def is_usable(checks: Sequence[Check]) -> bool:
+    """Return whether training scripts can be watched."""
+    return not any(check.required and check.state == "missing" for check in checks)
 
 
 def _torch() -> Check:
@@ -177,6 +181,7 @@ def _cluster() -> Check:
         remedy = "pip install 'backlight[slurm]', or write the script with --slurm-script"
     else:
         remedy = "--slurm-script writes the script, --slurm cluster=local runs the job here"
+        return Check("Slurm", "optional", found, remedy)  # most machines have none
     return Check("Slurm", "limited", found, remedy)
 
 

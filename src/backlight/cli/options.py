@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
+from backlight.setting_error import SettingError
 from backlight.terminal import write
 from backlight.text import assignments, did_you_mean
 
@@ -57,7 +59,10 @@ RunOrLatest = Annotated[
 ]
 Script = Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
 Module = Annotated[bool, Option("-m", help="Run SCRIPT as a module, as python -m does.")]
-Json = Annotated[bool, Option("--json", help="Print JSON; what a script prints goes to standard error.")]
+Json = Annotated[bool, Option("--json", help="Print JSON.")]
+ScriptJson = Annotated[
+    bool, Option("--json", help="Print JSON; the output of the script goes to standard error.")
+]
 Full = Annotated[bool, Option("--full", help="Print all rows and names, not only the first.")]
 Tables = Annotated[bool, Option("--full", help="Print all tables, not the verdict alone.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing file.")]
@@ -119,6 +124,29 @@ def parse_groups(items: Iterable[str]) -> dict[str, str]:
         If an item has another form, or a name comes twice.
     """
     return assignments(items, "--group", "NAME=PATTERN, such as --group host='encoder.*'")
+
+
+OPTION_OF = {"groups": "--group", "trackers": "--tracker"}
+"""Options of settings that have another name."""
+
+
+@contextlib.contextmanager
+def options_as_typed(context: Context, given: Collection[str]) -> Iterator[None]:
+    """Reword errors of settings: those ``given`` on the command line are called by their options.
+
+    Raises
+    ------
+    ValueError
+        In place of a SettingError; the settings of a file keep the names of its keys.
+    """
+    options = {p.name: p.opts[0] for p in context.command.params if p.param_type_name == "option"} | OPTION_OF
+    config = context.params.get("config")
+    try:
+        yield
+    except SettingError as error:
+        from_file = config is not None and error.setting not in given
+        line = error.worded(lambda name: name if from_file else options.get(name, name))
+        raise ValueError(f"{config}: {line}" if from_file else line) from None
 
 
 def parse_fail_on(text: str | None, known: Collection[str]) -> frozenset[str]:

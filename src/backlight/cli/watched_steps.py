@@ -95,12 +95,12 @@ def split_fail_on(
     known = [ANY, *probes, *Severity, *RULES]
     for name in names:
         if name not in known:
-            raise FindingNameError(f"--fail-on {name!r}: no such name{did_you_mean(name, known)}")
+            problem = f"no such name as {name!r}{did_you_mean(name, known)}"
+            raise FindingNameError("--fail-on", problem)
     of_probes = [name for name in names if name in {ANY, *probes}]
     of_findings = ["warning" if name == ANY else name for name in names if name not in probes]
     if not watches and (named := [name for name in names if name not in {ANY, *probes}]):
-        raise FindingNameError(
-            f"--fail-on {named[0]!r}: names findings, which need watched steps: add --steps"
-        )
+        problem = f"{named[0]!r} names findings, which need watched steps; add --steps"
+        raise FindingNameError("--fail-on", problem)
     predicate = named_findings(of_findings, "--fail-on") if of_findings and watches else None
     return parse_fail_on(",".join(of_probes) if of_probes else None, probes), predicate

@@ -13,6 +13,7 @@ from backlight.findings.phrases import shorten
 from backlight.generators import kept_random
 from backlight.records import Finding, FindingKind, Made, Severity
 from backlight.registry import DISPLAYS, RULES, warn
+from backlight.setting_error import SettingError
 from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run
 from backlight.text import did_you_mean
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from backlight.store.export.tables import Table
 
 
-class FindingNameError(ValueError):
+class FindingNameError(SettingError):
     """A name, in ``--fail-on`` for instance, that is neither a severity nor a rule."""
 
 
@@ -262,22 +263,22 @@ def parse_fail_on(text: str) -> Callable[[Finding], bool]:
 
 
 def named_findings(names: Collection[str], option: str) -> Callable[[Finding], bool]:
-    """Return a predicate that is true of findings that ``names`` name.
+    """Return a predicate that is true of findings that ``names`` name; ``option`` is where they come from.
 
     They are severities (``"warning"``: that severity and above), rules, or both.
 
     Raises
     ------
     FindingNameError
-        If a name is unknown, or there is none; ``option`` is where they come from.
+        If a name is unknown, or there is none.
     """
     known = [*(severity.value for severity in Severity), *RULES]
     if not names:
         example = "such as 'warning' or 'spike'"
-        raise FindingNameError(f"{option}: expected a severity or names of rules, {example}")
+        raise FindingNameError(option, f"expected a severity or names of rules, {example}")
     for name in names:
         if name not in known:
-            hint = did_you_mean(name, known)
-            raise FindingNameError(f"{option}: no severity or rule is called {name!r}{hint}")
+            problem = f"no severity or rule is called {name!r}{did_you_mean(name, known)}"
+            raise FindingNameError(option, problem)
     ranks = [severity.rank for severity in Severity if severity.value in names]
     return lambda finding: finding.rule in names or any(finding.severity.rank >= rank for rank in ranks)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from backlight.student_t import student_quantile
+
 CONFIDENCE = 0.95
 """Coverage of an interval."""
 
@@ -104,9 +106,7 @@ def _scale(share: float, samples: float) -> float:
 
 
 def _jackknife(value: float, left_out_R: NDArray[np.float64]) -> Interval:
-    from scipy.special import stdtrit  # noqa: PLC0415 - a second of import that few reports need
-
     R = len(left_out_R)
     variance = (R - 1) / R * float(np.square(left_out_R - left_out_R.mean()).sum())
-    away = math.sqrt(variance) * float(stdtrit(R - 1, (1 + CONFIDENCE) / 2))
+    away = math.sqrt(variance) * student_quantile(R - 1, (1 + CONFIDENCE) / 2)
     return Interval(value - away, value + away)

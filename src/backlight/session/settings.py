@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 from backlight.exact_types import exact
+from backlight.findings.evaluate import named_findings
 from backlight.findings.limits import declared, merge_overrides
+from backlight.monitor import MONITORS, built_in_monitors, check_monitors
 from backlight.monitors.grokking.model.measures import Measures
 from backlight.monitors.spectra.model.options import SpectraOptions
 from backlight.monitors.stalls.trace_monitor import traced_kinds
 from backlight.records import Finding
 from backlight.redaction import check_patterns
+from backlight.registry import RULES
 from backlight.session.trackers.base import chosen
+from backlight.setting_error import SettingError
 from backlight.text import did_you_mean
 from backlight.untrusted_files import read_text
 
@@ -162,20 +166,18 @@ class Settings:
         ):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise ValueError(f"{name}={value}: expected {least} or more")
-        if self.reduce and (self.every is None or "health" not in self.monitors):
-            raise ValueError(
-                f"reduce=True, every={self.every}, monitors={self.monitors}: expected every=N, without "
-                "which each rank chooses its own steps, and the monitor health, which measures norms"
-            )
-        if self.decompose and (min(self.decompose) < 0 or "health" not in self.monitors):
-            raise ValueError(
-                f"decompose={self.decompose}, monitors={self.monitors}: expected numbers of steps from 0 on, "
-                "and the monitor health, which decomposes them"
-            )
+                raise SettingError(name, f"{value}: expected {least} or more")
+        if self.reduce and self.every is None:
+            raise SettingError("reduce", "needs {every}, without which each rank chooses its own steps")
+        if self.reduce and "health" not in self.monitors:
+            raise SettingError("reduce", "needs the monitor health, which measures norms, in {monitors}")
+        if self.decompose and min(self.decompose) < 0:
+            raise SettingError("decompose", f"{min(self.decompose)}: expected numbers of steps from 0 on")
+        if self.decompose and "health" not in self.monitors:
+            raise SettingError("decompose", "needs the monitor health, which decomposes steps, in {monitors}")
         check_patterns(self.redact)
         if not self.monitors:
-            raise ValueError("monitors is empty: name at least one monitor")
+            raise SettingError("monitors", "expected at least one name, as health")
         for given in self.trackers:
             chosen(given)
         for monitor, values in self.thresholds.items():
@@ -193,6 +195,8 @@ class Settings:
         """Read a TOML file (ValueError if that fails); ``values`` from the command line win over the file."""
         try:
             found = tomllib.loads(read_text(path))
+        except FileNotFoundError:
+            raise ValueError(f"{path}: cannot be read: no such file") from None
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{path}: cannot be read: {error}") from None
         except tomllib.TOMLDecodeError as error:
@@ -225,9 +229,40 @@ class Settings:
             return _adapter().validate_python(prepared)
         except ValidationError as error:
             first = error.errors()[0]
+            refused = first.get("ctx", {}).get("error")
+            if isinstance(refused, SettingError):
+                raise refused from None
             place = ".".join(str(part) for part in first["loc"])
             message = first["msg"].removeprefix("Value error, ")
             raise ValueError(f"{where}: {f'{place}: ' if place else ''}{message}") from None
+
+    def check_names(self) -> None:
+        """Refuse unknown monitors and rules, without torch: before a script starts.
+
+        Raises
+        ------
+        SettingError
+            If a name is unknown; a monitor that only a plug-in may add is left to the watch.
+        """
+        if not MONITORS.group_is_extended():
+            check_monitors(self.monitors, built_in_monitors())
+        if self.stop_on:
+            self.stops_on()
+
+    def stops_on(self) -> Callable[[Finding], bool]:
+        """Return a predicate that is true of findings that ``stop_on`` names.
+
+        Raises
+        ------
+        SettingError
+            If a name is unknown, or its rule needs a monitor that is not requested.
+        """
+        is_named = named_findings(self.stop_on, "stop_on")
+        for name in self.stop_on:
+            if name in RULES and RULES[name].monitor not in self.monitors:
+                needed = f"the rule {name!r} needs the monitor {RULES[name].monitor!r}"
+                raise SettingError("stop_on", f"{needed}; add it to {{monitors}}")
+        return is_named
 
     def overrides(self) -> dict[str, dict[str, float]]:
         """Return the thresholds that differ from their defaults, by monitor."""

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from backlight.capture.hub import UserError
 from backlight.capture.steps import StopTraining
-from backlight.findings.evaluate import named_findings
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding
-from backlight.registry import RULES
 from backlight.session.print_monitor import print_line
 from backlight.session.stop_agreement import StopAgreement
 from backlight.store.format.schema import STOPPED
@@ -61,12 +59,7 @@ class StopMonitor(Monitor):
         """Return the monitor where findings are named; ValueError where a name is unknown."""
         if not settings.stop_on:
             return None
-        is_named = named_findings(settings.stop_on, "stop_on")
-        for name in settings.stop_on:
-            if name in RULES and RULES[name].monitor not in settings.monitors:
-                needed = f"the rule {name!r} needs the monitor {RULES[name].monitor!r}"
-                raise ValueError(f"stop_on: {needed}; add it to monitors={settings.monitors}")
-        return cls(is_named, settings.on_stop)
+        return cls(settings.stops_on(), settings.on_stop)
 
     def check_process(self, *, is_script: bool) -> None:
         """Remember whether a command runs the script."""

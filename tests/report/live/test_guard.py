@@ -78,7 +78,10 @@ def test_token_is_exchanged_for_a_cookie_once(client: httpx.Client, server: Live
     cookie = answer.headers["set-cookie"]
     assert {"HttpOnly", "SameSite=Strict", f"Path={root}"} <= set(cookie.split("; "))
     assert token not in cookie
-    assert httpx.get(address, trust_env=False).status_code == 403
+    again = httpx.get(address, trust_env=False, headers={"accept": "text/html,*/*;q=0.8"})
+    assert again.status_code == 403
+    assert "works once" in again.text
+    assert "run-0" not in again.text
     assert client.get(root).headers["location"] == f"{root}run-0/"
     page = client.get(f"{root}run-0/")
     assert page.status_code == 200

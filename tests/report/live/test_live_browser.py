@@ -299,12 +299,12 @@ def test_closed_server_is_reported_and_content_stays(look: Look, grow: Grow) -> 
     driver.get_log("performance")
 
 
-def test_wrong_token_shows_nothing(browser: webdriver.Chrome, grow: Grow) -> None:
+def test_wrong_token_shows_why_and_nothing_of_the_run(browser: webdriver.Chrome, grow: Grow) -> None:
     run = grow(3)
     with serving([run.path]) as live:
         browser.get(live.new_address()[:-2] + "__")
         assert browser.find_elements(By.CSS_SELECTOR, "#report, main, noscript") == []
-        assert "403" in browser.page_source  # the browser's own error page
+        assert "This link has been used" in browser.find_element(By.TAG_NAME, "h1").text
     browser.get("about:blank")
     browser.get_log("browser")
 

@@ -289,7 +289,8 @@ def test_slow_tracker_drops_the_oldest_points_and_warns(
 
 
 def test_unknown_tracker_is_rejected_before_any_write(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no tracker is called 'tensorbord'; there are: mlflow, prom"):
+    expected = "^trackers: no tracker is called 'tensorbord'; did you mean 'tensorboard'"
+    with pytest.raises(ValueError, match=expected):
         backlight.watch(run=tmp_path / "run", trackers=["tensorbord=x"])
     assert not (tmp_path / "run").exists()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, BadParameter, Option
+from typer import Argument, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
-from backlight.cli.options import Json
+from backlight.cli.options import Full, Json
 
 
 @command(
@@ -32,12 +32,13 @@ def attach(
     run: Annotated[
         Path | None, Option(metavar="RUN", help="Run of these dumps, for the steps of its ranks.")
     ] = None,
+    full: Full = False,
     as_json: Json = False,
 ) -> None:
     """Diagnose a running process, a job, or flight recorder dumps.
 
-    Reports all threads, Python and native, and what is not observable. Of a job, which ranks have
-    the same stack; of dumps, which rank has not issued a collective, or another one.
+    --job groups ranks by identical stack; --flight-recorder names the rank that skipped or changed a
+    collective. --full prints all threads, Python and native.
     """
     from backlight.cli.render.attached import print_attached, print_dumps, print_job
     from backlight.monitors.stalls.model.attach import attach as look_into
@@ -45,15 +46,15 @@ def attach(
     from backlight.monitors.stalls.model.attached_job import attach_job
 
     if (pid is None) == (flight_recorder is None):
-        raise BadParameter("expected either the PID of a process or --flight-recorder DIR")
+        raise ValueError("attach: expected either the PID of a process or --flight-recorder DIR")
     if run is not None and flight_recorder is None:
-        raise BadParameter("--run goes with --flight-recorder DIR; a watched process names its run itself")
+        raise ValueError("attach: --run goes with --flight-recorder DIR; a watched process has its run")
     if flight_recorder is not None:
         dumps = attach_dumps(flight_recorder, run)
-        print_json(dumps) if as_json else print_dumps(dumps)
+        print_json(dumps) if as_json else print_dumps(dumps, full=full)
     elif pid is not None and job:
         ranks = attach_job(pid, seconds)
-        print_json(ranks) if as_json else print_job(ranks)
+        print_json(ranks) if as_json else print_job(ranks, full=full)
     elif pid is not None:
         found = look_into(pid, seconds, native=native)
-        print_json(found) if as_json else print_attached(found)
+        print_json(found) if as_json else print_attached(found, full=full)

@@ -13,7 +13,7 @@ from typer import Argument, BadParameter, Context, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import Page, print_json
-from backlight.cli.options import Json, Module, Script, StoreIn, Tables, parse_fail_on
+from backlight.cli.options import Json, Module, Script, ScriptJson, StoreIn, Tables, parse_fail_on
 from backlight.cli.progress import count_bar
 from backlight.records import DiagnosisKind, to_json
 from backlight.terminal import make_console, write
@@ -57,7 +57,7 @@ def checkpointing(
     script: Script,
     module: Module = False,
     steps: Annotated[int, Option(min=1, help="Optimizer steps after which the script is ended.")] = 2,
-    as_json: Json = False,
+    as_json: ScriptJson = False,
     fail_on: Annotated[
         str | None, Option(metavar="KIND,...", help="Exit 1 for remarks of these kinds, or any.")
     ] = None,
@@ -110,7 +110,7 @@ def check_script(
         Option(min=1, help="Optimizer steps to train under the default monitors; default: none."),
     ] = None,
     out: StoreIn = None,
-    as_json: Json = False,
+    as_json: ScriptJson = False,
     fail_on: Annotated[
         str | None,
         Option(metavar="NAME,...", help="Exit 1 for these probes, rules and severities, or any."),
@@ -168,7 +168,7 @@ def nan(
     steps: Annotated[
         int | None, Option(min=1, help="Optimizer steps after which the script is ended; default: never.")
     ] = None,
-    as_json: Json = False,
+    as_json: ScriptJson = False,
     fail_on: Annotated[
         str | None, Option(metavar="KIND,...", help="Exit 1 for an origin: nan, infinity or any.")
     ] = None,
@@ -203,7 +203,7 @@ def why_no_grad(
     script: Script,
     module: Module = False,
     steps: Annotated[int, Option(min=1, help="Optimizer steps after which the script is ended.")] = 3,
-    as_json: Json = False,
+    as_json: ScriptJson = False,
     fail_on: Annotated[
         str | None, Option(metavar="CAUSE,...", help="Exit 1 for parameters of these causes, or any.")
     ] = None,
@@ -274,7 +274,7 @@ def profile(
     ] = False,
     pairs: Annotated[int, Option(min=3, help="Pairs of runs for each suggestion of --confirm.")] = 5,
     full: Tables = False,
-    as_json: Json = False,
+    as_json: ScriptJson = False,
 ) -> int:
     """Profile step time by phase, line, module and operator.
 
@@ -401,7 +401,7 @@ def memory(
     ] = False,
     out: StoreIn = None,
     full: Tables = False,
-    as_json: Json = False,
+    as_json: ScriptJson = False,
 ) -> int:
     """Profile the memory of a step by module and tensor kind.
 

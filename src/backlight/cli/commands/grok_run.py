@@ -15,6 +15,7 @@ from typer import Argument, Option, confirm
 from backlight.cli.app import command
 from backlight.cli.commands.grok import configured, overlay
 from backlight.cli.options import Changes, Device, Preset, Ray, Seed, Slurm, SlurmScript, Steps
+from backlight.extras import require
 from backlight.terminal import write
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def run(
     An interrupted run resumes with --resume to the same numbers. Before the start, its cost is compared with
     the free memory and disk.
     """
+    require("yaml", "h5py")
     from backlight.experiments.config import check_control
 
     check_control(control or "")

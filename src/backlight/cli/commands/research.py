@@ -12,6 +12,7 @@ from backlight.cli.app import command
 from backlight.cli.console import print_json
 from backlight.cli.options import Json, Overwrite, Ray, Tables, parse_size
 from backlight.cli.progress import count_bar
+from backlight.extras import require
 from backlight.terminal import write
 
 
@@ -57,6 +58,7 @@ def spectra(
     Each replicate is the gradient of one batch of the recipe. Without --checkpoints the freshly built model
     is measured. Under torchrun the layers are distributed over the ranks; the numbers stay the same.
     """
+    require("h5py", "scipy")
     from backlight.cli.render.spectra import as_object, show
     from backlight.diagnose.spectra.options import SpectraRequest
     from backlight.launch.recipe import parse_settings

@@ -206,8 +206,8 @@ def compare(
 ) -> int:
     """Compare runs, or the step times of two commands.
 
-    Prints differences of the configurations, then series, step times and findings side by side. With
-    --ab 'COMMAND' 'COMMAND', run both interleaved and compare their step times.
+    Prints final and best loss, what differs in the configurations, findings and step times. --ab runs two
+    commands interleaved and compares their step times.
     """
     if ab is not None:
         return _alternate(ab, pairs, steps, limit, given=bool(runs), as_json=as_json, full=full)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Context, Exit, Option
 
 from backlight.cli.app import command
-from backlight.cli.console import make_table, print_json
+from backlight.cli.console import print_json
 from backlight.cli.options import (
+    RUNS,
     Json,
     Module,
     RunOrLatest,
@@ -21,14 +24,21 @@ from backlight.cli.options import (
     Slurm,
     SlurmScript,
     given_or_latest,
+    options_as_typed,
     parse_groups,
     parse_size,
     readable_run,
 )
+from backlight.extras import require
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
+    from backlight.session.script_watch import ScriptWatch
     from backlight.session.watch import Watch
+
+
+START_POLL_S = 0.3
+"""Time between two checks of whether a run has started."""
 
 
 @command(
@@ -121,33 +131,36 @@ def run(
     }  # fmt: skip
     unset: tuple[Any, ...] = (None, False, {}, ())  # 0 is equal to False, but it is a choice
     given = {k: v for k, v in given.items() if (v == 0 and v is not False) or v not in unset}
-    settings = Settings.read(config, given) if config is not None else Settings.of(given)
     arguments = list(context.args)
     folder = None if out is None else Path(out)
-    if slurm is not None or slurm_script is not None:
-        return _submit(context, script, arguments, folder, slurm or [], slurm_script)
-    from backlight.session.script_watch import ScriptWatch
+    with options_as_typed(context, given):
+        settings = Settings.read(config, given) if config is not None else Settings.of(given)
+        settings.check_names()
+        if slurm is not None or slurm_script is not None:
+            return _submit(context, script, arguments, folder, slurm or [], slurm_script)
+        from backlight.session.script_watch import ScriptWatch
 
-    watched = ScriptWatch(settings, folder, script=script, arguments=tuple(arguments))
-    from backlight.distributed import world
-
-    def after() -> None:
-        with contextlib.suppress(
-            Exception
-        ):  # closed or full: Python notices at its end, as without backlight
-            sys.stdout.flush()
-        if world().rank == 0 and not settings.quiet:  # once for all ranks
-            try:
-                _print_result(watched.watch, script)
-            except Exception as error:  # noqa: BLE001 - the exit code is the script's
-                write(f"backlight: {type(error).__name__}: {error}", file=sys.stderr)
-
-    code = launch(watched, script, arguments, module=module, after=after)
+        watched = ScriptWatch(settings, folder, script=script, arguments=tuple(arguments))
+        after = functools.partial(_print_end, watched, script, quiet=settings.quiet)
+        code = launch(watched, script, arguments, module=module, after=after)
     if watched.watch is not None and watched.watch.stopped_by is not None:
+        from backlight.distributed import world
         from backlight.session.stop_monitor import exit_code
 
         return exit_code(world().rank)
     return code
+
+
+def _print_end(watched: ScriptWatch, script: str, *, quiet: bool) -> None:
+    from backlight.distributed import world
+
+    with contextlib.suppress(Exception):  # closed or full: Python notices at its end, as without backlight
+        sys.stdout.flush()
+    if world().rank == 0 and not quiet:  # once for all ranks
+        try:
+            _print_result(watched.watch, script)
+        except Exception as error:  # noqa: BLE001 - the exit code is the script's
+            write(f"backlight: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _print_result(watch: Watch | None, script: str) -> None:
@@ -235,56 +248,64 @@ def demo(
         Path | None,
         Option("--out", "-o", metavar="DIR", help="Run directory; default runs/demo-<time>."),
     ] = None,
-    steps: Annotated[int, Option(min=10, help="Optimizer steps after which the script is ended.")] = 120,
+    steps: Annotated[int, Option(min=10, help="Optimizer steps of each run.")] = 300,
 ) -> int:
-    """Train a small transformer under backlight and write the report."""
+    """Find a bug in a small training script, then train with the fix.
+
+    The script replaces the model's head after it created the optimizer. Both runs get a report.
+    """
     from backlight.analysis.report import write_html
     from backlight.store.write.attempt import default_path
 
     target = out if out is not None else default_path("demo")
     # In the package of a wheel, or in a checkout.
     package = Path(__file__).parents[1]
-    places = (package / "demo/char_gpt.py", package.parents[2] / "examples/char_gpt.py")
+    places = (package / "demo/new_head.py", package.parents[2] / "examples/new_head.py")
     script = next((place for place in places if place.is_file()), None)
     if script is None:
         raise FileNotFoundError(f"{places[0]}: the example is missing; install backlight again")
-    arguments = ["run", "--out", str(target), str(script), "--steps", str(steps)]
-    write("$ backlight", *arguments, flush=True)
     # Idle OpenMP threads spin by default, which makes a busy machine many times slower.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    command = [sys.executable, "-m", "backlight", *arguments]
-    code = subprocess.run(command, check=False, env=environment).returncode
-    if code == 0:
-        write(f"report: {write_html(target, target / 'report.html').resolve()}")
-    return code
+    written = []
+    for title, folder, fixed in (
+        ("1. A training script with a bug: its loss falls, and part of the model never learns.", target, ()),
+        (
+            "2. The same script with the fix: the optimizer is created after the head is replaced.",
+            target.with_name(f"{target.name}-fixed"),
+            ("--fixed",),
+        ),
+    ):
+        arguments = ["run", "--out", str(folder), str(script), "--steps", str(steps), *fixed]
+        write(f"{title}\n\n$ backlight", *arguments, flush=True)
+        command = [sys.executable, "-m", "backlight", *arguments]
+        code = subprocess.run(command, check=False, env=environment).returncode
+        if code:
+            return code
+        written.append(write_html(folder, folder / "report.html").resolve())
+        write("", flush=True)
+    write(f"report of the bug: {written[0]}\nreport of the fix: {written[1]}")
+    write("Next, your own script: backlight run train.py")
+    return 0
 
 
-_COLOURS = {"ok": "green", "limited": "yellow", "missing": "red", "optional": "dim"}
-
-
-@command("doctor", "backlight doctor")
-def doctor(as_json: Json = False) -> int:
+@command("doctor", "backlight doctor", "backlight doctor --full")
+def doctor(
+    full: Annotated[bool, Option("--full", help="Print every check, not only what does not work.")] = False,
+    as_json: Json = False,
+) -> int:
     """Check what works on this machine.
 
     Exit code 1 if training scripts cannot be watched here.
     """
-    from rich.text import Text
-
-    from backlight.cli.doctor import examine
+    from backlight.cli.doctor import examine, is_usable
+    from backlight.cli.render.doctor import show
 
     checks = examine()
     if as_json:
         print_json(checks)
     else:
-        columns = ("what", "found", "what it means")
-        table = make_table("", *columns, folded=columns)
-        for check in checks:
-            state = Text(check.state, style=_COLOURS[check.state])
-            table.add_row(state, check.what, check.found, check.meaning)
-        console = make_console()
-        console.print(table)
-        console.print("pip install 'backlight[NAME]' installs what is optional.", markup=False)
-    return int(any(check.state == "missing" and check.required for check in checks))
+        show(checks, full=full)
+    return int(not is_usable(checks))
 
 
 Format = Literal["html", "md"]
@@ -333,6 +354,8 @@ def report(
 
     if animate and plots is None:
         raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
+    if plots is not None:
+        require("matplotlib")
     if bundle is not None and out is not None:
         raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
     path = given_or_latest(path)
@@ -367,7 +390,7 @@ def open_page(
         list[Path] | None,
         Argument(
             metavar="RUN...",
-            help="Runs, also empty, or URLs; default: the latest in runs/.",
+            help="Runs or URLs; default: the latest in runs/. Waits for a run that has not started.",
             parser=readable_run,
         ),
     ] = None,
@@ -377,18 +400,37 @@ def open_page(
     """Serve a live page of one or more runs on this machine."""
     from backlight.analysis.live import Live, followed, open_browser
 
-    live = Live(followed(paths or [given_or_latest(None)]), port)
-    write(
-        f"backlight: live page at {live.new_address()} (works once)\nbacklight: Ctrl-C closes it",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
-    with open_browser(live.new_address()) if browser else contextlib.nullcontext():
+    with contextlib.suppress(KeyboardInterrupt):  # how it is closed
+        live = Live(followed(_started(paths or [])), port)
         try:
-            live.run()
-        except KeyboardInterrupt:
-            pass  # how it is closed
+            write(
+                f"backlight: live page at {live.new_address()} (works once)\nbacklight: Ctrl-C closes it",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            with open_browser(live.new_address()) if browser else contextlib.nullcontext():
+                live.run()
         finally:
             live.close()
+
+
+def _started(paths: list[Path]) -> list[Path]:
+    """Return the runs, once those that do not exist yet have started; without ``paths`` the latest."""
+    from backlight.store.format.names import MANIFEST
+    from backlight.store.read.run_list import NoRunError
+
+    missing = [path for path in paths if not path.exists()]
+    is_reported = False
+    while True:
+        if paths and all((path / MANIFEST).is_file() for path in missing):
+            return paths
+        if not paths:
+            with contextlib.suppress(NoRunError):
+                return [given_or_latest(None)]
+        if not is_reported:
+            what = f"{RUNS}/ holds no run yet" if not paths else f"{missing[0]} does not exist yet"
+            write(f"backlight: {what}; waiting for it to start, Ctrl-C ends", file=sys.stderr, flush=True)
+            is_reported = True
+        time.sleep(START_POLL_S)
 
 
 @command("top", "backlight top", "backlight top runs/first --once")

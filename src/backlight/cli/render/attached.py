@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backlight.cli.console import Page
+from backlight.monitors.stalls.model.attach import main_thread
 from backlight.monitors.stalls.model.attached_job import span
 from backlight.monitors.stalls.model.emit import claim_of
-from backlight.monitors.stalls.model.stacks import format_sample
+from backlight.monitors.stalls.model.stacks import format_sample, strip_backlight
 from backlight.text import count
 
 if TYPE_CHECKING:
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
     from backlight.monitors.stalls.model.attached_dumps import AttachedDumps
     from backlight.monitors.stalls.model.attached_job import AttachedJob
     from backlight.monitors.stalls.model.observation import Diagnosis
+    from backlight.monitors.stalls.model.stacks import StackSample
+
+
+FRAMES = 8
+"""Frames of a stack without ``--full``, the most recent ones."""
+
+ROWS = 10
+"""Ranks, or groups of them, without ``--full``."""
 
 
 def _begin(diagnosis: Diagnosis) -> Page:
@@ -26,22 +35,47 @@ def _begin(diagnosis: Diagnosis) -> Page:
     return page
 
 
-def print_attached(found: Attached) -> None:
-    """Print the diagnosis of a process, its threads and stacks."""
+def print_attached(found: Attached, *, full: bool = False) -> None:
+    """Print the diagnosis of a process and the stack of its main thread; ``full`` adds all threads."""
     page = _begin(found.diagnosis)
-    for text in (found.threads, *map(format_sample, found.samples)):
-        for line in text.split("\n"):
-            page.sentence(line, indent=4)
+    if full:
+        for text in (found.threads, *map(format_sample, found.samples)):
+            for line in text.split("\n"):
+                page.sentence(line, indent=4)
+    elif found.samples:
+        _print_main_thread(found.samples[-1], found.pid, page)
     for what in found.unseen:
         page.sentence(f"not observable: {what}")
+    if not full:
+        page.say(("All threads and frames: --full.", "dim"))
 
 
-def print_job(found: AttachedJob) -> None:
-    """Print the diagnosis of a job, and the ranks that have the same stack."""
+def _print_main_thread(sample: StackSample, pid: int, page: Page) -> None:
+    main = main_thread(sample, pid)
+    if main is None:
+        return
+    frames = strip_backlight(main.frames)
+    lines = [f"{frame.function} (C)" for frame in main.native if not frame.function.startswith("0x")][-3:]
+    lines += [f"{frame.location} in {frame.qualified_name}" for frame in frames]
+    page.say("main thread, most recent call first:")
+    for line in lines[:FRAMES]:
+        page.sentence(f"  {line}", indent=4)
+    others = len(sample.threads) - 1
+    rest = [
+        count(len(lines) - FRAMES, "more frame") if len(lines) > FRAMES else "",
+        count(others, "other thread") if others else "",
+    ]
+    if any(rest):
+        page.say(("  and " + ", ".join(filter(None, rest)), "dim"))
+
+
+def print_job(found: AttachedJob, *, full: bool = False) -> None:
+    """Print the diagnosis of a job, and the ranks that have the same stack; without ``full`` some of them."""
     page = _begin(found.diagnosis)
-    for group in found.groups:
+    groups = found.groups if full else found.groups[: ROWS // 3]
+    for group in groups:
         page.sentence(f"rank {span(group.ranks)}: {group.words}")
-        for frame in group.frames:
+        for frame in group.frames if full else group.frames[:3]:
             page.sentence(f'  File "{frame.file}", line {frame.line} in {frame.function}', indent=4)
     for problem in found.nccl.problems if found.nccl is not None else ():
         name = " ".join(filter(None, (problem.communicator, problem.status)))
@@ -52,12 +86,15 @@ def print_job(found: AttachedJob) -> None:
         page.sentence(f"not on this machine, or not started: rank {span(found.elsewhere)}")
     for reason in found.unseen:
         page.sentence(f"not observable: {reason}")
+    if not full:
+        _end(len(found.groups) - len(groups), "group of ranks", "groups of ranks", page)
 
 
-def print_dumps(found: AttachedDumps) -> None:
-    """Print the diagnosis of dumps, and how far each rank has come."""
+def print_dumps(found: AttachedDumps, *, full: bool = False) -> None:
+    """Print the diagnosis of dumps, and how far each rank has come; without ``full`` some of the ranks."""
     page = _begin(found.diagnosis)
-    for one in found.ranks:
+    ranks = found.ranks if full else found.ranks[:ROWS]
+    for one in ranks:
         step = "" if one.step is None else f", step {one.step}"
         state = f"waits in {one.pending}" if one.pending else "all completed"
         at = f", issued at {one.line}" if one.line else ""
@@ -66,4 +103,11 @@ def print_dumps(found: AttachedDumps) -> None:
     for finding in found.findings:
         page.sentence(f"stored in the run: {claim_of(finding)}")
     if found.missing:
-        page.sentence(f"not observable: rank {', '.join(map(str, found.missing))} left no dump")
+        page.sentence(f"not observable: rank {span(found.missing)} left no dump")
+    if not full:
+        _end(len(found.ranks) - len(ranks), "rank", "ranks", page)
+
+
+def _end(left_out: int, one: str, several: str, page: Page) -> None:
+    if left_out > 0:
+        page.say((f"and {count(left_out, f'more {one}', f'more {several}')}: --full", "dim"))

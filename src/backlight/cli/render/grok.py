@@ -56,7 +56,7 @@ def print_examined(found: GrokkingAnalysis, console: Console) -> None:
             "the way to the plateau."
         )
     if found.changes is None:
-        console.print("  Change points: not measured; pip install 'backlight[changes]'.", style="dim")
+        console.print("  Change points: not measured; pip install 'backlight[research]'.", style="dim")
     elif found.changes:
         shown = ", ".join(number(step) for step in found.changes[:8])
         console.print(f"  Change points of the test accuracy: step {shown}.")

@@ -14,6 +14,7 @@ from pydantic import Field, computed_field
 
 from backlight import strict_json
 from backlight.diagnose.memory.storage_log import Account, Kind, ModuleMemory, Record, TensorGroup
+from backlight.extras import require
 from backlight.records import RunStatus
 from backlight.store.errors import RunWriteError
 from backlight.store.write.writer import RunWriter
@@ -234,6 +235,7 @@ def account_fields(account: Account) -> dict[str, Any]:
 
 def open_memory_run(path: Path, script: str, arguments: Sequence[str]) -> RunWriter:
     """Open the run directory of a result, before anything is measured."""
+    require("h5py", what="a stored memory result")
     return RunWriter.create(
         path, name=path.name, script=script, arguments=list(arguments), monitors=("steptime",)
     )

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
+
+from backlight.student_t import student_quantile
 
 MAX_EXTRAPOLATION = 2.0
 """Factor beyond the measured range up to which a fit may be evaluated."""
@@ -104,7 +105,7 @@ def fit(
     rest = y - x @ solution
     freedom = count - x.shape[1]
     errors = np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * float(rest @ rest) / freedom)
-    reach = float(stdtrit(freedom, 0.5 + confidence / 2))
+    reach = student_quantile(freedom, 0.5 + confidence / 2)
     exponents = tuple(
         Exponent(quantity, name, float(value), float(value - reach * error), float(value + reach * error))
         for name, value, error in zip(names, solution[1:], errors[1:], strict=True)

@@ -108,7 +108,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
         from sklearn import datasets  # noqa: PLC0415 - an extra, and slow to import
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits come from scikit-learn, which is not installed: pip install 'backlight[grokking]', "
+            "the digits come from scikit-learn, which is not installed: pip install 'backlight[research]', "
             "or set data.path to an .npz file of images"
         ) from error
     images, labels = datasets.load_digits(return_X_y=True)

@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight.extras import require
+
 EXPLAINED = (1, 10)
 """Numbers of leading eigenvalues whose share of the trace is reported by default."""
 
@@ -210,7 +212,8 @@ def _prepared(K: Tensor, centred: bool) -> tuple[Tensor, int, float, float]:
 def _largest(work: Tensor, top: int | None) -> NDArray[np.float64]:
     n = work.shape[0]
     if top is not None and work.device.type == "cpu" and n >= 192 and top <= n // 4:
-        from scipy.linalg import eigh  # noqa: PLC0415 - a second of import that few need
+        require("scipy", what="the largest eigenvalues of a Gram matrix")
+        from scipy.linalg import eigh  # noqa: PLC0415 - an optional package
 
         values = eigh(work.numpy(), eigvals_only=True, subset_by_index=(n - top, n - 1), check_finite=False)
     else:

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import linear_sum_assignment
-from scipy.special import stdtrit
 from torch import Tensor
+
+from backlight.extras import require
+from backlight.student_t import student_quantile
 
 Float64 = NDArray[np.float64]
 
@@ -155,7 +156,7 @@ def _around(estimate: Float64, left_out: Float64) -> Float64:
     """Return the interval around an estimate, from those without each of R replicates ``[..., R]``."""
     R = left_out.shape[-1]
     away = left_out - left_out.mean(-1, keepdims=True)
-    error = np.sqrt((R - 1) / R * (away**2).sum(-1)) * stdtrit(R - 1, (1 + CONFIDENCE) / 2)
+    error = np.sqrt((R - 1) / R * (away**2).sum(-1)) * student_quantile(R - 1, (1 + CONFIDENCE) / 2)
     return np.stack([estimate - error, estimate + error], axis=-1)
 
 
@@ -217,6 +218,9 @@ def align(score_JK: ArrayLike) -> Alignment:
     ValueError
         If there are fewer candidates than directions, or a score is not finite.
     """
+    require("scipy", what="matching of singular directions")
+    from scipy.optimize import linear_sum_assignment  # noqa: PLC0415 - an optional package
+
     score = np.asarray(score_JK, dtype=np.float64)
     if score.ndim != 2 or score.shape[0] < score.shape[1]:
         raise ValueError(f"expected scores [J, K] with at least K candidates, got shape {score.shape}")

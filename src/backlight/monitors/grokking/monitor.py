@@ -9,6 +9,7 @@ import torch
 
 from backlight.capture.model_state import full, gathered, spread
 from backlight.capture.parameters import local
+from backlight.extras import require
 from backlight.monitor import Gradients, Monitor, RunContext
 from backlight.monitors.grokking.model.measures import DiskGuard
 from backlight.processes import available_memory
@@ -50,7 +51,10 @@ class GrokkingMonitor(Monitor):
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
         """Return the monitor with ``measures`` of the settings."""
-        return cls(settings.measures) if "grokking" in settings.monitors else None
+        if "grokking" not in settings.monitors:
+            return None
+        require("h5py", what="the monitor grokking")
+        return cls(settings.measures)
 
     def attach(self, run: RunContext) -> None:
         """Prepare the probe batch; nothing is measured before the first logged step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from backlight.extras import require
 from backlight.monitor import Monitor
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ class SpectraMonitor(Monitor):
         """Return the monitor with ``spectra`` of the settings."""
         if cls.name not in settings.monitors:
             return None
-        # Imports scipy, which takes a second that other runs need not spend.
+        require("h5py", "scipy", what="the monitor spectra")
+        # Imports much that the other monitors do not need.
         from backlight.monitors.spectra.instrument.replicate_monitor import ReplicateMonitor  # noqa: PLC0415
 
         return ReplicateMonitor(settings.spectra, settings.every)

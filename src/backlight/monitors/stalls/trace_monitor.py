@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.monitor import Monitor, RunContext
+from backlight.setting_error import SettingError
 from backlight.terminal import write
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ VARIABLE = "BACKLIGHT_TRACE"
 def traced_kinds(
     given: str | tuple[str, ...] | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """Return what to trace, as given, else by the environment variable; ValueError for an unknown kind."""
-    source = "--trace"
+    """Return what to trace, as given, else by the environment variable; SettingError for an unknown kind."""
+    source = "trace"
     if given is None:
         given, source = environment.get(VARIABLE, ""), VARIABLE
     kinds = (
@@ -33,7 +34,7 @@ def traced_kinds(
     )
     for kind in kinds:
         if kind not in KINDS:
-            raise ValueError(f"{source}: cannot trace {kind!r}; expected some of {','.join(KINDS)}")
+            raise SettingError(source, f"cannot trace {kind!r}; expected some of {','.join(KINDS)}")
     return kinds
 
 

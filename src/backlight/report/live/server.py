@@ -95,7 +95,7 @@ class Guard:
             given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
             token = next((token for token in self._tokens if _are_equal(given, token)), None)
             if token is None:
-                return 403, (), b""
+                return _refused(headers)
             self._tokens.discard(token)
             place = f"/{self.place}/"
             cookie = f"{COOKIE}={self._secret}; Path={place}; HttpOnly; SameSite=Strict"
@@ -106,10 +106,28 @@ class Guard:
             )
             return 200, ((b"content-type", b"text/html"), (b"set-cookie", cookie.encode())), page.encode()
         if not scope["path"].startswith(f"/{self.place}/") or not _are_equal(_cookie(headers), self._secret):
-            return 403, (), b""
+            return _refused(headers)
         if headers.get(b"sec-fetch-site") == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate":
             return 403, (), b""
         return 0, (), b""
+
+
+USED_LINK = (
+    '<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><title>backlight</title>'
+    '<body style="font: 16px/1.5 system-ui, sans-serif; max-width: 40em; margin: 15vh auto; padding: 0 1em">'
+    "<h1>This link has been used</h1>"
+    "<p>A link of <code>backlight open</code> works once and in one browser, so that no other user of this "
+    "machine can read your run. The page is still open in the tab that used the link first.</p>"
+    "<p>For a new link press Ctrl-C in the terminal of <code>backlight open</code> and start it again.</p>"
+)
+"""Page for a browser that brings no token that is still valid, and no cookie."""
+
+
+def _refused(headers: dict[bytes, bytes]) -> tuple[int, tuple[tuple[bytes, bytes], ...], bytes]:
+    """Return the answer to a request without access: an explanation where a person will read it."""
+    if b"text/html" not in headers.get(b"accept", b""):
+        return 403, (), b""
+    return 403, ((b"content-type", b"text/html; charset=utf-8"),), USED_LINK.encode()
 
 
 def _are_equal(given: str, secret: str) -> bool:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from backlight.records import Finding
 from backlight.registry import Registry
+from backlight.setting_error import SettingError
+from backlight.text import did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,11 +102,17 @@ def tracker(
 
 
 def chosen(given: str) -> tuple[Tracker, str]:
-    """Return the tracker and its target from ``NAME`` or ``NAME=TARGET``; ValueError for an unknown name."""
+    """Return the tracker and its target from ``NAME`` or ``NAME=TARGET``.
+
+    Raises
+    ------
+    SettingError
+        If no tracker has that name.
+    """
     name, _, target = given.partition("=")
     if name.strip() not in TRACKERS:
-        known = ", ".join(TRACKERS) or "none"
-        raise ValueError(f"no tracker is called {name.strip()!r}; there are: {known} (NAME or NAME=TARGET)")
+        hint = did_you_mean(name.strip(), TRACKERS)
+        raise SettingError("trackers", f"no tracker is called {name.strip()!r}{hint} (NAME or NAME=TARGET)")
     return TRACKERS[name.strip()], target.strip()
 
 

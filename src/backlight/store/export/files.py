@@ -10,7 +10,6 @@ measured is null, an empty field or NaN with ``measured`` 0; it is never a numbe
 from __future__ import annotations
 
 import enum
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from backlight.extras import require
 from backlight.records import Finding
 from backlight.store.errors import ExportError
 from backlight.store.export.arrow import record_batches, schema_of
 from backlight.store.export.csv_cells import write_rows
 from backlight.store.export.tables import Table, long_table, scalars_table, spectra_table, tables_of
-from backlight.store.format.hdf5_pieces import Filters
+from backlight.store.format.hdf5_pieces import Filters, h5py_module
 from backlight.store.format.names import storable
 from backlight.store.format.schema import SERIES
 from backlight.store.format.spectra import LAYER
@@ -94,9 +94,7 @@ def write_arrays(
     check_target(target, (".h5",), "use .h5")
 
     def write(path: Path) -> None:
-        import h5py  # noqa: PLC0415 - 0.1 s that other exports need not pay
-
-        with h5py.File(path, "w", locking=False) as file:
+        with h5py_module().File(path, "w", locking=False) as file:
             for name, (values, dims, unit) in arrays.items():
                 dataset = file.create_dataset(_hdf5_text(name), data=np.asarray(values))
                 dataset.attrs["dims"], dataset.attrs["unit"] = list(dims), unit
@@ -109,11 +107,9 @@ def check_target(target: Path, endings: Sequence[str], known: str) -> None:
     ending = target.suffix.lower()
     if ending not in endings:
         raise ExportError(f"{target}: the ending {target.suffix!r} is not known; {known}")
-    if ending == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ExportError(
-            f"{target}: Parquet needs pyarrow, which is not installed: pip install 'backlight[parquet]', "
-            "or export to .csv"
-        )
+    package = {".parquet": "pyarrow", ".h5": "h5py"}.get(ending)
+    if package is not None:
+        require(package, what=str(target))
     if not target.parent.is_dir():
         raise ExportError(f"{target}: the folder {target.parent} does not exist; create it first")
 
@@ -191,8 +187,7 @@ def _write_parquet(path: Path, table: Table) -> None:
 
 
 def _write_h5(run: Run, target: Path) -> None:
-    import h5py  # noqa: PLC0415 - 0.1 s that other exports need not pay
-
+    h5py = h5py_module()
     with h5py.File(target, "w", locking=False) as file:
         file.attrs["run_id"] = run.run_id
         names = [_hdf5_text(p.name) for p in run.parameters()]

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight import untrusted_files
+from backlight.extras import require
 from backlight.store.errors import RunFormatError
 from backlight.store.format.schema import ARRAY_ENCODINGS, COMPRESSIONS, FORMAT_VERSION
 from backlight.store.platform import atomic_json
@@ -109,10 +110,17 @@ class Stack:
     values: npt.NDArray[Any]
 
 
+def h5py_module() -> Any:
+    """Return h5py; MissingPackageError names the extra that installs it."""
+    require("h5py", what="arrays of a run")
+    import h5py  # noqa: PLC0415 - an optional package, and 0.1 s that a run without arrays need not pay
+
+    return h5py
+
+
 def write_piece(path: Path, stacks: Iterable[Stack], filters: Filters = PLAIN) -> None:
     """Write a piece under a hidden name, sync it and publish it; an OSError passes through."""
-    import h5py  # noqa: PLC0415 - 0.1 s that a run without arrays need not pay
-
+    h5py = h5py_module()
     temporary = atomic_json.temporary_name(path)
     try:
         with h5py.File(temporary, "w", locking=False, libver=("v110", "v110")) as file:
@@ -146,8 +154,7 @@ def write_piece(path: Path, stacks: Iterable[Stack], filters: Filters = PLAIN) -
 
 def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) -> Iterator[Stack]:
     """Yield what a piece holds under the name ``wanted``, or all; without ``values`` they stay empty."""
-    import h5py  # noqa: PLC0415 - 0.1 s that a run without arrays need not pay
-
+    h5py = h5py_module()
     try:
         untrusted_files.check(path, MAX_PIECE_BYTES, owners=untrusted_files.owners_beside(path))
         with h5py.File(path, "r", locking=False) as file:
@@ -218,8 +225,7 @@ def _info(path: Path, group: Any) -> ArrayInfo:
 
 
 def _plain(path: Path, group: Any, key: str) -> npt.NDArray[Any]:
-    import h5py  # noqa: PLC0415 - see read_piece
-
+    h5py = h5py_module()
     dataset = group[key] if isinstance(group.get(key, getlink=True), h5py.HardLink) else None
     if not isinstance(dataset, h5py.Dataset) or dataset.dtype.kind not in _KINDS or dataset.shape is None:
         raise RunFormatError(f"{path}: {group.name}/{key} holds no plain numbers")
@@ -247,8 +253,7 @@ def _chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 def _problem(dataset: Any, file_size: int) -> str:
     """Return why ``dataset`` is not stored as backlight stores arrays; empty where it is."""
-    import h5py  # noqa: PLC0415 - see write_piece
-
+    h5py = h5py_module()
     layout = dataset.id.get_create_plist()
     size = math.prod(dataset.shape) * dataset.dtype.itemsize
     stored = dataset.id.get_storage_size()

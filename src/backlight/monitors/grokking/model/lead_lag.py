@@ -174,9 +174,11 @@ def false_discoveries(p_values: Sequence[float]) -> list[float]:
     """Return the false-discovery rate at which each p-value is found (Benjamini and Hochberg, 1995)."""
     if not p_values:
         return []
-    from scipy import stats  # noqa: PLC0415 - a second of import that few reports need
-
-    return [float(q) for q in stats.false_discovery_control(p_values)]
+    p_N = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p_N)[::-1]
+    rates = p_N[order] * len(p_N) / np.arange(len(p_N), 0, -1)
+    rates[order] = np.minimum(1.0, np.minimum.accumulate(rates))
+    return [float(q) for q in rates]
 
 
 def _at(others: Sequence[Scalar], steps: NDArray[np.int64]) -> list[Floats]:
@@ -223,9 +225,12 @@ def rank_correlation(first: Floats, second: Floats) -> float | None:
     """Return Spearman's rank correlation, ties at their mean rank; None if one does not vary."""
     if len(first) < 3 or np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
-    from scipy import stats  # noqa: PLC0415 - a second of import that few reports need
+    return _pearson(_ranks(first), _ranks(second))
 
-    return float(stats.spearmanr(first, second).statistic)
+
+def _ranks(values: Floats) -> Floats:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[inverse], dtype=np.float64)
 
 
 def _tail(values: Floats) -> Floats:

@@ -139,12 +139,14 @@ def _diagnose_unwatched(
     at = f" at {frame.location} in {frame.qualified_name}" if frame is not None else ""
     function = next((name for s in natives if (name := stacks.native_function(s, pid))), "")
     kind, confidence, refuted_if = DiagnosisKind.UNKNOWN, LOW, "a longer observation decides"
+    next_check = "observe it for longer: --seconds 10"
+    inside = "" if phase is Phase.OTHER else f"in {phase}"
     if not threads:
         words = "no stacks could be taken"
     elif len(frames) < 3:
         words = f"too few stacks could be taken to see whether it moves{at}"
     elif any(f != frame for f in frames):
-        words = f"its stack changes between samples, so it moves; in {phase} now{at}"
+        words = f"its stack changes between samples, so it moves{inside and f'; {inside} now'}{at}"
         confidence, refuted_if = MEDIUM, "no step has ended after a while"
     elif starved:
         words = STARVED
@@ -152,7 +154,8 @@ def _diagnose_unwatched(
         doing = wait_words(processes.wait_reason(pid, pid))
         kind, confidence, refuted_if = DiagnosisKind.BLOCKED, HIGH, "it moves on by itself"
         held = HELD if all(t.holds_gil for t in threads) else ""
-        words = f"in {phase}, the main thread {doing}{held}{at}"
+        words = f"{inside and f'{inside}, '}the main thread {doing}{held}{at}"
+        next_check = f"find out what should end this wait{at}"
     elif cpu.get(pid, used) >= 0.6 and stacks.in_native_backward(threads[-1]):
         operation = next((op for sample in natives if (op := stacks.native_operation(sample))), None)
         now = f", now in {operation}" if operation else ""
@@ -167,7 +170,7 @@ def _diagnose_unwatched(
         phase,
         f"{kind}: {words}; CPU {100 * used:.0f} %",
         refuted_if,
-        next_check="attach again, for longer",
+        next_check=next_check,
         confidence=confidence,
         line=str(frame) if frame is not None else None,
     )

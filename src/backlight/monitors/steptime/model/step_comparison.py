@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from scipy.stats import gmean
 
 from backlight.monitors.steptime.model.evidence import read_runtime_info
 from backlight.monitors.steptime.model.run_variation import NONE, Variation, measure_variation
@@ -230,8 +229,13 @@ def compare_pairs(
         }
         for runs in (first, second)
     )
-    rows = _step_rows(one, other, _paired, gmean, confidence)
+    rows = _step_rows(one, other, _paired, _geometric_mean, confidence)
     return TimeComparison((len(first), len(second)), tuple(rows), confidence)
+
+
+def _geometric_mean(values: Floats) -> float:
+    with np.errstate(divide="ignore"):  # the mean of a phase that took no time in one run is 0
+        return float(np.exp(np.log(values).mean()))
 
 
 def interleave(

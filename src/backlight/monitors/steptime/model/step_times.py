@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from backlight.monitors.steptime.model.run_variation import NONE, Variation
 from backlight.store.read.run import Run, Scalar
+from backlight.student_t import student_quantile
 
 Floats = npt.NDArray[np.float64]
 
@@ -176,7 +177,7 @@ def summarize(values: Sequence[float] | Floats, confidence: float = 0.95) -> Sum
     checked = _checked(values)
     medians = _batch_medians(checked)
     median = float(np.median(checked))
-    half = _student(len(medians) - 1, confidence) * float(np.sqrt(_squared_error(checked)))
+    half = student_quantile(len(medians) - 1, 0.5 + confidence / 2) * float(np.sqrt(_squared_error(checked)))
     return Summary(
         count=len(checked),
         median=median,
@@ -234,15 +235,8 @@ def paired_difference(
 
 def _interval(middle: float, freedom: float, error: float, confidence: float) -> Difference:
     """Return the exponentials of Student's interval around a mean of logarithms."""
-    half = _student(freedom, confidence) * error
+    half = student_quantile(freedom, 0.5 + confidence / 2) * error
     return Difference(*(float(np.exp(value)) for value in (middle, middle - half, middle + half)))
-
-
-def _student(freedom: float, confidence: float) -> float:
-    """Return the quantile of Student's distribution for a two-sided interval."""
-    from scipy.special import stdtrit  # noqa: PLC0415 - a watched run needs none, and it takes 50 ms
-
-    return float(stdtrit(freedom, 0.5 + confidence / 2))
 
 
 def _batch_medians(values: Floats) -> Floats:
