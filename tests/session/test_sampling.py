@@ -18,7 +18,7 @@ def simulate(sampling: Sampling, steps: int, step_seconds: float, cost: float) -
     """Return the recorded steps of a run in which recording a step costs ``cost`` seconds."""
     recorded, spent = [], 0.0
     for step in range(steps):
-        sampling.review(step, spent, step * step_seconds)
+        sampling.review(step, spent, step * step_seconds, spent)
         if sampling.wants(step):
             recorded.append(step)
             spent += cost
@@ -39,8 +39,8 @@ def test_first_steps_of_a_small_model_are_recorded_whole(step_seconds: float) ->
 @pytest.mark.parametrize("cost", [0.005, 0.02, 0.3])
 def test_first_steps_that_are_dear_are_thinned(cost: float) -> None:
     recorded = simulate(Sampling(), FIRST_STEPS, 10 * cost, cost)
-    assert recorded[:4] == [0, 1, 2, 3]
-    assert len(recorded) <= 4 + max(FIRST_S / cost, FIRST_STEPS / 16)
+    assert recorded[:8] == list(range(8))
+    assert len(recorded) <= 8 + max(FIRST_S / cost, FIRST_STEPS / 16)
     whole = simulate(Sampling(), FIRST_STEPS, 1.01 * cost / BUDGET, cost)  # within the budget nothing is dear
     assert len(whole) == FIRST_STEPS
 
@@ -48,7 +48,15 @@ def test_first_steps_that_are_dear_are_thinned(cost: float) -> None:
 def test_cost_of_the_first_step_alone_thins_nothing() -> None:
     sampling = Sampling()
     for step in range(FIRST_STEPS):
-        sampling.review(step, 5.0 * (step > 0) + 0.001 * step, 0.002 * step)
+        spent = 5.0 * (step > 0) + 0.001 * step
+        sampling.review(step, spent, 0.002 * step, spent)
+    assert sampling.spacing == 1
+
+
+def test_threads_that_work_once_near_the_start_thin_no_first_step() -> None:
+    sampling = Sampling()
+    for step in range(FIRST_STEPS):
+        sampling.review(step, 0.001 * step + 2.0 * (step > 5), 0.005 * step, 0.001 * step)
     assert sampling.spacing == 1
 
 

@@ -21,9 +21,9 @@ BUDGET = 0.01
 FIRST_STEPS = 64
 """Steps at the start of which every one is recorded, so that a very short run is recorded whole."""
 
-FIRST_S = 0.2
-"""Seconds for which the first steps are recorded whole, by what each of the first few cost; dearer ones are
-recorded at wider spacing from the start."""
+FIRST_S = 0.3
+"""Seconds on the training thread and the device for which the first steps are recorded whole, by what each of
+the first few cost; dearer ones are recorded at wider spacing from the start."""
 
 GRACE_S = 0.1
 """Seconds that the steps may have cost before the budget binds.
@@ -42,7 +42,7 @@ MAX_SPACING = 1024
 """Widest spacing that the budget may lead to."""
 
 _REVIEW_STEPS = 32
-_FIRST_REVIEWS = (1, 4, 8, 16, 32)  # the cost of step 0 is that of the start
+_FIRST_REVIEWS = (2, 8, 16, 32)  # what the steps before the first of them cost is a cost of the start
 
 
 class ProcessorTime:
@@ -77,6 +77,7 @@ class Sampling:
     _reviewed: int = 0
     _spent: float = 0.0
     _elapsed: float = 0.0
+    _measured: float = 0.0
 
     def __post_init__(self) -> None:
         if self.every is not None:
@@ -105,15 +106,20 @@ class Sampling:
         due = max(self._reviewed + max(_REVIEW_STEPS, self.spacing), FIRST_STEPS)
         return self.every is None and (step >= due or step in _FIRST_REVIEWS)
 
-    def review(self, step: int, spent: float, elapsed: float) -> int | None:
-        """Return the new spacing if ``spent`` of ``elapsed`` seconds asks for another, else None."""
+    def review(self, step: int, spent: float, elapsed: float, measured: float) -> int | None:
+        """Return the new spacing if ``spent`` of ``elapsed`` seconds asks for another, else None.
+
+        ``measured`` is the part of ``spent`` that recorded steps take of the training thread and the device:
+        what threads of the watch take near its start, such as the first evaluation, is taken once.
+        """
         if not self.is_due(step):
             return None
         steps, recent = step - self._reviewed, (spent - self._spent, elapsed - self._elapsed)
+        of_steps, self._measured = measured - self._measured, measured
         self._reviewed, self._spent, self._elapsed = step, spent, elapsed
         if step < FIRST_STEPS:
-            first_s = FIRST_STEPS / steps * recent[0]
-            if step == _FIRST_REVIEWS[0] or first_s <= FIRST_S or recent[0] <= self.budget * recent[1]:
+            first_s = FIRST_STEPS / steps * of_steps
+            if step == _FIRST_REVIEWS[0] or first_s <= FIRST_S or of_steps <= self.budget * recent[1]:
                 return None
             return self._widen(first_s, FIRST_S)
         over = spent > max(self.grace, self.budget * elapsed)

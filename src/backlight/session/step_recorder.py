@@ -212,7 +212,8 @@ class StepRecorder(StepSink):
             self._announce_parameters()
         self._monitors.call("on_step_start", index)
         if self._sampling.is_due(index):
-            spacing = self._sampling.review(index, self._spent(), self._time.elapsed())
+            measured = HUB.spent - self._spent_until + self._device_work.spent
+            spacing = self._sampling.review(index, self._spent(), self._time.elapsed(), measured)
             if spacing is not None:
                 reason = "the budget of time for measuring"
                 self._notifier.event("sampling", {"every": spacing, "reason": reason}, index)
