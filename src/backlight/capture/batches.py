@@ -19,7 +19,10 @@ def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(batch[key], f"{path}[{key!r}]")
     elif isinstance(batch, (tuple, list)):
         for index, item in enumerate(batch):
-            yield from leaves(item, f"{path}[{index}]")
+            if type(item) is Tensor:  # the usual case, without a generator of its own
+                yield f"{path}[{index}]", item
+            else:
+                yield from leaves(item, f"{path}[{index}]")
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         for field in dataclasses.fields(batch):
             yield from leaves(getattr(batch, field.name), f"{path}.{field.name}")

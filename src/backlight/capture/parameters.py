@@ -95,10 +95,8 @@ class ParameterTable:
         Once there are many variants of the table, a parameter that was trainable stays so.
         """
         before = self._is_trainable
-        now = tuple(
-            was if (tensor := reference()) is None else tensor.requires_grad
-            for reference, was in zip(self._references, before, strict=True)
-        )
+        tensors = [reference() for reference in self._references]
+        now = tuple([was if x is None else x.requires_grad for x, was in zip(tensors, before, strict=True)])
         if now not in self._variants and len(self._variants) >= MAX_VARIANTS:
             now = tuple(map(max, before, now))
         if now == before:

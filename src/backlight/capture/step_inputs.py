@@ -122,7 +122,7 @@ class StepInputs(Listener):
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         versions = [x._version for x in found]
         # Those of the inputs, and of a model that moves them.
-        held = (x.device for x in (*found, *islice(module.parameters(), 1)))
+        held = [x.device for x in (*found, *islice(module.parameters(), 1))]
         devices = [where for where in dict.fromkeys(held) if is_accelerator(where)]
         random = random_states(devices)
         call = ForwardCall(unwrapped(module), args, kwargs, devices, random, autocast, versions, *known)

@@ -65,7 +65,7 @@ class HostParts:
 
     def read(self) -> NDArray[np.generic]:
         """Return the table."""
-        return np.concatenate([np.empty(0), *(part.numpy() for part in self.parts)])
+        return np.concatenate([np.empty(0), *[part.numpy() for part in self.parts]])
 
 
 def start_copy(table: Tensor) -> AsyncCopy:

@@ -139,7 +139,7 @@ class _Table:
     def __init__(self, device: torch.device, *, on_host: bool) -> None:
         self._device = device
         self._on_host = on_host
-        self._columns: tuple[list[Tensor], ...] = tuple([] for _ in COLUMNS)
+        self._columns: tuple[list[Tensor], ...] = tuple([[] for _ in COLUMNS])
         self._owners: list[tuple[int, int]] = []
         self._scale: Tensor | None = None
         # Only Apple's device has no float64.

@@ -74,12 +74,18 @@ class GraphMarks(Listener):
 
     def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Mark the inputs that have a graph, such as a hidden state."""
-        self.forward_outputs(module, (args, kwargs))
+        for value in (*args, *kwargs.values()):
+            if type(value) is not torch.Tensor or value.grad_fn is not None:
+                self.forward_outputs(module, value)
 
     def forward_outputs(self, module: nn.Module, result: Any) -> None:
         """Mark the outputs of an outermost module that have a graph."""
+        kind = "output" if module.training else "evaluation"
+        if type(result) is torch.Tensor:  # most are: a search would take longer than the mark
+            self._mark(kind, result.grad_fn)
+            return
         for _, output in tensors(result):
-            self._mark("output" if module.training else "evaluation", output.grad_fn)
+            self._mark(kind, output.grad_fn)
 
     def _mark(self, kind: str, node: Any) -> None:
         metadata = getattr(node, "metadata", None)
@@ -100,9 +106,11 @@ class GraphMarks(Listener):
 
     def _kept_of(self, kind: str) -> KeptGraphs | None:
         marks = self._marks[kind]
+        if not marks:
+            return None
         steps = [step for step in marks if step < self.step - 1]
         alive = 0
-        while alive < len(steps) and any(mark() is not None for mark in marks[steps[-1 - alive]]):
+        while alive < len(steps) and [1 for mark in marks[steps[-1 - alive]] if mark() is not None]:
             alive += 1
         # What is before a graph that was released is in no row any more.
         for step in steps[: max(len(steps) - alive, len(steps) - MAX_STEPS)]:
