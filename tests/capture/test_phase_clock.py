@@ -14,7 +14,7 @@ from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
 from backlight.capture.phase_clock import PhaseClock
-from backlight.capture.step_sink import StepSummary
+from backlight.capture.step_sink import ScalarSink, StepSummary
 from backlight.capture.steps import StepTracker
 from backlight.records import Phase
 
@@ -113,6 +113,8 @@ class Sink:
 
     def step_closes(self, summary: StepSummary) -> None:
         self.summaries.append(summary)
+
+    scalars = ScalarSink()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_args, **_kwargs: None

@@ -50,7 +50,7 @@ def test_findings_of_the_steps_fail_the_check(console_script: ConsoleScript, scr
     done = console_script(script, *CHECK, "--json", "--fail-on", "warning", "-o", "r", "train.py", "head")
     assert done.returncode == 1, done.stderr
     answer = json.loads(done.stdout)
-    assert [finding["rule"] for finding in answer["findings"]] == ["no_update"]
+    assert [finding["rule"] for finding in answer["findings"]] == ["trained_tensors"]
     assert [probe["probe"] for probe in answer["probes"]] == ["recomputation"]
     assert backlight.open_run(script / "r").last_step() == 19
 
@@ -83,8 +83,8 @@ def test_no_step_is_not_healthy(console_script: ConsoleScript, script: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--steps", "8", "--fail-on", "typo"), "--fail-on 'typo': no such name; there are: any, future"),
-        (("--fail-on", "error"), "--fail-on 'error': names findings.* add --steps"),
+        (("--steps", "8", "--fail-on", "typo"), "--fail-on: no such name as 'typo'; there are: any, future"),
+        (("--fail-on", "error"), "--fail-on: 'error' names findings.* add --steps"),
         (("--out", "r"), "--out stores the steps that --steps asks for: add --steps"),
     ],
 )

@@ -138,7 +138,7 @@ def test_page_has_the_tables_and_the_curves_of_all_runs(
     assert panels["What differs"]["rows"][-1] == ["learning rate", "0.1", "0.2", "0.1"]
     assert panels["Results"]["heads"] == ["", "A", "B", "C"]
     stated = {panel["title"]: panel["stated"] for panel in report["panels"] if "stated" in panel}
-    assert stated["Learning rate"] == "0.1 in A a, 0.2 in B lr and 0.1 in C frozen, at every recorded step."
+    assert stated["Learning rate"] == "0.1 in A a, 0.2 in B lr, 0.1 in C frozen, at every recorded step."
     assert ["warning", "C", "none", "`last.weight` and `last.bias` are not in any optimizer"] in panels[
         "Findings"
     ]["rows"]

@@ -227,7 +227,7 @@ def test_absent_rank_loses_the_joined_norm_only(folder: Path) -> None:
 def test_reduce_without_a_process_group_is_rejected(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"expected every=N, without which each rank chooses"):
+    with pytest.raises(ValueError, match=r"reduce: needs every, without which each rank chooses"):
         backlight.watch(model, optimizer, run=tmp_path / "run", reduce=True)
     watch = backlight.watch(model, optimizer, run=tmp_path / "run", reduce=True, every=1)
     with (

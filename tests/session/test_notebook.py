@@ -154,7 +154,7 @@ def test_cell_shows_result_loss_norm_and_findings(outputs: Outputs) -> None:
 def test_front_end_without_html_shows_the_same(outputs: Outputs) -> None:
     lines = outputs["again"][0]["data"]["text/plain"].splitlines()
     assert re.match(r"backlight: finished · 20 steps · loss [\d.]+ · gradient norm [\d.]+$", lines[0])
-    assert [line.partition(":")[0] for line in lines[1:-1]] == ["warning"]
+    assert [line.partition(":")[0] for line in lines[1:-1]] == ["error"]
     assert lines[-1] == "backlight.open_run('runs/first-2').report()"
 
 

@@ -390,7 +390,7 @@ def open_page(
         list[Path] | None,
         Argument(
             metavar="RUN...",
-            help="Runs or URLs; default: the latest in runs/. Waits for a run that has not started.",
+            help="Runs, started or not, or URLs; default: the latest in runs/.",
             parser=readable_run,
         ),
     ] = None,

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from backlight import clock
-from backlight.monitor import Monitor, RunContext
+from backlight.monitor import NEVER, Monitor, RunContext
 from backlight.monitors.steptime.instrument.kept_graphs import KeptGraphTracker
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, KEPT_GRAPHS, RUNTIME_INFO
@@ -60,6 +60,10 @@ class StepTimeMonitor(Monitor):
         self._kept_graphs.finish()
         info = runtime_info(self._optimizers, self._run.hub.loader_workers, self._core_wait)
         self._run.notifier.event(RUNTIME_INFO, info, max(self._run.clock.done - 1, 0))
+
+    def next_step(self, step: int) -> int:
+        """Return :data:`NEVER`: graphs are marked in the steps that are observed anyway."""
+        return NEVER
 
     def on_step_start(self, step: int) -> None:
         """Name the step to what marks graphs."""

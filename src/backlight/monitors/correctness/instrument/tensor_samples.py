@@ -23,8 +23,8 @@ GOLDEN = 0.6180339887498949
 def places(size: int) -> Tensor:
     """Return up to ``VALUES`` places in a tensor of ``size`` elements; equal steps may meet one pixel."""
     if size <= VALUES:
-        return torch.arange(size)
-    return ((torch.arange(VALUES, dtype=torch.float64) * GOLDEN).frac() * size).long()
+        return torch.arange(size, device="cpu")
+    return ((torch.arange(VALUES, dtype=torch.float64, device="cpu") * GOLDEN).frac() * size).long()
 
 
 def sampled(tensor: Tensor) -> Tensor:

@@ -63,6 +63,8 @@ class KeptGraphs:
 class GraphMarks(Listener):
     """Marks graphs of the steps in which it listens; ``step`` is set by its owner."""
 
+    every_step = False
+
     def __init__(self) -> None:
         self.step = 0
         self._marks: dict[str, dict[int, list[weakref.ref[_Mark]]]] = {kind: {} for kind in MIN_MARKED}
