@@ -112,7 +112,7 @@ def test_parameters_that_never_train_have_no_health(tmp_path: Path) -> None:
     runs = write(tmp_path / "a"), write(tmp_path / "b", untrained="head.weight")
     assert rows_of(compare(runs))["median health"] == (1.0, None)
     panels = {p["name"]: p for p in curve_panels([("A", source_of(runs[0])), ("B", source_of(runs[1]))])}
-    assert panels["health"]["remarks"] == ["B: 1 parameter never trained and has no health: head.weight."]
+    assert panels["health"]["stated"].endswith("B: 1 parameter never trained and has no health: head.weight.")
 
 
 def test_learning_rates_are_named_by_their_optimizer(tmp_path: Path) -> None:
@@ -121,10 +121,8 @@ def test_learning_rates_are_named_by_their_optimizer(tmp_path: Path) -> None:
     labels = [name for name in rows_of(compare(runs)) if "learning rate" in name]
     assert labels == [f"final learning rate of SGD, group {n} or AdamW, group {n}" for n in (0, 1)]
     panels = {p["name"]: p for p in curve_panels([("A", source_of(runs[0]))])}
-    assert [chart["title"] for chart in panels["learning_rates"]["data"]["charts"]] == [
-        "SGD, group 0",
-        "SGD, group 1",
-    ]
+    stated = panels["learning_rates"]["stated"]
+    assert stated == "SGD, group 0: 0.1 in A; SGD, group 1: 0.05 in A, at every recorded step."
 
 
 def test_three_runs_have_three_columns(tmp_path: Path) -> None:

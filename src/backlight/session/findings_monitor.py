@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from backlight import clock
-from backlight.findings.evaluate import evaluate_rules
+from backlight.findings.evaluate import Findings, evaluate_rules
 from backlight.findings.withdrawn import as_reported, subjects_of
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding, Made, Severity
@@ -181,7 +181,7 @@ class FindingsMonitor(Monitor):
             # Imports them, which is no part of the time from which the rest follows.
             RULES.of(self._run.settings.monitors)
             imported = clock.thread_time()
-            found = evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
+            found = self._found(only)
         except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on
             self._run.notifier.trouble(error, self.records, is_data=False)
             self._all_from = self._alarms_from = clock.monotonic() + PERIOD_S
@@ -199,6 +199,13 @@ class FindingsMonitor(Monitor):
             for finding in new:
                 self._run.writer.event(self._run.clock.index, REPORTED, as_reported(finding))
             self._run.deliver(new)
+
+    def _found(self, only: Collection[str] | None) -> Findings:
+        try:
+            return evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
+        except SystemError:
+            # Another thread has listed all objects (gc.get_objects), and holds a tuple that was being built.
+            return evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
 
 
 class _Evaluations:

@@ -159,7 +159,7 @@ def half_precision_without_a_scale(injected: bool) -> None:
 # Size of the updates
 
 
-@fault(rule="large_update", severity="warning", names="head.weight")
+@fault(rule="large_update", severity="error", names="head.weight")
 def learning_rate_too_large(injected: bool) -> None:
     model = Classifier()
     train(model, torch.optim.AdamW(model.parameters(), lr=1.0 if injected else 1e-3), steps=120)

@@ -74,7 +74,8 @@ class RepeatedInputs(Check):
         """Note the targets of the losses below."""
         for root in roots if self._inputs else ():
             for _, node in terms(root.grad_fn):
-                if hasattr(node, "_saved_target") and are_plain(node, "target"):
+                # Of the class: to read it from the node computes a checkpointed region again.
+                if hasattr(type(node), "_saved_target") and are_plain(node, "target"):
                     self._targets += plain_tensors(node._saved_target)[: TENSORS - len(self._targets)]
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
