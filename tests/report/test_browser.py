@@ -208,7 +208,7 @@ def test_click_on_a_finding_shows_its_evidence(show: Open, page: Path) -> None:
     driver = show(page)
     section = driver.find_element(By.ID, "panel-parameters")
     assert top_of(driver, section) > 900
-    driver.find_element(By.CSS_SELECTOR, ".finding.warning a.title").click()
+    driver.find_element(By.CSS_SELECTOR, ".finding.warning a.title[href$='panel-parameters']").click()
     wait(driver, lambda d: 0 <= top_of(d, section) < 200)
     assert text_of(driver, ".range").startswith("steps 140 to 160")
     assert driver.find_element(By.CSS_SELECTOR, ".detail h3").text == "blocks.0.attn.qkv.weight"
