@@ -319,7 +319,7 @@ def test_finding_triggers_detail(tmp_path: Path) -> None:
             {"monitors": "health,kitchen"},
             "no monitor is called 'kitchen'; expected some of: correctness, grokking, health, spectra",
         ),
-        ({"every": 0}, "every=0: expected 1 or more"),
+        ({"every": 0}, "every: 0: expected 1 or more"),
         ({"every": "often"}, "every: Input should be a valid integer"),
         ({"thresholds": {"health": {"vanishing": 1}}}, "vanishing"),
         ({"thresholds": {"kitchen": {"hot": 1}}}, "no monitor of that name has thresholds"),
@@ -352,18 +352,19 @@ def test_loop_without_optimizer_warning_names_the_fix(tmp_path: Path) -> None:
     assert event.payload["reason"] == "neither a backward pass nor an optimizer step was seen"
 
 
-def test_accumulated_step_records_the_last_loss(tmp_path: Path) -> None:
+def test_accumulated_step_records_the_sum_of_its_losses(tmp_path: Path) -> None:
     model, optimizer = build_with_sgd()
-    last = []
+    sums, losses = [], []
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, monitors=("health",)):
         for i, (x, y) in enumerate(batches(6)):
             loss = F.cross_entropy(model(x), y) / 3
             loss.backward()
+            losses.append(loss.item())
             if i % 3 == 2:
                 optimizer.step()
                 optimizer.zero_grad()
-                last.append(loss.item())
-    assert backlight.open_run(tmp_path / "run").scalar("loss").values.tolist() == last
+                sums.append(sum(losses[-3:]))
+    assert backlight.open_run(tmp_path / "run").scalar("loss").values.tolist() == sums
 
 
 def test_groups(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from backlight.extras import MissingPackageError
 from backlight.records import ParameterRecord
 from backlight.store.errors import ExportError
 from backlight.store.export import files as exporting
@@ -149,7 +150,7 @@ def test_missing_library_error_names_the_fix(
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "pyarrow" else real(n))
     with pytest.raises(
-        ExportError, match=r"needs pyarrow, .* pip install 'backlight\[parquet\]', or export to"
+        MissingPackageError, match=r"out\.parquet: needs pyarrow; pip install 'backlight\[parquet\]'"
     ):
         export(run, tmp_path / "out.parquet")
     export(run, tmp_path / "out.csv")
