@@ -356,7 +356,7 @@ def test_cadence_grows() -> None:
 def test_is_no_default(tmp_path: Path) -> None:
     assert Settings().noise_scale is None
     torch.manual_seed(0)
-    with pytest.raises(ValueError, match="noise_scale=-1: expected 0 or more"):
+    with pytest.raises(ValueError, match="noise_scale: -1: expected 0 or more"):
         backlight.watch(NormedMlp(), run=tmp_path / "run", noise_scale=-1)
 
 
