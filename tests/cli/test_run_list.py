@@ -90,7 +90,7 @@ def test_without_a_run_there_is_one_clear_line(
     command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("findings", "open", "top", "report"):
+    for name in ("findings", "top", "report"):
         code, _, errors = command(name)
         assert code == 2
         assert errors.startswith(f"backlight: {tmp_path}/runs: there is no such directory; name a RUN")

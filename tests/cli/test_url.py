@@ -18,8 +18,10 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def url(run_with_nan: Path) -> str:
-    """Put the run into the memory of fsspec and return its URL."""
+    """Put the run into the memory of fsspec, which all tests share, and return its URL."""
     files = fsspec.filesystem("memory")
+    if files.exists("/bucket/runs"):
+        files.rm("/bucket/runs", recursive=True)
     files.put(str(run_with_nan), "/bucket/runs/first", recursive=True)
     return "memory://bucket/runs/first"
 

@@ -170,4 +170,4 @@ def test_command_prints_each_probe_and_fails_on_request(tmp_path: Path) -> None:
 def test_unknown_probe_is_refused(command: Callable[..., tuple[int, str, str]]) -> None:
     code, _, errors = command("check", "--fail-on", "futur", "train.py")
     assert code == 2
-    assert "--fail-on 'futur': no such name; did you mean 'future'" in errors
+    assert "--fail-on: no such name as 'futur'; did you mean 'future'?" in errors

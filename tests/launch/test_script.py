@@ -65,7 +65,13 @@ def test_output_arguments_and_exceptions_are_unchanged(tmp_path: Path) -> None:
     run = backlight.open_run(tmp_path / "run")
     assert run.status is RunStatus.FAILED
     assert run.attempts[-1].argv[-4:] == ("3", "--out", "x", "-h")
-    assert run.events("exception")[0].payload == {"type": "ValueError", "message": "of the script"}
+    assert run.events("exception")[0].payload == {
+        "type": "ValueError",
+        "message": "of the script",
+        "line": "train.py:16",
+        "in_backward": False,
+        "explained_by": "",
+    }
     assert len(run.series_steps("gradient")) == 3
 
 

@@ -160,7 +160,8 @@ def _message(error: Exception) -> str:
 
 def _usage_line(error: Any) -> str:
     """Return the line for wrong arguments, with what to type next."""
-    text, kind, context = error.format_message().rstrip("."), type(error).__name__, error.ctx
+    text, kind, context = error.format_message(), type(error).__name__, error.ctx
+    text = text if text.endswith("...") else text.removesuffix(".")
     if context is None or text.endswith("?"):  # it suggests a command already
         return str(text)
     if hasattr(context.command, "list_commands") and kind in {"UsageError", "NoSuchCommand"}:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 
 from backlight.exact_types import exact
-from backlight.findings.evaluate import named_findings
 from backlight.findings.limits import declared, merge_overrides
 from backlight.monitor import MONITORS, built_in_monitors, check_monitors
 from backlight.monitors.grokking.model.measures import Measures
@@ -257,6 +256,9 @@ class Settings:
         SettingError
             If a name is unknown, or its rule needs a monitor that is not requested.
         """
+        # With it comes numpy, which no script without torch may find loaded.
+        from backlight.findings.evaluate import named_findings  # noqa: PLC0415
+
         is_named = named_findings(self.stop_on, "stop_on")
         for name in self.stop_on:
             if name in RULES and RULES[name].monitor not in self.monitors:

@@ -48,7 +48,11 @@ def state(
     [
         ("BLOCKED: it waits; CPU 0 %; 3 s", "BLOCKED: it waits", "CPU 0 %; 3 s."),
         ("DEAD: rank 1 has left", "DEAD: rank 1 has left", "in backward, with high confidence."),
-        (f"DEAD: {'x' * 90}; 3 s", f"DEAD: {'x' * 73}…", f"DEAD: {'x' * 90}; 3 s."),
+        (
+            f"DEAD: `{'a.' * 60}weight` is gone; 3 s",
+            f"DEAD: `…{'a.' * 28}weight` is gone",
+            f"DEAD: `{'a.' * 60}weight` is gone; 3 s.",
+        ),
     ],
 )
 def test_detail_does_not_repeat_the_title(claim: str, title: str, detail: str) -> None:

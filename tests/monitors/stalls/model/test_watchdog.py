@@ -225,9 +225,9 @@ def test_traceable_processes() -> None:
 BLOCKED = """
 import os, sys
 from pathlib import Path
-from backlight.monitors.stalls.model import watchdog
-watchdog.END_POLL_S = float(sys.argv[4])
-watchdog.EndGuard(Path(sys.argv[1]), int(sys.argv[2])).start()
+from backlight.monitors.stalls.model import end_guard
+end_guard.END_POLL_S = float(sys.argv[4])
+end_guard.EndGuard(Path(sys.argv[1]), int(sys.argv[2])).start()
 print(flush=True)
 open(sys.argv[3]).read()
 """

@@ -58,7 +58,7 @@ def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Eviden
 
 
 def _title_and_detail(diagnosis: Diagnosis) -> tuple[str, str]:
-    """Return the first clause and the others; where the title is cut, the detail is the whole claim."""
+    """Return the first clause and the others; where names are shortened, the detail is the whole claim."""
     first, _, others = diagnosis.claim.partition("; ")
     title = phrases.shorten(first)
     if title != first:
@@ -68,8 +68,9 @@ def _title_and_detail(diagnosis: Diagnosis) -> tuple[str, str]:
 
 def claim_of(finding: Finding) -> str:
     """Return the claim of the diagnosis of a finding."""
+    kind, _, _ = finding.title.partition(" ")
     detail = finding.detail.removesuffix(".")
-    return detail if detail.startswith(finding.title.removesuffix("…")) else f"{finding.title}; {detail}"
+    return detail if detail.startswith(kind) else f"{finding.title}; {detail}"
 
 
 def emit(

@@ -14,14 +14,13 @@ import select
 import signal
 import stat
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from backlight import clock, processes
+from backlight import clock
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.borrowed_stderr import STDERR, BorrowedStderr, ancestors
 from backlight.monitors.stalls.model.diagnosis import (
@@ -31,6 +30,7 @@ from backlight.monitors.stalls.model.diagnosis import (
     name_native_function,
 )
 from backlight.monitors.stalls.model.emit import ReportedStall, emit, find_resolution, log
+from backlight.monitors.stalls.model.end_guard import END_TIMEOUT_S, EndGuard
 from backlight.monitors.stalls.model.observation import Diagnosis, Observation, name_reductions
 from backlight.monitors.stalls.model.peers import ANSWERED, DIAGNOSED, LEFT, HostObservation, Peers
 from backlight.monitors.stalls.model.rank_diagnosis import (
@@ -40,7 +40,6 @@ from backlight.monitors.stalls.model.rank_diagnosis import (
     open_to_unobserved_ranks,
 )
 from backlight.monitors.stalls.model.rank_observer import RankObserver
-from backlight.monitors.stalls.model.shared_state import read_state
 from backlight.monitors.stalls.model.stack_summary import summarize_stacks
 from backlight.monitors.stalls.model.stacks import is_compiling
 from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, StallLimits
@@ -68,16 +67,8 @@ SETTLE_S = 1.0
 CLOSE_LOOK_S = 1.3
 """Duration of a close examination of ranks that were not suspicious."""
 
-END_TIMEOUT_S = 0.7
-"""Time that the watchdog may wait for anything once all ranks have ended."""
-
 SUMMARY_TIMEOUT_S = 10.0
 """That time where it prints the summary of the run: the rules and the report have to be imported."""
-
-END_POLL_S = 0.25
-"""Interval in which the end guard reads whether a rank that lives on has reported its end."""
-
-_BUSY_POLL_S = 0.05
 
 MAX_EVIDENCE = 8
 """Ranks of which evidence is kept where no single one is the cause."""
@@ -423,56 +414,6 @@ class Watchdog:
     ) -> None:
         evidence = {o.rank: self._ranks[o.rank].format_evidence(o) for o in shown}
         emit(self._writer, diagnosis, observations, evidence, step_offset=self._step_offset)
-
-
-class EndGuard(threading.Thread):
-    """Ends this process when the watched ones have ended and its main thread waits for something else.
-
-    Whatever blocks it, such as a hung file system, must not keep the user's terminal or pipe open. Time in
-    which the main thread ran, or had no core to run on, does not count.
-    """
-
-    def __init__(
-        self, directory: Path, starter: int, timeout_s: Callable[[], float] = lambda: END_TIMEOUT_S
-    ) -> None:
-        super().__init__(name="backlight-end-guard", daemon=True)
-        self._directory, self._starter, self._timeout_s = directory, starter, timeout_s
-        self._main = os.getpid()
-        self._pidfds: dict[int, int] = {}
-
-    def run(self) -> None:
-        """Wait for the end of the watched processes, then for the main thread."""
-        while living := self._living():
-            # The kernel reports the end of a process at once.
-            select.select([one for one in living.values() if one >= 0], [], [], END_POLL_S)
-        began, busy_s = clock.monotonic(), self._busy_s()
-        while clock.monotonic() - began - (self._busy_s() - busy_s) < self._timeout_s():
-            clock.sleep(_BUSY_POLL_S)
-        os._exit(1)
-
-    def _living(self) -> dict[int, int]:
-        """Return the ranks that have neither ended nor reported so; without any, the starter if it lives.
-
-        Each is a process with its descriptor, which is -1 where the kernel gives none.
-        """
-        paths = [
-            runtime_dir.state_path(self._directory, rank) for rank in runtime_dir.ranks_in(self._directory)
-        ]
-        states = [state for path in paths if (state := read_state(path)) is not None]
-        pids = [state.pid for state in states if not state.is_closed] if states else [self._starter]
-        return {pid: self._pidfds.get(pid, -1) for pid in pids if self._is_alive(pid)}
-
-    def _is_alive(self, pid: int) -> bool:
-        if pid not in self._pidfds:
-            try:
-                self._pidfds[pid] = os.pidfd_open(pid)
-            except OSError:
-                return processes.is_alive(pid)
-        return not select.select([self._pidfds[pid]], [], [], 0)[0]
-
-    def _busy_s(self) -> float:
-        main = next((t for t in processes.read_threads(self._main) if t.tid == self._main), None)
-        return 0.0 if main is None else (main.ran_ns + main.queued_ns) / 1e9
 
 
 def main(arguments: list[str]) -> None:
