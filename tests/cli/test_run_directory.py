@@ -110,7 +110,7 @@ def test_another_model_is_not_written_into_the_run(
 @pytest.mark.parametrize(
     ("text", "arguments", "code", "reason"),
     [
-        pytest.param("", ["--stepz", "3"], 2, "the script ended with exit code 2 ", id="typo in the arguments"),
+        pytest.param("", ["--stepz", "3"], 2, "the script ended with exit code 2", id="wrong arguments"),
         pytest.param(
             "import torch\nraise OSError('no data')", [], 1, "the script ended with OSError at train.py:2",
             id="crash early",
