@@ -176,7 +176,7 @@ class Loop:
 
     def _evaluate(self) -> None:
         modes = [[(one, one.training) for one in part.modules()] for part in self.parts]
-        forward = self.averages[0] if len(self.averages) == 1 else self.forward
+        forward = self.averages[0] if self.averages and self.parts == [self.model] else self.forward
         with torch.no_grad():
             for part in (*self.parts, *self.averages):
                 part.eval()

@@ -130,7 +130,7 @@ def distance_of_equal_points(injected: bool) -> None:
     )
 
 
-@fault(rule="vanishing", severity="warning", names=".weight")
+@fault(rule="vanishing", severity="warning", names=".weight", also=("weights_unchanged",))
 def many_sigmoid_layers(injected: bool) -> None:
     between = nn.Sigmoid if injected else nn.ReLU
     layers = [layer for _ in range(14) for layer in (nn.Linear(16, 16), between())]
@@ -162,7 +162,7 @@ def half_precision_without_a_scale(injected: bool) -> None:
 @fault(rule="large_update", severity="error", names="head.weight")
 def learning_rate_too_large(injected: bool) -> None:
     model = Classifier()
-    train(model, torch.optim.AdamW(model.parameters(), lr=1.0 if injected else 1e-3), steps=120)
+    train(model, torch.optim.AdamW(model.parameters(), lr=3.0 if injected else 1e-3), steps=120)
 
 
 @fault(rule="always_clipped", severity="warning", names="1e-05")

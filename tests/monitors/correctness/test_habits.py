@@ -23,7 +23,6 @@ def frozen_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("one", TENTH, ids=lambda one: f"{one.name}-{one.kind}-{one.habits}")
 def test_findings_do_not_depend_on_habits(one: HabitRun) -> None:

@@ -36,8 +36,8 @@ class EvaluationModes(Check):
     ``evaluated_in_training``: the model is in training mode, and the batches come from a data set that no
     backward follows. Batches of the training set may serve to estimate statistics, and several forwards of
     one batch to sample from dropout. ``dropout_in_evaluation``: functional dropout, or that of attention,
-    although every module is in evaluation mode. ``initial_statistics``: batch norms with trained weights use
-    the statistics that they were built with.
+    although every module is in evaluation mode. ``initial_statistics``: batch norms with trained weights,
+    which are in training mode when it trains, use the statistics that they were built with.
     """
 
     is_windowed = False
@@ -46,6 +46,7 @@ class EvaluationModes(Check):
         super().__init__(run, schedule)
         self._source = 0  # the data set of the last batch
         self._trained: set[int] = set()
+        self._trained_norms: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._batches = 0  # of that data set, each with a forward, in a row and without a backward
         self._called: list[weakref.ref[nn.Module]] | None = []  # for the last batch; None with gradients
         self._evaluations = 0
@@ -79,6 +80,8 @@ class EvaluationModes(Check):
         """Note which model is evaluated, and observe it at the first evaluations and then ever fewer."""
         if torch.is_grad_enabled():
             self._called = None
+            if self._depth == 1 and self.due:
+                self._trained_norms.update(m for _, m in walk(module) if is_batch_norm(m) and m.training)
         elif self._depth == 1 and self.run.clock.done and not HUB.backward_depth:
             if module.training:
                 if self._called is not None:
@@ -108,7 +111,10 @@ class EvaluationModes(Check):
         norms = [
             (name, module)
             for name, module in walk(model)
-            if is_batch_norm(module) and not module.training and id(module.weight) in held
+            if is_batch_norm(module)
+            and module in self._trained_norms
+            and not module.training
+            and id(module.weight) in held
         ][:NORMS]
         if not norms:
             return

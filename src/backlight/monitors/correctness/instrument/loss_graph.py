@@ -114,6 +114,8 @@ def _is_softmax(node: Node | None) -> bool:
 
 def _below_nll(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, Any]]]:
     direct = inputs[0] if inputs else None
+    if kind_of(direct) == "ToCopy":  # a cast, as of autocast, which leaves the dimensions as they are
+        direct = _first(direct)
     if kind_of(direct) == "LogSoftmax":
         yield from _dimension(direct)
     node = _below_shapes(inputs[0] if inputs else None)

@@ -105,6 +105,7 @@ class WeightsUnchangedLimits(Limits, monitor="correctness"):
         0.9, "share of the observed steps; some optimizers only move weights at every few steps", high=1.0
     )
     rounded_wholly: float = limit(0.99, "share of the weights from which on nothing is learned", high=1.0)
+    usual_rate: float = limit(1e-5, "learning rate from which on small gradients are the cause")
 
 
 @rule("weights_unchanged", monitor="correctness", limits=WeightsUnchangedLimits)
@@ -144,24 +145,29 @@ def _rounded(found: Sequence[Event], limits: WeightsUnchangedLimits) -> Finding:
     steps, facts = steps_of(found), found[-1].payload
     rate, size, dtype = float(facts["rate"]), float(facts["size"]), str(facts["dtype"])
     share, name = median(float(event.payload["share"]) for event in found), facts["parameters"][0]
+    gradient = phrases.number(float(facts["gradient"]))
     spacing = size * SPACING.get(dtype, SPACING["float32"])
-    is_half = dtype in {"bfloat16", "float16"}
+    fix = "Raise the learning rate, and look for a schedule or a unit that made it so small."
+    if dtype in {"bfloat16", "float16"}:
+        fix = "Keep the weights in fp32 and compute under `torch.autocast`."
+    elif rate >= limits.usual_rate:
+        fix = (
+            "The learning rate is a usual one: find out why the gradients are so small, such as saturated "
+            "units or a factor on the loss."
+        )
     return Finding(
         severity=Severity.ERROR if share >= limits.rounded_wholly else Severity.WARNING,
         title=f"{percent(share)} of the weights do not take the optimizer's step",
         detail=(
             f"At {observed(steps)} {percent(share)} of the sampled weights with a gradient, as those of "
             f"`{name}`, had the same value before and after the step, at a learning rate of "
-            f"{phrases.number(rate)}. The spacing of {dtype} at their mean size of {phrases.number(size)} is "
+            f"{phrases.number(rate)} and gradients of {gradient}. "
+            f"The spacing of {dtype} at their mean size of {phrases.number(size)} is "
             f"about {phrases.number(spacing)}: "
             "smaller steps are rounded away."
         ),
         subject=Subject(parameter=name, step=steps[0]),
         evidence=(evidence_of(found, round(share, 3), "of the weights"),),
-        fix=(
-            "Keep the weights in fp32 and compute under `torch.autocast`."
-            if is_half
-            else "Raise the learning rate, and look for a schedule or a unit that made it so small."
-        ),
+        fix=fix,
         refuted_if="the optimizer rounds at random, so that small steps are taken on average.",
     )

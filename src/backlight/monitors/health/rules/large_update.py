@@ -280,7 +280,7 @@ def _too_high(
             f"{after.peak_step}) and ended at {phrases.number(after.last)}."
         )
         evidence.append(phrases.scalar("loss", after.peak_step, after.peak, "loss"))
-    is_broken = after is not None and after.has_risen and after.last > after.first
+    is_broken = after is not None and after.has_risen and after.last >= LEARNED * after.first
     return Finding(
         severity=Severity.ERROR if is_broken else Severity.WARNING,
         title=title[0].upper() + title[1:],
