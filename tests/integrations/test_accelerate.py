@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,15 @@ def _fresh() -> Iterator[None]:
     GradientState._reset_state()
 
 
-def train(run: Path | None, fails_at: int = -1, **settings: Any) -> tuple[str, Any]:
+def train(
+    run: Path | None,
+    fails_at: int = -1,
+    *,
+    losses: list[float] | None = None,
+    norms: list[float] | None = None,
+    epochs: int = 1,
+    **settings: Any,
+) -> tuple[str, Any]:
     from accelerate import Accelerator
 
     from backlight.integrations.accelerate import watch
@@ -40,14 +49,19 @@ def train(run: Path | None, fails_at: int = -1, **settings: Any) -> tuple[str, A
     )
     context = watch(accelerator, model, optimizer, run=run, **settings) if run else contextlib.nullcontext()
     with context:
-        for index, (inputs, targets) in enumerate(loader):
+        batches = itertools.chain.from_iterable(loader for _ in range(epochs))
+        for index, (inputs, targets) in enumerate(batches):
             if index == fails_at:
                 raise ValueError("injected")
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(inputs), targets)
                 accelerator.backward(loss)
+                if losses is not None:
+                    losses.append(loss.item())
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.3)
+                    if norms is not None:
+                        norms.append(norm.item())
                 optimizer.step()
                 optimizer.zero_grad()
             accelerator.log({"train_loss": loss, "note": "no number"}, step=100 + index)
@@ -71,6 +85,18 @@ def test_gradients_and_accelerator_log_values_are_recorded(tmp_path: Path) -> No
     # Accelerate prefetches one batch; the recorded batch is the one that was trained on.
     assert run.scalar("batch").values.tolist() == [1.0, 3.0, 5.0, 7.0]
     assert found == [context.findings]
+
+
+@pytest.mark.parametrize("every", [1, 10**6], ids=["recorded", "not_recorded"])
+def test_loss_of_every_step_is_the_mean_of_its_batches(tmp_path: Path, every: int) -> None:
+    losses: list[float] = []
+    norms: list[float] = []
+    train(tmp_path / "run", losses=losses, norms=norms, epochs=4, every=every)
+    run = backlight.open_run(tmp_path / "run")
+    assert run.scalar("loss").steps.tolist() == list(range(16))
+    np.testing.assert_allclose(run.scalar("loss").values, np.reshape(losses, (-1, 2)).mean(axis=1), rtol=1e-6)
+    np.testing.assert_allclose(run.scalar("clip/norm").values, norms, rtol=1e-6)
+    assert run.loss_label() == "loss"
 
 
 @pytest.mark.full

@@ -57,6 +57,24 @@ def test_gradients_are_read_before_clipping_and_weights_are_unchanged(
     assert capsys.readouterr().err.count("next: backlight report") == 1
 
 
+@pytest.mark.parametrize("every", [1, 10**6], ids=["recorded", "not_recorded"])
+def test_loss_of_every_step_is_the_one_that_the_trainer_logs(tmp_path: Path, every: int) -> None:
+    from backlight.integrations.huggingface import BacklightCallback
+    from integrations import tiny
+
+    options: dict[str, Any] = {"gradient_accumulation_steps": 4, "logging_steps": 1, "max_steps": 12}
+    trainer = tiny.trainer(tmp_path, BacklightCallback(tmp_path / "run", every=every), **options)
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry]
+    run = backlight.open_run(tmp_path / "run")
+    assert run.scalar("backwards").values.tolist()[:1] == [4.0]
+    assert run.scalar("loss").steps.tolist() == list(range(12))
+    np.testing.assert_allclose(run.scalar("loss").values, logged, rtol=1e-5)
+    np.testing.assert_allclose(run.scalar("clip/norm").values, norms, rtol=1e-6)
+    assert run.loss_label() == "loss"
+
+
 @pytest.mark.full
 def test_bf16_training_is_unchanged_and_measured(tmp_path: Path) -> None:
     from backlight.integrations.huggingface import BacklightCallback

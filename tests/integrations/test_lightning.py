@@ -67,6 +67,32 @@ def test_fit_is_recorded_and_weights_are_unchanged(
     assert "next: backlight report" in output
 
 
+@pytest.mark.parametrize("every", [1, 10**6], ids=["recorded", "not_recorded"])
+def test_loss_of_every_step_is_the_mean_of_its_batches(tmp_path: Path, every: int) -> None:
+    import lightning as L
+
+    from backlight.integrations.lightning import BacklightCallback
+    from integrations import lit
+
+    class Losses(L.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            self.values: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+            self.values.append(float(trainer.callback_metrics["train_loss"]))
+
+    losses = Losses()
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "gradient_clip_val": 0.2, "max_epochs": 5}
+    trainer = lit.trainer(tmp_path, losses, BacklightCallback(tmp_path / "run", every=every), **options)
+    trainer.fit(lit.Net(), lit.data(), lit.data(16))
+    run = backlight.open_run(tmp_path / "run")
+    assert run.scalar("loss").steps.tolist() == list(range(trainer.global_step)) == list(range(10))
+    expected = np.reshape(losses.values, (-1, 4)).mean(axis=1)
+    np.testing.assert_allclose(run.scalar("loss").values, expected, rtol=1e-6)
+    assert run.scalar("clip/norm").steps.tolist() == list(range(10))
+    assert run.loss_label() == "loss"
+
+
 @pytest.mark.full
 def test_manual_optimization_counts_one_step_per_backward(tmp_path: Path) -> None:
     from integrations.lit import digest
