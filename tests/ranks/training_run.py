@@ -50,6 +50,7 @@ class Training:
         self.share = dist.get_rank() if share is None else share
         self.micro = micro
         self.settings: dict[str, Any] = {}
+        self.losses: list[float] = []
 
     def around(self, step: int, micro: int, last: bool) -> Any:
         """Return the context of a microbatch."""
@@ -62,10 +63,13 @@ class Training:
         for step in range(STEPS):
             self.optimizer.zero_grad()
             tokens, target = (t.chunk(self.shares)[self.share] for t in batch(step))
+            self.losses.append(0.0)
             for m in range(self.micro):
                 x, y = (t.chunk(self.micro)[m] for t in (tokens, target))
                 with self.around(step, m, m == self.micro - 1):
-                    (loss_of(self.model(x), y) / self.micro).backward()
+                    loss = loss_of(self.model(x), y) / self.micro
+                    loss.backward()
+                self.losses[-1] += loss.item()
             self.before_step(step)
             self.optimizer.step()
 
@@ -124,7 +128,9 @@ class _Joined(Training):
             for step in range(STEPS - (dist.get_rank() == 1)):
                 self.optimizer.zero_grad()
                 tokens, target = (t.chunk(self.shares)[self.share] for t in batch(step))
-                loss_of(self.model(tokens), target).backward()
+                loss = loss_of(self.model(tokens), target)
+                loss.backward()
+                self.losses.append(loss.item())
                 self.optimizer.step()
 
 
@@ -344,6 +350,7 @@ def report(name: str, make: Callable[[], Training]) -> None:
     result = {
         "same": bool(pairs) and all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs),
         "warnings": messages,
+        "losses": training.losses,
         "total_norm": watch.total_norm,
         "collectives": [counts[1] - counts[0], counts[3] - counts[2]],
     }

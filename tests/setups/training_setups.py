@@ -265,7 +265,7 @@ def train(
     overflow_at: int = -1,
     observe: Callable[[str, int, Tensor | None], None] = lambda _moment, _step, _loss: None,
 ) -> None:
-    """Train; call ``observe`` with ``gradients`` after backward and with each ``update``.
+    """Train; call ``observe`` with ``gradients`` and the mean loss after backward, and with each ``update``.
 
     ``overflow_at`` is the step whose loss is infinite, which a gradient scaler skips.
     """
@@ -275,6 +275,7 @@ def train(
     torch.manual_seed(7)
     for step in range(steps):
         optimizer.zero_grad()
+        mean = torch.zeros(())
         for number in range(setup.micro):
             x, y = next(batches)
             now = pauses.at(step, number)
@@ -289,8 +290,9 @@ def train(
                 if step == overflow_at:
                     loss = loss * float("inf")
                 scaler.scale(loss).backward()
+                mean = mean + loss.detach()
         scaler.unscale_(optimizer)
-        observe("gradients", step, loss.detach())
+        observe("gradients", step, mean)
         if setup.clip:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
