@@ -50,6 +50,13 @@ def inputs_of(node: Node) -> list[Node | None]:
     return [below for below, _ in node.next_functions]
 
 
+def below_shapes(node: Node | None) -> Node | None:
+    """Return the node whose values ``node`` has, in another shape or type: itself where it computes."""
+    while node is not None and kind_of(node) in RESHAPES:
+        node = next(iter(inputs_of(node)), None)
+    return node
+
+
 def shape_of(node: Node | None) -> tuple[int, ...] | None:
     """Return the shape of the first output of a node; None where torch does not say."""
     described = getattr(node, "_input_metadata", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,40 @@ def mixture_of_softmaxes(injected: bool) -> None:
 @control
 def logarithm_of_a_mixture() -> None:
     train(Mixture(True), loss_of=lambda out, y: F.cross_entropy(out.log(), y), is_compiled=False)
+
+
+def targets_of(classes: Callable[[int], Tensor]) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
+    """Return batches of 128 samples, and the classes of each of them."""
+    return lambda count: ((torch.randn(128, 4), classes(step)) for step in range(count))
+
+
+@fault(rule="loss_input", severity="warning", step=7, kind="one_class", names="class 1")
+def targets_of_one_class(injected: bool) -> None:
+    classes = torch.ones(128, dtype=torch.long)
+    train(perceptron(), data=targets_of(lambda _: classes if injected else torch.randint(3, (128,))))
+
+
+@control
+def targets_sorted_by_class() -> None:
+    """A data set that is not shuffled: what was reported at first is not true of the whole run."""
+    train(perceptron(), data=targets_of(lambda step: torch.full((128,), int(step > 15))), steps=20)
+
+
+class Contrast(nn.Module):
+    """Similarities of each sample to another view of it, which come first, and to other samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = (F.normalize(self.encoder(x + 0.1 * torch.randn_like(x))) for _ in range(2))
+        return torch.cat([(one * other).sum(1, keepdim=True), one @ other.detach().flip(0).T], 1) / 0.1
+
+
+@control
+def contrastive_loss() -> None:
+    train(Contrast(), data=targets_of(lambda _: torch.zeros(128, dtype=torch.long)), is_compiled=False)
 
 
 @fault(

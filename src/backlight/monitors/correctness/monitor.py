@@ -10,6 +10,7 @@ from backlight.monitors.correctness.instrument.evaluation_modes import Evaluatio
 from backlight.monitors.correctness.instrument.gradient_use import GradientUse
 from backlight.monitors.correctness.instrument.loader_batches import LoaderBatches
 from backlight.monitors.correctness.instrument.loss_graph import LossGraph
+from backlight.monitors.correctness.instrument.loss_targets import LossTargets
 from backlight.monitors.correctness.instrument.microbatch_weights import MicrobatchWeights
 from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
 from backlight.monitors.correctness.instrument.model_inputs import ModelInputs
@@ -32,6 +33,7 @@ CHECKS: tuple[type[Check], ...] = (
     GradientUse,
     LoaderBatches,
     LossGraph,
+    LossTargets,
     MicrobatchWeights,
     MixedPrecision,
     ModelInputs,

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from backlight.capture.batches import tensors
-from backlight.capture.loss_nodes import RESHAPES, Node, inputs_of, kind_of, kinds, shape_of
+from backlight.capture.loss_nodes import RESHAPES, Node, below_shapes, inputs_of, kind_of, kinds, shape_of
 from backlight.capture.loss_terms import CLASS_LOSSES, MAX_NODES, terms
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.user_code import user_line
@@ -89,26 +89,18 @@ def _first(node: Node) -> Node | None:
 
 def _source(nodes: Sequence[Node | None]) -> str:
     """Return the kind of what made the values of the first of ``nodes``."""
-    node = _below_shapes(nodes[0] if nodes else None)
+    node = below_shapes(nodes[0] if nodes else None)
     return "Softmax" if _is_softmax(node) else kind_of(node)
-
-
-def _below_shapes(node: Node | None) -> Node | None:
-    for _ in range(MAX_NODES):
-        if kind_of(node) not in RESHAPES:
-            break
-        node = _first(node)
-    return node
 
 
 def _is_softmax(node: Node | None) -> bool:
     """Return whether a node is a softmax, or one that is written out."""
     kind = kind_of(node)
     if kind == "Exp":
-        return kind_of(_below_shapes(_first(node))) == "LogSoftmax"
+        return kind_of(below_shapes(_first(node))) == "LogSoftmax"
     if kind == "Div" and len(inputs_of(node)) > 1:
-        above, below = (_below_shapes(one) for one in inputs_of(node)[:2])
-        return kind_of(above) == "Exp" and kind_of(below) == "Sum" and _below_shapes(_first(below)) is above
+        above, below = (below_shapes(one) for one in inputs_of(node)[:2])
+        return kind_of(above) == "Exp" and kind_of(below) == "Sum" and below_shapes(_first(below)) is above
     return kind == "Softmax"
 
 
@@ -118,7 +110,7 @@ def _below_nll(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, A
         direct = _first(direct)
     if kind_of(direct) == "LogSoftmax":
         yield from _dimension(direct)
-    node = _below_shapes(inputs[0] if inputs else None)
+    node = below_shapes(inputs[0] if inputs else None)
     kind = _source(inputs)
     if kind == "LogSoftmax":
         yield from _below_log_softmax(inputs_of(node)[:1])

@@ -71,6 +71,14 @@ MISUSES = {
         "from dimension 1: the probabilities that add up to 1 are those of one class over different samples.",
         "Use `log_softmax(x, dim=1)`, or give the logits to `cross_entropy`.",
     ),
+    "one_class": Misuse(
+        Severity.WARNING,
+        "Every target is class {class_index}",
+        "All {targets:,} targets of the {losses} losses that were looked at are class {class_index}. A model "
+        "learns to answer it whatever the input is, and its loss falls to 0.",
+        "Look at the labels: where they are read, a comparison that is never true, an index that is cut to "
+        "an integer, a data set that is sorted by class and not shuffled.",
+    ),
     "broadcast": Misuse(
         Severity.ERROR,
         "The loss compares every prediction with every target",
@@ -89,6 +97,12 @@ MISUSES = {
 """Kinds of contradictions, as the instrument names them."""
 
 
+_REFUTED = {
+    "probabilities": "a row of the input does not add up to 1.",
+    "one_class": "a batch has a target of another class.",
+}
+
+
 @rule("loss_input", monitor="correctness")
 def loss_input(run: Run, _limits: Limits) -> Iterator[Finding]:
     """Find losses whose first nodes show an input that the loss function does not expect."""
@@ -97,8 +111,10 @@ def loss_input(run: Run, _limits: Limits) -> Iterator[Finding]:
         of_kind = [event for event in found if event.payload["kind"] == kind]
         if not of_kind:
             continue
+        if kind == "one_class" and any(event.payload["kind"] == "several_classes" for event in found):
+            continue
         steps = steps_of(of_kind)
-        facts = {**of_kind[0].payload, "steps": len(steps)}
+        facts = {**of_kind[-1].payload, "steps": len(steps)}
         yield Finding(
             severity=misuse.severity,
             title=misuse.title.format_map(facts),
@@ -106,9 +122,5 @@ def loss_input(run: Run, _limits: Limits) -> Iterator[Finding]:
             subject=Subject(step=steps[0]),
             evidence=(evidence_of(of_kind, kind),),
             fix=misuse.fix,
-            refuted_if=(
-                "a row of the input does not add up to 1."
-                if kind == "probabilities"
-                else "the autograd graph of the loss does not begin with these operations."
-            ),
+            refuted_if=_REFUTED.get(kind, "the autograd graph of the loss begins with other operations."),
         )
