@@ -52,12 +52,6 @@ def targets_of_one_class(injected: bool) -> None:
     train(perceptron(), data=targets_of(lambda _: classes if injected else torch.randint(3, (128,))))
 
 
-@control
-def targets_sorted_by_class() -> None:
-    """A data set that is not shuffled: what was reported at first is not true of the whole run."""
-    train(perceptron(), data=targets_of(lambda step: torch.full((128,), int(step > 15))), steps=20)
-
-
 class Contrast(nn.Module):
     """Similarities of each sample to another view of it, which come first, and to other samples."""
 

@@ -46,7 +46,8 @@ def modules_in_a_plain_list(injected: bool) -> None:
 def optimizer_of_a_copy(injected: bool) -> None:
     model = perceptron()
     trained = copy.deepcopy(model)
-    train(trained, torch.optim.AdamW((model if injected else trained).parameters(), lr=1e-3))
+    optimizer = torch.optim.AdamW((model if injected else trained).parameters(), lr=1e-3)
+    train(trained, optimizer, has_scaler=False)  # it refuses to step without gradients
 
 
 @control

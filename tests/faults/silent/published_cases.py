@@ -70,7 +70,7 @@ def head_frozen_after_its_optimizer_was_made(injected: bool) -> None:
     for name, parameter in model.named_parameters():
         is_norm = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.BatchNorm2d)
         parameter.requires_grad = is_norm if injected else name.startswith("head")
-    train(model, optimizer, data=images)
+    train(model, optimizer, data=images, has_scaler=False)  # it refuses to step without gradients
 
 
 # Frameworks
@@ -132,7 +132,7 @@ def compiled_step_does_nothing_after_one_without_gradients(injected: bool) -> No
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = SpecialisedStep(model.parameters(), lr=0.1)
     optimizer.has_guard = not injected
-    loop = Loop(model, optimizer, has_scaler=False, sets_to_none=True)
+    loop = Loop(model, optimizer, has_scaler=False, sets_to_none=True, clips="")
     backward = loop.backward
     loop.backward = lambda loss: None if loop.step == 2 else backward(loss)
     loop.run()
@@ -288,7 +288,7 @@ def seeded(worker: int) -> None:
 def workers_augment_alike(injected: bool) -> None:
     loader = DataLoader(Crops(0), batch_size=8, num_workers=2, worker_init_fn=None if injected else seeded)
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
-    train(model, loader=loader)
+    train(model, loader=loader, evaluates=False)
 
 
 class Captioned(Dataset[dict[str, Tensor]]):

@@ -35,6 +35,15 @@ class Classifier(nn.Module):
 # Parameters without a gradient, or without an optimizer
 
 
+@fault(rule="no_gradient", severity="warning", names="Only `head.bias` is trained")
+def all_but_a_bias_frozen(injected: bool) -> None:
+    """A prefix that does not match what it is meant to spare."""
+    model = Classifier()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.startswith("head.bias" if injected else "head")
+    train(model)
+
+
 @fault(rule="no_gradient", severity="warning", names="encoder.weight")
 def encoder_is_detached(injected: bool) -> None:
     train(Classifier(Tensor.detach if injected else Tensor.contiguous), steps=STEPS)
@@ -140,7 +149,7 @@ def many_sigmoid_layers(injected: bool) -> None:
     train(nn.Sequential(nn.Linear(4, 16), *layers, nn.Linear(16, 3)), steps=100)
 
 
-@fault(rule="loss_scale", severity="warning", names="encoder", also=("weights_unchanged",))
+@fault(rule="loss_scale", severity="warning", names="underflow", also=("weights_unchanged",))
 def half_precision_without_a_scale(injected: bool) -> None:
     """Gradients of fp16 below 6e-8 are zero."""
     model = Classifier().half()
@@ -187,6 +196,24 @@ def scaler_skips_every_step(injected: bool) -> None:
         steps=120,
         has_scaler=True,
         autocast=False,
+        clips="",
+        microbatches=1,  # half of it the scale can make up for
+    )
+
+
+@fault(
+    rule="always_clipped", severity="error", names="every gradient to zero", also=("no_update", "exploding")
+)
+def clipped_by_a_norm_that_overflows(injected: bool) -> None:
+    """Each gradient is finite, and their norm is not: 1 / inf is 0."""
+    factor = 1e38 if injected else 1.0
+    train(
+        Classifier(),
+        loss_of=lambda out, y: F.cross_entropy(out, y) * factor,
+        steps=120,
+        has_scaler=False,
+        autocast=False,
+        clips="norm",
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import backlight
@@ -91,3 +92,12 @@ def test_embeddings_that_the_configuration_ties(tmp_path: Path) -> None:
     )
     assert found.detail.startswith("`config.tie_word_embeddings` is True.")
     assert findings(tmp_path / "kept", lambda: train_sequences(kept)) == []
+
+
+def test_targets_that_are_sorted_by_class_are_not_reported_in_the_end(tmp_path: Path) -> None:
+    classes = silent.losses.targets_of(lambda step: torch.full((128,), int(step > 15)))
+    with backlight.watch(run=tmp_path / "run", monitors=("correctness",), every=1, quiet=True):
+        silent.loop.train(silent.loop.perceptron(), data=classes, steps=20)
+    run = open_run(tmp_path / "run")
+    assert [event.payload["kind"] for event in run.events("contradiction")][-1] == "several_classes"
+    assert not list(evaluate_rules(run))

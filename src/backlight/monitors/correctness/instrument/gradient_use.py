@@ -91,6 +91,7 @@ class GradientUse(Check):
         # By optimizer, of its last step: the number of backwards until then, and some of its gradients.
         self._stepped: dict[int, tuple[int, list[tuple[_Gradient, Tensor]]]] = {}
         self._root: weakref.ref[Tensor] | None = None
+        self._clipped: list[tuple[_Gradient, Tensor]] = []  # by the clipping in progress, with their values
         self._restart()
 
     def _restart(self) -> None:
@@ -150,6 +151,18 @@ class GradientUse(Check):
             self._note_values(list(self._fresh.values()))
         self._before = {}
 
+    def clip_begin(self, *_: Any) -> None:
+        """Note whether the gradients have values: clipping by a norm that overflows makes them zero."""
+        followed = [one for one in self._fresh.values() if one.same() is not None] if self.due else []
+        self._clipped = list(zip(followed, self._flags(followed), strict=True))
+
+    def clip_end(self) -> None:
+        """Count gradients that clipping has made zero as zero: the script has not cleared them."""
+        followed = [(one, had) for one, had in self._clipped if one.same() is not None]
+        for (one, had), has in zip(followed, self._flags([one for one, _ in followed]), strict=True):
+            one.had_values = (has | ~had) if one.had_values is None else one.had_values & (has | ~had)
+        self._clipped = []
+
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Compare what the optimizer is about to use with what backward left."""
         if has_closure or HUB.backward_depth:
@@ -203,10 +216,13 @@ class GradientUse(Check):
 
     def _note_values(self, gradients: Sequence[_Gradient]) -> None:
         """Note whether there is something to add to: ``.data.zero_()`` leaves no trace but the zeros."""
-        if gradients:
-            flags = self._has_values([tensor for one in gradients if (tensor := one.same()) is not None])
-            for one, flag in zip(gradients, flags, strict=True):
-                one.had_values = flag if one.had_values is None else one.had_values & flag
+        for one, flag in zip(gradients, self._flags(gradients), strict=True):
+            one.had_values = flag if one.had_values is None else one.had_values & flag
+
+    def _flags(self, gradients: Sequence[_Gradient]) -> Sequence[Tensor]:
+        """Return, per gradient that is still that of its parameter, whether it has values."""
+        held = [tensor for one in gradients if (tensor := one.same()) is not None]
+        return self._has_values(held).unbind() if held else ()
 
     def _cleared_of(self, gradients: Iterable[_Gradient]) -> Tensor | None:
         """Return whether all of these gradients were cleared, None where some were kept or used by hand.

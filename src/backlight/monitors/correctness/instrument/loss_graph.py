@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from backlight.capture.batches import tensors
 from backlight.capture.loss_nodes import RESHAPES, Node, below_shapes, inputs_of, kind_of, kinds, shape_of
 from backlight.capture.loss_terms import CLASS_LOSSES, MAX_NODES, terms
@@ -13,8 +15,6 @@ from backlight.monitors.correctness.instrument.check import Check
 from backlight.user_code import user_line
 
 if TYPE_CHECKING:
-    import torch
-
     from backlight.monitor import RunContext
     from backlight.monitors.correctness.instrument.check import Schedule
 
@@ -44,7 +44,7 @@ class LossGraph(Check):
         """Look at the nodes below each root."""
         if self.due:
             for root in roots:
-                if root.is_leaf and root.numel() == 1:
+                if _is_of_no_parameter(root):
                     self.report("no_gradient", self.run.clock.index, kind="leaf", line=str(user_line() or ""))
                 for kind, facts in dict(contradictions_below(root.grad_fn, self._sizes)).items():
                     self.report("loss_input", self.run.clock.index, kind=kind, **facts)
@@ -87,6 +87,20 @@ def _first(node: Node) -> Node | None:
     return next(iter(inputs_of(node)), None)
 
 
+def _below_cast(node: Node | None) -> Node | None:
+    """Return the node below a cast, as autocast adds them, which leaves the shape as it is."""
+    return _first(node) if kind_of(node) == "ToCopy" else node
+
+
+def _is_of_no_parameter(root: torch.Tensor) -> bool:
+    """Return whether a loss is a number that was made to require gradients, or a multiple of it."""
+    node = root.grad_fn
+    while kind_of(node) in {"Mul", "Div"} and len(below := [one for one in inputs_of(node) if one]) == 1:
+        node = below[0]
+    leaf = getattr(node, "variable", root if node is None else None)
+    return leaf is not None and leaf.ndim == 0 and not isinstance(leaf, torch.nn.Parameter)
+
+
 def _source(nodes: Sequence[Node | None]) -> str:
     """Return the kind of what made the values of the first of ``nodes``."""
     node = below_shapes(nodes[0] if nodes else None)
@@ -105,9 +119,7 @@ def _is_softmax(node: Node | None) -> bool:
 
 
 def _below_nll(inputs: Sequence[Node | None]) -> Iterator[tuple[str, dict[str, Any]]]:
-    direct = inputs[0] if inputs else None
-    if kind_of(direct) == "ToCopy":  # a cast, as of autocast, which leaves the dimensions as they are
-        direct = _first(direct)
+    direct = _below_cast(inputs[0] if inputs else None)
     if kind_of(direct) == "LogSoftmax":
         yield from _dimension(direct)
     node = below_shapes(inputs[0] if inputs else None)
@@ -150,10 +162,10 @@ def _broadcast(node: Node | None, sizes: AbstractSet[int]) -> Iterator[tuple[str
     known = [one for one in inputs if one is not None]
     if len(known) != 1:
         return
-    prediction = known[0]
+    prediction = _below_cast(known[0])
     if kind_of(prediction) == "Expand":
         whole = shape_of(prediction)
-        prediction = _first(prediction)
+        prediction = _below_cast(_first(prediction))
     elif kind == "Sub":
         whole = shape_of(node)
     else:

@@ -60,7 +60,8 @@ class LossTargets(Check):
             self._is_over = self._class is None  # another loss
 
     def _note(self, step: int, known: NDArray[np.generic]) -> None:
-        extents = known[known[:, 2] > 0].astype(int)
+        extents = known.astype(np.int64)
+        extents = extents[extents[:, 2] > 0]
         if self._is_over or not len(extents):
             return
         self._class = int(extents[0, 0]) if self._class is None else self._class

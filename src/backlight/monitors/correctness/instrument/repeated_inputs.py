@@ -46,6 +46,7 @@ class RepeatedInputs(Check):
         self._first: bytes | None = None
         self._origins: list[weakref.ref[Tensor]] = []  # of the step before
         self._equal = 1
+        self._is_renewed = False
         self._restart()
 
     def _restart(self) -> None:
@@ -110,6 +111,11 @@ class RepeatedInputs(Check):
         if self._first is None:
             self._first = content
             self._is_over = self._is_over or all(_are_grids(values.astype(float), sizes))
+        elif content != self._first and self._equal == 1 and not self._is_renewed:
+            self._first, self._is_renewed = (
+                content,
+                True,
+            )  # the forwards of step 0 may have compiled the model
         elif content != self._first:
             self.forget()
         elif not self._is_over:

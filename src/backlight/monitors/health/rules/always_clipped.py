@@ -12,6 +12,7 @@ from backlight.findings.limits import Limits, limit
 from backlight.findings.optimizer_names import scale_free_kinds
 from backlight.findings.step_weights import after_share, step_weights, weighted_median, weighted_share
 from backlight.monitors.health.model.clip_factors import clip_factors
+from backlight.monitors.health.model.history import Floats, Integers
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -55,6 +56,9 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
     share, median = weighted_share(active, weights), weighted_median(values, weights)
     if share < limits.clipped_share:
         return
+    if not median:
+        yield _zeroed(run, steps, values)
+        return
     scale_free = scale_free_kinds(run)
     hard = median < limits.clipped_hard and not scale_free
     middle = int(np.argmin(np.abs(values - median)))
@@ -91,4 +95,25 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
             "before clipping."
         ),
         refuted_if="clipping every step is intended, as in normalised or differentially private SGD.",
+    )
+
+
+def _zeroed(run: Run, steps: Integers, factors: Floats) -> Finding:
+    zero = steps[factors == 0]
+    norm = run.scalar("clip/norm")
+    place = int(np.searchsorted(norm.steps, zero[0]))
+    return Finding(
+        severity=Severity.ERROR,
+        title="Clipping sets every gradient to zero",
+        detail=(
+            f"At {count(len(zero), 'recorded step')} from step {int(zero[0])} on the total norm overflowed: "
+            "clipping divides by it, and what is left is 0. Nothing is learned at these steps."
+        ),
+        subject=Subject(step=int(zero[0])),
+        evidence=(phrases.scalar("clip/norm", int(zero[0]), float(norm.values[place]), "gradient"),),
+        fix=(
+            "Find what makes the gradients so large: a factor on the loss, or a division by almost 0. With "
+            "`error_if_nonfinite=True` `clip_grad_norm_` raises instead."
+        ),
+        refuted_if="the total norm is finite at these steps.",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,15 +145,18 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
         first, last = int(steps[0]), int(steps[-1])
         if reason is _FROZEN and _has_adapters(run):
             continue
+        alone = _left_alone(records, seen) if reason is _FROZEN else None
         if reason is _FOREIGN and without_optimizer(run, limits.no_gradient_steps):
             continue  # one cause, one finding: no_update reports both sides of it
         order = phrases.loudest(group, lambda p: p.numel)
         worst, mine = order[0], sum(p.numel for p in group)
         named = phrases.parameters([p.name for p in order], len(group))
         yield Finding(
-            severity=reason.severity,
+            severity=reason.severity if alone is None else Severity.WARNING,
             title=(
-                f"{named} {'is' if len(group) == 1 else 'are'} frozen"
+                f"Only `{alone.name}` is trained: the weight beside it is frozen"
+                if alone is not None
+                else f"{named} {'is' if len(group) == 1 else 'are'} frozen"
                 if reason is _FROZEN
                 else f"{named} never received a gradient"
             ),
@@ -182,6 +185,15 @@ def _unfrozen(run: Run) -> dict[str, int]:
             for name in event.payload.get("parameters") or ():
                 found.setdefault(str(name), event.step or 0)
     return found
+
+
+def _left_alone(records: Sequence[ParameterRecord], seen: Collection[str]) -> ParameterRecord | None:
+    """Return the only parameter that is trained, if it is a bias whose weight is frozen."""
+    trained = [p for p in records if p.name in seen]
+    if len(trained) != 1 or len(trained[0].shape) != 1:
+        return None
+    beside = [p for p in records if p.module == trained[0].module and len(p.shape) > 1]
+    return trained[0] if any(not p.requires_grad for p in beside) else None
 
 
 def _has_adapters(run: Run) -> bool:

@@ -62,7 +62,7 @@ class NoUpdateLimits(RmsLimits, MembershipLimits):
 
 @rule(
     "no_update", monitor="health", version=2, limits=NoUpdateLimits, needs=("gradient",),
-    explained_by=("large_update", "schedule"),
+    explained_by=("always_clipped", "large_update", "schedule"),
 )  # fmt: skip
 def no_update(run: Run, limits: NoUpdateLimits) -> Iterator[Finding]:
     """Find weights that did not change up to the end, one finding per cause: no optimizer, rate 0, other.
