@@ -131,14 +131,17 @@ def build_table(
     optimizers: Sequence[torch.optim.Optimizer],
     seen: SeenModules,
     prefixes: Prefixes | None = None,
+    by_hand: Sequence[torch.Tensor] = (),
 ) -> ParameterTable:
-    """Name the parameters of ``models`` and ``optimizers``.
+    """Name the parameters of ``models`` and ``optimizers``, or those that a script trains ``by_hand``.
 
     Without models they are searched for: among the modules observed at construction, then by a scan. A
     parameter that no module holds any more is ``replaced.`` and its former name where that was observed, else
     named by its position in the optimizer.
     """
     groups = _groups(optimizers)
+    if not optimizers:
+        groups = {id(tensor): ("", tensor, f"tensor{n}") for n, tensor in enumerate(by_hand)}
     wanted = set(groups)
     roots = list(models)
     if not models:
@@ -260,7 +263,8 @@ class Scope:
     """The models and optimizers of one watch, and their parameter table as of the last :meth:`refresh`.
 
     Without ``models``, every model of the process; without ``optimizers``, every one that holds a parameter
-    of ``models``, or all. ``on_change`` is called, in order, when the table is a new one.
+    of ``models``, or all; ``numbers`` has theirs, by id. ``on_change`` is called, in order, when the table is
+    a new one.
     """
 
     def __init__(
@@ -270,8 +274,9 @@ class Scope:
         self._given = list(optimizers)
         self._given_ids = {id(optimizer) for optimizer in optimizers}
         self._changes = -1
+        self._by_hand: list[weakref.ref[torch.Tensor]] = []
         self._groups: tuple[int, ...] = ()
-        self._numbers: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         self._orphan_rows: list[int] = []
         self._prefixes = Prefixes()
         self.table = ParameterTable((), ())
@@ -298,8 +303,9 @@ class Scope:
 
     def _rebuild(self) -> bool:
         optimizers = self.optimizers()
-        self._numbers = self._numbered(optimizers)
-        table = build_table(self.models, optimizers, HUB.seen, self._prefixes)
+        self.numbers = self._numbered(optimizers)
+        by_hand = [tensor for noted in self._by_hand if (tensor := noted()) is not None]
+        table = build_table(self.models, optimizers, HUB.seen, self._prefixes, by_hand)
         self._changes, self._groups = HUB.seen.changes, self._signature()
         changed = table.records != self.table.records or table.rows != self.table.rows
         self.table = table
@@ -315,13 +321,21 @@ class Scope:
 
     def _numbered(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, int]:
         # Who had a number keeps it: learning rates are recorded under it.
-        numbers = {id(o): self._numbers[id(o)] for o in optimizers if id(o) in self._numbers}
+        numbers = {id(o): self.numbers[id(o)] for o in optimizers if id(o) in self.numbers}
         free = (n for n in itertools.count() if n not in set(numbers.values()))
         return {id(o): numbers[id(o)] if id(o) in numbers else next(free) for o in optimizers}
 
     def alone(self) -> bool:
         """Whether there is one optimizer only, so that its step ends the training step."""
-        return len(self._numbers) == 1
+        return len(self.numbers) == 1
+
+    def train_by_hand(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take in tensors that get gradients and are in no optimizer, because none exists."""
+        known = {id(tensor) for noted in self._by_hand if (tensor := noted()) is not None}
+        news = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
+        if news:
+            self._by_hand += news
+            self._changes = -1
 
     def _signature(self) -> tuple[int, ...]:
         # Cheap enough for every step: a changed group is another list or has another length.
@@ -335,13 +349,13 @@ class Scope:
         """Whether the scope covers ``optimizer``."""
         if self._given:
             return id(optimizer) in self._given_ids
-        if id(optimizer) not in self._numbers:
+        if id(optimizer) not in self.numbers:
             self.refresh()
-        return id(optimizer) in self._numbers
+        return id(optimizer) in self.numbers
 
     def number(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the number under which the optimizer's learning rates are recorded."""
-        return self._numbers.get(id(optimizer), 0)
+        return self.numbers.get(id(optimizer), 0)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the table has a row for ``tensor``."""

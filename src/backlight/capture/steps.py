@@ -20,6 +20,7 @@ from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseClock
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.capture.unrecorded import UnrecordedSteps
+from backlight.capture.updates_by_hand import UpdatesByHand, leaves_below
 from backlight.devices import is_capturing_graph
 from backlight.records import Phase
 
@@ -79,6 +80,7 @@ class StepTracker(Listener):
         self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
         self._before_steps: Callable[[], None] | None = None
         self._made: set[int] = set()
+        self._is_by_hand, self._by_hand = False, UpdatesByHand()
         self._is_plain, self._plain_steps, self._clips = False, 0, 0
         self._counted: UnrecordedSteps | None = None
         self.backwards = 0
@@ -113,6 +115,7 @@ class StepTracker(Listener):
         """Close a step whose optimizer has run, and listen no more."""
         if self._counted is not None:
             HUB.resume()
+        self._note_update_by_hand()
         if self._stepped:
             self._close()
         HUB.remove(self)
@@ -207,6 +210,13 @@ class StepTracker(Listener):
 
     # Events
 
+    def _note_update_by_hand(self) -> None:
+        """Count the step as taken where the script has changed the weights itself."""
+        if self._summary.backwards and not self._stepped and self._by_hand.is_made():
+            self._stepped.add(0)
+            self._by_hand.forget()
+            self._is_plain = False
+
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Note one that is made after the backward of this step: others may follow in the same step."""
         if self._summary.backwards:
@@ -236,8 +246,11 @@ class StepTracker(Listener):
         if self._clock.inside(Phase.BACKWARD):
             return  # a checkpointed model is computed again: that is a part of backward
         self._skip_capture()
-        if torch.is_grad_enabled() and self._stepped and not self._inside:
-            self._close()
+        if torch.is_grad_enabled():
+            if self._is_by_hand:
+                self._note_update_by_hand()
+            if self._stepped and not self._inside:
+                self._close()
         is_outermost = not self._clock.inside(Phase.FORWARD)
         if torch.is_grad_enabled() and is_outermost and self._summary.forwards is not None:
             self._summary.forwards += 1
@@ -259,8 +272,14 @@ class StepTracker(Listener):
         self._skip_capture()
         self._call_before_step()
         self.check_limit()
+        if self._is_by_hand:
+            self._note_update_by_hand()
         if self._stepped and not self._inside:
             self._close()
+        if self._recording:
+            self._is_by_hand = not self._scope.numbers and not self._scope.optimizers()
+            if self._is_by_hand:
+                self._scope.train_by_hand(leaves_below(roots))
         self._clock.enter(Phase.BACKWARD)
         scaled, self._unscaled_loss = self._unscaled_loss, None
         is_scaled = scaled is not None and len(roots) == 1 and scaled[0] == id(roots[0])
@@ -284,7 +303,11 @@ class StepTracker(Listener):
         self._clock.leave(Phase.BACKWARD)
         self._summary.backwards += 1
         self.backwards += 1
+        if self._is_by_hand and self._summary.backwards > 1:
+            self._recording = False  # the gradients of the first one are not those of the step
         if not self._recording:
+            if self._is_by_hand:
+                self._by_hand.note(self._scope.parameters())
             self._scalars.after_backward()
             return
         self._refresh()
@@ -292,6 +315,9 @@ class StepTracker(Listener):
         # With several optimizers a backward may reach only the parameters of another one.
         self._scalars.after_backward(parameters if self._scope.alone() else ())
         self._versions = {id(p): p.grad._version for p in parameters if p.grad is not None}
+        if self._is_by_hand:  # the script may clear them before it updates the weights, or after
+            self._by_hand.note(parameters)
+            self._collect(parameters, None)
         if self._per_backward:
             self._sink.backward_ended(parameters, self._summary.backwards - 1)
 
@@ -345,6 +371,7 @@ class StepTracker(Listener):
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Collect what is left of this optimizer's gradients, and note its learning rates."""
         self._skip_capture()
+        self._is_by_hand = False
         if not self.in_step:  # no backward did it before
             self._call_before_step()
             self.check_limit()

@@ -168,10 +168,12 @@ def why_no_step(tracker: StepTracker, scope: Scope, ending: str) -> str:
     if not passes:
         return "neither a backward pass nor an optimizer step was seen"
     seen = "1 backward pass was seen" if passes == 1 else f"{passes} backward passes were seen"
-    missing = f"{seen}, but no step of a torch.optim optimizer that holds the model"
+    missing = (
+        f"{seen}, but no step of a torch.optim optimizer that holds the model, and no change of a weight"
+    )
     if ending:
         return f"{missing}: {ending}"
-    return f"{missing}: call watch.mark_step() after each update that is made by hand or by an engine"
+    return f"{missing}: where an engine makes the updates, call watch.mark_step() after each"
 
 
 def holds_nothing(writer: RunWriter) -> bool:

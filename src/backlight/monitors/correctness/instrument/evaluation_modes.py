@@ -80,7 +80,7 @@ class EvaluationModes(Check):
         """Note which model is evaluated, and observe it at the first evaluations and then ever fewer."""
         if torch.is_grad_enabled():
             self._called = None
-            if self._depth == 1 and self.due:
+            if self._depth == 1 and self.schedule.due:
                 self._trained_norms.update(m for _, m in walk(module) if is_batch_norm(m) and m.training)
         elif self._depth == 1 and self.run.clock.done and not HUB.backward_depth:
             if module.training:

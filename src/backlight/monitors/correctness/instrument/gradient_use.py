@@ -216,7 +216,7 @@ class GradientUse(Check):
 
     def _note_values(self, gradients: Sequence[_Gradient]) -> None:
         """Note whether there is something to add to: ``.data.zero_()`` leaves no trace but the zeros."""
-        for one, flag in zip(gradients, self._flags(gradients), strict=True):
+        for one, flag in zip(gradients, self._flags(gradients) if gradients else (), strict=True):
             one.had_values = flag if one.had_values is None else one.had_values & flag
 
     def _flags(self, gradients: Sequence[_Gradient]) -> Sequence[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight.capture.hub import HUB
 from backlight.capture.loss_nodes import Node, below_shapes, inputs_of, kind_of, kinds
 from backlight.capture.loss_terms import CLASS_LOSSES, are_plain, terms
 from backlight.monitors.correctness.instrument.check import Check
@@ -39,14 +40,11 @@ class LossTargets(Check):
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
-        self._is_over = False
         self._class: int | None = None
         self._steps = self._targets = 0
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Compare the targets of the losses below."""
-        if self._is_over:
-            return
         found = [
             _extent(node)
             for root in roots
@@ -56,24 +54,26 @@ class LossTargets(Check):
         if found:
             known = torch.stack([one.to(found[0].device) for one in found])
             self.when_known(known, functools.partial(self._note, self.run.clock.index))
-        elif roots:
-            self._is_over = self._class is None  # another loss
+        elif roots and self._class is None:
+            HUB.remove(self)  # another loss
 
     def _note(self, step: int, known: NDArray[np.generic]) -> None:
         extents = known.astype(np.int64)
         extents = extents[extents[:, 2] > 0]
-        if self._is_over or not len(extents):
+        if not len(extents):
             return
         self._class = int(extents[0, 0]) if self._class is None else self._class
         is_reported = self._is_due()
-        self._is_over = bool((extents[:, :2] != self._class).any())
+        is_over = bool((extents[:, :2] != self._class).any())
         self._steps += 1
         self._targets += int(extents[:, 2].sum())
-        if not self._is_over and self._is_due() and (not is_reported or self._steps & (self._steps - 1) == 0):
+        if not is_over and self._is_due() and (not is_reported or self._steps & (self._steps - 1) == 0):
             facts = {"class_index": self._class, "targets": self._targets, "losses": self._steps}
             self.report("loss_input", step, kind="one_class", **facts)
-        elif self._is_over and is_reported:
+        elif is_over and is_reported:
             self.report("loss_input", step, kind="several_classes")
+        if is_over:
+            HUB.remove(self)
 
     def _is_due(self) -> bool:
         return self._steps >= STEPS and self._targets >= TARGETS

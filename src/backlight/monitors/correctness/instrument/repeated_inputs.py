@@ -57,6 +57,7 @@ class RepeatedInputs(Check):
         """Compare only steps that follow one another."""
         self._is_over = True
         self._restart()
+        HUB.remove(self)
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
         """Leave what a loader gives to the checks of loaders."""
