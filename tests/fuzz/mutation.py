@@ -168,9 +168,10 @@ def set_checksums(connection: sqlite3.Connection) -> None:
         if real.get(table) != TABLES[table]:
             continue
         with contextlib.suppress(sqlite3.Error):  # the table is damaged
-            for *row, _ in connection.execute(f"SELECT * FROM {table}").fetchall():
+            columns = re.findall(r"(\w+) (?:INTEGER|TEXT|REAL|BLOB)", TABLES[table].replace(" crc", ""))
+            for row in connection.execute(f"SELECT {', '.join(columns)} FROM {table}").fetchall():
                 with contextlib.suppress(struct.error, AttributeError, TypeError):  # types of no valid row
-                    crc = checksums.of_row(table, row)
+                    crc = checksums.of_block(*row) if table == "scalar" else checksums.of_row(table, row)
                     connection.execute(f"UPDATE {table} SET crc = ? WHERE rowid = ?", (crc, row[0]))
 
 

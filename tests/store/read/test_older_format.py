@@ -1,4 +1,4 @@
-"""A run of format 1, which had no checksums of scalars and events, is read, resumed and compacted."""
+"""Runs of formats 1 (few checksums) and 2 (a row per scalar value) are read, resumed and compacted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from backlight.store.write.writer import RunWriter
 from store.conftest import floats_at
 
 
-@pytest.fixture
-def older(tmp_path: Path) -> Path:
-    """Unpack a run that a release of format 1 wrote."""
-    with zipfile.ZipFile(Path(__file__).with_name("format-1.zip")) as archive:
+@pytest.fixture(params=[1, 2])
+def older(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """Unpack a run that a release of an older format wrote."""
+    with zipfile.ZipFile(Path(__file__).with_name(f"format-{request.param}.zip")) as archive:
         archive.extractall(tmp_path)
     return tmp_path / "run"
 
@@ -35,7 +35,7 @@ def check_values(run: Run) -> None:
 
 
 def test_is_read_without_a_loss(older: Path) -> None:
-    assert json.loads((older / "manifest.json").read_text())["format"] == 1 < FORMAT_VERSION
+    assert json.loads((older / "manifest.json").read_text())["format"] < FORMAT_VERSION
     run = open_run(older)
     check_values(run)
     assert (run.last_step(), run.losses) == (4, ())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _SERIES_KEY = struct.Struct("<qqq")
+_BLOCK_KEY = struct.Struct("<qqqq")
 
 _NUMBERS = {
     "parameter_table": struct.Struct("<q"),
@@ -27,9 +28,17 @@ def of_series_row(part: int, step: int, table: int, floats: bytes, integers: byt
     return zlib.crc32(integers, zlib.crc32(floats, zlib.crc32(_SERIES_KEY.pack(part, step, table))))
 
 
+def of_block(row: int, first: int, count: int, step: int, floats: bytes, integers: bytes) -> int:
+    """Return the CRC-32 over a block of scalars: its leading columns as int64, then its blobs."""
+    return zlib.crc32(integers, zlib.crc32(floats, zlib.crc32(_BLOCK_KEY.pack(row, first, count, step))))
+
+
 def of_row(table: str, values: Sequence[Any]) -> int:
-    """Return the CRC-32 over the columns of a row of another table, the id included and the checksum not."""
-    if table == "scalar":  # by far the most rows
+    """Return the CRC-32 over the columns of a row of another table, the id included and the checksum not.
+
+    The table ``scalar`` is that of format 2, with a row for each value.
+    """
+    if table == "scalar":
         row, name, step, value = values
         # SQLite keeps neither NaN nor the sign of zero.
         value = math.nan if value is None or value != value else value + 0.0  # noqa: PLR0124 - NaN

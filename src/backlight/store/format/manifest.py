@@ -142,5 +142,5 @@ def check_format(path: Path, found: object) -> None:
             if found > FORMAT_VERSION
             else "Open it with the release that wrote it, and export what you need"
         )
-        known = " and ".join(map(str, READABLE_FORMATS))
+        known = ", ".join(map(str, READABLE_FORMATS[:-1])) + f" and {READABLE_FORMATS[-1]}"
         raise RunFormatError(f"{path}: format {found}, this release reads formats {known}. {fix}")

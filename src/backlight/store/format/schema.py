@@ -10,10 +10,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Format that this release writes."""
 
-READABLE_FORMATS = (1, FORMAT_VERSION)
+READABLE_FORMATS = (1, 2, FORMAT_VERSION)
 """Formats that this release reads. In format 1 only rows of series had checksums."""
 
 
@@ -190,8 +190,8 @@ TABLES: dict[str, str] = {
     " crc INTEGER NOT NULL)",
     "scalar_name": "CREATE TABLE scalar_name (id INTEGER PRIMARY KEY, source TEXT NOT NULL,"
     " name TEXT NOT NULL, crc INTEGER NOT NULL)",
-    "scalar": "CREATE TABLE scalar (id INTEGER PRIMARY KEY, name INTEGER NOT NULL, step INTEGER NOT NULL,"
-    " value REAL, crc INTEGER NOT NULL)",
+    "scalar": "CREATE TABLE scalar (id INTEGER PRIMARY KEY, first INTEGER NOT NULL, count INTEGER NOT NULL,"
+    " step INTEGER NOT NULL, crc INTEGER NOT NULL, floats BLOB NOT NULL, ints BLOB NOT NULL)",
     "event": "CREATE TABLE event (id INTEGER PRIMARY KEY, step INTEGER, time REAL NOT NULL,"
     " kind TEXT NOT NULL, payload TEXT NOT NULL, crc INTEGER NOT NULL)",
     "finding": "CREATE TABLE finding (id INTEGER PRIMARY KEY, time REAL NOT NULL, json TEXT NOT NULL,"
@@ -203,22 +203,35 @@ TABLES: dict[str, str] = {
         for name in SERIES
     },
 }
-"""Every table of a database. A NULL in ``scalar.value`` is a NaN that was logged: SQLite has no NaN."""
+"""Every table of a database. A row of ``scalar`` is a block: ``first`` and ``id`` are the numbers of its
+first and last value, counted from 1 in the order of logging, and ``step`` is the highest of its steps."""
+
+_SCALAR_VALUES = (
+    "CREATE TABLE scalar (id INTEGER PRIMARY KEY, name INTEGER NOT NULL, step INTEGER NOT NULL,"
+    " value REAL, crc INTEGER NOT NULL)"
+)
+"""Table of scalars up to format 2. A NULL is a NaN that was logged: SQLite has no NaN."""
+
+FIRST_FORMAT_WITH_BLOCKS = 3
+"""Format in which scalars are stored in blocks."""
 
 
 def tables_of_format(version: int) -> dict[str, str]:
     """Return the tables of a format: those of format 1 had a checksum in series alone."""
-    if version > 1:
+    if version >= FIRST_FORMAT_WITH_BLOCKS:
         return TABLES
+    older = TABLES | {"scalar": _SCALAR_VALUES}
+    if version > 1:
+        return older
     series = {f"series_{name}" for name in SERIES}
     return {
         name: sql if name in series else sql.replace(", crc INTEGER NOT NULL", "")
-        for name, sql in TABLES.items()
+        for name, sql in older.items()
     }
 
 
 COUNTED = tuple(name for name in TABLES if name != "meta")
-"""Tables whose rows only grow; the highest id of each is how far a file goes."""
+"""Tables to which rows are only added; the highest id of each is how far a file goes."""
 
 
 def unit_of_scalar(name: str, source: str = "backlight") -> str:

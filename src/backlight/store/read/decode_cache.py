@@ -115,7 +115,7 @@ def _grown(known: Frame, mark: Mark, files: Sequence[RankFile], series: str, rea
     news = [
         step
         for file, (row, scalar) in zip(files, mark, strict=True)
-        for step in (file.first_after(f"series_{series}", row), _position_after(file, scalar))
+        for step in (file.first_after(series, row), _position_after(file, scalar))
         if step is not None
     ]
     if not news:
@@ -135,5 +135,7 @@ def _is_behind(mark: Mark, other: Mark) -> bool:
 def _position_after(file: RankFile, row: int) -> int | None:
     """Return the first step with a new position of the rank: ranks are aligned by positions."""
     known = file.scalar_ids("backlight", POSITION)
-    found = [file.first_after("scalar", row, f" AND name = {identifier}") for identifier in known]
-    return min((step for step in found if step is not None), default=None)
+    if file.last["scalar"] <= row or not known:
+        return None
+    found = file.scalars(after=row)
+    return min((int(found[identifier][0].min()) for identifier in known if identifier in found), default=None)

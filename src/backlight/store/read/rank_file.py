@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +20,10 @@ import numpy.typing as npt
 from backlight.records import Finding, ParameterRecord
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, column_codec
+from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
 from backlight.store.format.schema import COUNTED, SERIES
 from backlight.store.platform import atomic_json
+from backlight.store.read import scalar_blocks
 from backlight.store.read.snapshot import Rows, Snapshot
 from backlight.text import visible
 
@@ -47,7 +48,7 @@ _COLUMNS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "event": ("id, step, time, kind, payload", (int, (int, NoneType), float, str, str)),
     "finding": ("id, time, json", (int, float, str)),
 }
-"""Columns of the tables without blobs, and their types."""
+"""Columns of the tables without blobs, and their types; ``scalar`` is that of format 2."""
 
 _SERIES_COLUMNS = "step, parameters, crc, floats, ints, part"
 _SERIES_TYPES = (int, int, int, bytes, bytes, int)
@@ -224,11 +225,9 @@ class RankFile:
         steps = self._ids(series, after)[1] + self.step_offset
         return int(np.count_nonzero((steps >= window[0]) & (steps < window[1])))
 
-    def first_after(self, table: str, row: int, condition: str = "") -> int | None:
-        """Return the lowest global step of the rows of a table after ``row``, None where there are none."""
-        if self.last[table] <= row:
-            return None
-        steps = [step for (step,) in self._rows("step", table, (int,), condition, row)]
+    def first_after(self, series: str, row: int) -> int | None:
+        """Return the lowest global step of the rows of a series after ``row``, None where there are none."""
+        steps = [step for (step,) in self._rows("step", f"series_{series}", (int,), after=row)]
         return min(steps) + self.step_offset if steps else None
 
     def _ids(self, series: str, after: int) -> tuple[Steps, Steps]:
@@ -250,17 +249,27 @@ class RankFile:
 
     def scalars(self, name: int | None = None, after: int = 0) -> dict[int, Logged]:
         """Return the scalars by id, of all names or of one, from the rows after ``after``."""
-        rows = self._checked("scalar", "" if name is None else f" AND name = {int(name)}", after)
-        by_name: dict[int, list[tuple[int, float | None]]] = {}
-        for _, identifier, step, value in rows:
-            by_name.setdefault(identifier, []).append((step, value))
-        return {
-            identifier: (
-                np.array([step for step, _ in logged], dtype=np.int64) + self.step_offset,
-                np.array([np.nan if value is None else value for _, value in logged], dtype=np.float64),
-            )
-            for identifier, logged in by_name.items()
-        }
+        logged = self._logged(after)
+        order = np.argsort(logged.names, kind="stable")
+        if name is not None:
+            order = np.flatnonzero(logged.names == name)
+        names, steps, values = (column[order] for column in logged)
+        cuts = np.flatnonzero(np.diff(names)) + 1
+        parts = zip(*(np.split(column, cuts) for column in (names, steps, values)), strict=True)
+        return {int(ids[0]): (steps + self.step_offset, values) for ids, steps, values in parts if len(ids)}
+
+    def _logged(self, after: int = 0) -> LoggedValues:
+        """Return the sound values of all scalars after the first ``after``, in the order of logging."""
+        last = self.last["scalar"]
+        if not scalar_blocks.has_blocks(self._snapshot):
+            rows = self._checked("scalar", after=after)
+            return LoggedValues.of([(n, step, np.nan if v is None else v) for _, n, step, v in rows])
+        if last <= after:
+            return LoggedValues.of([])
+        logged, missing = scalar_blocks.read(self._snapshot, last, after)
+        if missing:
+            self._lose(f"{missing} of {last} values of table scalar are damaged and left out")
+        return logged
 
     def scalar(self, source: str, name: str) -> Logged:
         """Return one scalar; of a step that was logged twice the last value counts."""
@@ -271,12 +280,11 @@ class RankFile:
 
     def last_scalar(self, source: str, name: str) -> float | None:
         """Return the value of a scalar that was logged last, without reading the others; None without one."""
-        last = f"id <= {self.last['scalar']} ORDER BY id DESC LIMIT 1"
         for identifier in self.scalar_ids(source, name):
-            if rows := self._some("scalar", f"name = {int(identifier)} AND {last}"):
-                return math.nan if rows[0][3] is None else float(rows[0][3])
-        values = self.scalar(source, name)[1]  # none, or a damaged row, after which the others count
-        return float(values[-1]) if len(values) else None
+            for after in (max(0, self.last["scalar"] - BLOCK_VALUES), 0):
+                if logged := self.scalars(identifier, after).get(identifier):
+                    return float(logged[1][-1])
+        return None
 
     @functools.cached_property
     def _all_scalars(self) -> dict[int, Logged]:
@@ -328,21 +336,19 @@ class RankFile:
         """Return the highest local step of a table, -1 where it has none."""
         if not self.last[table]:
             return -1
-        try:
-            ((highest,),) = self._snapshot.rows(f"SELECT max(step) FROM {table}")
-        except RunFormatError:
-            highest = None
-        if isinstance(highest, int) and self._is_sound(table, highest):
+        highest = scalar_blocks.highest(self._snapshot, table, "step")
+        if highest >= 0 and self._is_sound(table, highest):
             return highest
         if table == "scalar":
-            steps = [row[2] for row in self._checked(table)]
-        else:
-            steps = [row[0] for row in self._checked_rows(table.removeprefix("series_"), None, 0)]
+            return int(self._logged().steps.max(initial=-1))
+        steps = [row[0] for row in self._checked_rows(table.removeprefix("series_"), None, 0)]
         return max(steps, default=-1)
 
     def _is_sound(self, table: str, step: int) -> bool:
         """Return whether a row of a step has the right checksum, without reading the others."""
         if table == "scalar":
+            if scalar_blocks.has_blocks(self._snapshot):
+                return scalar_blocks.has_sound(self._snapshot, step)
             return bool(self._some(table, f"step = {step} LIMIT 1"))
         try:
             rows = self._snapshot.rows(f"SELECT {_SERIES_COLUMNS} FROM {table} WHERE step = {step} LIMIT 1")

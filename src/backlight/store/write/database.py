@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight import clock, processes
-from backlight.store.format import checksums, column_codec
+from backlight.store.format import checksums, column_codec, scalar_codec
+from backlight.store.format.scalar_codec import LoggedValues
 from backlight.store.format.schema import COUNTED, DATABASE_KIND, FORMAT_VERSION, SERIES, TABLES
 from backlight.store.platform import atomic_json
 
@@ -45,7 +46,7 @@ DECIDED_STEPS = 64
 """Steps of which it is remembered whether they are stored: some numbers come late from a device."""
 
 SCALAR_BYTES = 32
-"""Bytes that a scalar of a step takes on the disk."""
+"""Bytes of a scalar that waits; it takes fewer on the disk."""
 
 Sizes = Mapping[int, npt.NDArray[np.int64]]
 """Sizes of the parameters, by the id of their table."""
@@ -56,7 +57,7 @@ Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
 _INSERTS = {
     "parameter_table": "INSERT INTO parameter_table VALUES (?, ?, ?)",
     "scalar_name": "INSERT INTO scalar_name VALUES (?, ?, ?, ?)",
-    "scalar": "INSERT INTO scalar VALUES (?, ?, ?, ?, ?)",
+    "scalar": "INSERT INTO scalar VALUES (?, ?, ?, ?, ?, ?, ?)",
     "event": "INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)",
     "finding": "INSERT INTO finding VALUES (?, ?, ?, ?)",
     **{
@@ -103,17 +104,13 @@ class Batch:
         return max([*steps, *(row[1] for row in self.scalars)], default=-1)
 
     def rows(self, sizes: Sizes, last: Mapping[str, int]) -> dict[str, list[tuple[object, ...]]]:
-        """Return the rows as they are stored, by table; ``last`` gives the last id of each."""
+        """Return the rows but those of scalars as they are stored, by table; ``last`` gives the last ids."""
         numbered: dict[str, Iterable[tuple[object, ...]]] = {
             "parameter_table": self.tables,
             "scalar_name": self.names,
             **{
                 table: ((i, *row) for i, row in enumerate(rows, last[table] + 1))
-                for table, rows in (
-                    ("scalar", self.scalars),
-                    ("event", self.events),
-                    ("finding", self.findings),
-                )
+                for table, rows in (("event", self.events), ("finding", self.findings))
             },
         }
         return {
@@ -136,6 +133,14 @@ def _encoded(rows: list[Row], sizes: Sizes) -> Iterator[tuple[object, ...]]:
             for (part, step, table, _, _), f, n in zip(group, floats, ints, strict=True):
                 yield part, step, table, checksums.of_series_row(part, step, table, f, n), f, n
             first = i
+
+
+def _block(first: int, logged: LoggedValues) -> tuple[object, ...]:
+    """Return the row of a block of scalars, of which ``first`` is the number of the first value."""
+    floats, integers = scalar_codec.encode(logged)
+    count = len(logged.steps)
+    key = first + count - 1, first, count, int(logged.steps.max())
+    return *key, checksums.of_block(*key, floats, integers), floats, integers
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -186,6 +191,7 @@ class RankDatabase:
     def __init__(self, path: Path, meta: Mapping[str, str], checkpoint_pages: int = CHECKPOINT_PAGES) -> None:
         self.path = path
         self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
+        self._unfilled = LoggedValues.of([])
         self._checkpoint_pages = checkpoint_pages
         _create(path, meta)
         self._inode = self.path.stat().st_ino
@@ -227,8 +233,17 @@ class RankDatabase:
         """Write a batch as one transaction, or nothing of it; a sqlite3.Error or OSError passes through."""
         self.check_exists()
         rows = batch.rows(sizes, self.last)
+        # The last block is written anew until it is full: one for each flush would be mostly overhead.
+        logged = LoggedValues.join([self._unfilled, LoggedValues.of(batch.scalars)])
+        written_before = self.last["scalar"] - len(self._unfilled.steps)
+        blocks = logged.split(scalar_codec.BLOCK_VALUES)
+        rows["scalar"] = [
+            _block(written_before + 1 + i * scalar_codec.BLOCK_VALUES, block)
+            for i, block in enumerate(blocks)
+        ]
         self._run("BEGIN IMMEDIATE")
         try:
+            self._run(f"DELETE FROM scalar WHERE id > {written_before}")
             for table, insert in _INSERTS.items():
                 self._connection.executemany(insert, rows[table])
             self._run("COMMIT")
@@ -238,7 +253,10 @@ class RankDatabase:
                 self._run("ROLLBACK")
             raise
         for name, written in rows.items():
-            self.last[name] += len(written)
+            self.last[name] += len(batch.scalars if name == "scalar" else written)
+        if blocks:
+            is_full = len(blocks[-1].steps) == scalar_codec.BLOCK_VALUES
+            self._unfilled = LoggedValues.of([]) if is_full else blocks[-1]
         if clock.monotonic() - self._synced > SYNC_INTERVAL_S:
             with contextlib.suppress(sqlite3.Error):  # the rows are written, and must not be so twice
                 self._run("PRAGMA wal_checkpoint(PASSIVE)")

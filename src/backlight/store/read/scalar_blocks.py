@@ -1,0 +1,63 @@
+"""Blocks of scalars of a database, checked; of a format before them, the rows of single values."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from backlight.store.errors import RunFormatError
+from backlight.store.format import checksums, scalar_codec
+from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
+from backlight.store.format.schema import FIRST_FORMAT_WITH_BLOCKS
+from backlight.store.read.snapshot import Snapshot
+
+_COLUMNS = "id, first, count, step, crc, floats, ints"
+_TYPES = (int, int, int, int, int, bytes, bytes)
+
+
+def has_blocks(snapshot: Snapshot) -> bool:
+    """Return whether the scalars of a database are in blocks."""
+    return snapshot.format >= FIRST_FORMAT_WITH_BLOCKS
+
+
+def read(snapshot: Snapshot, last: int, after: int) -> tuple[LoggedValues, int]:
+    """Return the sound values after the first ``after`` and up to ``last``, and how many are not sound."""
+    # A living writer adds to the last block, whose id grows with it.
+    select = f"SELECT {_COLUMNS} FROM scalar WHERE id > {after} AND first <= {last}"
+    rows, _ = snapshot.salvage(select, max(last + BLOCK_VALUES, highest(snapshot, "scalar", "id")))
+    parts, missing = [], last - after
+    for row in rows:
+        block = _block(row)
+        if block is not None:
+            first, end = max(row[1], after + 1), min(row[0], last) + 1
+            parts.append(block.between(first - row[1], end - row[1]))
+            missing -= end - first
+    return LoggedValues.join(parts), max(missing, 0)
+
+
+def has_sound(snapshot: Snapshot, step: int) -> bool:
+    """Return whether a block whose highest step is ``step`` is sound."""
+    try:
+        rows = snapshot.rows(f"SELECT {_COLUMNS} FROM scalar WHERE step = {step} LIMIT 1")
+    except RunFormatError:
+        return False
+    return all(_block(row) is not None for row in rows)
+
+
+def highest(snapshot: Snapshot, table: str, column: str) -> int:
+    """Return the highest number in a column of a table, -1 where it cannot be read."""
+    with contextlib.suppress(RunFormatError):
+        ((found,),) = snapshot.rows(f"SELECT max({column}) FROM {table}")
+        return found if isinstance(found, int) else -1
+    return -1
+
+
+def _block(row: tuple[Any, ...]) -> LoggedValues | None:
+    """Return the values of a row, None where its types, checksum or bytes are wrong."""
+    if not all(map(isinstance, row, _TYPES)) or row[4] != checksums.of_block(*row[:4], *row[5:]):
+        return None
+    if row[2] != row[0] - row[1] + 1:
+        return None
+    with contextlib.suppress(RunFormatError):
+        return scalar_codec.decode(row[2], *row[5:])
+    return None
