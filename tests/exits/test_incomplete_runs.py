@@ -143,7 +143,7 @@ def test_no_output_calls_an_incomplete_run_free_of_findings(
         "page": json.dumps(page["verdict"], default=str),
         "markdown": render_markdown(run, ()),
         "notebook": run_html(run, ()),
-        "live cell": live_cell(run.path, "finished", STEPS, STEPS - 1, {}, (), lacking(run))["text/plain"],
+        "live cell": live_cell(run.path, "finished", STEPS, {}, (), lacking(run))["text/plain"],
         "compare": printed(lambda console: print_comparison(comparison, console, full=True))
         + capsys.readouterr().out,
         "facts of compare": " ".join(facts(comparison)),

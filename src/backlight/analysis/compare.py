@@ -28,9 +28,10 @@ from backlight.analysis.side_by_side import (
     series_rows,
 )
 from backlight.findings.evaluate import findings_of, separate_hints
+from backlight.findings.losses import losses_of
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
 from backlight.records import Finding, Severity, to_json
-from backlight.report.verdict import lacking
+from backlight.report.verdict import coverage_text, is_sampled, lacking
 from backlight.store.read.run import Run
 from backlight.text import listed
 
@@ -49,7 +50,8 @@ class ComparabilityError(ValueError):
 class Side:
     """One of the runs: its letter, directory, state, number of steps, and duration in seconds if it ended.
 
-    ``lacks`` is what is missing of a recording to its end, empty where nothing is.
+    ``lacks`` is what is missing of a recording to its end, empty where nothing is; ``coverage`` counts the
+    steps with gradients and with a loss, empty where all have both.
     """
 
     letter: str
@@ -60,6 +62,7 @@ class Side:
     steps: int
     seconds: float | None
     lacks: str = ""
+    coverage: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def _side(letter: str, run: Run) -> Side:
     spans = [a.ended - a.started for a in run.attempts if a.ended is not None and a.ended >= a.started]
     return Side(
         letter, run.name, run.location, run.status.value, len(run.attempts), run.last_step() + 1,
-        sum(spans) if spans else None, run.shortfall,
+        sum(spans) if spans else None, run.shortfall, coverage_text(run) if is_sampled(run) else "",
     )  # fmt: skip
 
 
@@ -230,6 +233,8 @@ def _first_differences(runs: Sequence[Run], found: Sequence[Difference]) -> Iter
     """Yield from which step on loss and gradient norm differ, or that something had no effect on them."""
     identical, amount = [], 0
     for name, label in (("loss", "loss"), ("total_norm", "gradient norm")):
+        if name == "loss" and len({tuple(losses_of(run)) for run in runs}) > 1:
+            continue  # of other sums, or other networks
         steps, values = common_steps([read_scalar(run, name) for run in runs])
         differing = np.flatnonzero(~is_equal_at(values))
         if len(steps) and not len(differing):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from backlight.analysis.compare import Comparison, FindingRow
 from backlight.analysis.side_by_side import Row
@@ -19,20 +19,28 @@ def verdict(comparison: Comparison) -> str:
 
 
 def loss_line(comparison: Comparison) -> str:
-    """Return final and best loss of each run; empty where no run has one."""
+    """Return final and best loss of each run, by what the losses are called; empty where no run has one."""
     rows = {row.name: row for row in comparison.rows}
-    if "final loss" not in rows:
-        return ""
-    final, best, steps = (rows[name] for name in ("final loss", "best loss", "step of the best loss"))
+    return " ".join(_loss_line(comparison, rows, label) for label in _losses(comparison))
+
+
+def _losses(comparison: Comparison) -> list[str]:
+    """Return what the losses of the runs are called."""
+    names = [row.name.partition("step of the best ") for row in comparison.rows]
+    return [label for before, _, label in names if label and not before]
+
+
+def _loss_line(comparison: Comparison, rows: Mapping[str, Row], label: str) -> str:
+    final, best, steps = (rows[f"{which} {label}"] for which in ("final", "best", "step of the best"))
     if final.is_equal and best.is_equal:
-        return f"Final loss: {final.texts[0]} in all runs; best: {best.texts[0]}."
+        return f"Final {label}: {final.texts[0]} in all runs; best: {best.texts[0]}."
     bests = [f"{text} at step {step}" for text, step in zip(best.texts, steps.texts, strict=True)]
-    return f"Final loss: {_by_run(comparison, final.texts)}; best: {_by_run(comparison, bests)}."
+    return f"Final {label}: {_by_run(comparison, final)}; best: {_by_run(comparison, best, bests)}."
 
 
-def _by_run(comparison: Comparison, texts: Sequence[str]) -> str:
-    pairs = zip(comparison.runs, texts, strict=True)
-    return listed([f"{side.letter} {text.partition(' at step not')[0]}" for side, text in pairs], RUNS)
+def _by_run(comparison: Comparison, row: Row, texts: Sequence[str] = ()) -> str:
+    rows = zip(comparison.runs, row.values, texts or row.texts, strict=True)
+    return listed([f"{side.letter} {text}" for side, value, text in rows if value is not None], RUNS)
 
 
 def facts(comparison: Comparison) -> list[str]:
@@ -50,9 +58,14 @@ def facts(comparison: Comparison) -> list[str]:
         lines += [_times_line(tested)]
         lines += [f"{t.names[1]}÷A is {t.rows[0].text}: {t.rows[0].verdict}" for t in tested[: RUNS - 1]]
         lines += dict.fromkeys(times.variation_text for times in tested[:1])
-    lines += _series("series", [row for row in comparison.rows if not row.name.endswith(" loss")])
+    lines += _series("series", _other_rows(comparison))
     lines += _series("parameters that differ most", comparison.parameters)
     return lines
+
+
+def _other_rows(comparison: Comparison) -> list[Row]:
+    losses = tuple(f" {label}" for label in _losses(comparison))
+    return [row for row in comparison.rows if not row.name.endswith(losses)]
 
 
 def _times_line(tested: Sequence[TimeComparison]) -> str:
@@ -81,7 +94,8 @@ def times_facts(times: TimeComparison, basis: str = "") -> list[str]:
 def _runs(comparison: Comparison) -> Iterator[str]:
     for side in comparison.runs[:RUNS]:
         took = "" if side.seconds is None else f", took {duration(side.seconds)}"
-        yield f"{side.letter} {side.path}: {side.status}, {count(side.steps, 'step')}{took}"
+        recorded = f"; {side.coverage}" if side.coverage else ""
+        yield f"{side.letter} {side.path}: {side.status}, {count(side.steps, 'step')}{took}{recorded}"
     if len(comparison.runs) > RUNS:
         yield f"and {count(len(comparison.runs) - RUNS, 'more run')}"
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.findings.losses import losses_of
 from backlight.monitors.health.model.parameters import untrained_parameters
 from backlight.monitors.health.model.score import health_series
 from backlight.monitors.steptime.model.evidence import StoredProfile, peak_memory, read_profile
@@ -67,14 +68,15 @@ def series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[
 
 
 def _series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
-    losses = [read_scalar(run, "loss") for run in runs]
-    best = [_lowest(loss) for loss in losses]
-    yield _row("final loss", "1", [_last(loss) for loss in losses])
-    yield _row("best loss", "1", [value for _, value in best])
-    yield Row("step of the best loss", "", tuple(step for step, _ in best))
+    losses = losses_by_label(runs)
+    for label, each in losses.items():
+        best = [_lowest(loss) for loss in each]
+        yield _row(f"final {label}", "1", [_last(loss) for loss in each])
+        yield _row(f"best {label}", "1", [value for _, value in best])
+        yield Row(f"step of the best {label}", "", tuple(step for step, _ in best))
     if steps is not None:
         series: dict[str, list[Series]] = {
-            "median loss": losses,
+            **{f"median {label}": each for label, each in losses.items()},
             "median gradient norm": [read_scalar(run, "total_norm") for run in runs],
             "median update / weight": [median_updates(run) for run in runs],
             "median clip factor": [read_scalar(run, "clip/factor") for run in runs],
@@ -146,6 +148,16 @@ def _row(name: str, unit: str, values: Sequence[float | None]) -> Row:
     pair = [value for value in values if value is not None and math.isfinite(value)]
     ratio = pair[1] / pair[0] if len(values) == len(pair) == 2 and pair[0] else None
     return Row(name, unit, tuple(values), ratio)
+
+
+def losses_by_label(runs: Sequence[Run]) -> dict[str, list[Series]]:
+    """Return the losses of each run by what they are called there, without values where a run has none."""
+    found = [losses_of(run) for run in runs]
+    empty: Series = (np.empty(0, np.int64), np.empty(0))
+    return {
+        label: [(of[label].steps, of[label].values) if label in of else empty for of in found]
+        for label in dict.fromkeys(label for of in found for label in of)
+    }
 
 
 def read_scalar(run: Run, name: str, source: str = "backlight") -> Series:

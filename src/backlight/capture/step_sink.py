@@ -52,6 +52,12 @@ class ScalarSink:
     def after_backward(self, parameters: Sequence[torch.Tensor] = ()) -> None:
         """Note that the backward is over, and has given gradients to ``parameters``, or some of them."""
 
+    def reached(self, optimizers: Mapping[int, bool]) -> None:
+        """Note which of several optimizers that backward gave gradients to, by their numbers.
+
+        True where theirs add to those of the backward passes before.
+        """
+
     def drop_losses(self) -> None:
         """Forget the numbers that were added last: their backward failed."""
 

@@ -18,6 +18,7 @@ from backlight.capture.hub import HUB, Listener
 from backlight.capture.loss_nodes import addends, is_divided
 from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseClock
+from backlight.capture.reached_optimizers import ReachedOptimizers
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.capture.unrecorded import UnrecordedSteps
 from backlight.capture.updates_by_hand import UpdatesByHand, leaves_below
@@ -76,6 +77,7 @@ class StepTracker(Listener):
         self._inside: list[int] = []
         self._optimizer_began = 0.0
         self._versions: dict[int, int] = {}
+        self._reached = ReachedOptimizers(scope)
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
         self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
         self._before_steps: Callable[[], None] | None = None
@@ -287,6 +289,8 @@ class StepTracker(Listener):
         is_again = bool(self._inside and self._summary.backwards) and not HUB.optimizers.goes_on
         losses = () if is_again else (scaled[1],) if scaled is not None and is_scaled else roots
         self._scalars.add_losses(losses)
+        if not self._scope.alone():
+            self._reached.begin()
         if self._recording and losses and self._summary.backwards:
             self._summary.undivided += not is_divided(roots[0].grad_fn, is_scaled=is_scaled)
         if self._recording and roots and roots[0].numel() == 1:
@@ -305,6 +309,9 @@ class StepTracker(Listener):
         self.backwards += 1
         if self._is_by_hand and self._summary.backwards > 1:
             self._recording = False  # the gradients of the first one are not those of the step
+        is_alone = self._scope.alone()
+        if not is_alone:
+            self._scalars.reached(self._reached.end())
         if not self._recording:
             if self._is_by_hand:
                 self._by_hand.note(self._scope.parameters())
@@ -313,7 +320,7 @@ class StepTracker(Listener):
         self._refresh()
         parameters = self._scope.parameters()
         # With several optimizers a backward may reach only the parameters of another one.
-        self._scalars.after_backward(parameters if self._scope.alone() else ())
+        self._scalars.after_backward(parameters if is_alone else ())
         self._versions = {id(p): p.grad._version for p in parameters if p.grad is not None}
         if self._is_by_hand:  # the script may clear them before it updates the weights, or after
             self._by_hand.note(parameters)

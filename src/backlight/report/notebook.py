@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from backlight.findings.evaluate import separate_hints
+from backlight.findings.losses import losses_of
 from backlight.records import Finding, Severity
 from backlight.report.source import Source
-from backlight.report.verdict import Outcome, outcome, where
+from backlight.report.verdict import Outcome, coverage_text, is_sampled, outcome, where
 from backlight.store.read.run import Run
 from backlight.text import count, html_of, number, visible
 
@@ -35,11 +36,12 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
         *(f'<div style="color:{_TONES["warning"]}">Lost: {html_of(loss)}</div>' for loss in said.losses),
     ]
     figures = []
-    for name in ("loss", "total_norm"):
-        scalar = run.scalar(name)
+    for name, scalar in {**losses_of(run), "total norm": run.scalar("total_norm")}.items():
         if len(scalar.steps):
             first, last = (number(float(scalar.values[i])) for i in (0, -1))
-            figures.append(f"{name.replace('_', ' ')} {first} to {last}")
+            figures.append(f"{name} {first} to {last}")
+    if is_sampled(run):
+        figures.append(coverage_text(run))
     if figures:
         parts.append(f"<div>{html_of(' · '.join(figures))}</div>")
     if source.findings:
@@ -57,23 +59,22 @@ def live_cell(
     path: Path,
     state: str,
     steps: int,
-    newest: int,
-    scalars: Mapping[str, float],
+    figures: Mapping[str, tuple[int, float]],
     findings: Sequence[Finding],
     lacks: str = "",
 ) -> dict[str, str]:
     """Return what a cell shows while it trains, as text and as HTML, by MIME type.
 
-    That is state, ``steps`` done, loss and gradient norm at the ``newest`` recorded step, the findings, and
-    what the run ``lacks`` of a recording to its end.
+    That is state, ``steps`` done, ``figures`` with the steps that they are of, the findings, and what the run
+    ``lacks`` of a recording to its end.
     """
-    names = {"loss": "loss", "total_norm": "gradient norm"}
-    figures = [f"{label} {number(scalars[name])}" for name, label in names.items() if name in scalars]
-    if figures and newest < steps - 1:
-        figures[-1] += f" at step {number(newest)}"
-    status = " · ".join((state, count(steps, "step"), *figures))
+    shown = [
+        f"{label} {number(value)}" + (f" at step {number(step)}" if step < steps - 1 else "")
+        for label, (step, value) in figures.items()
+    ]
+    status = " · ".join((state, count(steps, "step"), *shown))
     findings, _ = separate_hints(findings)
-    shown = findings[:MOST]
+    listed = findings[:MOST]
     notes = [f"and {count(len(findings) - MOST, 'more finding')}"] if len(findings) > MOST else []
     if lacks:
         notes.append(f"{visible(lacks)}.")
@@ -83,7 +84,7 @@ def live_cell(
     call = f"backlight.open_run({str(path)!r}).report()"
     text = "\n".join((
         f"backlight: {visible(status)}",
-        *(f"{finding.severity.value}: {visible(finding.title)} ({finding.rule})" for finding in shown),
+        *(f"{finding.severity.value}: {visible(finding.title)} ({finding.rule})" for finding in listed),
         *notes, visible(call),
     ))  # fmt: skip
     parts = [
@@ -91,7 +92,7 @@ def live_cell(
         *(
             f'<div><strong style="color:{_COLOURS[finding.severity]}">{finding.severity.value}</strong> '
             f"{html_of(finding.title)} <small>({html_of(finding.rule)})</small></div>"
-            for finding in shown
+            for finding in listed
         ),
         *(f"<div>{html_of(note)}</div>" for note in notes),
         f"<div><small><code>{html_of(call)}</code></small></div>",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from backlight.findings.losses import losses_of
 from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
 from backlight.report.overlay import SHOWN, part, stated_part
 from backlight.report.panel import error_text, not_drawn
@@ -75,6 +76,11 @@ def _own(name: str) -> Curves:
     return lambda source: {"": _scalar(source, name)}
 
 
+def _losses(source: Source) -> dict[str, Series]:
+    found = losses_of(source.run)
+    return {"" if label == "loss" else label: (one.steps, one.values) for label, one in found.items()}
+
+
 def _health(source: Source) -> dict[str, Series]:
     return {} if source.health is None else {"": source.health}
 
@@ -135,7 +141,7 @@ def _of_logged(title: str, _lines: Sequence[Line], _cold: frozenset[int]) -> Axi
 
 
 CHARTS: dict[str, tuple[str, Curves, AxisOf]] = {
-    "loss": ("Loss", _own("loss"), _scaled("")),
+    "loss": ("Loss", _losses, _scaled("")),
     "total_norm": ("Gradient norm", _own("total_norm"), _scaled("L2 norm")),
     "updates": ("Update to weight", _updates, _scaled("median over parameters")),
     "learning_rates": ("Learning rate", _rates, _fixed("learning rate", low=None)),

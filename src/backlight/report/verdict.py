@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from backlight.findings.losses import losses_of
 from backlight.findings.withdrawn import Withdrawn, withdrawn
 from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.panel import Summary, in_order
@@ -130,6 +131,26 @@ def hints_line(source: Source) -> str:
         return ""
     run = visible(shlex.quote(source.run.location))
     return f"{count(len(source.hints), 'hint')}: backlight findings {run} --hints"
+
+
+def coverage_text(run: Run) -> str:
+    """Return ``gradients at 66 of 120 steps, loss at all``; the loss is called what it is the sum of."""
+    known, losses = run.coverage(), [*losses_of(run)]
+    label = "losses" if len(losses) > 1 else losses[0] if losses else ""
+    whole = count(known.taken, "step")
+    if known.with_gradients == known.with_loss == known.taken:
+        return f"gradients and {label} at all {whole}"
+    at = "all" if known.with_gradients == known.taken else f"{known.with_gradients:,} of"
+    loss = "all" if known.with_loss == known.taken else f"{known.with_loss:,}"
+    if not known.with_gradients:
+        return f"{label} at {loss}{' of' if loss != 'all' else ''} {whole}" if label else ""
+    return f"gradients at {at} {whole}" + (f", {label} at {loss}" if label else "")
+
+
+def is_sampled(run: Run) -> bool:
+    """Return whether gradients or loss were recorded at some of the steps only, or no loss is the mean."""
+    known = run.coverage()
+    return not known.with_gradients == known.with_loss == known.taken or [*losses_of(run)] != ["loss"]
 
 
 def lacking(run: Run) -> str:

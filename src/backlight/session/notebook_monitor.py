@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight import clock
+from backlight.findings.losses import loss_labels
 from backlight.monitor import Monitor, RunContext, StoredStep
 from backlight.notebook import notebook_shell
 from backlight.records import Finding
@@ -34,7 +35,7 @@ class NotebookMonitor(Monitor):
     def attach(self, run: RunContext) -> None:
         """Show the run."""
         self._run = run
-        self._scalars, self._newest = dict[str, float](), -1
+        self._scalars: dict[str, tuple[int, float]] = {}
         self._findings: tuple[Finding, ...] = ()
         self._state, self._shown = "running", clock.monotonic()
         self._display: Any = None
@@ -59,9 +60,15 @@ class NotebookMonitor(Monitor):
             self._state = "finished"
 
     def on_step_stored(self, step: StoredStep) -> None:
-        """Remember the scalars of the newest step."""
-        self._newest = step.step
-        self._scalars |= {k: v for k, v in step.scalars.items() if k in {"loss", "total_norm"}}
+        """Remember losses and norm of the newest step."""
+        self._scalars.pop("losses", None)
+        self.on_step_scalars(step.step, step.scalars)
+
+    def on_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Remember the losses of a step that is not recorded."""
+        for name, value in values.items():
+            if name in {"total_norm", "losses"} or name.partition("/")[0] == "loss":
+                self._scalars[name] = step, value
 
     def on_flush(self) -> None:
         """Update the cell, now and then."""
@@ -113,6 +120,17 @@ class NotebookMonitor(Monitor):
         from backlight.report.notebook import live_cell  # noqa: PLC0415 - no script needs it
 
         steps = max(self._run.clock.done, 0)
-        return live_cell(
-            self._run.path, self._state, steps, self._newest, self._scalars, self._findings, self._lacks
-        )
+        return live_cell(self._run.path, self._state, steps, self._figures(), self._findings, self._lacks)
+
+    def _figures(self) -> dict[str, tuple[int, float]]:
+        """Return losses and gradient norm by what they are called, each with its step."""
+        known = dict(self._scalars)
+        losses = known.pop("losses", None)
+        labels = {"loss": "loss" if losses is None else f"sum of {losses[1]:.0f} losses"}
+        own = [name for name in known if name.startswith("loss/")]
+        if len(own) > 1:
+            scope = self._run.scope
+            kinds = [type(optimizer).__name__ for optimizer in scope.optimizers()]
+            labels = dict(loss_labels(own, scope.table.records, kinds))
+        labels["total_norm"] = "gradient norm"
+        return {label: known[name] for name, label in labels.items() if name in known}

@@ -109,13 +109,18 @@ Value = float | complex | DeviceValue | None
 
 
 class StepRow(NamedTuple):
-    """Scalars of a completed step: ``losses`` and ``norms`` in their order, ``rates`` by optimizer."""
+    """Scalars of a completed step: ``losses`` and ``norms`` in their order, ``rates`` by optimizer.
+
+    ``shares`` are the positions of the losses of each of several optimizers that stepped, where they are not
+    those of all.
+    """
 
     step: int
     losses: Sequence[Value]
     norms: Sequence[Value]
     rates: Sequence[tuple[int, Sequence[Value]]]
     record: StepRecord | None
+    shares: Mapping[int, Sequence[int]]
 
     def ready(self, *, wait: bool) -> bool:
         """Return whether every value has arrived on the host; with ``wait``, whether it is on its way."""
@@ -130,6 +135,8 @@ class StepRow(NamedTuple):
         losses = [number for value in self.losses if (number := _number(value)) is not None]
         if losses and len(losses) == len(self.losses):
             found["loss"] = sum(losses)
+            for number, share in self.shares.items():
+                found[f"loss/{number}"] = sum(losses[position] for position in share)
         for index, value in enumerate(self.norms):
             norm = _number(value)
             if norm is not None:
@@ -158,6 +165,7 @@ class StepScalars(ScalarSink):
         self._probe: weakref.ref[torch.Tensor] | None = None
         self._losses: list[Value] = []
         self._earlier, self._reached = 0, False
+        self._shares: dict[int, list[int]] | None = None
         self._norms: list[Value] = []
         self._rates: list[tuple[int, Sequence[Value]]] = []
         self._devices: dict[tuple[torch.device, torch.dtype], DeviceValues] = {}
@@ -174,6 +182,7 @@ class StepScalars(ScalarSink):
         """Add the numbers from which a backward starts; other tensors are no losses."""
         if roots and self._losses and self._reached and not self._has_gradient():
             self._losses.clear()  # the gradients of those before were discarded
+            self._shares = None
         self._earlier = len(self._losses)
         for root in roots:
             # The common case is here: each further call would cost as much as reading the number.
@@ -193,6 +202,13 @@ class StepScalars(ScalarSink):
                 if parameter.grad is not None:
                     self._probe, self._reached = weakref.ref(parameter), True
                     break
+
+    def reached(self, optimizers: Mapping[int, bool]) -> None:
+        """Note whose losses were added last; those before count where their gradients are still there."""
+        added = range(self._earlier, len(self._losses))
+        shares = self._shares = {} if self._shares is None else self._shares
+        for number, adds in optimizers.items():
+            shares[number] = [*(shares.get(number, ()) if adds else ()), *added]
 
     def _has_gradient(self) -> bool:
         parameter = None if self._probe is None else self._probe()
@@ -217,10 +233,21 @@ class StepScalars(ScalarSink):
     def close(self, step: int, record: StepRecord | None = None) -> None:
         """Complete a step, with what else was recorded of it, and begin to collect those of the next."""
         if len(self.queue) < MAX_QUEUED_STEPS:
-            self.queue.append(StepRow(step, self._losses, self._norms, self._rates, record))
+            shares = {} if self._shares is None else self._shares_of_stepped(self._shares)
+            self.queue.append(StepRow(step, self._losses, self._norms, self._rates, record, shares))
         else:
             self.dropped += 1
         self._losses, self._norms, self._rates = [], [], []
+        self._shares = None
+
+    def _shares_of_stepped(self, shares: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+        """Return the losses of each optimizer that stepped; empty where several have the same ones."""
+        stepped = {number for number, _ in self._rates}
+        found = {number: share for number in stepped if (share := shares.get(number, ()))}
+        if len(stepped) == 1:  # whatever else a backward reached, it was for this one
+            (number,) = stepped
+            return found or {number: range(len(self._losses))}
+        return {} if len({tuple(share) for share in found.values()}) < 2 else found
 
     def send(self) -> None:
         """Start the copy of what is on devices to the host; from the training thread."""

@@ -180,7 +180,7 @@ def test_prometheus_can_be_scraped_during_training(tmp_path: Path) -> None:
                 continue  # the port opens with the first delivery
     recorded_values = metrics(text)
     run = ("run", "run")
-    assert recorded_values["backlight_loss", (run,)] > 0
+    assert recorded_values["backlight_loss", (("optimizer", ""), run)] > 0
     assert recorded_values["backlight_learning_rate", (("group", "0"), ("optimizer", "0"), run)] == 0.1
     assert recorded_values["backlight_phase_seconds", (("phase", "backward"), run)] > 0
     with pytest.raises(OSError, match=r"refused"):
@@ -214,7 +214,7 @@ def test_prometheus_writes_a_textfile_for_the_collector(tmp_path: Path) -> None:
     losses = train(tmp_path / "run", f"prometheus={target}")
     recorded_values = metrics(target.read_text())
     run = ("run", "run")
-    assert recorded_values["backlight_loss", (run,)] == pytest.approx(losses[-1])
+    assert recorded_values["backlight_loss", (("optimizer", ""), run)] == pytest.approx(losses[-1])
     assert recorded_values["backlight_step", (run,)] == 10 * (STEPS - 1)
     assert recorded_values["backlight_findings", (("rule", "non_finite"), run, ("severity", "error"))] >= 1
     assert [path.name for path in tmp_path.glob("*.prom*")] == ["backlight.prom"]

@@ -312,16 +312,16 @@ def test_failing_run_is_named_and_the_others_are_drawn(grow: Grow, monkeypatch: 
     views = [follow(grow(6, name).path) for name in ("one", "two")]
     for view in views:
         view.look()
-    whole = Source.scalar
+    whole = Run.scalar
 
-    def scalar(held: Source, name: str, **more: Any) -> Scalar:
-        if name == "loss" and held.run.path.name == "one":
+    def scalar(held: Run, name: str, *of: str, **more: Any) -> Scalar:
+        if name == "loss" and held.path.name == "one":
             raise LookupError("no such rows")
         if name == "total_norm":
             raise ZeroDivisionError("norm")
-        return whole(held, name, **more)
+        return whole(held, name, *of, **more)
 
-    monkeypatch.setattr(Source, "scalar", scalar)
+    monkeypatch.setattr(Run, "scalar", scalar)
     overlaid = Several(views)
     names = [panel["name"] for panel in overlaid.head()["panels"]]
     assert {"runs", "loss", "total_norm", "times"} <= set(names)

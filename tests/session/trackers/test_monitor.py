@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -65,11 +66,14 @@ def register() -> Iterator[Callable[..., None]]:
         TRACKERS._entries.pop(name)
 
 
-def train(run: Path, trackers: Sequence[str] = (), *, steps: int = 6, fail: bool = False) -> nn.Module:
+def train(
+    run: Path, trackers: Sequence[str] = (), *, steps: int = 6, fail: bool = False, every: int = 1
+) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=run, every=1, monitors=MONITORS, trackers=trackers) as watch:
+    options: dict[str, Any] = {"every": every, "monitors": MONITORS, "trackers": trackers}
+    with backlight.watch(model, optimizer, run=run, **options) as watch:
         for step in range(steps):
             optimizer.zero_grad()
             loss = model(torch.randn(16, 4)).square().mean()
@@ -120,6 +124,31 @@ def test_points_are_sent_to_the_tracker(tmp_path: Path, register: Callable[..., 
     assert len(spread) == 4
     assert "ratio/2" in names
     assert not any(value.spreads for value in sink.points[1:4])  # updates are measured at every 4th step
+
+
+def test_loss_of_every_step_is_sent_recorded_or_not(tmp_path: Path, register: Callable[..., None]) -> None:
+    sink = RecordingSink()
+    register("recorder", lambda *_: sink)
+    train(tmp_path / "run", ["recorder"], steps=60, every=50)
+    run = open_run(tmp_path / "run")
+    assert run.coverage().with_gradients < 10
+    assert [point.values["loss"] for point in sink.points] == run.scalar("loss").values.tolist()
+    assert len(sink.points) == 60
+    assert sum("total_norm" in point.values for point in sink.points) == run.coverage().with_gradients
+
+
+def test_fast_loop_sends_losses_of_some_steps_and_all_that_are_not_finite() -> None:
+    feed: list[Point] = []
+    of = monitor.TrackerMonitor([], {})
+    of._offset = 0
+    of._feeds = [SimpleNamespace(take=feed.append)]  # type: ignore[list-item]
+    for begin in (0, 1000):
+        for step in range(begin, begin + 1000):
+            of.on_step_scalars(step, {"loss": math.inf if step == 1555 else 1.0})
+        of.on_flush()
+    sent = [point.step for point in feed]
+    assert sent[:1000] == list(range(1000))  # nothing is known of its speed
+    assert sent[1000:] == sorted([*range(1000, 1990, 10), 1555])  # the last one is held
 
 
 def test_stored_run_gives_the_points_sent_live(tmp_path: Path, register: Callable[..., None]) -> None:

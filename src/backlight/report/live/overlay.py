@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from backlight.findings.losses import losses_of
 from backlight.report import verdict
 from backlight.report.encoding import script_json
 from backlight.report.live.follower import Followed
@@ -99,12 +100,14 @@ def _drawn(read: Sequence[tuple[str, Followed, Source]]) -> Iterator[dict[str, A
 
 def _row(name: str, run: Followed, source: Source) -> list[str]:
     try:
-        loss, seconds = source.scalar("loss"), source.step_times
+        losses, seconds = losses_of(source.run), source.step_times
+        lasts = [(label, number(float(loss.values[-1]))) for label, loss in losses.items()]
+        named = [value if label == "loss" else f"{value} ({visible(label)})" for label, value in lasts]
         return [
             name,
             run.stand.word.value,
             number(source.run.last_step() + 1),
-            number(float(loss.values[-1])) if len(loss.values) else "not measured",
+            ", ".join(named) or "not measured",
             duration(float(np.median(seconds))) if len(seconds) else "not measured",
             verdict.tally(source.findings) or "none",
         ]

@@ -16,12 +16,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from backlight.findings.losses import losses_of
 from backlight.records import Finding, Severity
 from backlight.report.live.run_state import Stand, Standing
 from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.report.sparkline import sparkline
-from backlight.report.verdict import tally, where
+from backlight.report.verdict import coverage_text, is_sampled, tally, where
 from backlight.text import count, duration, number, percent, told_apart, visible
 
 RECENT = 20
@@ -87,7 +88,7 @@ def _unharmed(
 
 def _status(source: Source, width: int) -> list[RenderableType]:
     steps = source.run.last_step() + 1
-    loss, norm = source.scalar("loss"), source.scalar("total_norm")
+    losses, norm = losses_of(source.run), source.scalar("total_norm")
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(style="bold", no_wrap=True, overflow="ellipsis")
@@ -98,8 +99,10 @@ def _status(source: Source, width: int) -> list[RenderableType]:
     rows = [("step", number(steps - 1), "" if slim else _speed(source))]
     if slim:
         rows.append(("speed", _speed(source).split(" (", maxsplit=1)[0], ""))
-    shown = number(float(loss.values[-1])) if len(loss.values) else "not measured"
-    rows.append(("loss", shown, sparkline(loss.values, available)))
+    for label, loss in losses.items():
+        rows.append((visible(label), number(float(loss.values[-1])), sparkline(loss.values, available)))
+    if not losses:
+        rows.append(("loss", "not measured", ""))
     rates = [(name, source.scalar(name)) for name in source.scalar_names("lr")]
     values = {float(rate.values[-1]) for _, rate in rates if len(rate.values)}
     shown = ", ".join(number(value) for value in sorted(values)[:3]) if values else "not measured"
@@ -115,7 +118,8 @@ def _status(source: Source, width: int) -> list[RenderableType]:
         rows.append(("health", shown, line))
     for row in rows:
         table.add_row(*row[: 2 if slim else 3])
-    return [table]
+    coverage = [Text(f"recorded: {coverage_text(source.run)}", "dim")] if is_sampled(source.run) else []
+    return [table, *coverage]
 
 
 def _speed(source: Source) -> str:

@@ -1,7 +1,8 @@
 """Numbers of a step under the names that trackers get, for a live run and a stored one.
 
 =========================== =================================================================
-``loss``                     root of the last backward
+``loss``                     sum of the losses given to backward in the step
+``loss/<optimizer>``         those of one of several optimizers
 ``total_norm``               L2 norm of all gradients, before clipping
 ``lr/<optimizer>/<group>``   learning rates
 ``phase/<phase>``            seconds

@@ -8,6 +8,7 @@ run goes on, and all of them at its end.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 MAX_QUEUED_POINTS = 2048
 """Points that may wait for a slow tracker before the oldest is dropped."""
+
+MOST_UNRECORDED = 100
+"""Points of steps that are not recorded between two flushes of the store; of more, evenly spaced ones."""
 
 DELIVERY_PERIOD_S = 1.0
 """Seconds between two deliveries."""
@@ -141,6 +145,7 @@ class TrackerMonitor(Monitor):
         self._feeds: list[Feed] = []
         self._naming: tuple[Sequence[ParameterRecord], Naming] | None = None
         self._held: dict[int, Point] = {}
+        self._unrecorded, self._spacing = 0, 1
         self._found: list[Finding] = []
 
     @classmethod
@@ -173,6 +178,13 @@ class TrackerMonitor(Monitor):
             at = step.step + self._offset
             self._held[step.step] = point_of_blobs(naming, at, step.scalars, step.blobs)
 
+    def on_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Take loss, rates and norm of a step that is not recorded; of a fast loop those of some."""
+        if self._feeds:
+            self._unrecorded += 1
+            if step % self._spacing == 0 or not math.isfinite(values.get("loss", 0.0)):
+                self._held[step] = Point(step + self._offset, clock.unix_time(), dict(values))
+
     def on_scalars_logged(self, step: int, values: Mapping[str, float]) -> None:
         """Take what the user logged at a step."""
         if not self._feeds:
@@ -184,6 +196,7 @@ class TrackerMonitor(Monitor):
 
     def on_flush(self) -> None:
         """Release all steps but the last, of which the user may yet log something."""
+        self._spacing, self._unrecorded = math.ceil(self._unrecorded / MOST_UNRECORDED) or 1, 0
         if self._held:
             self._release(before=max(self._held))
 

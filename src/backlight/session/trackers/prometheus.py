@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 """Interface where none is named."""
 
 _KINDS = {
-    "loss": ("loss", ()),
+    "loss": ("loss", ("optimizer",)),
     "total_norm": ("gradient_norm", ()),
     "cost": ("cost_seconds", ()),
     "lr": ("learning_rate", ("optimizer", "group")),

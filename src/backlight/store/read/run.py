@@ -327,7 +327,8 @@ class Run:
                 merged.append(join_ranks.from_total(files, name, norms))
             else:
                 by_rank = join_ranks.scalars(files, storable(source), storable(name))
-                join = join_ranks.mean if whole and name in join_ranks.MEANS else join_ranks.lowest
+                is_mean = whole and name.partition("/")[0] in join_ranks.MEANS
+                join = join_ranks.mean if is_mean else join_ranks.lowest
                 merged.append(join(by_rank))
         return Scalar(*latest(merged), unit_of_scalar(name, source))
 

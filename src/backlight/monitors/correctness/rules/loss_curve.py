@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
+from backlight.findings.losses import sole_loss
 from backlight.findings.step_weights import equal_parts
 from backlight.monitors.correctness.model.contradictions import CLASSES
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -44,7 +45,7 @@ class LossLimits(Limits, monitor="correctness"):
 )  # fmt: skip
 def loss_not_falling(run: Run, limits: LossLimits) -> Iterator[Finding]:
     """Find losses that show no learning; a warning only where the loss compares classes and nothing else."""
-    loss = run.scalar("loss")
+    loss = sole_loss(run)  # networks that train against each other have losses that rise
     known = np.isfinite(loss.values)
     steps, values = loss.steps[known], loss.values[known]
     medians = _medians(run, steps, values, limits)

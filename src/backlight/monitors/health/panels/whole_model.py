@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.findings.losses import losses_of
 from backlight.findings.step_work import optimizer_sets
 from backlight.monitors.health.model.clip_factors import clip_factors
 from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
@@ -31,11 +32,13 @@ def _coverage(source: Source, steps: int) -> str:
     fewest = source.coverage.fewest
     is_one = len(np.unique(optimizer_sets(source.run, source.coverage.steps))) == 1
     whole = count(taken, "step" if is_one else "optimizer step")
+    labels = [*losses_of(source.run)]
+    word = "the loss" if labels in ([], ["loss"]) else "losses" if len(labels) > 1 else f"the {labels[0]}"
     if fewest == steps == losses == taken:
-        return f"and the loss were measured at all {whole}"
+        return f"and {word} were measured at all {whole}"
     at = f"{steps:,}" if fewest == steps else f"{fewest:,} to {steps:,}"
     of = f"all {whole}" if fewest == steps == taken else f"{at} of {whole}"
-    loss = "" if not losses else f", the loss at {'all' if losses == taken else f'{losses:,}'}"
+    loss = "" if not losses else f", {word} at {'all' if losses == taken else f'{losses:,}'}"
     return f"were measured at {of}{loss}"
 
 
@@ -48,7 +51,7 @@ def _amount(source: Source) -> int:
 
 
 def _figures(source: Source) -> Figures:
-    steps, loss = source.coverage.steps, source.scalar("loss")
+    steps = source.coverage.steps
     broken = source.frames.stats.get("non_finite_sum", np.empty(0))
     odd = number(int((np.nan_to_num(broken) > 0).sum())) if len(broken) else "not measured"
     worst, meaning = "not measured", "1 is the best, 0 the worst"
@@ -56,9 +59,10 @@ def _figures(source: Source) -> Figures:
         meaning = f"{count(len(source.untrained), 'parameter')} never trained"
     elif source.health is not None and not np.isnan(source.health[1]).all():
         worst = score(float(np.nanmin(source.health[1])))
-    last, at = ("not measured", "")
-    if len(loss.steps):
-        last, at = number(float(loss.values[-1])), f"at step {number(int(loss.steps[-1]))}"
+    lasts = [
+        (f"last {label}", number(float(one.values[-1])), f"at step {number(int(one.steps[-1]))}")
+        for label, one in losses_of(source.run).items()
+    ]
     of = f"of {number(_amount(source))}"
     taken = f"of {number(source.run.last_step() + 1)}"
     if thinned := source.run.events("stored_steps"):
@@ -68,7 +72,7 @@ def _figures(source: Source) -> Figures:
         ("parameters measured", number(int(source.coverage.measured.sum())), of),
         ("lowest health", worst, meaning),
         ("with NaN or Inf", odd, "parameters"),
-        ("last loss", last, at),
+        *(lasts or [("last loss", "not measured", "")]),
     )
 
 
@@ -83,13 +87,25 @@ def _figures(source: Source) -> Figures:
 )
 def loss(source: Source) -> Drawn | NotMeasured:
     """Draw the recorded loss."""
-    loss = source.scalar("loss")
-    if not len(loss.steps):
+    losses, recorded = losses_of(source.run), source.scalar("loss").steps
+    if not losses:
         return NotMeasured(source.reason("loss", otherwise="No backward pass gave a loss."))
-    line = Line("loss", loss.steps, loss.values, tone="loss")
-    drawn = chart([line], Axis("loss", log=spans_decades(loss.values)), adjustable=True)
-    facts = (Fact("first to last", f"{number(loss.values[0])} to {number(loss.values[-1])}"),)
-    return Drawn("lines", {"charts": [drawn]}, facts)
+    is_one = len(losses) == 1
+    lines = [
+        Line(label, one.steps, one.values, tone="loss" if is_one else "", recorded=recorded)
+        for label, one in losses.items()
+    ]
+    (unit,) = losses if is_one else ("loss",)
+    log = spans_decades(*(one.values for one in losses.values()))
+    drawn = chart(lines, Axis(unit, log=log), adjustable=True)
+    facts = [
+        Fact(
+            "first to last" if is_one else f"{label}, first to last",
+            f"{number(one.values[0])} to {number(one.values[-1])}",
+        )
+        for label, one in losses.items()
+    ]
+    return Drawn("lines", {"charts": [drawn]}, tuple(facts))
 
 
 @panel(

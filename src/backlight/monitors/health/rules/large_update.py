@@ -9,6 +9,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
+from backlight.findings.losses import loss_name
 from backlight.findings.optimizer_names import SCALE_FREE, optimizer_kinds
 from backlight.findings.step_weights import after_share, step_weights, weighted_median
 from backlight.monitors.health.model.history import Bools, Integers, finite_median
@@ -240,11 +241,11 @@ def _grown(
     base = int(bases[fast[0]])
     last = int(fast[bases[fast] == base][-1])
     first_step, step = int(steps[base]), int(steps[last])
-    if (after := _loss_after(run, first_step)) is None or after.is_learned:
-        return None
     order = phrases.loudest(range(len(columns)), lambda c: float(norms[last, c] / norms[base, c]))
     names = [weight.names[int(columns[c])] for c in order]
     record = next(p for p in run.parameters() if p.name == names[0])
+    if (after := _loss_after(run, first_step, record.group)) is None or after.is_learned:
+        return None
     _, evidence = _rate(run, record, step)
     for at, row in ((first_step, base), (step, last)):
         evidence.append(phrases.series("update/weight_norm", names[0], at, norms[row, order[0]], "weight"))
@@ -273,13 +274,13 @@ def _too_high(
     is_cause = between[0] <= UpdateLimits.update_growth_steps or not set(optimizer_kinds(run)) - SCALE_FREE
     named = len(rates) and is_cause
     cause = f"The learning rate of {phrases.number(max(rates))} is too high: " if named else ""
-    title, after = f"{cause}{effect}", _loss_after(run, between[0])
+    title, after = f"{cause}{effect}", _loss_after(run, between[0], record.group)
     if after is not None and after.has_risen:
         detail += (
             f" The loss rose from {phrases.number(after.first)} to {phrases.number(after.peak)} (step "
             f"{after.peak_step}) and ended at {phrases.number(after.last)}."
         )
-        evidence.append(phrases.scalar("loss", after.peak_step, after.peak, "loss"))
+        evidence.append(phrases.scalar(after.name, after.peak_step, after.peak, "loss"))
     is_broken = after is not None and after.has_risen and after.last >= LEARNED * after.first
     return Finding(
         severity=Severity.ERROR if is_broken else Severity.WARNING,
@@ -296,6 +297,7 @@ def _too_high(
 class _LossAfter:
     """The loss from a step on: its first value, its peak with the step, and the median of its last tenth."""
 
+    name: str
     first: float
     peak: float
     peak_step: int
@@ -312,13 +314,14 @@ class _LossAfter:
         return not self.has_risen and self.last < LEARNED * self.first
 
 
-def _loss_after(run: Run, step: int) -> _LossAfter | None:
-    """Return the loss from ``step`` on; None without one, or of both signs, which has no size to compare."""
-    loss = run.scalar("loss")
+def _loss_after(run: Run, step: int, group: str) -> _LossAfter | None:
+    """Return the loss of ``group`` from ``step`` on; None without one, or of both signs: that has no size."""
+    name = loss_name(run, group)
+    loss = run.scalar(name)
     after = np.isfinite(loss.values) & (loss.steps >= step)
     steps, values = loss.steps[after], loss.values[after]
     if not len(values) or values.min() < 0:
         return None
     peak, settled = int(np.argmax(values)), after_share(steps, 0.9)
     last = weighted_median(values[settled:], step_weights(steps[settled:]))
-    return _LossAfter(float(values[0]), float(values[peak]), int(steps[peak]), last)
+    return _LossAfter(name, float(values[0]), float(values[peak]), int(steps[peak]), last)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
+from backlight.findings.losses import losses_of
 from backlight.findings.optimizer_names import optimizer_name
 from backlight.findings.step_weights import after_share, step_weights, weighted_median
 from backlight.monitors.health.model.history import Bools, Integers, at_steps, ending_streaks, finite_median
@@ -22,7 +23,7 @@ from backlight.monitors.health.model.parameters import (
 from backlight.monitors.health.model.score import RmsLimits, skipped_steps
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject
 from backlight.registry import rule
-from backlight.store.read.run import Frame, Run
+from backlight.store.read.run import Frame, Run, Scalar
 from backlight.text import count
 
 SPARSE = 0.9
@@ -186,8 +187,11 @@ def _too_slow(run: Run, limits: NoUpdateLimits) -> Finding | None:
 
 
 def _has_fallen(run: Run, limits: NoUpdateLimits) -> bool:
-    """Return whether the loss at the end of the run is clearly below that at its start."""
-    loss = run.scalar("loss")
+    """Return whether a loss at the end of the run is clearly below that at its start."""
+    return any(_falls(loss, limits) for loss in losses_of(run).values())
+
+
+def _falls(loss: Scalar, limits: NoUpdateLimits) -> bool:
     known = np.isfinite(loss.values)
     steps, values = loss.steps[known], loss.values[known]
     if len(values) < 2 or values.min() < 0:
