@@ -27,7 +27,10 @@ PIPELINES_ABORT = Version(torch.__version__) < Version("2.10")
 DIAGONAL = (*((w, 2) for w in ("ddp_no_sync", "fsdp_clipped", "flat", "sequence", "pipeline")),)
 REST = (
     *((w, 2) for w in ("ddp", "ddp_static", "ddp_clipped", "ddp_join", "fsdp", "fsdp_kept", "fsdp_whole")),
-    *((w, 2) for w in ("fsdp_accumulated", "tensor", "pipeline_1f1b", "fsdp_float32")),
+    *(
+        (w, 2)
+        for w in ("fsdp_accumulated", "tensor", "pipeline_1f1b", "fsdp_float32", "flat_clipped_float32")
+    ),
     *((w, 4) for w in ("ddp", "fsdp", "fsdp_clipped", "flat", "hybrid", "fsdp_tensor")),
 )
 PIPELINES = {"pipeline", "pipeline_1f1b"}

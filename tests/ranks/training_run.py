@@ -173,12 +173,27 @@ def fsdp_clipped() -> Training:
     return Clipped(sharded())
 
 
+def flattened(dtype: torch.dtype = torch.float64) -> Any:
+    model, options = build(dtype=dtype), {"device_id": torch.device("cpu"), "use_orig_params": True}
+    model.block = FullyShardedDataParallel(model.block, **options)
+    return FullyShardedDataParallel(model, **options)
+
+
 @setup
 def flat() -> Training:
     """FSDP1: flattened parameters cut into equal pieces; some ranks hold no part of a parameter."""
-    model, options = build(), {"device_id": torch.device("cpu"), "use_orig_params": True}
-    model.block = FullyShardedDataParallel(model.block, **options)
-    return Training(FullyShardedDataParallel(model, **options))
+    return Training(flattened())
+
+
+@setup
+def flat_clipped_float32() -> Training:
+    """FSDP1 clips by a method of its own, which takes no float64."""
+
+    class Clipped(Training):
+        def before_step(self, step: int) -> None:
+            self.model.clip_grad_norm_(1e30)
+
+    return Clipped(flattened(torch.float32))
 
 
 class _Accumulated(Training):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import backlight
 from backlight.findings.evaluate import evaluate_rules
@@ -91,7 +93,18 @@ def test_loss_is_that_of_the_script(way: Callable[[Training], None], every: int,
     assert np.allclose(loss.values, training.logged, rtol=1e-6)
 
 
-def test_rates_and_norms_are_those_of_the_script(tmp_path: Path) -> None:
+def in_two_parts(parameters: Iterable[Tensor], limit: float, **options: Any) -> Tensor:
+    listed = list(parameters)
+    norm = get_total_norm([p.grad for p in listed if p.grad is not None], **options)
+    clip_grads_with_norm_(listed, limit, norm, **options)
+    return norm
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, in_two_parts])
+def test_rates_and_norms_are_those_of_the_script(
+    clip: Callable[..., Tensor], options: dict[str, Any], tmp_path: Path
+) -> None:
     training = Training()
     schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.99)
     norms, rates = [], []
@@ -99,7 +112,7 @@ def test_rates_and_norms_are_those_of_the_script(tmp_path: Path) -> None:
         for _ in range(STEPS):
             training.optimizer.zero_grad()
             training.loss().backward()
-            norms.append(nn.utils.clip_grad_norm_(training.model.parameters(), 0.5).item())
+            norms.append(clip(training.model.parameters(), 0.5, **options).item())
             rates.append(training.optimizer.param_groups[0]["lr"])
             training.optimizer.step()
             schedule.step()

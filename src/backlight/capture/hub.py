@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from backlight import clock
-from backlight.capture import call_hooks, engines, hooks, modules, sample_indices, state_hooks, transfers
+from backlight.capture import (
+    call_hooks,
+    clip_hooks,
+    engines,
+    hooks,
+    modules,
+    sample_indices,
+    state_hooks,
+    transfers,
+)
 from backlight.capture.engine_hooks import install_engines
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.records import Phase
@@ -98,6 +108,9 @@ class Listener:
 
     def norm_end(self) -> None:
         """That norm is computed; clipping by it is still to come."""
+
+    def clip_nears(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Clipping of ``tensors`` follows, whose :meth:`clip_begin` comes when it is done."""
 
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
@@ -181,21 +194,6 @@ EVALUATION_STEPS = 64
 """Unrecorded steps after which an evaluation ends them: some loops have one in every step."""
 
 
-class NextEvent(Listener):
-    """Calls a function at the next event at which torch iterates over no hooks: it may remove them."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
-
-    def batch_begin(self, source: int) -> None:
-        """Call the function."""
-        self._function()
-
-    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """Call the function."""
-        self._function()
-
-
 class SeenOptimizers:
     """Weak references to the optimizers of this process, in the order in which they were met.
 
@@ -276,7 +274,7 @@ class Hub:
         self.backward_depth = 0
         self.grad_depth = 0
         self.own_passes = 0
-        self.in_engine = self._has_engines = False
+        self.in_engine = self._has_engines = self._has_fsdp = False
         self.spent = 0.0
         self.timed_steps = 1
         self._is_emitting = False
@@ -448,7 +446,7 @@ class Hub:
         self.loader_workers = None
         for install in (
             hooks.install_backward,
-            hooks.install_clipping,
+            clip_hooks.install_clipping,
             hooks.install_grad_scaler,
             hooks.install_dataloader,
             sample_indices.install_sample_indices,
@@ -460,12 +458,15 @@ class Hub:
             transfers.install_transfers,
         ):
             install(self, self._patches)
-        self._has_engines = False
+        self._has_engines = self._has_fsdp = False
         self.meet_engines()
         self._handles = [*hooks.install_optimizers(self, self._patches), *modules.install(self.seen)]
 
     def meet_engines(self) -> None:
-        """Report the steps of DeepSpeed's engines, where the script has imported it since watching began."""
+        """Report steps of DeepSpeed and clipping of FSDP1, where the script has imported it by now."""
+        if not self._has_fsdp and clip_hooks.FSDP in sys.modules:
+            self._has_fsdp = True
+            clip_hooks.install_fsdp_clipping(self, self._patches)
         if not self._has_engines and engines.are_imported():
             self._has_engines = True
             install_engines(self, self._patches)

@@ -343,6 +343,11 @@ class StepTracker(Listener):
         """End the time of the norm: clipping itself follows, or nothing of it."""
         self._clock.leave(Phase.CLIP)
 
+    def clip_nears(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Collect, before the gradients change."""
+        if self._recording:
+            self._collect_clipped(tensors)
+
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
     ) -> None:
@@ -350,8 +355,18 @@ class StepTracker(Listener):
         self._clock.enter(Phase.CLIP)
         self._scalars.add_norm(norm)
         number, self._clips = self._clips, self._clips + 1
-        if not self._recording:
+        parameters = self._collect_clipped(tensors) if self._recording else []
+        if not parameters:
             return
+        if kind == "norm" and norm is not None and settled(norm) is None:
+            # The norm of sharded gradients is a part of it here; the reader knows that of all of them.
+            clipped = {id(p) for p in parameters}
+            if all(id(p) in clipped for p in self._scope.parameters() if p.grad is not None):
+                kind = "total"
+        self._summary.clips.append((number, kind, limit))
+
+    def _collect_clipped(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Collect ``tensors``, which are parameters or gradients, and return the parameters."""
         self._refresh()
         rows = self._scope.table.rows_of(tensors)
         parameters = [t for t, row in zip(tensors, rows, strict=True) if row is not None]
@@ -361,15 +376,9 @@ class StepTracker(Listener):
             self._scope.refresh()
             wanted = {id(t) for t in tensors}
             parameters = [p for p in self._scope.parameters() if id(p) in wanted or id(p.grad) in wanted]
-        if not parameters:
-            return
-        self._collect(parameters, None)
-        if kind == "norm" and norm is not None and settled(norm) is None:
-            # The norm of sharded gradients is a part of it here; the reader knows that of all of them.
-            clipped = {id(p) for p in parameters}
-            if all(id(p) in clipped for p in self._scope.parameters() if p.grad is not None):
-                kind = "total"
-        self._summary.clips.append((number, kind, limit))
+        if parameters:
+            self._collect(parameters, None)
+        return parameters
 
     def clip_end(self) -> None:
         """Account the time, and forget versions that clipping has changed."""

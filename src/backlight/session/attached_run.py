@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from backlight import clock
 from backlight.capture.forward import ScopeForwards
-from backlight.capture.hub import HUB, NextEvent
+from backlight.capture.hub import HUB
+from backlight.capture.next_event import NextEvent
 from backlight.capture.parameters import Scope
 from backlight.capture.steps import StepTracker
 from backlight.distributed import rank_and_size
