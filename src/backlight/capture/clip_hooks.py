@@ -36,7 +36,11 @@ def install_clipping(hub: Hub, patches: Patches) -> None:
             parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
             unrecorded = hub.unrecorded
-            if unrecorded is not None and not torch.compiler.is_compiling():
+            if (
+                unrecorded is not None
+                and not (hub.training.others and hub.training.is_elsewhere)
+                and not torch.compiler.is_compiling()
+            ):
                 unrecorded.scalars.add_norm(total_norm)
                 inside_norm[0] += 1
                 try:
@@ -83,7 +87,7 @@ def install_clipping(hub: Hub, patches: Patches) -> None:
             if not inside_norm[0] and not torch.compiler.is_compiling():
                 if hub.active:
                     _report_caller(hub, sys._getframe(1), lists[0])  # the only place that knows the value
-                elif hub.unrecorded is not None:
+                elif hub.unrecorded is not None and not (hub.training.others and hub.training.is_elsewhere):
                     frame = sys._getframe(1)
                     if frame.f_code.co_name == _SCALES:
                         hub.unrecorded.scalars.add_norm(frame.f_locals["total_norm"])

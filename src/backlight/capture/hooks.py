@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -77,7 +78,8 @@ def install_backward(hub: Hub, patches: Patches) -> None:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             unrecorded = hub.unrecorded
-            if unrecorded is not None and not hub.backward_depth and not torch.compiler.is_compiling():
+            is_counted = not hub.backward_depth and not (hub.training.others and hub.training.is_elsewhere)
+            if unrecorded is not None and is_counted and not torch.compiler.is_compiling():
                 board = unrecorded.board
                 board[PHASE] = _BACKWARD
                 tensors, roots = (tensors, (tensors,)) if type(tensors) is torch.Tensor else _kept(tensors)
@@ -327,6 +329,8 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
     @_skipped_by_compiler
     def end(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         unrecorded = hub.unrecorded
+        if hub.training.others and hub.training.is_elsewhere:
+            return
         if unrecorded is None or (unrecorded.may_nest and _is_nested(optimizer)):
             observed_end(optimizer)
             return
@@ -343,6 +347,12 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
     @_not_compiled
     def observed_begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if hub.in_engine or _is_nested(optimizer):
+            return None
+        # Inside a backward it may be any thread of autograd.
+        is_known = hub.training.ident == threading.get_ident() and id(optimizer) in hub.training.optimizers
+        if not (is_known or hub.backward_depth or not hub.listeners) and not hub.training.steps_here(
+            optimizer
+        ):
             return None
         unrecorded = hub.unrecorded
         if unrecorded is not None:

@@ -28,6 +28,7 @@ from backlight.capture import (
     transfers,
 )
 from backlight.capture.engine_hooks import install_engines
+from backlight.capture.training_threads import TrainingThreads
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.records import Phase
 
@@ -271,27 +272,26 @@ class Hub:
         self.listeners: tuple[Listener, ...] = ()
         self._on_error: dict[int, Callable[[Exception], None]] = {}
         self._receivers: dict[str, tuple[tuple[Listener, Callable[..., None]], ...]] = {}
-        self.backward_depth = 0
-        self.grad_depth = 0
-        self.own_passes = 0
+        self.backward_depth = self.grad_depth = self.own_passes = 0
         self.in_engine = self._has_engines = self._has_fsdp = False
-        self.spent = 0.0
-        self.timed_steps = 1
+        self.spent, self.timed_steps = 0.0, 1
         self._is_emitting = False
         self.loader_workers: int | None = None
         self.unrecorded: UnrecordedSteps | None = None
         self.board: Board = [0] * BOARD_LENGTH
-        self._epochs = 0
-        self._since_evaluation = 0
+        self._epochs = self._since_evaluation = 0
         self.seen = modules.SeenModules()
         self.optimizers = SeenOptimizers()
+        self.training = TrainingThreads()
         self._patches = hooks.Patches()
         self._handles: list[Any] = []
         self._pid = os.getpid()
 
     @property
     def active(self) -> bool:
-        """Whether events are wanted, and this is not a forked child."""
+        """Whether events are wanted of this thread, and this is not a forked child."""
+        if self.training.others and self.training.is_elsewhere:
+            return False
         return bool(self.listeners) and not self.own_passes and self.unrecorded is None
 
     def count_steps(
@@ -320,6 +320,8 @@ class Hub:
 
     def resume(self) -> None:
         """Deliver events again, from the training thread."""
+        if self.training.is_elsewhere:
+            return
         unrecorded, self.unrecorded = self.unrecorded, None
         call_hooks.HUB_COUNTING[0] = None
         if unrecorded is not None:
@@ -408,6 +410,8 @@ class Hub:
         receivers = self._receivers.get(event)
         if self.own_passes or receivers == () or self.unrecorded is not None:
             return
+        if self.training.others and self.training.is_elsewhere:
+            return
         if receivers is None:
             receivers = self._receivers_of(event)
         is_inner, self._is_emitting = self._is_emitting, True
@@ -443,7 +447,7 @@ class Hub:
 
     def _install(self) -> None:
         self.backward_depth = self.grad_depth = 0
-        self.loader_workers = None
+        self.loader_workers, self.training = None, TrainingThreads()
         for install in (
             hooks.install_backward,
             clip_hooks.install_clipping,

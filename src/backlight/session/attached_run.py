@@ -16,7 +16,7 @@ from backlight.capture.steps import StepTracker
 from backlight.distributed import rank_and_size
 from backlight.monitor import RunContext, Samples
 from backlight.notifier import Notifier
-from backlight.records import Finding, RunStatus
+from backlight.records import UNMEASURED, Finding, RunStatus
 from backlight.session.monitor_set import MonitorSet
 from backlight.session.run_directory import final_findings, holds_nothing, why_no_step
 from backlight.session.sampling import Sampling
@@ -118,7 +118,7 @@ class AttachedRun:
         self.monitors.attach(self._context(samples, arguments))
         # Monitors see the start of step 0 and the end of the last step: the tracker starts after them and
         # stops first.
-        self._on_exit(self.tracker.finish)
+        self._on_exit(self._report_threads, self.tracker.finish)
         self.tracker.start()
 
     def close(self, error: BaseException | None) -> bool:
@@ -228,6 +228,21 @@ class AttachedRun:
         self.thread.flush_soon()
 
     # At the end
+
+    def _report_threads(self) -> None:
+        """Record what was trained and not recorded: by other threads, and after this end."""
+        HUB.training.end()
+        # What watches a whole script holds every optimizer, those included that exist no more.
+        others = [reference() for reference in HUB.training.missed]
+        if any(self._is_script if other is None else self._scope.holds(other) for other in others):
+            what = "optimizer steps of another thread"
+            self._lack(what, "one thread is recorded", f"{what} were not recorded")
+        if HUB.training.goes_on():
+            reason = "recording ended while the thread that trains went on"
+            self._lack("what followed", reason, reason)
+
+    def _lack(self, what: str, reason: str, lacks: str) -> None:
+        self._notifier.event(UNMEASURED, {"what": what, "reason": reason, "lacks": lacks}, self.tracker.index)
 
     def _finish(self) -> None:
         """Evaluate the rules on what is stored, and close the run."""

@@ -16,6 +16,9 @@ from backlight import clock
 from backlight.launch.import_hook import ImportHook
 from backlight.launch.script import Refused
 
+POLL_S = 0.05
+"""Seconds between two looks at a thread that still trains when the script has ended."""
+
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
     from backlight.session.watch import Watch
@@ -61,8 +64,21 @@ class ScriptWatch:
     ) -> None:
         """Close the run; an exception passes through."""
         self._hook.remove()
-        if self.watch is not None:
-            self.watch.__exit__(kind, error, traceback)
+        if self.watch is None:
+            return
+        try:
+            # Python waits for it as well, before the process ends.
+            while error is None and self._trains_on():
+                clock.sleep(POLL_S)
+        except BaseException as interrupt:
+            self.watch.__exit__(type(interrupt), interrupt, interrupt.__traceback__)
+            raise
+        self.watch.__exit__(kind, error, traceback)
+
+    def _trains_on(self) -> bool:
+        from backlight.capture.hub import HUB  # noqa: PLC0415 - imports torch
+
+        return HUB.training.goes_on(daemons=False)
 
     def _attach(self) -> None:
         began = clock.perf_counter()

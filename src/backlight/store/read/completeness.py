@@ -94,6 +94,8 @@ def _of_events(payloads: Payloads, *, is_whole: bool = False) -> Iterator[str]:
         what = visible(payload.get("what", "something"))
         if what == OTHERS and not is_whole:
             yield "other ranks were not recorded"
+        elif text := payload.get("lacks"):
+            yield visible(text)
         elif payload.get("lost"):
             at = "" if step is None else f" at step {step:,}"
             of = "" if what == EVERYTHING else f" of {what.removesuffix(FROM_HERE_ON)}"

@@ -244,9 +244,10 @@ class Run:
         return Coverage(self.last_step() + 1, *counts)
 
     def loss_label(self) -> str:
-        """Return what the scalar ``loss`` is: ``loss``, or ``sum of N losses`` where nothing divides them."""
+        """Return what ``loss`` mostly is: ``loss``, or ``sum of N losses`` where nothing divides them."""
         sums = self.scalar("losses").values
-        return f"sum of {int(np.median(sums))} losses" if len(sums) else "loss"
+        is_usual = 2 * len(sums) > len(self.scalar("backwards").steps)
+        return f"sum of {int(np.median(sums))} losses" if is_usual else "loss"
 
     def last_step(self) -> int:
         """Return the last global step that any rank took, recorded or not; -1 where there is none."""

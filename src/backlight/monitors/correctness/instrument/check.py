@@ -105,8 +105,8 @@ class Check(Listener):
 
     @property
     def due(self) -> bool:
-        """Whether this step is observed."""
-        return self.schedule.due
+        """Whether this step is observed; while several threads train, weights change at any time."""
+        return self.schedule.due and not self.run.hub.training.missed
 
     def forget(self) -> None:
         """Drop what waits for a later event: the next events are not delivered."""

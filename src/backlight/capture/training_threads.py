@@ -1,0 +1,63 @@
+"""Which thread trains: one is recorded, and what others train at the same time is not mixed into it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+
+import torch
+
+from backlight.user_code import is_user_code
+
+
+class TrainingThreads:
+    """The thread of the optimizer steps that are recorded; ``missed`` are optimizers of others that train.
+
+    A training run that moves from thread to thread, as one of an executor does, is recorded wherever it is.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self.ident = 0
+        self.optimizers: set[int] = set()
+        self.others: set[int] = set()
+        self.missed: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this thread trains while another one is recorded."""
+        return threading.get_ident() in self.others
+
+    def steps_here(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note the thread in which an optimizer steps; return whether it is the one that is recorded."""
+        if self._thread is None or self._thread.ident != threading.get_ident():
+            is_moved = self._thread is None or not self._thread.is_alive() or id(optimizer) in self.optimizers
+            if not is_moved:
+                if not any(reference() is optimizer for reference in self.missed):
+                    self.missed.append(weakref.ref(optimizer))
+                self.others.add(threading.get_ident())
+                return False
+            self._thread, self.ident = threading.current_thread(), threading.get_ident()
+            self.others.discard(threading.get_ident())
+        self.optimizers.add(id(optimizer))
+        return True
+
+    def end(self) -> None:
+        """Treat all threads alike from here on: the one that ends the watch may be one of the others."""
+        self.others.clear()
+
+    def goes_on(self, *, daemons: bool = True) -> bool:
+        """Return whether the thread that is recorded is another one, and still in code of the user.
+
+        A worker of an executor that waits for more is in none.
+        """
+        thread = self._thread
+        if thread is None or thread is threading.current_thread() or not thread.is_alive():
+            return False
+        if thread.daemon and not daemons:
+            return False
+        frame = sys._current_frames().get(thread.ident or 0)
+        while frame is not None and not is_user_code(frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame is not None
