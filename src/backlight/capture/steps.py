@@ -77,7 +77,7 @@ class StepTracker(Listener):
         self._inside: list[int] = []
         self._optimizer_began = 0.0
         self._versions: dict[int, int] = {}
-        self._reached = ReachedOptimizers(scope)
+        self._reached, self._is_alone = ReachedOptimizers(scope), True
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
         self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
         self._before_steps: Callable[[], None] | None = None
@@ -289,7 +289,8 @@ class StepTracker(Listener):
         is_again = bool(self._inside and self._summary.backwards) and not HUB.optimizers.goes_on
         losses = () if is_again else (scaled[1],) if scaled is not None and is_scaled else roots
         self._scalars.add_losses(losses)
-        if not self._scope.alone():
+        self._is_alone = self._scope.alone()
+        if not self._is_alone:
             self._reached.begin()
         if self._recording and losses and self._summary.backwards:
             self._summary.undivided += not is_divided(roots[0].grad_fn, is_scaled=is_scaled)
@@ -309,8 +310,7 @@ class StepTracker(Listener):
         self.backwards += 1
         if self._is_by_hand and self._summary.backwards > 1:
             self._recording = False  # the gradients of the first one are not those of the step
-        is_alone = self._scope.alone()
-        if not is_alone:
+        if not self._is_alone:
             self._scalars.reached(self._reached.end())
         if not self._recording:
             if self._is_by_hand:
@@ -320,7 +320,7 @@ class StepTracker(Listener):
         self._refresh()
         parameters = self._scope.parameters()
         # With several optimizers a backward may reach only the parameters of another one.
-        self._scalars.after_backward(parameters if is_alone else ())
+        self._scalars.after_backward(parameters if self._is_alone else ())
         self._versions = {id(p): p.grad._version for p in parameters if p.grad is not None}
         if self._is_by_hand:  # the script may clear them before it updates the weights, or after
             self._by_hand.note(parameters)
