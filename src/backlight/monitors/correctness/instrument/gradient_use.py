@@ -110,7 +110,9 @@ class GradientUse(Check):
 
     def forward_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Gradients of an input may be what a backward is for, as in adversarial training."""
-        if self.due and any(isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())):
+        if self.schedule.due and any(
+            isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())
+        ):
             self._is_intended = True
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
@@ -127,10 +129,10 @@ class GradientUse(Check):
                 # Of one forward, the first backward may be for its norms: a batch has no such excuse.
                 self._is_intended = True
         self._fresh, self._forwards = {}, 0
-        if self.due:
+        if self.schedule.due:
             self._begun = next_node()
             self._lines.add(user_line())
-        self._before = self._sampled(self.run.scope.optimizers()) if self.due else {}
+        self._before = self._sampled(self.run.scope.optimizers()) if self.schedule.due else {}
 
     def backward_end(self) -> None:
         """Note which gradients the backward has changed."""

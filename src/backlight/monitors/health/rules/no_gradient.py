@@ -154,7 +154,7 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
         yield Finding(
             severity=reason.severity if alone is None else Severity.WARNING,
             title=(
-                f"Only `{alone.name}` is trained: the weight beside it is frozen"
+                f"Only `{alone.name}` is trained: the weight of its module is frozen"
                 if alone is not None
                 else f"{named} {'is' if len(group) == 1 else 'are'} frozen"
                 if reason is _FROZEN
@@ -192,8 +192,8 @@ def _left_alone(records: Sequence[ParameterRecord], seen: Collection[str]) -> Pa
     trained = [p for p in records if p.name in seen]
     if len(trained) != 1 or len(trained[0].shape) != 1:
         return None
-    beside = [p for p in records if p.module == trained[0].module and len(p.shape) > 1]
-    return trained[0] if any(not p.requires_grad for p in beside) else None
+    weights = [p for p in records if p.module == trained[0].module and len(p.shape) > 1]
+    return trained[0] if any(not p.requires_grad for p in weights) else None
 
 
 def _has_adapters(run: Run) -> bool:
