@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from backlight.capture.loss_terms import SHOWS_HOOKS
 from faults.silent import habits
@@ -21,6 +23,8 @@ def frozen_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+    torch._dynamo.reset()  # what was compiled here does not count in other tests
+    counters.clear()
 
 
 @pytest.mark.filterwarnings("ignore")
