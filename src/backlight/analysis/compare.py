@@ -31,7 +31,7 @@ from backlight.findings.evaluate import findings_of, separate_hints
 from backlight.findings.losses import losses_of
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
 from backlight.records import Finding, Severity, to_json
-from backlight.report.verdict import coverage_text, is_sampled, lacking
+from backlight.report.verdict import lacking, sampled_text
 from backlight.store.read.run import Run
 from backlight.text import listed
 
@@ -153,7 +153,7 @@ def _side(letter: str, run: Run) -> Side:
     spans = [a.ended - a.started for a in run.attempts if a.ended is not None and a.ended >= a.started]
     return Side(
         letter, run.name, run.location, run.status.value, len(run.attempts), run.last_step() + 1,
-        sum(spans) if spans else None, run.shortfall, coverage_text(run) if is_sampled(run) else "",
+        sum(spans) if spans else None, run.shortfall, sampled_text(run),
     )  # fmt: skip
 
 

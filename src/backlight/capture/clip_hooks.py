@@ -35,28 +35,23 @@ def install_clipping(hub: Hub, patches: Patches) -> None:
         def scale(
             parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            unrecorded = hub.unrecorded
-            if (
-                unrecorded is not None
-                and not (hub.training.others and hub.training.is_elsewhere)
-                and not torch.compiler.is_compiling()
-            ):
-                unrecorded.scalars.add_norm(total_norm)
-                inside_norm[0] += 1
-                try:
-                    return original(parameters, max_norm, total_norm, *args, **kwargs)
-                finally:
-                    inside_norm[0] -= 1
-            if not hub.active or torch.compiler.is_compiling():
+            unrecorded, is_observed = hub.unrecorded, hub.active
+            if unrecorded is not None and hub.training.others and hub.training.is_elsewhere:
+                unrecorded = None
+            if (unrecorded is None and not is_observed) or torch.compiler.is_compiling():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
-            tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            hub.emit("clip_begin", "norm", tensors, float(max_norm), total_norm)
+            if unrecorded is not None:
+                unrecorded.scalars.add_norm(total_norm)
+            else:
+                parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+                hub.emit("clip_begin", "norm", parameters, float(max_norm), total_norm)
             inside_norm[0] += 1
             try:
-                return original(tensors, max_norm, total_norm, *args, **kwargs)
+                return original(parameters, max_norm, total_norm, *args, **kwargs)
             finally:
                 inside_norm[0] -= 1
-                hub.emit("clip_end")
+                if is_observed:
+                    hub.emit("clip_end")
 
         return scale
 

@@ -50,10 +50,15 @@ def inputs_of(node: Node) -> list[Node | None]:
     return [below for below, _ in node.next_functions]
 
 
+def first_input(node: Node) -> Node | None:
+    """Return the node below the first input, None for one without a gradient, or without inputs."""
+    return next(iter(inputs_of(node)), None)
+
+
 def below_shapes(node: Node | None) -> Node | None:
     """Return the node whose values ``node`` has, in another shape or type: itself where it computes."""
     while node is not None and kind_of(node) in RESHAPES:
-        node = next(iter(inputs_of(node)), None)
+        node = first_input(node)
     return node
 
 

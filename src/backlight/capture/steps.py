@@ -210,14 +210,14 @@ class StepTracker(Listener):
                 self._summary.forwards = self._summary.addends = None
         self._summary.backwards += counted.open_backwards
 
-    # Events
-
     def _note_update_by_hand(self) -> None:
         """Count the step as taken where the script has changed the weights itself."""
         if self._summary.backwards and not self._stepped and self._by_hand.is_made():
             self._stepped.add(0)
             self._by_hand.forget()
             self._is_plain = False
+
+    # Events
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Note one that is made after the backward of this step: others may follow in the same step."""

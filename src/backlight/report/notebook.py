@@ -13,7 +13,7 @@ from backlight.findings.evaluate import separate_hints
 from backlight.findings.losses import losses_of
 from backlight.records import Finding, Severity
 from backlight.report.source import Source
-from backlight.report.verdict import Outcome, coverage_text, is_sampled, outcome, where
+from backlight.report.verdict import Outcome, outcome, sampled_text, where
 from backlight.store.read.run import Run
 from backlight.text import count, html_of, number, visible
 
@@ -40,8 +40,7 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
         if len(scalar.steps):
             first, last = (number(float(scalar.values[i])) for i in (0, -1))
             figures.append(f"{name} {first} to {last}")
-    if is_sampled(run):
-        figures.append(coverage_text(run))
+    figures += filter(None, [sampled_text(run)])
     if figures:
         parts.append(f"<div>{html_of(' · '.join(figures))}</div>")
     if source.findings:

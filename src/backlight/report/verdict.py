@@ -147,10 +147,11 @@ def coverage_text(run: Run) -> str:
     return f"gradients at {at} {whole}" + (f", {label} at {loss}" if label else "")
 
 
-def is_sampled(run: Run) -> bool:
-    """Return whether gradients or loss were recorded at some of the steps only, or no loss is the mean."""
+def sampled_text(run: Run) -> str:
+    """Return :func:`coverage_text`; empty where gradients and one loss, a mean, are there of all steps."""
     known = run.coverage()
-    return not known.with_gradients == known.with_loss == known.taken or [*losses_of(run)] != ["loss"]
+    is_whole = known.with_gradients == known.with_loss == known.taken and [*losses_of(run)] == ["loss"]
+    return "" if is_whole else coverage_text(run)
 
 
 def lacking(run: Run) -> str:

@@ -20,7 +20,7 @@ def print_result(path: Path, findings: Sequence[Finding], steps: int, progress: 
     """Print the worst finding of the run in ``path``, or that there is none, to standard error, on rank 0."""
     # Here, since panels of the report are imported for it.
     from backlight.report.source import Source  # noqa: PLC0415
-    from backlight.report.verdict import coverage_text, is_sampled, outcome  # noqa: PLC0415
+    from backlight.report.verdict import outcome, sampled_text  # noqa: PLC0415
 
     rank, size = rank_and_size()
     if rank != 0:
@@ -34,7 +34,8 @@ def print_result(path: Path, findings: Sequence[Finding], steps: int, progress: 
         result = "" if said.headline in said.tally else f": {said.headline}"
         text = f"{said.tally}{hints} in {count(steps, 'step')}{result}."
         text += f" {said.lacks}." if said.lacks else ""
-        text += f" Recorded: {coverage_text(run)}." if is_sampled(run) else ""
+        sampled = sampled_text(run)
+        text += f" Recorded: {sampled}." if sampled else ""
     text += "".join(f" {one.text}" for one in said.withdrawn)
     if size > 1 and not wait_for_ranks(path, 0.0):
         text += " Other ranks have not ended."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -187,18 +188,17 @@ def clipped_to_almost_nothing(injected: bool) -> None:
     loop.run()
 
 
+def train_at_the_limit(injected: bool, **habits: Any) -> None:
+    """Train with gradients near the largest number of fp32."""
+    factor = 1e38 if injected else 1.0
+    loss_of = lambda out, y: F.cross_entropy(out, y) * factor  # noqa: E731
+    train(Classifier(), loss_of=loss_of, steps=120, autocast=False, **habits)
+
+
 @fault(rule="loss_scale", severity="error", names="skipped")
 def scaler_skips_every_step(injected: bool) -> None:
-    factor = 1e38 if injected else 1.0
-    train(
-        Classifier(),
-        loss_of=lambda out, y: F.cross_entropy(out, y) * factor,
-        steps=120,
-        has_scaler=True,
-        autocast=False,
-        clips="",
-        microbatches=1,  # half of it the scale can make up for
-    )
+    # Half of it, as of two microbatches, the scale can make up for.
+    train_at_the_limit(injected, has_scaler=True, clips="", microbatches=1)
 
 
 @fault(
@@ -206,15 +206,7 @@ def scaler_skips_every_step(injected: bool) -> None:
 )
 def clipped_by_a_norm_that_overflows(injected: bool) -> None:
     """Each gradient is finite, and their norm is not: 1 / inf is 0."""
-    factor = 1e38 if injected else 1.0
-    train(
-        Classifier(),
-        loss_of=lambda out, y: F.cross_entropy(out, y) * factor,
-        steps=120,
-        has_scaler=False,
-        autocast=False,
-        clips="norm",
-    )
+    train_at_the_limit(injected, has_scaler=False, clips="norm")
 
 
 # Order of calls

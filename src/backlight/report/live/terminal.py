@@ -22,7 +22,7 @@ from backlight.report.live.run_state import Stand, Standing
 from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.report.sparkline import sparkline
-from backlight.report.verdict import coverage_text, is_sampled, tally, where
+from backlight.report.verdict import sampled_text, tally, where
 from backlight.text import count, duration, number, percent, told_apart, visible
 
 RECENT = 20
@@ -118,8 +118,8 @@ def _status(source: Source, width: int) -> list[RenderableType]:
         rows.append(("health", shown, line))
     for row in rows:
         table.add_row(*row[: 2 if slim else 3])
-    coverage = [Text(f"recorded: {coverage_text(source.run)}", "dim")] if is_sampled(source.run) else []
-    return [table, *coverage]
+    sampled = sampled_text(source.run)
+    return [table, *([Text(f"recorded: {sampled}", "dim")] if sampled else [])]
 
 
 def _speed(source: Source) -> str:

@@ -129,10 +129,11 @@ class GradientUse(Check):
                 # Of one forward, the first backward may be for its norms: a batch has no such excuse.
                 self._is_intended = True
         self._fresh, self._forwards = {}, 0
-        if self.schedule.due:
+        due = self.due
+        if due:
             self._begun = next_node()
             self._lines.add(user_line())
-        self._before = self._sampled(self.run.scope.optimizers()) if self.schedule.due else {}
+        self._before = self._sampled(self.run.scope.optimizers()) if due else {}
 
     def backward_end(self) -> None:
         """Note which gradients the backward has changed."""

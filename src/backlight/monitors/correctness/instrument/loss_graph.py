@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backlight.capture.batches import tensors
-from backlight.capture.loss_nodes import RESHAPES, Node, below_shapes, inputs_of, kind_of, kinds, shape_of
+from backlight.capture.loss_nodes import (
+    RESHAPES,
+    Node,
+    below_shapes,
+    first_input,
+    inputs_of,
+    kind_of,
+    kinds,
+    shape_of,
+)
 from backlight.capture.loss_terms import CLASS_LOSSES, MAX_NODES, terms
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.user_code import user_line
@@ -67,7 +76,7 @@ def contradictions_below(
         elif kind in _DIFFERENCES:
             yield from _broadcast(node, sizes)
         elif kind in {"Pow", "Abs"}:
-            yield from _broadcast(_first(node), sizes)
+            yield from _broadcast(first_input(node), sizes)
 
 
 def is_multiple(root: Node | None, loss: Node) -> bool:
@@ -83,13 +92,9 @@ def is_multiple(root: Node | None, loss: Node) -> bool:
     return node is loss
 
 
-def _first(node: Node) -> Node | None:
-    return next(iter(inputs_of(node)), None)
-
-
 def _below_cast(node: Node | None) -> Node | None:
     """Return the node below a cast, as autocast adds them, which leaves the shape as it is."""
-    return _first(node) if kind_of(node) == "ToCopy" else node
+    return first_input(node) if kind_of(node) == "ToCopy" else node
 
 
 def _is_of_no_parameter(root: torch.Tensor) -> bool:
@@ -111,10 +116,11 @@ def _is_softmax(node: Node | None) -> bool:
     """Return whether a node is a softmax, or one that is written out."""
     kind = kind_of(node)
     if kind == "Exp":
-        return kind_of(below_shapes(_first(node))) == "LogSoftmax"
+        return kind_of(below_shapes(first_input(node))) == "LogSoftmax"
     if kind == "Div" and len(inputs_of(node)) > 1:
         above, below = (below_shapes(one) for one in inputs_of(node)[:2])
-        return kind_of(above) == "Exp" and kind_of(below) == "Sum" and below_shapes(_first(below)) is above
+        is_sum = kind_of(above) == "Exp" and kind_of(below) == "Sum"
+        return is_sum and below_shapes(first_input(below)) is above
     return kind == "Softmax"
 
 
@@ -165,7 +171,7 @@ def _broadcast(node: Node | None, sizes: AbstractSet[int]) -> Iterator[tuple[str
     prediction = _below_cast(known[0])
     if kind_of(prediction) == "Expand":
         whole = shape_of(prediction)
-        prediction = _below_cast(_first(prediction))
+        prediction = _below_cast(first_input(prediction))
     elif kind == "Sub":
         whole = shape_of(node)
     else:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.capture.hub import HUB
-from backlight.capture.loss_nodes import Node, below_shapes, inputs_of, kind_of, kinds
+from backlight.capture.loss_nodes import Node, below_shapes, first_input, kind_of, kinds
 from backlight.capture.loss_terms import CLASS_LOSSES, are_plain, terms
 from backlight.monitors.correctness.instrument.check import Check
 
@@ -81,10 +81,10 @@ class LossTargets(Check):
 
 def _is_classifier(loss: Node) -> bool:
     """Return whether a layer makes the scores."""
-    probabilities = below_shapes(next(iter(inputs_of(loss)), None))
+    probabilities = below_shapes(first_input(loss))
     if kind_of(probabilities) != "LogSoftmax" or probabilities is None:
         return False
-    return kind_of(below_shapes(next(iter(inputs_of(probabilities)), None))) in _LAYERS
+    return kind_of(below_shapes(first_input(probabilities))) in _LAYERS
 
 
 @torch.no_grad()

@@ -113,10 +113,8 @@ class RepeatedInputs(Check):
             self._first = content
             self._is_over = self._is_over or all(_are_grids(values.astype(float), sizes))
         elif content != self._first and self._equal == 1 and not self._is_renewed:
-            self._first, self._is_renewed = (
-                content,
-                True,
-            )  # the forwards of step 0 may have compiled the model
+            # The forwards of step 0 may have compiled the model.
+            self._first, self._is_renewed = content, True
         elif content != self._first:
             self.forget()
         elif not self._is_over:

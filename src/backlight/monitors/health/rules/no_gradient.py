@@ -150,16 +150,16 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             continue  # one cause, one finding: no_update reports both sides of it
         order = phrases.loudest(group, lambda p: p.numel)
         worst, mine = order[0], sum(p.numel for p in group)
-        named = phrases.parameters([p.name for p in order], len(group))
+        named, severity = phrases.parameters([p.name for p in order], len(group)), reason.severity
+        title = f"{named} never received a gradient"
+        if reason is _FROZEN:
+            title = f"{named} {'is' if len(group) == 1 else 'are'} frozen"
+        if alone is not None:
+            severity = Severity.WARNING
+            title = f"Only `{alone.name}` is trained: the weight of its module is frozen"
         yield Finding(
-            severity=reason.severity if alone is None else Severity.WARNING,
-            title=(
-                f"Only `{alone.name}` is trained: the weight of its module is frozen"
-                if alone is not None
-                else f"{named} {'is' if len(group) == 1 else 'are'} frozen"
-                if reason is _FROZEN
-                else f"{named} never received a gradient"
-            ),
+            severity=severity,
+            title=title,
             detail=(
                 f"No gradient in {count(len(steps), 'recorded step')} ({first} to {last}): "
                 f"{f'trainable since step {begin}, ' if begin else ''}{reason.words}. Affected: "
