@@ -23,7 +23,7 @@ def start(*arguments, **options):
     thread.start()
     return thread
 
-def train(steps, pause=0.0):
+def train(steps, pause=0.0, rests=False):
     torch.manual_seed(steps)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -33,6 +33,8 @@ def train(steps, pause=0.0):
         optimizer.step()
         if step == 9:
             ready.set()
+            if rests:  # a thread that is inside of torch when Python ends aborts the process, watched or not
+                threading.Event().wait()
         time.sleep(pause)
 """
 
@@ -42,7 +44,7 @@ ENDINGS = {
     "by_an_idle_executor": ("pool = ThreadPoolExecutor(1); pool.submit(train, 60).result()", 60, ""),
     "that_goes_on_after_the_main_one": ("start(60, 0.02); ready.wait()", 60, ""),
     "that_is_ended_with_the_process": (
-        "start(10**6, 0.01, daemon=True); ready.wait()",
+        "threading.Thread(target=train, args=(60, 0.0, True), daemon=True).start(); ready.wait()",
         None,
         "recording ended while the thread that trains went on",
     ),

@@ -350,9 +350,9 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
             return None
         # Inside a backward it may be any thread of autograd.
         is_known = hub.training.ident == threading.get_ident() and id(optimizer) in hub.training.optimizers
-        if not (is_known or hub.backward_depth or not hub.listeners) and not hub.training.steps_here(
-            optimizer
-        ):
+        is_asked = not (is_known or hub.backward_depth) and bool(hub.listeners)
+        if is_asked and not hub.training.steps_here(optimizer):
+            hub.optimizers.set_aside(optimizer)
             return None
         unrecorded = hub.unrecorded
         if unrecorded is not None:

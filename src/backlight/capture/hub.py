@@ -219,6 +219,13 @@ class SeenOptimizers:
         self._meet(optimizer)
         self._in_use.add(id(optimizer))
 
+    def set_aside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count ``optimizer`` as not used: another thread trains with it, and writes its gradients meanwhile.
+
+        torch guards ``.grad`` by no lock: to read it while a backward of another thread sets it may crash.
+        """
+        self._in_use.discard(id(optimizer))
+
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         for reference in self._references:
             if reference() is optimizer:

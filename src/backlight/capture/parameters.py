@@ -284,13 +284,19 @@ class Scope:
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers of the scope that exist now, in a stable order."""
+        return self._given or self._covered(HUB.optimizers.alive())
+
+    def covers(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` is or would be of the scope, whatever thread it is used in."""
+        return bool(self._covered([optimizer]))
+
+    def _covered(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         if self._given:
-            return self._given
-        alive = HUB.optimizers.alive()
+            return [o for o in optimizers if id(o) in self._given_ids]
         if not self.models:
-            return alive
+            return optimizers
         own = {id(n.parameter) for model in self.models for n in named_parameters(model)}
-        return [o for o in alive if any(id(p) in own for p in parameters_of(o))]
+        return [o for o in optimizers if any(id(p) in own for p in parameters_of(o))]
 
     def refresh(self) -> bool:
         """Bring the table up to date with modules, optimizers, groups and what is frozen; True if changed."""

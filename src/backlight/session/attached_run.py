@@ -234,7 +234,7 @@ class AttachedRun:
         HUB.training.end()
         # What watches a whole script holds every optimizer, those included that exist no more.
         others = [reference() for reference in HUB.training.missed]
-        if any(self._is_script if other is None else self._scope.holds(other) for other in others):
+        if any(self._is_script if other is None else self._scope.covers(other) for other in others):
             what = "optimizer steps of another thread"
             self._lack(what, "one thread is recorded", f"{what} were not recorded")
         if HUB.training.goes_on():

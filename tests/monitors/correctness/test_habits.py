@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import clear_compilation_metrics, counters
 
 from backlight.capture.loss_terms import SHOWS_HOOKS
 from faults.silent import habits
@@ -25,6 +25,7 @@ def frozen_objects() -> Iterator[None]:
     gc.unfreeze()
     torch._dynamo.reset()  # what was compiled here does not count in other tests
     counters.clear()
+    clear_compilation_metrics()
 
 
 @pytest.mark.filterwarnings("ignore")
