@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backlight.capture.call_hooks import CallHooks
-from backlight.capture.hub import HUB, Listener, parameters_of
+from backlight.capture.hub import HUB, Listener
 from backlight.capture.modules import holding
+from backlight.capture.seen_optimizers import parameters_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backlight.capture.engines import engine_places, why_unmeasured
-from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.hub import HUB
 from backlight.capture.modules import Prefixes, SeenModules, holding, named_parameters, walk
+from backlight.capture.seen_optimizers import parameters_of
 from backlight.capture.sharding import flat_places
 from backlight.records import Layout, ParameterRecord, Placement
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backlight.capture.hub import parameters_of
+from backlight.capture.seen_optimizers import parameters_of
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable, Scope

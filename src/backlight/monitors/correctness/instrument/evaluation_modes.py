@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from backlight.capture.dropout_calls import DropoutCalls
 from backlight.capture.hooks import is_transforming
-from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.hub import HUB
 from backlight.capture.modules import kind_of, walk
+from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import NAMED, Check
 from backlight.monitors.correctness.instrument.module_modes import is_batch_norm, is_dropout, kinds_of

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.capture.hooks import scale_of
-from backlight.capture.hub import parameters_of
+from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import Check
 
 if TYPE_CHECKING:

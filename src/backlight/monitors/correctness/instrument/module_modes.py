@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.hub import HUB
 from backlight.capture.modules import holding, kind_of, named_parameters, walk
+from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import NAMED, Check
 
 if TYPE_CHECKING:

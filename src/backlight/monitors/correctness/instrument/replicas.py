@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.capture.hooks import is_transforming
-from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
 from backlight.capture.replicas import replicas, wrappers
+from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.tensor_digests import digests_and_norms

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.hub import HUB
 from backlight.capture.modules import kind_of
 from backlight.capture.parameters import local
+from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import NAMED, Check
 from backlight.user_code import SourceLine, user_line
 

@@ -13,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.hub import HUB
 from backlight.capture.modules import NamedParameter, holding, kind_of, named_parameters, table_of, walk
 from backlight.capture.parameters import local
+from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import FIRST_STEPS, NAMED, Check, Schedule
 from backlight.monitors.correctness.instrument.configured_ties import by_configuration
 from backlight.user_code import SourceLine, user_line

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from backlight.capture.hooks import is_transforming
-from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.hub import HUB
 from backlight.capture.modules import holding, kind_of, walk
+from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import NAMED, Check
 from backlight.user_code import definition

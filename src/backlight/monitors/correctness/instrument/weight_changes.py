@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.capture.hooks import is_transforming
-from backlight.capture.hub import HUB, parameters_of
+from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
+from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import NAMED, Check
 from backlight.monitors.correctness.model.number_spacings import SPACING

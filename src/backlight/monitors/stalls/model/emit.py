@@ -68,8 +68,9 @@ def _title_and_detail(diagnosis: Diagnosis) -> tuple[str, str]:
 
 def claim_of(finding: Finding) -> str:
     """Return the claim of the diagnosis of a finding."""
+    kind, _, _ = finding.title.partition(" ")
     detail = finding.detail.removesuffix(".")
-    return detail if detail.startswith(str(finding.subject.verdict)) else f"{finding.title}; {detail}"
+    return detail if detail.startswith(kind) else f"{finding.title}; {detail}"
 
 
 def emit(
