@@ -214,8 +214,8 @@ def run(case: Case, scripts: Path, backlight: str) -> Result:
     is_equal = bool(case.hang_s) or (plain_output, plain_weights) == (output, its_weights)
     result = Result(case.name, [*case.rules], False, (plain_code, code), is_equal, headline)
     try:
-        findings: Any = json.loads(printed)
-    except ValueError:
+        findings: Any = json.loads(printed)["findings"]
+    except (ValueError, KeyError):
         result.problem = (errors or summary).strip().rpartition("\n")[2]
         return result
     for finding in findings:
