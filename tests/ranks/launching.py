@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -25,9 +26,14 @@ def torchrun(ranks: int, *arguments: object, timeout: float = 240.0, **environme
 
 
 def launched(
-    ranks: int, *arguments: object, options: tuple[str, ...] = (), timeout: float = 240.0, **environment: str
+    ranks: int,
+    *arguments: object,
+    options: tuple[str, ...] = (),
+    timeout: float = 240.0,
+    meanwhile: Callable[[subprocess.Popen[str]], None] | None = None,
+    **environment: str,
 ) -> tuple[int, str]:
-    """Run a script on ``ranks`` ranks; return exit status and standard error."""
+    """Run a script on ``ranks`` ranks, call ``meanwhile``; return exit status and standard error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
     paths = os.pathsep.join([str(HERE.parent), os.environ["PYTHONPATH"]])
     running = subprocess.Popen(
@@ -39,6 +45,8 @@ def launched(
         start_new_session=True,
     )
     try:
+        if meanwhile is not None:
+            meanwhile(running)
         _, errors = running.communicate(timeout=timeout)
     except BaseException:
         # torchrun starts its ranks in new process groups, and terminates them when it gets SIGTERM.
