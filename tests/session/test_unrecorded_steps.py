@@ -239,3 +239,53 @@ def test_hang_in_a_counted_step_is_located(
     stalls = backlight.open_run(tmp_path / "run").events("stall")
     assert {event.step for event in stalls} == {60}
     assert "Waiting.backward" in done.stderr
+
+
+def small(training: Training) -> None:
+    training.x.mul_(1.0)
+
+
+def not_a_number(training: Training) -> None:
+    training.x[0, 0] = float("nan")
+
+
+def large(training: Training) -> None:
+    training.x.mul_(1e4)
+
+
+@pytest.mark.parametrize("batch", [small, not_a_number, large])
+def test_bad_batch_in_an_unrecorded_step_is_followed_by_detail_at_once(
+    batch: Callable[[Training], None], tmp_path: Path
+) -> None:
+    """Whatever the writer thread does meanwhile, which raises the alarm: it may run after all steps."""
+    training = Training()
+    settings: dict[str, Any] = {"every": 50, "detail": 5, "flush_interval": 600.0, "monitors": ("health",)}
+    with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", **settings):
+        for step in range(120):
+            if step == 77:
+                whole = training.x.clone()
+                batch(training)
+            training.step()
+            if step == 77:
+                training.x.copy_(whole)
+    run = backlight.open_run(tmp_path / "run")
+    recorded = [int(step) for step in run.series_steps("gradient")]
+    causes = {(event.step, event.payload["cause"]) for event in run.events("detail")}
+    if batch is small:
+        assert recorded == [0, 50, 100]
+        assert not causes
+        return
+    assert [*range(78, 83)] == [step for step in recorded if 50 < step < 83]
+    assert min(causes) == (77, "non_finite" if batch is not_a_number else "spike")
+    assert {*range(78, 83)} <= {int(step) for step in run.series_steps("histogram")}
+
+
+def test_losses_that_leap_all_the_time_are_followed_by_detail_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, details = Training(), list[int]()
+    with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", detail=2) as watch:
+        monkeypatch.setattr(watch._attached.sampling, "detail", lambda step, _: details.append(step))
+        for step in range(100):
+            watch._attached._attend(step)
+    assert details == [0, 3, 8, 17, 34, 67]

@@ -75,7 +75,8 @@ class AttachedRun:
         self.refusal = self.removed = ""
         self._is_script = is_script
         self._finds_optimizers = not optimizers and not is_script  # a script that has not begun has none
-        self._alarmed = -1
+        self._alarmed = self._attended = -1
+        self._attention_rest = settings.detail
         self.found: list[Finding] | None = None
         self.stopped_by: Finding | None = None
         self.published: dict[str, tuple[int, float]] = {}
@@ -98,6 +99,8 @@ class AttachedRun:
             StepSelection() if settings.every is None else None,
         )
         monitors.account(self.thread)
+        if "health" in settings.monitors:
+            self.recorder.scalars.on_leap = self._attend
 
     def attach(self, samples: Samples | None, arguments: tuple[str, ...]) -> None:
         """Attach every part; what raises leaves the parts before it to :meth:`abandon`."""
@@ -214,6 +217,18 @@ class AttachedRun:
         ending = NextEvent(self._stack.close)
         self._stack.callback(HUB.remove, ending)
         HUB.add(ending, self._notifier.trouble)
+
+    def _attend(self, step: int) -> None:
+        """Record in detail from the next step on, before the alarm, which the writer thread may raise.
+
+        The rest until the next time doubles: losses that leap all the time cost no more than a few times.
+        """
+        if step > self._attended:
+            self._attended = step + self._attention_rest
+            self._attention_rest *= 2
+            self.sampling.detail(step, self.settings.detail)
+            HUB.resume_soon()
+            self.thread.flush_soon()
 
     def _alarm(self, step: int, cause: str) -> None:
         if step > self._alarmed:

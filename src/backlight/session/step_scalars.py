@@ -7,6 +7,7 @@ script may change it, and sent to the host when the writer thread asks or the me
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,12 @@ MAX_QUEUED_STEPS = 1 << 20
 
 CHUNK_VALUES = 256
 """Values on a device that are sent to the host together."""
+
+LEAP_STEPS = 16
+"""A loss is compared with those of the last one to two times so many steps."""
+
+LEAP_RATIO = 2.5
+"""Factor by which a loss leaps above the highest of them; more than a loss scale that doubles."""
 
 
 class DeviceValues:
@@ -158,10 +165,14 @@ def _number(value: Value) -> float | None:
 class StepScalars(ScalarSink):
     """Collects the scalars of the step in progress; ``queue`` holds those of completed steps.
 
-    ``dropped`` counts steps that were dropped because the disk was too slow.
+    ``dropped`` counts steps that were dropped because the disk was too slow. ``on_leap`` is called with the
+    step whose loss is not finite or leaps, on the training thread and before the next step opens; a loss on a
+    device is not known then.
     """
 
     def __init__(self) -> None:
+        self.on_leap: Callable[[int], None] | None = None
+        self._bound = self._highest = self._highest_before = math.inf
         self._probe: weakref.ref[torch.Tensor] | None = None
         self._losses: list[Value] = []
         self._earlier, self._reached = 0, False
@@ -237,6 +248,15 @@ class StepScalars(ScalarSink):
             self.queue.append(StepRow(step, self._losses, self._norms, self._rates, record, shares))
         else:
             self.dropped += 1
+        for loss in self._losses:
+            if type(loss) is float:
+                if not loss < self._bound and self.on_leap is not None:  # NaN as well
+                    self.on_leap(step)
+                self._highest = max(self._highest, loss)
+        if not step % LEAP_STEPS:
+            highest = max(self._highest, self._highest_before)
+            self._bound = LEAP_RATIO * highest if highest > 0 else math.inf
+            self._highest, self._highest_before = -math.inf, self._highest
         self._losses, self._norms, self._rates = [], [], []
         self._shares = None
 
