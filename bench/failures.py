@@ -182,7 +182,13 @@ def stopped(run: Run, text: str, after: int) -> list[str]:
     """Return what is wrong unless recording stopped for this reason, later than step ``after``."""
     if not any("recording stopped after step" in loss and text in loss for loss in run.losses):
         return [f"expected a loss with {text!r}, got {run.losses}"]
-    return [] if after <= run.last_step() < STEPS - 1 else [f"the last step is {run.last_step()}"]
+    last = last_stored(run)
+    return [] if after <= last < run.last_step() else [f"stored up to step {last} of {run.last_step()}"]
+
+
+def last_stored(run: Run, rank: int = 0) -> int:
+    """Return the last step whose gradients a rank has stored."""
+    return int(run.frame("gradient", "norm", rank=rank).steps.max(initial=-1))
 
 
 @contextlib.contextmanager
@@ -217,10 +223,10 @@ def _full(run: Run) -> list[str]:
 
 
 def file_size_limit(folder: Path) -> list[str]:
-    """No file may grow from step 20 on (RLIMIT_FSIZE), as with a quota."""
-    limit = "import resource\ndef at(step):\n    if step == 20:\n"
+    """No file may grow from step 100 on (RLIMIT_FSIZE), as with a quota."""
+    limit = "import resource\ndef at(step):\n    if step == 100:\n"
     limit += "        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
-    training = Training(folder, limit)
+    training = Training(folder, limit, steps=4 * STEPS)
     problems, lines = training.compare()
     return problems + one_line(lines, "can no longer be written") + stopped(training.run, "disk", 10)
 
@@ -364,15 +370,15 @@ def many_at_once(folder: Path, count: int = 50) -> list[str]:
 
 
 def rank_with_a_full_disk(folder: Path) -> list[str]:
-    """The disk of one rank of two is full from step 20 on."""
-    limit = "import os, resource\ndef at(step):\n    if step == 20 and os.environ['RANK'] == '1':\n"
+    """The disk of one rank of two is full from step 100 on."""
+    limit = "import os, resource\ndef at(step):\n    if step == 100 and os.environ['RANK'] == '1':\n"
     limit += "        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
-    training = Training(folder, limit, ranks=2)
+    training = Training(folder, limit, ranks=2, steps=4 * STEPS)
     problems, lines = training.compare()
     run = training.run
-    last = {state.rank: state.last_step for state in run.ranks()}
-    if last[0] != STEPS - 1 or not 10 <= last[1] < STEPS - 1:
-        problems.append(f"last steps {last}")
+    last = [last_stored(run, rank) for rank in range(2)]
+    if last[0] != 4 * STEPS - 1 or not 10 <= last[1] < last[0]:
+        problems.append(f"stored up to steps {last}")
     is_stated = any("rank 1: recording stopped after step" in loss for loss in run.losses)
     problems += [] if is_stated else [f"the loss of rank 1 is not stated: {run.losses}"]
     return problems + one_line(lines, "can no longer be written")

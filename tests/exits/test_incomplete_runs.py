@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
+import backlight
 from backlight.analysis.compare import compare, comparison_json
 from backlight.analysis.comparison_verdict import facts
 from backlight.cli.render.comparison import print_comparison
@@ -29,6 +32,7 @@ from backlight.report.terminal import print_findings
 from backlight.report.verdict import lacking, outcome
 from backlight.session.closing_line import print_result
 from backlight.session.run_directory import final_findings
+from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import Progress
 from backlight.store.format.schema import DISK_LIMIT, DROPPED, NOT_STORED
 from backlight.store.read.run import Run, open_run
@@ -214,6 +218,41 @@ def test_a_run_without_all_its_ranks_is_incomplete(tmp_path: Path, is_joined: bo
     run = open_run(tmp_path / "run")
     assert run.shortfall == ("" if is_joined else "2 of 3 ranks were not recorded")
     assert (outcome(Source(run)).tone == "clear") == is_joined
+
+
+def test_a_loss_names_the_last_step_that_is_stored(tmp_path: Path) -> None:
+    stored, nothing = (RunWriter.create(tmp_path / name, monitors=("health",)) for name in ("a", "b"))
+    write_steps(stored)
+    fill_the_disk(stored)
+    fill_the_disk(nothing)
+    (loss,) = open_run(stored.path).losses
+    assert "recording stopped after step 9: " in loss
+    (loss,) = open_run(nothing.path).losses
+    assert "recording stopped before its first step: " in loss
+
+
+def test_what_the_disk_refuses_at_the_end_is_lost_before_the_rules_read_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise sqlite3.OperationalError("disk I/O error")  # which is tried again
+
+    def fail(*_: object, **__: object) -> None:
+        raise RunFormatError("nothing in this run can be read")
+
+    monkeypatch.setattr("backlight.session.attached_run.final_findings", fail)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(RuntimeWarning, match="can no longer be written") as warned,
+        backlight.watch(model, optimizer, run=tmp_path / "run", flush_interval=600.0) as watch,
+    ):
+        monkeypatch.setattr(watch._attached.writer._db, "write", refuse)
+        monkeypatch.setattr(watch._attached.writer._db, "reopen", lambda: None)
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+    assert len(warned) == 1
 
 
 def test_a_truncated_file_makes_a_run_incomplete(tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ class AttachedRun:
                 is_crash = self._error is not None and self.tracker.backwards
                 if self._is_script and not is_crash and holds_nothing(writer):
                     self.removed = nothing
-            writer.flush()
+            writer.flush_all()
             if writer.lost is None and not self.removed:
                 self.found = final_findings(writer, failed=failed)
         self.monitors.call("on_run_end", self.found or [], failed=failed)

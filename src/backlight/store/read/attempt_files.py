@@ -219,11 +219,10 @@ def _shown(value: Any) -> str:
 
 def _status_losses(entry: AttemptEntry, rank: int, progress: Progress) -> list[str]:
     who = f"attempt {entry.index}, rank {rank}"
-    after = (
-        f"after step {entry.step_offset + progress.step}" if progress.step >= 0 else "from its first step on"
-    )
     out = []
     if progress.lost:
+        stored = entry.step_offset + progress.stored
+        after = f"after step {stored}" if progress.stored >= 0 else "before its first step"
         out.append(f"{who}: recording stopped {after}: {progress.lost}")
     status = progress.status_now()
     interval = f"up to one flush interval ({entry.flush_interval:g} s)"

@@ -396,6 +396,12 @@ class RunWriter:
                 self._entry.publish_if_due()
                 self._watch_size()
 
+    def flush_all(self) -> None:
+        """Flush, and try again what the disk refused, until it is written or counts as lost."""
+        self.flush()
+        while self._batch and not self._off():
+            self.flush()
+
     def _write(self, batch: Batch) -> bool:
         """Write a batch; return False where that failed and the rows wait for the next flush."""
         try:
@@ -415,9 +421,7 @@ class RunWriter:
         """Flush, publish how the attempt ended, and close the files; further calls do nothing."""
         if self._pid != os.getpid():
             return
-        self.flush()
-        while self._batch and not self._off():  # a flush that failed is tried again
-            self.flush()
+        self.flush_all()
         with self._disk:
             if self._closed:
                 return
