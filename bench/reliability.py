@@ -176,10 +176,11 @@ whatever blocks it; time in which it runs, or waits for a core, is not counted, 
 what it found. It holds no descriptor of the script.
 
 What is lost is not recovered: after a full disk or closed descriptors the run has the steps before, and says
-so: its verdict is `Incomplete: recording stopped at step 256 of 2,500`, without a tick, in every output. A run
-that is interrupted (Ctrl-C), a job of torchrun as well, has the exit code that it has alone and the verdict
-`Interrupted at step 91` (`tests/ranks/test_interrupt.py`). A script that closes all descriptors may close files of backlight; nothing is written to a number that the
-script has opened since, and the recording ends.
+so: its verdict is `Incomplete: recording stopped at step 256 of 2,500`, without a tick, in every output. A
+run that is interrupted (Ctrl-C), a job of torchrun as well, has the exit code that it has alone and the
+verdict `Interrupted at step 91` (`tests/ranks/test_interrupt.py`). A script that closes all descriptors may
+close files of backlight; nothing is written to a number that the script has opened since, and the recording
+ends.
 
 ## Inputs
 
