@@ -146,6 +146,9 @@ def test_statistic_is_merged_into_the_fact_that_explains_it() -> None:
     assert merged.detail == "detail This explains: an old exploding (exploding)."
     assert merge_causes([merged]) == [merged]
     assert merge_causes([merged, EXPLODING]) == [merged]
+    later = dataclasses.replace(EXPLODING, title="a later one", subject=Subject(step=40))
+    (merged,) = merge_causes([EXPLODING, later, MODE])
+    assert merged.detail == "detail This explains: an old exploding (exploding); a later one (exploding)."
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from browser import NEEDS_CHROMIUM, Open, wait
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
-from synthetic import FULL, gradient_row, health_of, records, update_row, write_report
+from synthetic import FULL, Plan, gradient_row, health_of, records, update_row, write_report, write_run
 
+from backlight.analysis.compare import compare
+from backlight.analysis.comparison_page import write_comparison
 from backlight.analysis.report import source_of
 from backlight.report.page import render_page, write_page
 from backlight.report.source import Source
@@ -40,6 +42,11 @@ const copied = ({ ctx: { canvas } }) => {
   return copy;
 };
 """
+
+
+def script(name: str) -> str:
+    """Return a script of the page, whose names no other script can use."""
+    return (Path(__file__).parents[2] / f"src/backlight/report/assets/{name}.js").read_text()
 
 
 @contextmanager
@@ -85,6 +92,61 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def page(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     health = np.array(RECORDED), 0.5 + 0.4 * np.sin(np.arange(len(RECORDED)))
     return write_report(run, [], tmp_path_factory.mktemp("page") / "page.html", health=health)
+
+
+def test_steps_between_recorded_ones_are_in_the_legend_of_the_heat_map(
+    show: Open, page: Path, tmp_path: Path
+) -> None:
+    assert "not measured" in show(page).find_element(By.CSS_SELECTOR, ".map-legend").text
+    whole = write_run(tmp_path / "whole", Plan(steps=20, blocks=1))
+    driver = show(write_report(whole, [], tmp_path / "whole.html"))
+    assert "not measured" not in driver.find_element(By.CSS_SELECTOR, ".map-legend").text
+
+
+def test_labels_of_many_rows_do_not_overlap(show: Open, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=4, blocks=150))
+    driver = show(write_report(run, [], tmp_path / "page.html"))
+    drawn = driver.execute_script("""
+      const found = [];
+      const plain = CanvasRenderingContext2D.prototype.fillText;
+      CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        if (this.canvas.closest("#heat-map") && this.textAlign === "right") found.push(y);
+        plain.call(this, text, x, y);
+      };
+      document.querySelector("button.theme").click();
+      CanvasRenderingContext2D.prototype.fillText = plain;
+      return found;
+    """)
+    assert len(drawn) > 20
+    assert min(np.diff(drawn)) >= 12
+
+
+def test_ticks_of_a_logarithmic_axis_are_round(show: Open, page: Path) -> None:
+    ticks = f"{script('axes')}; return logSplits(10)({{bbox: {{height: 200}}}}, null, ...arguments)"
+    driver = show(page)
+    for ends, expected in (
+        ((0.38, 0.69), [0.4, 0.5, 0.6]),
+        ((0.78, 1.7), [0.8, 1, 1.5]),
+        ((0.3, 3), [0.5, 1, 2]),
+        ((0.01, 10), [0.01, 0.1, 1, 10]),
+    ):
+        assert driver.execute_script(ticks, *ends) == pytest.approx(expected)
+
+
+def test_labels_of_the_depth_chart_keep_what_sets_them_apart(show: Open, page: Path) -> None:
+    names = ["Sequential.0.weight", "Sequential#2.0.weight", "fc.weight"]
+    depth = f"const KINDS = {{}}; {script('kinds/depth')}; return arguments[0].map(ending)"
+    shown = show(page).execute_script(depth, names)
+    assert shown == ["…tial.0.weight", "…al#2.0.weight", "fc.weight"]
+
+
+def test_compared_values_fit_a_narrow_screen(show: Open, browser: webdriver.Chrome, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, Plan(steps=20, blocks=1)) for name in ("first", "second")]
+    target = write_comparison(compare(runs), runs, tmp_path / "compared.html")
+    with sized(browser, 390):
+        driver = show(target)
+        table = "document.querySelector('#panel-what_differs .scroll')"
+        assert driver.execute_script(f"return {table}.scrollWidth - {table}.clientWidth") == 0
 
 
 def test_every_axis_of_steps_is_the_whole_run(

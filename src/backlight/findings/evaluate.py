@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from backlight.store.export.tables import Table
 
 
+EXPLAINS = " This explains: "
+"""In the detail of a finding, before those that it explains."""
+
+
 class FindingNameError(SettingError):
     """A name, in ``--fail-on`` for instance, that is neither a severity nor a rule."""
 
@@ -232,11 +236,12 @@ def _causes(finding: Finding, among: Sequence[Finding]) -> list[int]:
 def _with_explained(cause: Finding, explained: Sequence[Finding]) -> Finding:
     """Return a finding that names what it explains; hints are absorbed without a word."""
     for finding in explained:
-        text = f" This explains: {finding.title} ({finding.rule})."
+        text = f"{finding.title} ({finding.rule})"
+        before = f"{cause.detail[:-1]}; " if EXPLAINS in cause.detail else f"{cause.detail}{EXPLAINS}"
         cause = dataclasses.replace(
             cause,
             severity=max(cause.severity, finding.severity, key=lambda severity: severity.rank),
-            detail=cause.detail if finding.is_hint or text in cause.detail else cause.detail + text,
+            detail=cause.detail if finding.is_hint or text in cause.detail else f"{before}{text}.",
             merged=tuple(dict.fromkeys((*cause.merged, finding.rule))),
         )
     return cause

@@ -11,10 +11,13 @@ const logSplits = (base) => (plot, axis, low, high) => {
   const powers = [];
   for (let exponent = Math.ceil(from - 1e-9); exponent <= to + 1e-9; exponent += 1) if (exponent % every === 0) powers.push(base ** exponent);
   if (powers.length > 1) return powers;
-  const between = [];
-  for (let exponent = Math.floor(from); exponent <= to; exponent += 1) for (const times of [1, 2, 5]) between.push(times * base ** exponent);
-  const inside = between.filter((value) => value >= low && value <= high);
-  return inside.length > 1 ? inside : [low, (low + high) / 2, high];
+  for (const factors of [[1, 2, 5], [1, 1.5, 2, 3, 4, 5, 6, 8]]) {
+    const between = [];
+    for (let exponent = Math.floor(from); exponent <= to; exponent += 1) for (const times of factors) between.push(times * base ** exponent);
+    const inside = between.filter((value) => value >= low && value <= high);
+    if (inside.length > 1) return inside;
+  }
+  return [low, (low + high) / 2, high];
 };
 
 const axisRange = (axis) => {

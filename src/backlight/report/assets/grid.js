@@ -39,6 +39,11 @@ class Grid {
     Object.assign(this, { first, last, reach: reachOf(first, last), cursor: null });
   }
 
+  // Whether columns of pixels are left without a range: they are hatched as cells without a value are.
+  get isSparse() {
+    return this.reach.some((end, i) => end < (this.first[i + 1] ?? view.full[1]));
+  }
+
   layout() {
     const width = this.host.clientWidth;
     this.shown = this.rows();
@@ -198,9 +203,10 @@ class Grid {
       context.moveTo(this.left - 3.5, begin + 1);
       context.lineTo(this.left - 3.5, Math.max(begin + 2, end - 1));
       context.stroke();
-      if (middle - 7 < lowest) continue;
-      context.fillText(shortened(text, fits), this.left - 10, Math.max(TOP + 6, middle));
-      lowest = middle + 7;
+      const at = Math.max(TOP + 6, middle);
+      if (at - 7 < lowest) continue;
+      context.fillText(shortened(text, fits), this.left - 10, at);
+      lowest = at + 7;
     }
   }
 

@@ -117,7 +117,7 @@ class TimeComparison:
         (first, second), (one, other) = self.counts, self.names
         steps = f"{first:,} steady steps of {one} and {second:,} of {other}"
         levels = f"{100 * self.confidence:.0f} % (all phases together {100 * CONFIDENCE:.0f} %)"
-        return f"intervals of {levels} from {steps}; {self.variation_text}"
+        return f"Intervals of {levels} from {steps}; {self.variation_text}"
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON types; the freedom of a variation, which may be infinite, is left out."""

@@ -75,10 +75,13 @@ const depthAxis = () => ({
     }
     return [...plot.depthLabels.keys()];
   },
-  values: (plot, splits) => splits.map((row) => shortened(plot.depthLabels?.get(row) ?? "", (text) => text.length <= 14)),
+  values: (plot, splits) => splits.map((row) => ending(plot.depthLabels?.get(row) ?? "")),
   filter: (plot, splits) => splits,
   align: 1,
 });
+
+// Neighbours begin alike; what sets them apart is at the end.
+const ending = (text) => (text.length <= 14 ? text : `…${text.slice(-13)}`);
 
 const groupStarts = (depth) => {
   const found = [];

@@ -210,12 +210,13 @@ const heatMap = async (host, grid) => {
     meaning.textContent = column.meaning;
     const found = new Uint8Array(256);
     for (const code of state.codes) found[code] = 1;
+    found[UNMEASURED] ||= map.isSparse ? 1 : 0;
     legendBar(legend, range, (code) => found[code]);
     map.draw();
     await showDetail(detail, grid, state);
   };
   view.on("column", show, box);
-  view.on("theme", () => legendBar(legend, state.range, (code) => state.codes.includes(code)), legend);
+  view.on("theme", () => legendBar(legend, state.range, (code) => state.codes.includes(code) || (code === UNMEASURED && map.isSparse)), legend);
   view.on("row", () => showDetail(detail, grid, state), detail);
   view.on("matches onlyMatches", () => {
     onlyLabel.hidden = !view.matches;
