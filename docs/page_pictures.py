@@ -1,8 +1,8 @@
-"""Write docs/images/report.png, parts.png and live.png: the page of a run with a finding.
+"""Write docs/images/report.png, parts.png, live.png: the page of a run with a finding; spectra.png: a layer.
 
 parts.png has the numbers of the list in docs/reading-the-report.md.
 
-    python docs/page_pictures.py                     # these three; the runs are made now
+    python docs/page_pictures.py                     # these four; the runs are made now
     python docs/page_pictures.py FOLDER RUN ...      # pages of runs in every width and theme
 
 Needs Chromium and its driver.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -44,6 +45,20 @@ const style = {position: "absolute", left: `${box.x - 20}px`, top: `${box.y + sc
   background: "#b3261e", color: "#fff"};
 Object.assign(mark.style, style);
 """
+CHECKPOINT = """
+import torch
+import gpt_recipe as recipe
+
+model = recipe.build_model()
+optimizer = recipe.build_optimizer(model)
+data = recipe.batches(rank=0, world_size=1, batch=32)
+for _ in range(10):
+    optimizer.zero_grad()
+    recipe.loss(model, next(data)).backward()
+    optimizer.step()
+torch.save(model.state_dict(), "step-10.pt")
+"""
+"""Writes the checkpoint of step 10 of the example in docs/spectra.md."""
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
 
 
@@ -69,6 +84,7 @@ def main() -> None:
             write(driver, page.as_uri(), "report.png")
             write_parts(driver)
             write_live(driver, Path(folder))
+            write_spectra(Path(folder))
     finally:
         driver.quit()
 
@@ -126,6 +142,19 @@ def write_live(driver: webdriver.Chrome, folder: Path) -> None:
             process.wait()
 
 
+def write_spectra(folder: Path) -> None:
+    """Write the picture of the embedding in docs/spectra.md."""
+    environment = {**os.environ, "PYTHONPATH": str(folder / "examples")}
+    subprocess.run([sys.executable, "-c", CHECKPOINT], check=True, cwd=folder, env=environment)
+    layer = ["--include", "token.weight", "--replicates", "32", "--out", "runs/spectra"]
+    command = [PROGRAM, "spectra", "examples/gpt_recipe.py", "--checkpoints", "step-10.pt", *layer]
+    subprocess.run(command, check=True, cwd=folder)
+    command = [PROGRAM, "report", "runs/spectra", "--plots", "plots", "--animate"]
+    subprocess.run(command, check=True, cwd=folder)
+    shutil.copy(folder / "plots" / "spectra-token.weight" / "step-00000010.png", IMAGES / "spectra.png")
+    print("docs/images/spectra.png")
+
+
 def write(driver: webdriver.Chrome, address: str, name: str, steps: int = 1) -> None:
     """Write the top of a page, once it shows a finding, its first charts and so many recorded steps."""
     driver.get(address)
@@ -134,6 +163,11 @@ def write(driver: webdriver.Chrome, address: str, name: str, steps: int = 1) -> 
         WebDriverWait(driver, 300).until(lambda _, wanted=wanted: driver.execute_script(shown, wanted))
     recorded = "return Number(document.querySelector('.figures dd').textContent.replaceAll(',', ''))"
     WebDriverWait(driver, 300).until(lambda _: driver.execute_script(recorded) >= steps)
+    drawn = (
+        "return ['loss', 'total_norm'].map((name) => document.querySelector(`#panel-${name} .legend-step`))"
+    )
+    drawn += ".map(({textContent}) => Number(textContent.replace(/[^0-9]/g, '')))"
+    WebDriverWait(driver, 300).until(lambda _: (ends := driver.execute_script(drawn))[1] > 0.9 * ends[0])
     save(driver, name)
 
 
