@@ -47,3 +47,9 @@ def test_ends_of_a_range_are_not_within_it() -> None:
     assert within(ranges, np.array([1.0, 2.0, 3.0, 5.0, 6.0, 7.0])).tolist() == [
         False, False, True, False, True, False,
     ]  # fmt: skip
+
+
+def test_samples_of_two_optimizers_in_turn_are_as_dense_as_they_are_together() -> None:
+    gaps = step_gaps(np.array([step for start in range(0, 120, 8) for step in (start, start + 1)]))
+    assert gaps.every == 4
+    assert not len(gaps.breaks)

@@ -15,6 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 import backlight
 from backlight.findings.evaluate import evaluate_rules
 from backlight.findings.losses import losses_of, sole_loss
+from backlight.monitors.health.monitor import UPDATE_SPACING
 from backlight.monitors.health.panels.whole_model import loss as loss_panel
 from backlight.report.panel import Drawn
 from backlight.report.source import Source
@@ -167,3 +168,11 @@ def test_losses_of_networks_that_oppose_each_other_need_not_fall(several: bool, 
                 optimizer.step()
     rules = [finding.rule for finding in evaluate_rules(backlight.open_run(tmp_path / "run"))]
     assert ("loss_not_falling" in rules) is not several
+
+
+@pytest.mark.parametrize("way", [in_turn, together])
+def test_updates_of_each_network_are_measured(way: Callable[[Gan], None], tmp_path: Path) -> None:
+    run = train(Gan(), way, tmp_path / "run", 1)
+    updates = run.frame("update", "ratio")
+    measured = np.isfinite(updates.values).sum(axis=0)
+    assert (measured == ROUNDS / UPDATE_SPACING).all(), dict(zip(updates.names, measured, strict=True))

@@ -23,7 +23,8 @@ class StepGaps:
     """Where a series was not recorded.
 
     Between the steps of one of ``breaks`` nothing is known: more steps are missing than is usual around them.
-    Within ``sampled`` the series was recorded regularly, but not at each step: every ``every`` steps.
+    Within ``sampled`` the series was recorded regularly, but not at each step: every ``every`` steps, in the
+    mean where neighbours are among them.
     """
 
     breaks: Ranges
@@ -54,6 +55,8 @@ def step_gaps(steps: Ints) -> StepGaps:
     # Two neighbouring steps among samples are samples as well: a dotted line with a solid dash says nothing.
     lone = ~wide & ~np.roll(~wide, 1) & ~np.roll(~wide, -1)
     sampled |= lone & (np.roll(sampled, 1) | np.roll(sampled, -1))
+    if (sampled & lone).any():  # such as the updates of two optimizers that step in turn
+        every = round(float(spacing[sampled].mean()))
     breaks = np.stack([steps[:-1][broken], steps[1:][broken]], axis=1)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], sampled, [False]])))
     return StepGaps(breaks, np.stack([steps[edges[::2]], steps[edges[1::2]]], axis=1), every)

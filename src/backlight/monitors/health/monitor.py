@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -90,7 +90,8 @@ class UpdateMonitor(Monitor):
     per_tensor:
         Weights sampled per tensor at most; None for all of them.
     spacing:
-        Recorded steps from one measured update to the next; all of them while steps are recorded in detail.
+        Recorded steps of an optimizer from one measured update to the next; all of them while steps are
+        recorded in detail.
     """
 
     name = "update"
@@ -103,6 +104,7 @@ class UpdateMonitor(Monitor):
         self._ids: tuple[int, ...] = ()
         self._rows: list[int] = []
         self._due = False
+        self._recorded: Counter[int] = Counter()
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
@@ -117,7 +119,10 @@ class UpdateMonitor(Monitor):
 
     def on_before_optimizer_step(self, parameters: Sequence[Tensor], record: StepRecord) -> None:
         """Keep the sampled weights as they are before the step."""
-        self._due = record.in_detail or record.number % self._spacing == 0
+        # Of each optimizer by itself: those of a GAN step in turn, and only one would be measured.
+        optimizer = id(parameters[0]) if parameters else 0
+        self._due = record.in_detail or self._recorded[optimizer] % self._spacing == 0
+        self._recorded[optimizer] += 1
         if not self._due:
             return
         rows = [(row, p) for p in parameters if (row := self._scope.table.row(p)) is not None]
