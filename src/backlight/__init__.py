@@ -17,7 +17,7 @@ _PUBLIC = {
     "Pending": "backlight.monitors.health.instrument.collect",
     "Run": "backlight.store.read.run",
     "Severity": "backlight.records",
-    "StopTraining": "backlight.capture.steps",
+    "StopTraining": "backlight.capture.stop_training",
     "Watch": "backlight.session.watch",
     "collect": "backlight.monitors.health.instrument.collect",
     "collect_groups": "backlight.monitors.health.instrument.collect",
@@ -57,7 +57,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from backlight.capture.model_state import gathered
-    from backlight.capture.steps import StopTraining
+    from backlight.capture.stop_training import StopTraining
     from backlight.findings.evaluate import findings_of
     from backlight.measure.gram.outer import outer_product
     from backlight.monitor import Monitor

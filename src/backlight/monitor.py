@@ -285,6 +285,9 @@ class Monitor:
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
         """A recorded step ends; scalars added to ``record`` are stored with it."""
 
+    def on_gradients_left(self, gradients: Gradients, record: StepRecord) -> None:
+        """The run ends, and its last step, which was not recorded, has left its gradients in ``.grad``."""
+
     # On the writer thread
 
     def on_step_stored(self, step: StoredStep) -> None:

@@ -110,5 +110,14 @@ class StepSink:
     def step_closes(self, summary: StepSummary) -> None:
         """Receive the summary of a recorded step."""
 
+    def run_ends(
+        self, step: int, parameters: Sequence[torch.Tensor], *, has_begun: bool, is_whole: bool
+    ) -> None:
+        """No step follows ``step``, of which the gradients may be left.
+
+        ``has_begun`` is whether the one after it has begun, ``is_whole`` whether nothing but clipping and the
+        optimizer can have changed the gradients since their backward pass.
+        """
+
     def parameters_changed(self) -> None:
         """The parameter table of the scope is a new one."""

@@ -20,6 +20,7 @@ from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseClock
 from backlight.capture.reached_optimizers import ReachedOptimizers
 from backlight.capture.step_sink import StepSink, StepSummary
+from backlight.capture.stop_training import StopTraining
 from backlight.capture.unrecorded import UnrecordedSteps
 from backlight.capture.updates_by_hand import UpdatesByHand, leaves_below
 from backlight.devices import is_capturing_graph
@@ -27,8 +28,6 @@ from backlight.records import Phase
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import Scope
-    from backlight.records import Finding
-
 
 PLAIN_STEPS = 3
 """Steps of one optimizer, with a backward and nothing else, after which unrecorded ones are only counted."""
@@ -36,21 +35,6 @@ PLAIN_STEPS = 3
 COUNTED_STEP_S = 0.05
 """Seconds of a step up to which unrecorded ones are only counted: to observe a longer one costs little, and
 locates what hangs in it."""
-
-
-class StopTraining(SystemExit):
-    """Ends a training run cleanly: after the requested number of steps, or on ``finding``.
-
-    Like every :class:`SystemExit` it ends the process with ``code`` unless it is caught.
-    """
-
-    def __init__(self, code: int = 0, finding: Finding | None = None) -> None:
-        super().__init__(code)
-        self.finding = finding
-
-    def __str__(self) -> str:
-        """Return the finding, else the exit code."""
-        return str(self.code) if self.finding is None else f"{self.finding.rule}: {self.finding.title}"
 
 
 class StepTracker(Listener):
@@ -84,6 +68,7 @@ class StepTracker(Listener):
         self._made: set[int] = set()
         self._is_by_hand, self._by_hand = False, UpdatesByHand()
         self._is_plain, self._plain_steps, self._clips = False, 0, 0
+        self._is_whole = self._was_whole = True
         self._counted: UnrecordedSteps | None = None
         self.backwards = 0
 
@@ -114,12 +99,15 @@ class StepTracker(Listener):
             self._open()
 
     def finish(self) -> None:
-        """Close a step whose optimizer has run, and listen no more."""
+        """Close a step whose optimizer has run, record what the last step has left, and listen no more."""
         if self._counted is not None:
             HUB.resume()
         self._note_update_by_hand()
         if self._stepped:
             self._close()
+        self._sink.run_ends(
+            self._index - 1, self._scope.parameters(), has_begun=self.in_step, is_whole=self._was_whole
+        )
         HUB.remove(self)
 
     def check_limit(self) -> None:
@@ -132,7 +120,7 @@ class StepTracker(Listener):
         if self._counted is not None:
             HUB.resume()
         self._skip_capture()
-        self._is_plain = False
+        self._is_plain = self._is_whole = False
         if self._recording:
             self._refresh()
             self._collect(self._scope.parameters(), None)
@@ -161,7 +149,7 @@ class StepTracker(Listener):
         self._collected.clear()
         self._versions.clear()
         self._made.clear()
-        self._refreshed, self._is_plain = False, True
+        self._refreshed, self._is_plain, self._is_whole = False, True, True
         self._clips = 0
         self._summary = StepSummary(self._index)
         self._recording = self._sink.step_opens(self._index) and not is_capturing_graph()
@@ -179,6 +167,7 @@ class StepTracker(Listener):
             self._sink.step_closes(summary)
         else:
             self._scalars.close(self._index)
+        self._was_whole = self._is_whole and self._is_alone
         is_plain = self._is_plain and self._summary.backwards > 0 and len(self._stepped) == 1
         self._plain_steps = self._plain_steps + 1 if is_plain else 0
         self._open()
@@ -205,6 +194,7 @@ class StepTracker(Listener):
             self._plain_steps = 0
         if counted.done:
             self._index += counted.done - 1
+            self._was_whole = True
             self._open()
             if counted.done < counted.steps:  # a part of the open step was only counted
                 self._summary.forwards = self._summary.addends = None
@@ -215,7 +205,7 @@ class StepTracker(Listener):
         if self._summary.backwards and not self._stepped and self._by_hand.is_made():
             self._stepped.add(0)
             self._by_hand.forget()
-            self._is_plain = False
+            self._is_plain = self._is_whole = False
 
     # Events
 
@@ -266,7 +256,7 @@ class StepTracker(Listener):
 
     def scaled(self, scaler: Any, loss: torch.Tensor, result: torch.Tensor) -> None:
         """Remember the loss before scaling, to record that instead of the root of backward."""
-        self._is_plain = False
+        self._is_plain = self._is_whole = False
         self._unscaled_loss = (id(result), loss.detach())
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
@@ -287,6 +277,7 @@ class StepTracker(Listener):
         is_scaled = scaled is not None and len(roots) == 1 and scaled[0] == id(roots[0])
         # A closure that is evaluated again, or after a backward that was whole, is for other weights.
         is_again = bool(self._inside and self._summary.backwards) and not HUB.optimizers.goes_on
+        self._is_whole = self._is_whole and not is_again
         losses = () if is_again else (scaled[1],) if scaled is not None and is_scaled else roots
         self._scalars.add_losses(losses)
         self._is_alone = self._scope.alone()
@@ -438,7 +429,7 @@ class StepTracker(Listener):
 
     def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Remember whose scale is in use."""
-        self._is_plain = False
+        self._is_plain = self._is_whole = False
         if self._scope.holds(optimizer):
             self._scaling = True
             if self._recording:

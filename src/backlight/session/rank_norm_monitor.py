@@ -83,10 +83,12 @@ class RankNormMonitor(Monitor):
 
     def on_step_stored(self, step: StoredStep) -> None:
         """Take the gradients' rows of a recorded step."""
-        if not self._off and step.step % self._every == 0 and ("gradient", 0) in step.blobs:
+        # What the last step has left has none: each rank measures it, or does not, on its own.
+        position = step.scalars.get("backwards_seen")
+        is_joined = step.step % self._every == 0 and position is not None
+        if not self._off and is_joined and ("gradient", 0) in step.blobs:
             floats, integers = step.blobs["gradient", 0]
             # The backward passes up to this step: ranks that are out of step differ in it.
-            position = step.scalars.get("backwards_seen", float("nan"))
             norms, measured = floats[:, _NORM], integers[:, _MEASURED] > 0
             self._waiting.put((step.step, step.parameters, norms, measured, position))
 

@@ -17,6 +17,7 @@ import torch
 
 from backlight import clock
 from backlight.capture.hub import HUB
+from backlight.capture.left_gradients import LeftGradients
 from backlight.capture.parameters import PLAIN, local
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.devices import WorkTimer
@@ -163,6 +164,7 @@ class StepRecorder(StepSink):
         self._device: torch.device | None = None
         monitors.account(self._device_work)
         self._step = self._recorded = 0
+        self._last_recorded, self._left = -1, LeftGradients()
         self._spent_before, self._spent_until = 0.0, HUB.spent
         self._has_gradients = False
         self._without_backward = 0
@@ -293,11 +295,15 @@ class StepRecorder(StepSink):
 
     def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
         """Call the hooks before the optimizer step."""
+        if not self._recorded:
+            self._left.optimizer_begins(parameters)
         with NO_SPAN if self._device is None else self._device_work.span(self._device):
             self._monitors.call("on_before_optimizer_step", parameters, self._current())
 
     def update_ends(self) -> None:
         """Call the hooks after the optimizer step."""
+        if not self._recorded:
+            self._left.optimizer_ends()
         with NO_SPAN if self._device is None else self._device_work.span(self._device):
             self._monitors.call("on_after_optimizer_step", self._current())
 
@@ -326,7 +332,8 @@ class StepRecorder(StepSink):
             if not self._reported_by_hand:
                 self._reported_by_hand = True
                 self._notifier.event("clip_by_hand", {"parameters": summary.changed_by_hand}, self._step)
-        record.clips = summary.clips
+        record.clips = self._left.clips = summary.clips
+        self._last_recorded = self._step
         record.scale = summary.scale
         record.skipped = summary.skipped
         with NO_SPAN if self._device is None else self._device_work.span(self._device):
@@ -340,6 +347,27 @@ class StepRecorder(StepSink):
         self._scalars.close(self._step, record if has_room else None)
         self._recorded += 1
         self._record = None
+
+    def run_ends(
+        self, step: int, parameters: Sequence[torch.Tensor], *, has_begun: bool, is_whole: bool
+    ) -> None:
+        """Record the gradients that the last step has left, where they are those of its backward pass."""
+        if step == self._last_recorded or not self._recorded or has_begun:
+            return
+        gradients = [part for p in parameters if p.grad is not None and (part := local(p.grad)) is not None]
+        factor = self._left.factor(gradients, self._scalars.last_norms, is_whole=is_whole)
+        if factor is None:
+            return
+        self._step, self._record = step, None
+        record = self._current()
+        record.in_detail = True  # it is stored, however long the run is
+        self._monitors.call(
+            "on_gradients_left", self._gradients(parameters, None if factor == 1 else factor), record
+        )
+        record.send()
+        self._scalars.close(step, record)
+        self._recorded += 1
+        self._step, self._record = step + 1, None
 
     def _report_without_backward(self, backwards: int) -> None:
         # The first of all steps may have had its backward before the watch began.

@@ -165,9 +165,10 @@ def _number(value: Value) -> float | None:
 class StepScalars(ScalarSink):
     """Collects the scalars of the step in progress; ``queue`` holds those of completed steps.
 
-    ``dropped`` counts steps that were dropped because the disk was too slow. ``on_leap`` is called with the
-    step whose loss is not finite or leaps, on the training thread and before the next step opens; a loss on a
-    device is not known then.
+    ``dropped`` counts steps that were dropped because the disk was too slow, ``last_norms`` are the total
+    norms that the clippings of the last completed step used. ``on_leap`` is called with the step whose loss is
+    not finite or leaps, on the training thread and before the next step opens; a loss on a device is not known
+    then.
     """
 
     def __init__(self) -> None:
@@ -178,6 +179,8 @@ class StepScalars(ScalarSink):
         self._earlier, self._reached = 0, False
         self._shares: dict[int, list[int]] | None = None
         self._norms: list[Value] = []
+        self._clipped_by: list[torch.Tensor | None] = []
+        self.last_norms: list[torch.Tensor | None] = []
         self._rates: list[tuple[int, Sequence[Value]]] = []
         self._devices: dict[tuple[torch.device, torch.dtype], DeviceValues] = {}
         self._kept_rates: dict[int, tuple[torch.Tensor, int, Value]] = {}
@@ -232,6 +235,7 @@ class StepScalars(ScalarSink):
     def add_norm(self, norm: torch.Tensor | None) -> None:
         """Add the total norm of a clipping; None where it has none."""
         self._norms.append(None if norm is None else self._value(norm))
+        self._clipped_by.append(norm)
 
     def add_rates(self, number: int, groups: Sequence[Mapping[str, Any]]) -> None:
         """Add the learning rates of an optimizer that is about to step."""
@@ -259,6 +263,7 @@ class StepScalars(ScalarSink):
             self._highest, self._highest_before = -math.inf, self._highest
         self._losses, self._norms, self._rates = [], [], []
         self._shares = None
+        self.last_norms, self._clipped_by = self._clipped_by, []
 
     def _shares_of_stepped(self, shares: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
         """Return the losses of each optimizer that stepped; empty where several have the same ones."""

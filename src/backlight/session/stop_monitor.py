@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.capture.hub import UserError
-from backlight.capture.steps import StopTraining
+from backlight.capture.stop_training import StopTraining
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding
 from backlight.session.print_monitor import print_line

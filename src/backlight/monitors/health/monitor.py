@@ -47,6 +47,10 @@ class GradientMonitor(Monitor):
         """Measure the gradients that the optimizer, or clipping, is about to take."""
         self._measure(gradients, record, 0)
 
+    def on_gradients_left(self, gradients: Gradients, record: StepRecord) -> None:
+        """Measure what the last step has left."""
+        self._measure(gradients, record, 0)
+
     def _measure(self, gradients: Gradients, record: StepRecord, part: int) -> None:
         pending = statistics(gradients.tensors, scale=gradients.scale, transfer=record.transfer)
         record.add("gradient", gradients.rows, pending, part)

@@ -176,7 +176,11 @@ class TrackerMonitor(Monitor):
         if self._feeds:
             naming = self._names(step.parameters)
             at = step.step + self._offset
-            self._held[step.step] = point_of_blobs(naming, at, step.scalars, step.blobs)
+            point = point_of_blobs(naming, at, step.scalars, step.blobs)
+            # Gradients that the last step has left come after its loss.
+            before = self._held.get(step.step)
+            earlier = before.values if before is not None else {}
+            self._held[step.step] = replace(point, values={**earlier, **point.values})
 
     def on_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Take loss, rates and norm of a step that is not recorded; of a fast loop those of some."""
