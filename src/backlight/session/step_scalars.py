@@ -166,9 +166,9 @@ class StepScalars(ScalarSink):
     """Collects the scalars of the step in progress; ``queue`` holds those of completed steps.
 
     ``dropped`` counts steps that were dropped because the disk was too slow, ``last_norms`` are the total
-    norms that the clippings of the last completed step used. ``on_leap`` is called with the step whose loss is
-    not finite or leaps, on the training thread and before the next step opens; a loss on a device is not known
-    then.
+    norms that the clippings of the last completed step used. ``on_leap`` is called with the step whose loss
+    is not finite or leaps, on the training thread and before the next step opens; a loss on a device is
+    unknown then.
     """
 
     def __init__(self) -> None:

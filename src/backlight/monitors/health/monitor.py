@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -108,7 +108,7 @@ class UpdateMonitor(Monitor):
         self._ids: tuple[int, ...] = ()
         self._rows: list[int] = []
         self._due = False
-        self._recorded: Counter[int] = Counter()
+        self._recorded: dict[int, int] = {}
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
@@ -125,8 +125,9 @@ class UpdateMonitor(Monitor):
         """Keep the sampled weights as they are before the step."""
         # Of each optimizer by itself: those of a GAN step in turn, and only one would be measured.
         optimizer = id(parameters[0]) if parameters else 0
-        self._due = record.in_detail or self._recorded[optimizer] % self._spacing == 0
-        self._recorded[optimizer] += 1
+        recorded = self._recorded.get(optimizer, 0)
+        self._recorded[optimizer] = recorded + 1
+        self._due = record.in_detail or recorded % self._spacing == 0
         if not self._due:
             return
         rows = [(row, p) for p in parameters if (row := self._scope.table.row(p)) is not None]
