@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import yaml
 
 import backlight
+import new_environments
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / ".github" / "release.py"
@@ -22,9 +21,6 @@ WORKFLOW: dict[Any, Any] = yaml.safe_load(
     (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
 )
 JOBS: dict[str, dict[str, Any]] = WORKFLOW["jobs"]
-
-CLONED = ("src", "docs", "examples", ".github", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
-"""What the package and its release are made of."""
 
 
 def commands(job: str) -> list[str]:
@@ -43,13 +39,7 @@ def bash(command: str, folder: Path, **variables: str) -> subprocess.CompletedPr
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    folder = tmp_path / "clone"
-    for name in CLONED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, folder / name)
+    folder = new_environments.clone(tmp_path / "clone")
     changelog = folder / "CHANGELOG.md"
     text = changelog.read_text(encoding="utf-8")
     changelog.write_text(text.replace("(unreleased)", "(2030-01-01)"), encoding="utf-8")
@@ -132,10 +122,7 @@ def test_the_commands_of_build_and_check_run(clone: Path) -> None:
     for command in commands("build"):
         done = bash(substitutes.get(command, command), clone, GITHUB_REF_NAME=f"v{backlight.__version__}")
         assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
-    venv.create(clone / "venv", symlinks=True)
-    target = next((clone / "venv" / "lib").glob("python*")) / "site-packages"
-    packages = [entry for entry in sys.path if entry.endswith("site-packages")]
-    (target / "packages.pth").write_text("\n".join(packages) + "\n", encoding="utf-8")
+    target = new_environments.environment_with_packages(clone / "venv")
     for command in commands("check"):
         done = bash(command, clone)
         assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
