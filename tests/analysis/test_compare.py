@@ -50,6 +50,7 @@ def write(
     seed: int = 0,
     steps: range = range(60),
     rate: float = 0.1,
+    decay_from: int | None = None,
     loss: float = 2.0,
     untrained: str = "",
     groups: int = 1,
@@ -64,7 +65,7 @@ def write(
     scalars = {
         "loss": [loss - step / 100 for step in steps],
         "total_norm": np.hypot(*rms.T),
-        "lr/0/0": [rate] * len(steps),
+        "lr/0/0": [rate / (1 + (decay_from is not None and step >= decay_from)) for step in steps],
         **({"lr/0/1": [rate / 2] * len(steps)} if groups == 2 else {}),
         "clip/factor": [0.5 if step % 2 else 1.0 for step in steps],
     }
@@ -123,6 +124,12 @@ def test_learning_rates_are_named_by_their_optimizer(tmp_path: Path) -> None:
     panels = {p["name"]: p for p in curve_panels([("A", source_of(runs[0]))])}
     stated = panels["learning_rates"]["stated"]
     assert stated == "SGD, group 0: 0.1 in A; SGD, group 1: 0.05 in A, at every recorded step."
+
+
+def test_a_learning_rate_that_differs_later_is_a_sentence(tmp_path: Path) -> None:
+    runs = [write(tmp_path / name, decay_from=at) for name, at in (("a", None), ("b", 20))]
+    assert "Learning rate differs from step 20 on." in compare(runs).notes
+    assert not any("rate differs" in note for note in compare([runs[0], runs[0]]).notes)
 
 
 def test_three_runs_have_three_columns(tmp_path: Path) -> None:

@@ -140,13 +140,23 @@ def test_labels_of_the_depth_chart_keep_what_sets_them_apart(show: Open, page: P
     assert shown == ["…tial.0.weight", "…al#2.0.weight", "fc.weight"]
 
 
-def test_compared_values_fit_a_narrow_screen(show: Open, browser: webdriver.Chrome, tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, Plan(steps=20, blocks=1)) for name in ("first", "second")]
-    target = write_comparison(compare(runs), runs, tmp_path / "compared.html")
+def test_compared_values_fit_a_narrow_screen(
+    show: Open, browser: webdriver.Chrome, run: Run, tmp_path: Path
+) -> None:
+    target = write_comparison(compare([run, run]), [run, run], tmp_path / "compared.html")
     with sized(browser, 390):
         driver = show(target)
         table = "document.querySelector('#panel-what_differs .scroll')"
         assert driver.execute_script(f"return {table}.scrollWidth - {table}.clientWidth") == 0
+        # A table of numbers scrolls instead: its words are not torn.
+        lines = driver.execute_script("""
+          return [...document.querySelectorAll("#panel-step_time tbody th")].map((head) => {
+            const range = document.createRange();
+            range.selectNodeContents(head);
+            return new Set([...range.getClientRects()].map(({ top }) => top)).size;
+          });
+        """)
+        assert lines == [1] * 5
 
 
 def test_every_axis_of_steps_is_the_whole_run(
@@ -230,6 +240,30 @@ def test_cold_first_step_is_marked_beyond_the_axis_until_asked_for(show: Open, p
     assert switch.text == "in full, up to 9,032"
     switch.click()
     assert driver.execute_script(top) > 9000
+
+
+@pytest.mark.parametrize(("cold", "start"), [((0,), 10), ((0, 2, 3), 40), ((0, 50), 10)])
+def test_the_label_of_a_cold_step_is_beside_the_wedges(
+    show: Open, page: Path, cold: tuple[int, ...], start: int
+) -> None:
+    """A step is 10 px wide here, and the label 80 px."""
+    label = f"""
+      const [css, number] = [() => "", String];
+      {script("marks")}
+      const found = [];
+      const nothing = () => {{}};
+      const ctx = {{
+        beginPath: nothing, moveTo: nothing, lineTo: nothing, fill: nothing,
+        measureText: () => ({{ width: 80 }}), fillText: (text, x) => found.push(text, x),
+      }};
+      const valToPos = (step) => 10 * step;
+      const bbox = {{ left: 0, top: 0, width: 1000 }};
+      const values = Array.from({{ length: 100 }}, (_, step) => (arguments[0].includes(step) ? 900 - step : 1));
+      const spec = {{ left: {{ top: 5 }}, lines: [{{ axis: "left", values }}], steps: [...values.keys()] }};
+      drawBeyond({{ ctx, bbox, valToPos, scales: {{ x: {{ min: 0, max: 100 }} }} }}, spec);
+      return found;
+    """
+    assert show(page).execute_script(label, cold) == ["900 at step 0", start]
 
 
 def legends(driver: webdriver.Chrome) -> dict[str, str]:

@@ -177,7 +177,7 @@ def _rates(runs: Sequence[Run]) -> Iterator[Difference]:
         if len(differing):
             first = int(differing[0])
             shown = tuple(f"{value:g}" for value in values[:, first])
-            at = f"from step {steps[first]}" if steps[first] else ""
+            at = f"differs from step {steps[first]} on" if steps[first] else ""
             yield Difference(f"lr.{name}", label, shown, remark=at)
 
 
@@ -223,7 +223,9 @@ def _notes(
         if len(run.attempts) > 1:
             yield f"{letter} has {len(run.attempts)} attempts; fingerprint and step times are of the last."
     for difference in found:
-        if difference.remark:
+        if difference.field.startswith("lr.") and difference.remark:
+            yield f"{difference.name[:1].upper()}{difference.name[1:]} {difference.remark}."
+        elif difference.remark:
             yield f"{difference.name}: {difference.remark}."
     yield from _first_differences(runs, [d for d in found if d.role is not Role.NOTE])
     yield from _work(found, times)

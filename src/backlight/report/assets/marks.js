@@ -165,8 +165,13 @@ const drawBeyond = (plot, spec) => {
   const [step, value] = shown.reduce((most, each) => (each[1] > most[1] ? each : most));
   const text = `${number(value, 3)} at step ${number(step)}`;
   ctx.font = `${12 * ratio}px ${css("font")}`;
-  const x = plot.valToPos(step, "x", true) + 10 * ratio;
-  const right = x + ctx.measureText(text).width > bbox.left + bbox.width;
+  const wide = ctx.measureText(text).width;
+  let x = plot.valToPos(step, "x", true) + 10 * ratio;
+  for (const [later] of shown) {
+    const wedge = plot.valToPos(later, "x", true); // in order of steps
+    if (wedge > x - 10 * ratio && wedge < x + wide) x = wedge + 10 * ratio;
+  }
+  const right = x + wide > bbox.left + bbox.width;
   ctx.textAlign = right ? "right" : "left";
   ctx.fillText(text, right ? x - 20 * ratio : x, bbox.top - 2 * ratio);
 };
