@@ -248,7 +248,7 @@ def test_the_label_of_a_cold_step_is_beside_the_wedges(
 ) -> None:
     """A step is 10 px wide here, and the label 80 px."""
     label = f"""
-      const [css, number] = [() => "", String];
+      const [css, number, [cold]] = [() => "", String, arguments];
       {script("marks")}
       const found = [];
       const nothing = () => {{}};
@@ -258,7 +258,7 @@ def test_the_label_of_a_cold_step_is_beside_the_wedges(
       }};
       const valToPos = (step) => 10 * step;
       const bbox = {{ left: 0, top: 0, width: 1000 }};
-      const values = Array.from({{ length: 100 }}, (_, step) => (arguments[0].includes(step) ? 900 - step : 1));
+      const values = Array.from({{ length: 100 }}, (_, step) => (cold.includes(step) ? 900 - step : 1));
       const spec = {{ left: {{ top: 5 }}, lines: [{{ axis: "left", values }}], steps: [...values.keys()] }};
       drawBeyond({{ ctx, bbox, valToPos, scales: {{ x: {{ min: 0, max: 100 }} }} }}, spec);
       return found;

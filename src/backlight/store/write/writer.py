@@ -307,8 +307,7 @@ class RunWriter:
             if not self._budget.keeps(step, source, self._batch.bytes):
                 return
             for name, value in values.items():
-                known = self._names.get((source, name))
-                if known is None:
+                if (known := self._names.get((source, name))) is None:
                     known = self._names[source, name] = len(self._names) + 1
                     self._batch.names.append((known, storable(source), storable(name)))
                 if self._fits("scalar", SCALAR_BYTES):
@@ -466,8 +465,7 @@ class RunWriter:
     def _last_rows(self) -> dict[str, dict[str, int]]:
         folder = self._entry.folder.name
         arrays = {f"{ARRAYS}/{name}": size for name, size in self._arrays.files().items()}
-        rows: dict[str, dict[str, int]] = {**self._db.published, **arrays}
-        return {f"{folder}/{name}": last for name, last in rows.items()}
+        return {f"{folder}/{name}": last for name, last in {**self._db.published, **arrays}.items()}
 
     def _watch_size(self) -> None:
         used = self._before + self._db.size() + self._arrays.size() + self._evidence_bytes
@@ -497,8 +495,6 @@ class RunWriter:
         with self._buffers:
             self._batch = Batch()
         self._entry.progress.lost = reason
-        with contextlib.suppress(Exception):
-            self._entry.publish()
-        if self._on_lost is not None:
+        for report in (self._entry.publish, lambda: self._on_lost and self._on_lost(reason)):
             with contextlib.suppress(Exception):
-                self._on_lost(reason)
+                report()
