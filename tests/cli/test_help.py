@@ -15,6 +15,7 @@ import pytest
 import typer
 
 from backlight.cli import app as application
+from backlight.cli.script_command import ScriptCommand
 
 Console = Callable[..., subprocess.CompletedProcess[str]]
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,6 +38,21 @@ def test_no_help_page_is_wider_than_80_columns(command: Callable[..., tuple[int,
         if one is not None:
             assert out.startswith(f"Usage: backlight {name} ")
             assert all(o in out for p in one.params for o in p.opts if o.startswith("-")), name
+
+
+def test_only_commands_that_run_a_script_mention_its_prints(
+    command: Callable[..., tuple[int, str, str]],
+) -> None:
+    mentions: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, one in all_commands():
+        if any("--json" in parameter.opts for parameter in one.params):
+            _, out, _ = command(*name.split(), "--help")
+            text = re.search(r"^ +--json(.*?)^ +-", out, re.DOTALL | re.MULTILINE)
+            assert text is not None, name
+            mentions["output of the script" in " ".join(text[1].split())].add(name)
+    runs_a_script = {name for name, one in all_commands() if isinstance(one, ScriptCommand)}
+    assert mentions[True] == runs_a_script - {"run"}
+    assert {"doctor", "findings", "attach", "trace", "test-matrix"} <= mentions[False]
 
 
 def test_every_command_has_an_example_that_parses() -> None:

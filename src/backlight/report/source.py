@@ -17,7 +17,7 @@ from backlight.store.read.run import Run, Scalar
 from backlight.text import count, listed, visible
 
 NO_GRADIENT = "no gradient at any recorded step"
-NOT_IN_MODEL = "held by an optimizer, and by no module of the model"
+NOT_IN_MODEL = "in an optimizer, but not a parameter of the model"
 """Why a parameter without a recorded reason was not measured."""
 
 Series = tuple[NDArray[np.int64], NDArray[np.float64]]

@@ -161,8 +161,11 @@ def test_example(command: Command) -> None:
     ("text", "message"),
     [
         (None, "train.py: no such script"),
-        ("print('idle')\n", "train.py: ended (exit code 0) without a backward; expected a script"),
-        ("import sys\nsys.exit(5)\n", "train.py: ended (exit code 5) without a backward"),
+        (
+            "print('idle')\n",
+            "train.py: finished (exit code 0) without calling loss.backward(); expected a script",
+        ),
+        ("import sys\nsys.exit(5)\n", "train.py: finished (exit code 5) without calling"),
     ],
 )
 @pytest.mark.parametrize("name", ["why-no-grad", "nan", "checkpointing"])

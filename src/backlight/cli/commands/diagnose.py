@@ -41,8 +41,8 @@ def _without_backward(script: str, code: int) -> Exception:
     from backlight.launch.script import NoTrainingError
 
     message = (
-        f"{script}: ended (exit code {code}) without a backward; expected a script that calls "
-        "loss.backward() and is not stopped before"
+        f"{script}: finished (exit code {code}) without calling loss.backward(); expected a "
+        "script that trains and is not stopped before"
     )
     return NoTrainingError(message, code)
 
@@ -64,7 +64,7 @@ def checkpointing(
 ) -> int:
     """Inspect activation checkpointing in a training script.
 
-    For each region: its mode and line, in-place operations inside, state that differs between forward
+    Prints for each region its mode and line, in-place operations inside, state that differs between forward
     and recomputation, attention inputs that are not contiguous, and parameters that its boundary cuts.
     """
     from backlight.cli.render.explanations import print_regions, regions_as_json
@@ -118,9 +118,9 @@ def check_script(
 ) -> int:
     """Probe whether the model of a script can learn, at its first step.
 
-    The step is replayed in a forked process before its backward, so that the script keeps its state. Without
-    an option, all probes run but those of --causal, which ask whether an output sees no later input. With
-    --steps, the script then trains so many steps, and the findings are printed as well.
+    Replays the step in a forked process before its backward, so that the script keeps its state. Runs every
+    probe except --causal (does an output depend on later inputs?), or the probes that are named. With
+    --steps N, the script then trains N steps, and the findings are printed as well.
     """
     from backlight.cli.render.explanations import print_probes, probes_as_json
     from backlight.cli.watched_steps import WatchedSteps, split_fail_on
@@ -210,8 +210,8 @@ def why_no_grad(
 ) -> int:
     """Explain why parameters receive no gradient.
 
-    What the graph of the first loss shows is printed before the first backward. The script is ended after a
-    few steps; nothing is stored.
+    Prints what the graph of the first loss shows before the first backward. Ends the script after a few
+    steps, and stores nothing.
     """
     from backlight.cli.render.explanations import missing_as_json, print_missing, print_parameters
     from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
@@ -405,8 +405,8 @@ def memory(
 ) -> int:
     """Profile the memory of a step by module and tensor kind.
 
-    A script runs until some steps are recorded, and is ended. With --fake nothing is allocated: TARGET is a
-    recipe, options may follow it, and --NAME VALUE is a setting of it.
+    Ends the script after the recorded steps. With --fake, TARGET is a recipe: backlight predicts its memory
+    without allocating it, options may follow the recipe, and --NAME VALUE sets one of its parameters.
     """
     arguments = list(context.args)
     from backlight.cli.memory_prediction import fake_options, predict

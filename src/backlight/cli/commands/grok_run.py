@@ -59,8 +59,8 @@ def run(
 ) -> int:
     """Run an experiment into a run directory.
 
-    An interrupted run resumes with --resume to the same numbers. Before the start, its cost is compared with
-    the free memory and disk.
+    With --resume, an interrupted run continues to the same numbers. backlight compares the cost with the
+    free memory and disk before it starts.
     """
     require("yaml", "h5py")
     from backlight.experiments.config import check_control

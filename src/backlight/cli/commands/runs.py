@@ -48,8 +48,8 @@ def ls(
 ) -> None:
     """List the runs of a directory, the newest first.
 
-    The loss is the last one logged. Findings are those stored while the run was watched: "none" means that
-    the rules were evaluated at its end, "-" that they were not.
+    The loss is the last one logged. Findings are those stored while the run was watched; none: checked,
+    nothing found; -: not checked.
     """
     from backlight.cli.render.run_list import print_runs
     from backlight.store.read.run_list import list_runs
@@ -83,7 +83,7 @@ def findings(
 ) -> int:
     """Print the findings of a run, and count its hints.
 
-    In an annotation, what --fail-on names is a failure; without it, errors are.
+    With --format, findings selected by --fail-on (default: error) are marked as failures.
     """
     from backlight.findings.evaluate import findings_of, parse_fail_on
     from backlight.report.terminal import print_findings

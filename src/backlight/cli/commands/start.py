@@ -60,7 +60,7 @@ def run(
         str | None, Option(metavar="NAME,...", help="Monitors, as health,correctness,steptime.")
     ] = None,
     every: Annotated[
-        int | None, Option(min=1, help="Steps between recordings; default: within 1 % of the time.")
+        int | None, Option(min=1, help="Steps between recordings; default: adapts to 1 % overhead.")
     ] = None,
     steps: Annotated[
         int | None, Option(min=1, help="Optimizer steps after which the script is ended.")
@@ -76,7 +76,7 @@ def run(
         bool, Option("--per-backward", help="Record each backward pass of an accumulation.")
     ] = False,
     noise_scale: Annotated[
-        int | None, Option(min=0, help="Steps between noise scales; 0 for ever rarer ones.")
+        int | None, Option(min=0, help="Steps between noise scales; 0: at growing intervals.")
     ] = None,
     decompose: Annotated[
         list[int] | None, Option(metavar="STEP", min=0, help="Step to decompose by samples (repeatable).")
@@ -88,7 +88,7 @@ def run(
         float | None, Option(metavar="SECONDS", min=0.5, help="Time without progress until a diagnosis.")
     ] = None,
     trace: Annotated[
-        str | None, Option(metavar="KIND,...", help="Trace of backward to print: gradients,modules,buckets.")
+        str | None, Option(metavar="KIND,...", help="Trace of the backward pass: gradients,modules,buckets.")
     ] = None,
     tracker: Annotated[
         list[str] | None, Option(metavar="NAME[=TARGET]", help="Tracker, as tensorboard=logs (repeatable).")
@@ -295,7 +295,7 @@ def doctor(
 ) -> int:
     """Check what works on this machine.
 
-    Exit code 1 if training scripts cannot be watched here.
+    The exit code is 1 if training scripts cannot be watched here.
     """
     from backlight.cli.doctor import examine, is_usable
     from backlight.cli.render.doctor import show
@@ -344,8 +344,8 @@ def report(
 ) -> None:
     """Write the report of a run or test matrix as one offline file.
 
-    That of a URL is written into the working directory.
-    A panel that cannot be drawn becomes a sentence, and the exit code is 2.
+    For a URL, the file goes to the current directory. If a panel fails, the report gives the reason in its
+    place, and the exit code is 2.
     """
     from backlight.analysis import report as run_report
     from backlight.cli.render.report import report_panel_warnings

@@ -46,7 +46,7 @@ _OUTSIDE = _Reason(
 )
 _FOREIGN = _Reason(
     Severity.WARNING,
-    "held by an optimizer, but part of no module of the model",
+    "in an optimizer, but not a parameter of the model",
     "Create the optimizer after the model is final and on its device: a module that was replaced, copied or "
     "rebuilt later has new parameters.",
     "group",
