@@ -348,6 +348,8 @@ def test_no_card_has_a_band_of_empty_space(
             # The padding of a card and 24 px.
             assert {name: band for name, band in bands.items() if band > 44} == {}
             assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+            phases = "document.querySelector('#panel-phases .scroll')"
+            assert driver.execute_script(f"return {phases}.scrollWidth - {phases}.clientWidth") == 0
             clipped = """return [...document.querySelectorAll('.plot')].filter((box) => box.plot &&
               Math.abs(box.plot.height - box.clientHeight) > 1).length"""
             assert driver.execute_script(clipped) == 0
