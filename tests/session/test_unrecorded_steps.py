@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,18 +53,22 @@ def counted(watch: backlight.Watch, training: Training, most: int = 200) -> None
 
 
 def calls_of(function: Callable[[], object]) -> list[str]:
-    """Return the functions of backlight that run in ``function``."""
+    """Return the functions of backlight that run in ``function``, without those of a garbage collection."""
     found = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OWN):
             found.append(frame.f_code.co_qualname)
 
+    is_collecting = gc.isenabled()
+    gc.disable()
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
+        if is_collecting:
+            gc.enable()
     return found
 
 
