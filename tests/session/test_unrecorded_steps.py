@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +28,14 @@ MAX_CALLS_RECORDED = 400
 """Python functions of backlight that run on the training thread in a recorded step of four parameters."""
 
 OWN = str(Path(backlight.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_is_collected() -> Iterator[None]:
+    """Keep collections out of what is counted: a pause is a call at its end, and an event of its step."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Training:
@@ -53,22 +61,18 @@ def counted(watch: backlight.Watch, training: Training, most: int = 200) -> None
 
 
 def calls_of(function: Callable[[], object]) -> list[str]:
-    """Return the functions of backlight that run in ``function``, without those of a garbage collection."""
+    """Return the functions of backlight that run in ``function``."""
     found = []
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OWN):
             found.append(frame.f_code.co_qualname)
 
-    is_collecting = gc.isenabled()
-    gc.disable()
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
-        if is_collecting:
-            gc.enable()
     return found
 
 
