@@ -18,7 +18,7 @@ ALONE := tests/diagnose/test_matrix tests/diagnose/profile tests/faults tests/mo
 .PHONY: demo test test-full test-gpu lint coverage setups compatibility bench docs clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.demo  ## install, train a small transformer on real text, show findings and report
+demo: $(VENV)/.demo  ## install, find a bug in a small script, train with the fix, show both reports
 	$(BIN)/backlight demo
 
 test: $(VENV)/.dev  ## every mechanism at least once; `make lint` checks style, types and import contracts
