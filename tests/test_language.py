@@ -51,6 +51,7 @@ NOT_GERUNDS = {
     "encoding": "a noun",
     "exploding": "the name of a rule",
     "vanishing": "the name of a rule",
+    "stop_training": "the exception StopTraining",
 }
 """Module names that end in -ing and are the field's nouns, with the reason."""
 
