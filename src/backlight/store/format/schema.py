@@ -240,6 +240,9 @@ def unit_of_scalar(name: str, source: str = "backlight") -> str:
     return schema.unit if schema is not None and source == "backlight" else "1"
 
 
+THINNED = "thinned"
+"""Event with the step ``before`` which scalars of every step are means of ``every`` steps."""
+
 COST = "cost"
 """Kind of the events with the seconds that the start and the end of a watch took, by part."""
 

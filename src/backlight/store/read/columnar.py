@@ -217,6 +217,10 @@ class ColumnarRank(RankFile):
         """Return the parts of which rows of a series were recorded, sorted."""
         return self.dataset.parts(series, self._index)
 
+    def is_thinned_after(self, row: int) -> bool:
+        """Return False: nothing is added, and names of what belongs to means are stored."""
+        return False
+
     def scalars(self, name: int | None = None, after: int = 0) -> dict[int, Logged]:
         """Return the scalars by id, of all names or of one."""
         chosen = [row for row in self.scalar_names if name in {None, row[0]}]

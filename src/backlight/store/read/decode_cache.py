@@ -100,6 +100,8 @@ class DecodeCache:
                 return file.scalars()  # an older reading
             if last > row:
                 news = file.scalars(after=row)
+                if row and file.is_thinned_after(row):  # asked last: a living writer may thin at any time
+                    logs, news = {}, file.scalars()
                 # New arrays: those that older readings hold stay as they are.
                 logs = logs | {i: _appended(logs[i], new) if i in logs else new for i, new in news.items()}
             self._scalars[file.path] = (owner, file.inode), last, logs

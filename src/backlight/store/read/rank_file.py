@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from backlight.records import Finding, ParameterRecord
 from backlight.store.errors import RunFormatError
-from backlight.store.format import checksums, column_codec
+from backlight.store.format import checksums, column_codec, thinning
 from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
-from backlight.store.format.schema import COUNTED, SERIES
+from backlight.store.format.schema import COUNTED, SERIES, is_of_every_step
 from backlight.store.platform import atomic_json
 from backlight.store.read import scalar_blocks
 from backlight.store.read.snapshot import Rows, Snapshot
@@ -241,7 +241,20 @@ class RankFile:
     @functools.cached_property
     def scalar_names(self) -> tuple[tuple[int, str, str], ...]:
         """Id, source and name of each scalar, in the order of their first use."""
-        return tuple((i, source, name) for i, source, name in self._checked("scalar_name"))
+        logged = [(i, source, name) for i, source, name in self._checked("scalar_name")]
+        named = list(logged)
+        if self.is_thinned_after(0):
+            for kind, belongs in enumerate(thinning.SOURCES, 1):
+                named += [
+                    (i + kind * thinning.BY_SOURCE, belongs, name)
+                    for i, source, name in logged
+                    if source == "backlight" and is_of_every_step(name)
+                ]
+        return tuple(named)
+
+    def is_thinned_after(self, row: int) -> bool:
+        """Return whether values behind the first ``row`` are thinned by now."""
+        return scalar_blocks.is_thinned(self._snapshot, row)
 
     def scalar_ids(self, source: str, name: str) -> list[int]:
         """Return the ids of a scalar: one, or none."""

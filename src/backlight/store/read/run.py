@@ -240,8 +240,8 @@ class Run:
 
     def coverage(self) -> Coverage:
         """Return how many steps were taken, and at how many the loss and gradients were recorded."""
-        counts = len(self.scalar("loss").steps), len(self.series_steps("gradient"))
-        return Coverage(self.last_step() + 1, *counts)
+        losses = len(self.scalar("loss").steps) + int((self.scalar("loss", "number").values - 1).sum())
+        return Coverage(self.last_step() + 1, losses, len(self.series_steps("gradient")))
 
     def loss_label(self) -> str:
         """Return what ``loss`` mostly is: ``loss``, or ``sum of N losses`` where nothing divides them."""
@@ -319,6 +319,9 @@ class Run:
 
         Without a rank: the loss is the mean over ranks, norms of the whole follow from the joined gradients,
         and of any other scalar the lowest rank that logged a step counts.
+
+        Of a long run, values of every step are means over bins of the old steps (an event ``thinned`` says
+        of how many); the sources ``minimum``, ``maximum`` and ``number`` give the rest of each bin.
         """
         whole = rank is None and source == "backlight"
         merged = []

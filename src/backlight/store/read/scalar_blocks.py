@@ -35,6 +35,16 @@ def read(snapshot: Snapshot, last: int, after: int) -> tuple[LoggedValues, int]:
     return LoggedValues.join(parts), max(missing, 0)
 
 
+def is_thinned(snapshot: Snapshot, after: int) -> bool:
+    """Return whether a block behind the first ``after`` values holds fewer than it stands for."""
+    if not has_blocks(snapshot):
+        return False
+    select = f"SELECT 1 FROM scalar WHERE id > {after} AND count < id - first + 1 LIMIT 1"
+    with contextlib.suppress(RunFormatError):
+        return bool(snapshot.rows(select))
+    return False
+
+
 def has_sound(snapshot: Snapshot, step: int) -> bool:
     """Return whether a block whose highest step is ``step`` is sound."""
     try:
@@ -56,7 +66,7 @@ def _block(row: tuple[Any, ...]) -> LoggedValues | None:
     """Return the values of a row, None where its types, checksum or bytes are wrong."""
     if not all(map(isinstance, row, _TYPES)) or row[4] != checksums.of_block(*row[:4], *row[5:]):
         return None
-    if row[2] != row[0] - row[1] + 1:
+    if row[2] > row[0] - row[1] + 1:  # fewer, where old steps were thinned
         return None
     with contextlib.suppress(RunFormatError):
         return scalar_codec.decode(row[2], *row[5:])

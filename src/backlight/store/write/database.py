@@ -16,9 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight import clock, processes
-from backlight.store.format import checksums, column_codec, scalar_codec
+from backlight.store.errors import RunFormatError
+from backlight.store.format import checksums, column_codec, scalar_codec, thinning
 from backlight.store.format.scalar_codec import LoggedValues
-from backlight.store.format.schema import COUNTED, DATABASE_KIND, FORMAT_VERSION, SERIES, TABLES
+from backlight.store.format.schema import (
+    COUNTED,
+    DATABASE_KIND,
+    FORMAT_VERSION,
+    SERIES,
+    TABLES,
+    THINNED,
+    is_of_every_step,
+)  # fmt: skip
 from backlight.store.platform import atomic_json
 
 SQLITE_VERSION = sqlite3.sqlite_version
@@ -135,11 +144,14 @@ def _encoded(rows: list[Row], sizes: Sizes) -> Iterator[tuple[object, ...]]:
             first = i
 
 
-def _block(first: int, logged: LoggedValues) -> tuple[object, ...]:
-    """Return the row of a block of scalars, of which ``first`` is the number of the first value."""
+def _block(first: int, logged: LoggedValues, last: int = 0) -> tuple[object, ...]:
+    """Return the row of a block of scalars: ``first`` is the number of its first value.
+
+    ``last`` is that of the last one that it stands for, where fewer are left of them.
+    """
     floats, integers = scalar_codec.encode(logged)
     count = len(logged.steps)
-    key = first + count - 1, first, count, int(logged.steps.max())
+    key = last or first + count - 1, first, count, int(logged.steps.max())
     return *key, checksums.of_block(*key, floats, integers), floats, integers
 
 
@@ -192,6 +204,8 @@ class RankDatabase:
         self.path = path
         self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._unfilled = LoggedValues.of([])
+        self._of_every_step: set[int] = set()
+        self._next_thinning = 2 * thinning.WHOLE_STEPS
         self._checkpoint_pages = checkpoint_pages
         _create(path, meta)
         self._inode = self.path.stat().st_ino
@@ -232,18 +246,26 @@ class RankDatabase:
     def write(self, batch: Batch, sizes: Sizes) -> None:
         """Write a batch as one transaction, or nothing of it; a sqlite3.Error or OSError passes through."""
         self.check_exists()
-        rows = batch.rows(sizes, self.last)
+        self._of_every_step.update(
+            i for i, source, name in batch.names if source == "backlight" and is_of_every_step(name)
+        )
         # The last block is written anew until it is full: one for each flush would be mostly overhead.
         logged = LoggedValues.join([self._unfilled, LoggedValues.of(batch.scalars)])
         written_before = self.last["scalar"] - len(self._unfilled.steps)
         blocks = logged.split(scalar_codec.BLOCK_VALUES)
-        rows["scalar"] = [
+        newest = int(logged.steps.max(initial=-1))
+        is_due = newest >= self._next_thinning
+        thinned, event = self._thin(newest, written_before) if is_due else ([], Batch())
+        rows = batch.followed_by(event).rows(sizes, self.last)
+        rows["scalar"] = thinned + [
             _block(written_before + 1 + i * scalar_codec.BLOCK_VALUES, block)
             for i, block in enumerate(blocks)
         ]
         self._run("BEGIN IMMEDIATE")
         try:
             self._run(f"DELETE FROM scalar WHERE id > {written_before}")
+            if thinned:
+                self._run(f"DELETE FROM scalar WHERE id <= {thinned[-1][0]}")
             for table, insert in _INSERTS.items():
                 self._connection.executemany(insert, rows[table])
             self._run("COMMIT")
@@ -257,10 +279,31 @@ class RankDatabase:
         if blocks:
             is_full = len(blocks[-1].steps) == scalar_codec.BLOCK_VALUES
             self._unfilled = LoggedValues.of([]) if is_full else blocks[-1]
+        if is_due:
+            self._next_thinning = newest + thinning.WHOLE_STEPS
         if clock.monotonic() - self._synced > SYNC_INTERVAL_S:
             with contextlib.suppress(sqlite3.Error):  # the rows are written, and must not be so twice
                 self._run("PRAGMA wal_checkpoint(PASSIVE)")
             self._synced = clock.monotonic()
+
+    def _thin(self, newest: int, written: int) -> tuple[list[tuple[object, ...]], Batch]:
+        """Return the blocks that replace old ones of the first ``written`` values, and the event of it."""
+        before = newest - thinning.WHOLE_STEPS
+        ((last,),) = self._run(f"SELECT max(id) FROM scalar WHERE step < {before} AND id <= {written}")
+        found = self._run(f"SELECT count, floats, ints FROM scalar WHERE id <= {last or 0} ORDER BY id")
+        try:
+            logged = LoggedValues.join([scalar_codec.decode(*row) for row in found])
+        except RunFormatError:  # what is damaged stays as it is, for the reader to report
+            return [], Batch()
+        width = thinning.bin_width(before)
+        blocks = thinning.thin(logged, self._of_every_step, width).split(scalar_codec.BLOCK_VALUES)
+        rows = [
+            _block(1 + i * scalar_codec.BLOCK_VALUES, block, last if block is blocks[-1] else 0)
+            for i, block in enumerate(blocks)
+        ]
+        before = int(logged.steps.max(initial=-1)) + 1
+        payload = atomic_json.dump({"before": before, "every": width})
+        return rows, Batch(events=[(newest, clock.unix_time(), THINNED, payload)] if rows else [])
 
     @property
     def published(self) -> dict[str, dict[str, int]]:

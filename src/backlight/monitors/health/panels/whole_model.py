@@ -13,6 +13,7 @@ from backlight.monitors.health.model.clip_factors import clip_factors
 from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, stated
 from backlight.report.source import Source, rate_labels
+from backlight.store.format.schema import THINNED
 from backlight.store.read.run import Scalar, Spread
 from backlight.text import count, number, percent, score
 
@@ -28,7 +29,8 @@ def summary(source: Source) -> Summary:
 
 def _coverage(source: Source, steps: int) -> str:
     """Return at how many of the steps that the run took gradients were measured, and the loss."""
-    taken, losses = source.run.last_step() + 1, len(source.scalar("loss").steps)
+    known = source.run.coverage()
+    taken, losses = known.taken, known.with_loss
     fewest = source.coverage.fewest
     is_one = len(np.unique(optimizer_sets(source.run, source.coverage.steps))) == 1
     whole = count(taken, "step" if is_one else "optimizer step")
@@ -95,6 +97,19 @@ def loss(source: Source) -> Drawn | NotMeasured:
         Line(label, one.steps, one.values, tone="loss" if is_one else "", recorded=recorded)
         for label, one in losses.items()
     ]
+    remarks: tuple[str, ...] = ()
+    if thinned := source.run.events(THINNED):
+        before, steps = (thinned[-1].payload[name] for name in ("before", "every"))
+        remarks = (
+            f"Before step {before:,}, a point is the mean of up to {steps:,} steps"
+            + (", and the band is from the least to the greatest of them." if is_one else "."),
+        )
+        if is_one:
+            least, greatest = (source.run.scalar("loss", bound) for bound in ("minimum", "maximum"))
+            lines += [
+                Line("greatest", greatest.steps, greatest.values, style="edge", tone="loss", down_to="least"),
+                Line("least", least.steps, least.values, style="edge", tone="loss"),
+            ]
     (unit,) = losses if is_one else ("loss",)
     log = spans_decades(*(one.values for one in losses.values()))
     drawn = chart(lines, Axis(unit, log=log), adjustable=True)
@@ -105,7 +120,7 @@ def loss(source: Source) -> Drawn | NotMeasured:
         )
         for label, one in losses.items()
     ]
-    return Drawn("lines", {"charts": [drawn]}, tuple(facts))
+    return Drawn("lines", {"charts": [drawn]}, tuple(facts), remarks)
 
 
 @panel(
