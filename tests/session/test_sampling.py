@@ -92,6 +92,14 @@ def test_fixed_spacing_is_kept() -> None:
     assert simulate(sampling, 100, 0.001, 10.0) == list(range(0, 100, 7))
 
 
+def test_rounds_are_recorded_whole() -> None:
+    sampling = Sampling(every=3, turns=2)
+    wanted = [step for step in range(30) if sampling.wants(step)]
+    assert wanted == [0, 1, 6, 7, 12, 13, 18, 19, 24, 25]
+    assert [sampling.next(step) for step in wanted[:-1]] == wanted[1:]
+    assert sampling.next(2) == 6
+
+
 def test_detail_records_every_step_of_its_window() -> None:
     sampling = Sampling(every=10)
     sampling.detail(11, 3)

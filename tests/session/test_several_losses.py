@@ -176,3 +176,28 @@ def test_updates_of_each_network_are_measured(way: Callable[[Gan], None], tmp_pa
     updates = run.frame("update", "ratio")
     measured = np.isfinite(updates.values).sum(axis=0)
     assert (measured == ROUNDS / UPDATE_SPACING).all(), dict(zip(updates.names, measured, strict=True))
+
+
+def with_a_critic(gan: Gan) -> None:
+    """Train the discriminator four times for each step of the generator, as of a WGAN."""
+    for _ in range(4):
+        gan.of_discriminator.zero_grad()
+        gan.loss(torch.randn(8, 2) + 3, 1.0).backward()
+        gan.of_discriminator.step()
+    gan.of_generator.zero_grad()
+    gan.loss(gan.fake(), 1.0).backward()
+    gan.of_generator.step()
+
+
+@pytest.mark.parametrize(("way", "turns"), [(in_turn, 2), (with_a_critic, 5), (together, 1)])
+@pytest.mark.parametrize("every", [2, 4, 5])
+def test_a_round_of_optimizers_is_recorded_whole(
+    way: Callable[[Gan], None], turns: int, every: int, tmp_path: Path
+) -> None:
+    """Every second step of a GAN would show one of its networks only, for ever."""
+    run = train(Gan(), way, tmp_path / "run", every)
+    recorded = set(run.series_steps("gradient").tolist())
+    known = range(2 * turns, ROUNDS * turns - turns)  # the first rounds tell how long one is
+    assert recorded & {*known} == {step for step in known if step // turns % every == 0}
+    measured = run.frame("update", "ratio").measured.any(axis=0)
+    assert measured.all()

@@ -66,13 +66,15 @@ class Sampling:
 
     Without ``every`` a share ``budget`` of the elapsed time may be spent, in any case ``grace`` seconds, and
     :data:`FIRST_S` for the first steps. What exceeds them widens the spacing by a power of two; it halves
-    again once there is room.
+    again once there is room. Where optimizers step in turn, ``turns`` is the steps of a round, which is
+    recorded whole or not at all: of a GAN, every other step would show one network only.
     """
 
     every: int | None = None
     budget: float = BUDGET
     grace: float = GRACE_S
     spacing: int = 1
+    turns: int = 1
     _detail_until: int = -1
     _reviewed: int = 0
     _spent: float = 0.0
@@ -87,7 +89,7 @@ class Sampling:
 
     def wants(self, step: int) -> bool:
         """Return whether ``step`` is recorded."""
-        return step % self.spacing == 0 or step <= self._detail_until
+        return step // self.turns % self.spacing == 0 or step <= self._detail_until
 
     def detail(self, step: int, steps: int) -> None:
         """Record every one of the next ``steps`` steps, because of an alarm."""
@@ -95,7 +97,10 @@ class Sampling:
 
     def next(self, step: int) -> int:
         """Return the first step after ``step`` that is recorded."""
-        return step + 1 if step < self._detail_until else step - step % self.spacing + self.spacing
+        if step < self._detail_until or self.wants(step + 1):
+            return step + 1
+        period = self.turns * self.spacing
+        return step - step % period + period
 
     def in_detail(self, step: int) -> bool:
         """Return whether ``step`` belongs to steps that an alarm asked for."""
@@ -103,7 +108,7 @@ class Sampling:
 
     def is_due(self, step: int) -> bool:
         """Return whether the spacing is to be reviewed at ``step``."""
-        due = max(self._reviewed + max(_REVIEW_STEPS, self.spacing), FIRST_STEPS)
+        due = max(self._reviewed + max(_REVIEW_STEPS, self.turns * self.spacing), FIRST_STEPS)
         return self.every is None and (step >= due or step in _FIRST_REVIEWS)
 
     def review(self, step: int, spent: float, elapsed: float, measured: float) -> int | None:

@@ -212,6 +212,7 @@ class StepRecorder(StepSink):
         self._record = None
         if index:
             self._announce_parameters()
+        self._sampling.turns = self._scalars.turns
         self._monitors.call("on_step_start", index)
         if self._sampling.is_due(index):
             measured = HUB.spent - self._spent_until + self._device_work.spent

@@ -30,6 +30,9 @@ MAX_QUEUED_STEPS = 1 << 20
 CHUNK_VALUES = 256
 """Values on a device that are sent to the host together."""
 
+MOST_TURNS = 16
+"""Steps of a round of optimizers that step in turn, at most: the critic of a WGAN takes several of them."""
+
 LEAP_STEPS = 16
 """A loss is compared with those of the last one to two times so many steps."""
 
@@ -166,13 +169,15 @@ class StepScalars(ScalarSink):
     """Collects the scalars of the step in progress; ``queue`` holds those of completed steps.
 
     ``dropped`` counts steps that were dropped because the disk was too slow, ``last_norms`` are the total
-    norms that the clippings of the last completed step used. ``on_leap`` is called with the step whose loss
-    is not finite or leaps, on the training thread and before the next step opens; a loss on a device is
-    unknown then.
+    norms that the clippings of the last completed step used. ``turns`` is the steps of a round of optimizers
+    that step in turn. ``on_leap`` is called with the step whose loss is not finite or leaps, on the training
+    thread and before the next step opens; a loss on a device is unknown then.
     """
 
     def __init__(self) -> None:
         self.on_leap: Callable[[int], None] | None = None
+        self.turns, self._round_began = 1, 0
+        self._stepped_first = self._stepped_last = -1
         self._bound = self._highest = self._highest_before = math.inf
         self._probe: weakref.ref[torch.Tensor] | None = None
         self._losses: list[Value] = []
@@ -261,9 +266,20 @@ class StepScalars(ScalarSink):
             highest = max(self._highest, self._highest_before)
             self._bound = LEAP_RATIO * highest if highest > 0 else math.inf
             self._highest, self._highest_before = -math.inf, self._highest
+        if self._rates and self._rates[0][0] != self._stepped_last:
+            self._count_turns(step, self._rates[0][0])
         self._losses, self._norms, self._rates = [], [], []
         self._shares = None
         self.last_norms, self._clipped_by = self._clipped_by, []
+
+    def _count_turns(self, step: int, number: int) -> None:
+        """Note that another optimizer steps than before, and how long a round is once the first is back."""
+        if self._stepped_last < 0:
+            self._stepped_first = number
+        elif number == self._stepped_first:
+            steps, self._round_began = step - self._round_began, step
+            self.turns = max(self.turns, steps if steps <= MOST_TURNS else 1)
+        self._stepped_last = number
 
     def _shares_of_stepped(self, shares: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
         """Return the losses of each optimizer that stepped; empty where several have the same ones."""
