@@ -216,11 +216,11 @@ class Registry(Generic[T]):
         self._discover()
         return len(self._entries)
 
-    def of(self, monitors: Collection[str]) -> list[tuple[str, T]]:
+    def of(self, monitors: Collection[str], pause: Callable[[], object] = bool) -> list[tuple[str, T]]:
         """Return names with entries, sorted by name: at least those of ``monitors``, all where that is empty.
 
         A watched run ends sooner without the modules of other monitors. Where there are plug-ins, all are
-        imported: one may take a name that exists.
+        imported: one may take a name that exists. ``pause`` is called after each module.
         """
         if not monitors or self.group_is_extended():
             return self.items()
@@ -229,6 +229,7 @@ class Registry(Generic[T]):
                 package = name.split(".")
                 if package[1] != "monitors" or package[2] in monitors:
                     self._import(name)
+                    pause()
             return sorted(self._entries.items())
 
     def items(self) -> list[tuple[str, T]]:

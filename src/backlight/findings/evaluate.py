@@ -91,6 +91,7 @@ def evaluate_rules(
     thresholds_by_monitor: Mapping[str, Mapping[str, Any]] | None = None,
     made: Made = Made.READER,
     only: Collection[str] | None = None,
+    pause: Callable[[], object] = bool,
 ) -> Findings:
     """Evaluate every rule of the monitors that watched the run.
 
@@ -104,6 +105,8 @@ def evaluate_rules(
         Who evaluates: the watched process or a reader.
     only:
         Names of rules to evaluate; None for all.
+    pause:
+        Called before each rule.
 
     Returns
     -------
@@ -130,6 +133,7 @@ def evaluate_rules(
             overrides_of[rule.monitor] = merge_overrides(
                 rule.monitor, run.overrides.get(rule.monitor), given.get(rule.monitor)
             )
+        pause()
         limits = with_overrides(rule.limits or Limits, overrides_of[rule.monitor])
         changed = limits.changed()
         try:

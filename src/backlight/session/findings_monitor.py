@@ -32,6 +32,10 @@ PERIOD_S = 5.0
 REST_FACTOR = 200.0
 """Times what an evaluation took that pass before the next one of its kind."""
 
+PAUSE_S = 0.01
+"""Seconds between two rules. A thread that computes without a pause holds up each operation of the one that
+trains for the interpreter's switch interval, 5 ms: one step would take as long as all rules together."""
+
 END_TIMEOUT_S = 10.0
 """Seconds that the end of a run waits for an evaluation, and for what is done with its findings."""
 
@@ -102,7 +106,7 @@ class FindingsMonitor(Monitor):
         self._alarms: set[str] = set()
         self._facts: set[str] = set()
         self._due: deque[str] = deque()
-        self._ended = self._is_late = False
+        self._ended, self._is_late = threading.Event(), False
         self._evaluations = _Evaluations()
 
     @classmethod
@@ -113,7 +117,8 @@ class FindingsMonitor(Monitor):
     def attach(self, run: RunContext) -> None:
         """Begin to wait for the first evaluation."""
         self._run = run
-        self._ended = self._is_late = False
+        self._ended.clear()
+        self._is_late = False
         # What earlier attempts left is known; it is read at once, before this attempt has added to it.
         self._is_resumed = run.writer.attempt > 0
         self._all_from = 0.0 if self._is_resumed else clock.monotonic() + PERIOD_S
@@ -122,7 +127,7 @@ class FindingsMonitor(Monitor):
 
     def detach(self, error: BaseException | None) -> None:
         """Start no more evaluations."""
-        self._ended = True
+        self._ended.set()
         if self._thread is not None and self._thread.is_alive():
             # A run that is not kept waits for nothing. What the interpreter ends under a thread that is in
             # native code, such as a database or a library that is being loaded, may crash the process.
@@ -141,7 +146,7 @@ class FindingsMonitor(Monitor):
     def on_flush(self) -> None:
         """Start an evaluation if one is due."""
         is_busy = self._thread is not None and self._thread.is_alive()
-        if self._run.rank or self._ended or is_busy:
+        if self._run.rank or self._ended.is_set() or is_busy:
             return
         now = clock.monotonic()
         due = {self._due.popleft() for _ in range(len(self._due))}
@@ -174,12 +179,12 @@ class FindingsMonitor(Monitor):
             self._run.deliver(rest)
 
     def _evaluate(self, only: Collection[str] | None) -> None:
-        if self._ended:
+        if self._ended.is_set():
             return  # between its start and this line
         begin = clock.thread_time()
         try:
             # Imports them, which is no part of the time from which the rest follows.
-            RULES.of(self._run.settings.monitors)
+            RULES.of(self._run.settings.monitors, self._pause)
             imported = clock.thread_time()
             found = self._found(only)
         except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on
@@ -194,18 +199,23 @@ class FindingsMonitor(Monitor):
         if self._is_resumed:
             self._is_resumed = False
             self._new.know(found)
+        if self._ended.is_set():
+            return  # what is new is delivered by the end
         new = self._new.take(found, only, self._facts)
-        if new and not self._ended:
+        if new:
             for finding in new:
                 self._run.writer.event(self._run.clock.index, REPORTED, as_reported(finding))
             self._run.deliver(new)
 
     def _found(self, only: Collection[str] | None) -> Findings:
         try:
-            return evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
+            return evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only, pause=self._pause)
         except SystemError:
             # Another thread has listed all objects (gc.get_objects), and holds a tuple that was being built.
             return evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
+
+    def _pause(self) -> None:
+        self._ended.wait(PAUSE_S)
 
 
 class _Evaluations:

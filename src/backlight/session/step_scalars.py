@@ -118,6 +118,14 @@ Value = float | complex | DeviceValue | None
 """A number, where it will arrive, or None where it could not be read."""
 
 
+_Completed = tuple[
+    int, tuple[Value, ...], tuple[Value, ...], tuple[tuple[int, tuple[Value, ...]], ...], "StepRecord | None",
+    Mapping[int, Sequence[int]] | None,
+]  # fmt: skip
+"""Fields of a :class:`StepRow`. The garbage collector forgets plain tuples of numbers at its first look; the
+steps of a second as objects are enough to make it go through everything, .2 s, some seconds later."""
+
+
 class StepRow(NamedTuple):
     """Scalars of a completed step: ``losses`` and ``norms`` in their order, ``rates`` by optimizer.
 
@@ -130,7 +138,7 @@ class StepRow(NamedTuple):
     norms: Sequence[Value]
     rates: Sequence[tuple[int, Sequence[Value]]]
     record: StepRecord | None
-    shares: Mapping[int, Sequence[int]]
+    shares: Mapping[int, Sequence[int]] | None
 
     def ready(self, *, wait: bool) -> bool:
         """Return whether every value has arrived on the host; with ``wait``, whether it is on its way."""
@@ -145,7 +153,7 @@ class StepRow(NamedTuple):
         losses = [number for value in self.losses if (number := _number(value)) is not None]
         if losses and len(losses) == len(self.losses):
             found["loss"] = sum(losses)
-            for number, share in self.shares.items():
+            for number, share in (self.shares or {}).items():
                 found[f"loss/{number}"] = sum(losses[position] for position in share)
         for index, value in enumerate(self.norms):
             norm = _number(value)
@@ -186,10 +194,10 @@ class StepScalars(ScalarSink):
         self._norms: list[Value] = []
         self._clipped_by: list[torch.Tensor | None] = []
         self.last_norms: list[torch.Tensor | None] = []
-        self._rates: list[tuple[int, Sequence[Value]]] = []
+        self._rates: list[tuple[int, tuple[Value, ...]]] = []
         self._devices: dict[tuple[torch.device, torch.dtype], DeviceValues] = {}
         self._kept_rates: dict[int, tuple[torch.Tensor, int, Value]] = {}
-        self.queue: deque[StepRow] = deque()
+        self.queue: deque[_Completed] = deque()
         self.dropped = 0
 
     @property
@@ -248,13 +256,14 @@ class StepScalars(ScalarSink):
         for group in groups:
             rate = group.get("lr")
             rates.append(rate if type(rate) is float else self._rate(group, rate))
-        self._rates.append((number, rates))
+        self._rates.append((number, tuple(rates)))
 
     def close(self, step: int, record: StepRecord | None = None) -> None:
         """Complete a step, with what else was recorded of it, and begin to collect those of the next."""
         if len(self.queue) < MAX_QUEUED_STEPS:
-            shares = {} if self._shares is None else self._shares_of_stepped(self._shares)
-            self.queue.append(StepRow(step, self._losses, self._norms, self._rates, record, shares))
+            shares = None if self._shares is None else self._shares_of_stepped(self._shares)
+            losses, norms, rates = tuple(self._losses), tuple(self._norms), tuple(self._rates)
+            self.queue.append((step, losses, norms, rates, record, shares))
         else:
             self.dropped += 1
         for loss in self._losses:
@@ -268,7 +277,9 @@ class StepScalars(ScalarSink):
             self._highest, self._highest_before = -math.inf, self._highest
         if self._rates and self._rates[0][0] != self._stepped_last:
             self._count_turns(step, self._rates[0][0])
-        self._losses, self._norms, self._rates = [], [], []
+        self._losses.clear()
+        self._norms.clear()
+        self._rates.clear()
         self._shares = None
         self.last_norms, self._clipped_by = self._clipped_by, []
 
@@ -289,6 +300,14 @@ class StepScalars(ScalarSink):
             (number,) = stepped
             return found or {number: range(len(self._losses))}
         return {} if len({tuple(share) for share in found.values()}) < 2 else found
+
+    def take(self, *, wait: bool) -> StepRow | None:
+        """Return the oldest completed step, None where there is none or its values have not arrived."""
+        row = StepRow(*self.queue[0]) if self.queue else None
+        if row is None or not row.ready(wait=wait):
+            return None
+        self.queue.popleft()
+        return row
 
     def send(self) -> None:
         """Start the copy of what is on devices to the host; from the training thread."""

@@ -156,9 +156,7 @@ class WriterThread:
                 return
 
     def _write(self, *, wait: bool) -> None:
-        queue = self._recorder.scalars.queue
-        while queue and queue[0].ready(wait=wait):
-            row = queue.popleft()
+        while (row := self._recorder.scalars.take(wait=wait)) is not None:
             scalars = row.scalars()
             self._writer.scalars(row.step, scalars)
             if row.record is not None:
