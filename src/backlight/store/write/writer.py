@@ -23,7 +23,7 @@ import numpy.typing as npt
 from backlight import clock
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.redaction import Redaction
-from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.errors import RunWriteError
 from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress
 from backlight.store.format.names import ARRAYS, database_name, storable
@@ -39,10 +39,8 @@ from backlight.store.write.database import (
     RankDatabase,
     is_permanent,
     reason_of,
-)
+)  # fmt: skip
 from backlight.store.write.segments import SegmentedDatabase
-
-__all__ = ["RunExistsError", "RunFormatError", "RunWriteError", "RunWriter"]
 
 _WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in SERIES.items()}
 
@@ -463,9 +461,9 @@ class RunWriter:
         return True
 
     def _last_rows(self) -> dict[str, dict[str, int]]:
-        folder = self._entry.folder.name
         arrays = {f"{ARRAYS}/{name}": size for name, size in self._arrays.files().items()}
-        return {f"{folder}/{name}": last for name, last in {**self._db.published, **arrays}.items()}
+        rows: dict[str, dict[str, int]] = {**self._db.published, **arrays}
+        return {f"{self._entry.folder.name}/{name}": last for name, last in rows.items()}
 
     def _watch_size(self) -> None:
         used = self._before + self._db.size() + self._arrays.size() + self._evidence_bytes
@@ -495,6 +493,8 @@ class RunWriter:
         with self._buffers:
             self._batch = Batch()
         self._entry.progress.lost = reason
-        for report in (self._entry.publish, lambda: self._on_lost and self._on_lost(reason)):
+        with contextlib.suppress(Exception):
+            self._entry.publish()
+        if self._on_lost is not None:
             with contextlib.suppress(Exception):
-                report()
+                self._on_lost(reason)
