@@ -177,3 +177,32 @@ def test_advice_knows_that_the_script_clips(synthetic: Any, evaluated: Any) -> N
     assert "or clip the gradient norm" in plain.fix
     (clipped,) = evaluated(synthetic(rms, scalars=scalars | {"clip/limit": [1.0] * 200}), "spike")
     assert "the clip norm (now 1)" in clipped.fix
+
+
+def steep(seed: int, steps: int = 120) -> np.ndarray:
+    """Return losses that fall by a factor of 400 while they scatter by a fifth."""
+    scatter = np.exp(np.random.default_rng(seed).normal(0, 0.2, (2, steps)))
+    return 14 * np.exp(-np.arange(steps) / 14) * scatter[0] + 0.03 * scatter[1]
+
+
+def leaping(losses: np.ndarray) -> list[int]:
+    limits = SpikeLimits()
+    steps = np.arange(len(losses))
+    return np.flatnonzero(
+        leaps("loss", "loss", steps, losses, limits.spike_loss_ratio, limits).outliers
+    ).tolist()
+
+
+def test_a_leap_out_of_a_steep_fall_is_found() -> None:
+    """Its fall makes the deviation of the last 64 values large, which hid a leap by a factor of 1,000."""
+    for seed in range(20):
+        losses = steep(seed)
+        assert leaping(losses) == []
+        losses[77] *= 1000
+        assert leaping(losses) == [77]
+
+
+def test_hard_samples_one_at_a_time_do_not_leap() -> None:
+    """Of single samples, a loss is often a thousand times the median: that is how they scatter."""
+    losses = np.exp(np.random.default_rng(0).normal(-6, 2.5, 20_000))
+    assert leaping(losses) == []

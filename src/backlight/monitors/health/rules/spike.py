@@ -50,6 +50,12 @@ class SpikeLimits(LeapLimits):
         "follow is a remark, since sound runs have them now and then",
         low=1.0,
     )
+    spike_loss_highest: float = limit(
+        10.0,
+        "out of a steep fall, a loss must leap above the highest of the last half window by this factor, and "
+        "by deviations that the fall is not a part of",
+        low=1.0,
+    )
     spike_findings: int = limit(
         5, "largest spikes that get a finding of their own; each states how many there were", low=1
     )
@@ -133,15 +139,25 @@ def leaps(
             result = np.log(given) if by_factor else given
         return np.where(np.isfinite(result), result, np.nan)
 
-    medians, spreads = np.full(len(values), np.nan), np.full(len(values), np.nan)
+    medians, spreads, highest, changes = (np.full(len(values), np.nan) for _ in range(4))
+    recent = limits.spike_window // 2
     for stretch, before in histories(scaled(values), limits.spike_window):
         medians[stretch], spreads[stretch] = median_and_deviation(before, limits.spike_minimum)
+        if name == "loss" and by_factor:
+            highest[stretch] = np.where(np.isfinite(before), before, -np.inf)[:, -recent:].max(axis=1)
+            # A change from one value to the next holds the noise of both, and hardly the trend.
+            _, of_changes = median_and_deviation(np.diff(before, axis=1), limits.spike_minimum)
+            changes[stretch] = of_changes / np.sqrt(2)
     comparable = values / more_than_before(work, limits.spike_window)
     with np.errstate(divide="ignore", invalid="ignore"):
         deviations = (scaled(comparable) - medians) / spreads
         typical = np.exp(medians) if by_factor else medians
         far = comparable - typical > (ratio - 1) * np.abs(typical)
         outliers = (deviations > limits.spike_deviations) & far  # False where not finite
+        over = scaled(comparable) - highest
+        leaps_out = (over > np.log(limits.spike_loss_highest)) & (over > limits.spike_deviations * changes)
+        outliers |= leaps_out
+        deviations = np.where(leaps_out, np.fmax(deviations, over / changes), deviations)
     return _Leaps(name, unit, steps, values, typical, deviations, outliers, by_factor)
 
 
