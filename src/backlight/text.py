@@ -15,12 +15,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 """Unicode categories that are invisible, reorder text, or end a line."""
 
+
+try:
+    _BEGAN_IN: Path | None = Path.cwd()
+except OSError:  # it was deleted
+    _BEGAN_IN = None
 
 MOST_NAMES = 60
 """Names that a message lists where none is close to the one that was given."""
@@ -33,6 +39,11 @@ def visible(text: object) -> str:
     override becomes ``\u202e``.
     """
     return "".join(_shown(character) for character in str(text))
+
+
+def as_typed(path: Path) -> str:
+    """Return a path as it is typed where the process began, whatever directory the script has changed to."""
+    return str(path.relative_to(_BEGAN_IN)) if _BEGAN_IN and path.is_relative_to(_BEGAN_IN) else str(path)
 
 
 def printable(text: str) -> str:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,13 +50,24 @@ class Patches:
     _replaced: list[tuple[Any, str, Any, Any]] = field(default_factory=list)
 
     def replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> bool:
-        """Replace ``owner.name`` by ``wrap(original)``; False where there is no such attribute."""
+        """Replace ``owner.name`` by ``wrap(original)``; False where there is no such attribute.
+
+        A function that a module has from another one is replaced there as well: pickle looks for it under the
+        name with which it was defined, and refuses another object.
+        """
         original = vars(owner).get(name)
         if original is None:
             return False
         replacement = wrap(original)
-        setattr(owner, name, replacement)
-        self._replaced.append((owner, name, original, replacement))
+        places = [(owner, name)]
+        home = sys.modules.get(getattr(original, "__module__", None) or "")
+        at_home = getattr(original, "__qualname__", "")
+        is_elsewhere = isinstance(owner, ModuleType) and home is not owner
+        if is_elsewhere and home is not None and vars(home).get(at_home) is original:
+            places.append((home, at_home))
+        for place, at in places:
+            setattr(place, at, replacement)
+            self._replaced.append((place, at, original, replacement))
         return True
 
     def undo(self) -> list[str]:

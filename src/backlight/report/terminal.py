@@ -32,7 +32,7 @@ from backlight.store.errors import StoreError
 from backlight.store.format.manifest import Progress
 from backlight.store.read.run import Run, open_run
 from backlight.terminal import make_console
-from backlight.text import count, listed, number, visible
+from backlight.text import as_typed, count, listed, number, visible
 
 ALIKE = 3
 """Findings of one rule that are printed in full; the rest of them is counted."""
@@ -108,7 +108,7 @@ def summary_text(path: Path, found: Sequence[Finding] | None = None, progress: P
         try:
             run = open_run(path, progress)
             print_findings(run, findings_of(run, fresh=found), console)
-            next_command = explaining_command(run) or f"backlight report {path}"
+            next_command = explaining_command(run) or f"backlight report {as_typed(path)}"
             console.print(f"next: {next_command}", soft_wrap=True, markup=False)
         except StoreError as error:
             console.print(f"backlight: {error}")

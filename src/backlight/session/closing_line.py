@@ -13,7 +13,7 @@ from backlight.session.print_monitor import print_line
 from backlight.store.format.manifest import Progress
 from backlight.store.read.attempt_files import wait_for_ranks
 from backlight.store.read.run import open_run
-from backlight.text import count, visible
+from backlight.text import as_typed, count, visible
 
 
 def print_result(path: Path, findings: Sequence[Finding], steps: int, progress: Progress) -> None:
@@ -39,4 +39,4 @@ def print_result(path: Path, findings: Sequence[Finding], steps: int, progress: 
     text += "".join(f" {one.text}" for one in said.withdrawn)
     if size > 1 and not wait_for_ranks(path, 0.0):
         text += " Other ranks have not ended."
-    print_line(f"{text} Next: backlight report {visible(shlex.quote(str(path)))}", sys.stderr)
+    print_line(f"{text} Next: backlight report {visible(shlex.quote(as_typed(path)))}", sys.stderr)

@@ -16,7 +16,7 @@ from backlight.notebook import notebook_shell
 from backlight.records import Finding
 from backlight.registry import RULES
 from backlight.standard_error import write_text
-from backlight.text import count, printable, visible
+from backlight.text import as_typed, count, printable, visible
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -59,7 +59,7 @@ class PrintMonitor(Monitor):
         self._ended = False
         self._stream, self._path = sys.stderr, run.path
         if self._is_script and not run.rank and self._stream is not None:
-            path = visible(run.path)
+            path = visible(as_typed(run.path))
             write_text(f"backlight: recording in {path}; live page: backlight open {path}\n", self._stream)
 
     def detach(self, error: BaseException | None) -> None:

@@ -165,13 +165,15 @@ def _print_end(watched: ScriptWatch, script: str, *, quiet: bool) -> None:
 
 def _print_result(watch: Watch | None, script: str) -> None:
     from backlight.cli.render.report import after_run
+    from backlight.text import as_typed
 
     if watch is None:
         write(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
     elif watch.is_recorded:
         after_run(watch.path, watch.final_findings, watch.progress)
     elif watch.removed:
-        kept = f"{watch.path} is as before" if watch.path.exists() else f"removed {watch.path}"
+        path = as_typed(watch.path)
+        kept = f"{path} is as before" if watch.path.exists() else f"removed {path}"
         write(f"backlight: nothing was measured: {watch.removed}; {kept}", file=sys.stderr)
 
 

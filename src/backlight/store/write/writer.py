@@ -196,7 +196,7 @@ class RunWriter:
         attempt.started = attempt.progress.updated
         own.attempts.append(attempt)
         entry, part_reason = enter(
-            Path(path), own, step_offset, launch=run_id, join_timeout=join_timeout,
+            Path(path).absolute(), own, step_offset, launch=run_id, join_timeout=join_timeout,
             otherwise=otherwise, resume=resume, numbered=numbered, share=share,
         )  # fmt: skip
         entry.redaction = redaction
