@@ -16,7 +16,7 @@ from backlight.report.frames import ParameterFrames, read_frames
 from backlight.store.read.run import Run, Scalar
 from backlight.text import count, listed, visible
 
-NO_GRADIENT = "no gradient at any recorded step"
+NO_GRADIENT = "no gradient when the optimizer stepped, at any recorded step"
 NOT_IN_MODEL = "in an optimizer, but not a parameter of the model"
 """Why a parameter without a recorded reason was not measured."""
 

@@ -1,9 +1,12 @@
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import backlight
 from backlight.records import ParameterRecord, RunStatus, Severity
 
 
@@ -88,3 +91,51 @@ def test_tensor_outside_the_model_is_a_warning(synthetic: Any, evaluated: Any) -
     stale = ParameterRecord("optimizer0.group0.parameter2", (4, 4), "float32", "cpu", 16, group="0/0")
     (finding,) = evaluated(synthetic({"a": [1e-2] * 10}, extra=[stale]), "no_gradient")
     assert (finding.severity, finding.subject.parameter) == (Severity.WARNING, stale.name)
+
+
+class Cut(nn.Module):
+    """Two layers, of which the first is cut from the loss at the steps of ``cut``."""
+
+    def __init__(self, cut: Any) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.cut, self.step = cut, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        hidden = self.first(x)
+        return self.head(hidden.detach() if self.cut(self, self.step) else hidden)
+
+
+def cut_of(recorder: Any, evaluated: Any, cut: Any) -> list[str]:
+    model = Cut(cut)
+    found = evaluated(train(recorder, model, list(model.parameters()), 60), "no_gradient")
+    return [f.title for f in found if f.severity is Severity.WARNING]
+
+
+def test_a_layer_that_is_cut_from_the_loss_later_is_found(recorder: Any, evaluated: Any) -> None:
+    """Its gradients were there for long: that it had some hid that it has none any more."""
+    titles = cut_of(recorder, evaluated, lambda _, step: step > 40)
+    assert titles == ["`first.weight` and `first.bias` have had no gradient since step 40"]
+
+
+def test_a_branch_by_chance_and_a_short_gap_are_none(recorder: Any, evaluated: Any) -> None:
+    for cut in (lambda _, step: step % 3 == 0, lambda _, step: 40 < step < 50):
+        assert cut_of(recorder, evaluated, cut) == []
+    by_chance = set(torch.randperm(60, generator=torch.Generator().manual_seed(0))[:20].tolist()) | {59, 60}
+    assert cut_of(recorder, evaluated, lambda _, step: step in by_chance) == []
+
+
+@pytest.mark.parametrize("freezes", [True, False])
+def test_a_layer_that_is_frozen_later_is_none(freezes: bool, tmp_path: Path, evaluated: Any) -> None:
+    model = Cut(lambda _, step: step > 40 and not freezes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, summary=False):
+        for step in range(60):
+            if freezes and step == 40:
+                model.first.requires_grad_(False)
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+    found = evaluated(backlight.open_run(tmp_path / "run"), "no_gradient")
+    assert any("have had no gradient since" in finding.title for finding in found) is not freezes

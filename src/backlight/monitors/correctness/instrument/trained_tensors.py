@@ -319,7 +319,9 @@ def trained(module: nn.Module, held: set[int]) -> list[torch.Tensor]:
 
 
 def _is_trained(parameter: torch.Tensor, held: set[int]) -> bool:
-    return parameter.requires_grad and parameter.grad is not None and id(parameter) not in held
+    # Of a tensor that is no leaf, torch warns where `.grad` is read.
+    is_leaf = parameter.is_leaf or parameter.retains_grad
+    return parameter.requires_grad and is_leaf and parameter.grad is not None and id(parameter) not in held
 
 
 def unregistered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

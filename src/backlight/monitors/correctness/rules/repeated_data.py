@@ -37,8 +37,8 @@ REPETITIONS = {
     "first": Repetition(
         Severity.WARNING,
         "Every step trains on the first batch of the loader",
-        "The loader of {data} was started anew {epochs} times, and each time gave the same batch, of which "
-        "it has more than one.",
+        "The loader of {data} was started anew at least {epochs} times, and each time gave the same batch, "
+        "of which it has more than one.",
         "Iterate over the loader, `for batch in loader`, instead of calling `next(iter(loader))`.",
         "only one batch is to be learned, as in a test of the model.",
     ),

@@ -74,10 +74,10 @@ def _per_batch(event: Event) -> Finding:
     )
     return Finding(
         severity=Severity.WARNING,
-        title=f"{name} runs out within the first epoch",
+        title=f"{name} runs out after {steps:,} steps",
         detail=(
-            f"`{name}.step()` is called with every step of the optimizer. After {steps} of them, in the "
-            f"first epoch of {batches} batches, {happened}. Its settings count epochs, or are too small."
+            f"`{name}.step()` is called with every step of the optimizer. After {steps:,} of them {happened}"
+            f"; the loader has {batches:,} batches an epoch. Its settings count epochs, or are too small."
         ),
         subject=Subject(step=event.step),
         evidence=(evidence_of([event], steps, "steps of the schedule"),),

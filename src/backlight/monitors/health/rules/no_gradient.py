@@ -70,6 +70,11 @@ class NoGradientLimits(MembershipLimits):
         "after one or two steps",
         low=1,
     )
+    ceased_before: int = limit(
+        20,
+        "recorded steps, all with a gradient, before the last ones without one: not a branch taken by chance",
+        low=1,
+    )
 
 
 @rule("no_gradient", monitor="health", version=3, limits=NoGradientLimits, explained_by=("large_update",))
@@ -77,6 +82,7 @@ def no_gradient(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     """Find parameters without any measured gradient, one finding per reason, and dead ones."""
     if run.has("gradient") and run.frame("gradient", "norm").measured.any():
         yield from _missing(run, limits)
+        yield from _ceased(run, limits)
         yield from _zero(run, limits)
     else:
         yield from _nothing(run)
@@ -175,6 +181,51 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             fix=reason.fix,
             refuted_if=f"a step, possibly an unrecorded one, gives `{worst.name}` a gradient.",
         )
+
+
+def _ceased(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
+    """Find parameters that had a gradient at every recorded step, and have none any more.
+
+    Only steps count at which others of the same optimizer have one: training may go on with another one.
+    """
+    frame, known = run.frame("gradient", "norm"), {p.name: p for p in run.parameters()}
+    measured_SP = frame.measured if frame.any_rank is None else frame.any_rank
+    needed = limits.no_gradient_steps if run.status is RunStatus.RUNNING else 2
+    columns: dict[str, list[int]] = {}
+    for i, name in enumerate(frame.names):
+        if (p := known.get(name)) is not None and p.requires_grad and p.group and p.numel:
+            columns.setdefault(p.group.partition("/")[0], []).append(i)
+    for mine in columns.values():
+        rows = np.flatnonzero(measured_SP[:, mine].any(axis=1))
+        had_RP = measured_SP[rows][:, mine]
+        counts_P = had_RP.sum(axis=0)
+        # All of them come first: the last of so many rows is that of the count.
+        is_whole_P = had_RP.cumsum(axis=0)[np.maximum(counts_P - 1, 0), np.arange(len(mine))] == counts_P
+        ended_P = is_whole_P & (counts_P >= limits.ceased_before) & (len(rows) - counts_P >= needed)
+        for count_before in np.unique(counts_P[ended_P]).tolist():
+            names = [frame.names[mine[i]] for i in np.flatnonzero(ended_P & (counts_P == count_before))]
+            order = phrases.loudest(names, lambda name: known[name].numel)
+            steps = frame.steps[rows]
+            last, since, end = (int(steps[i]) for i in (count_before - 1, count_before, -1))
+            has = "has" if len(names) == 1 else "have"
+            yield Finding(
+                severity=Severity.WARNING,
+                title=f"{phrases.parameters(order, len(names))} {has} had no gradient since step {since:,}",
+                detail=(
+                    f"One was there at each of the {count_before:,} recorded steps up to {last:,}, and none "
+                    f"at the {len(rows) - count_before:,} from {since:,} to {end:,}, at which others of the "
+                    "same optimizer had one. Affected: "
+                    f"{phrases.share(len(names), len(known), 'parameters')}."
+                ),
+                subject=Subject(parameter=order[0], module=known[order[0]].module or None, step=since),
+                evidence=tuple(Evidence(f"series/gradient/measured/{name}", since, 0, "1") for name in order),
+                fix=(
+                    f"Look for what cuts `{order[0]}` from the loss after step {last:,}: a `detach()`, a "
+                    "branch that is not taken any more, `no_grad`. If its training is to end there, set "
+                    "`requires_grad_(False)`."
+                ),
+                refuted_if=f"a step that was not recorded gives `{order[0]}` a gradient.",
+            )
 
 
 def _unfrozen(run: Run) -> dict[str, int]:
