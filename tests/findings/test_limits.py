@@ -58,7 +58,7 @@ def test_override_returns_a_new_object_with_converted_types() -> None:
     ("changes", "message"),
     [
         ({"vanishing_rm": 1e-9}, "has no threshold 'vanishing_rm'; did you mean 'vanishing_rms'"),
-        ({"xyzzy": 1}, "has no threshold 'xyzzy'; there are: clipped_hard, "),
+        ({"xyzzy": 1}, "has no threshold 'xyzzy'; there are: ceased_before, clipped_hard, "),
         ({"vanishing_rms": "small"}, "'vanishing_rms' of the health monitor must be a number, got 'small'"),
         ({"vanishing_rms": True}, "must be a number, got True"),
         ({"vanishing_rms": float("nan")}, "must be a number, got nan"),

@@ -156,8 +156,8 @@ def leaps(
         outliers = (deviations > limits.spike_deviations) & far  # False where not finite
         over = scaled(comparable) - highest
         leaps_out = (over > np.log(limits.spike_loss_highest)) & (over > limits.spike_deviations * changes)
-        outliers |= leaps_out
-        deviations = np.where(leaps_out, np.fmax(deviations, over / changes), deviations)
+        outliers |= leaps_out & far
+        deviations = np.where(leaps_out & far, np.fmax(deviations, over / changes), deviations)
     return _Leaps(name, unit, steps, values, typical, deviations, outliers, by_factor)
 
 
