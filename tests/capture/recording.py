@@ -13,7 +13,7 @@ from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.capture.steps import StepTracker
-from backlight.session.step_scalars import StepScalars
+from backlight.session.step_scalars import StepRow, StepScalars
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Sink(StepSink):
 
     def of_steps(self, name: str) -> list[float]:
         """Return a scalar of every step that has it."""
-        rows = [row.scalars() for row in self.scalars.queue]
+        rows = [StepRow(*row).scalars() for row in self.scalars.queue]
         return [row[name] for row in rows if name in row]
 
 

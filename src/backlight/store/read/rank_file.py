@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from backlight.records import Finding, ParameterRecord
 from backlight.store.errors import RunFormatError
-from backlight.store.format import checksums, column_codec, thinning
+from backlight.store.format import checksums, column_codec, step_bins
 from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
 from backlight.store.format.schema import COUNTED, SERIES, is_of_every_step
 from backlight.store.platform import atomic_json
@@ -244,9 +244,9 @@ class RankFile:
         logged = [(i, source, name) for i, source, name in self._checked("scalar_name")]
         named = list(logged)
         if self.is_thinned_after(0):
-            for kind, belongs in enumerate(thinning.SOURCES, 1):
+            for kind, belongs in enumerate(step_bins.SOURCES, 1):
                 named += [
-                    (i + kind * thinning.BY_SOURCE, belongs, name)
+                    (i + kind * step_bins.BY_SOURCE, belongs, name)
                     for i, source, name in logged
                     if source == "backlight" and is_of_every_step(name)
                 ]

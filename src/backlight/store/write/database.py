@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from backlight import clock, processes
 from backlight.store.errors import RunFormatError
-from backlight.store.format import checksums, column_codec, scalar_codec, thinning
+from backlight.store.format import checksums, column_codec, scalar_codec, step_bins
 from backlight.store.format.scalar_codec import LoggedValues
 from backlight.store.format.schema import (
     COUNTED,
@@ -205,7 +205,7 @@ class RankDatabase:
         self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._unfilled = LoggedValues.of([])
         self._of_every_step: set[int] = set()
-        self._next_thinning = 2 * thinning.WHOLE_STEPS
+        self._next_thinning = 2 * step_bins.WHOLE_STEPS
         self._checkpoint_pages = checkpoint_pages
         _create(path, meta)
         self._inode = self.path.stat().st_ino
@@ -280,7 +280,7 @@ class RankDatabase:
             is_full = len(blocks[-1].steps) == scalar_codec.BLOCK_VALUES
             self._unfilled = LoggedValues.of([]) if is_full else blocks[-1]
         if is_due:
-            self._next_thinning = newest + thinning.WHOLE_STEPS
+            self._next_thinning = newest + step_bins.WHOLE_STEPS
         if clock.monotonic() - self._synced > SYNC_INTERVAL_S:
             with contextlib.suppress(sqlite3.Error):  # the rows are written, and must not be so twice
                 self._run("PRAGMA wal_checkpoint(PASSIVE)")
@@ -288,15 +288,15 @@ class RankDatabase:
 
     def _thin(self, newest: int, written: int) -> tuple[list[tuple[object, ...]], Batch]:
         """Return the blocks that replace old ones of the first ``written`` values, and the event of it."""
-        before = newest - thinning.WHOLE_STEPS
+        before = newest - step_bins.WHOLE_STEPS
         ((last,),) = self._run(f"SELECT max(id) FROM scalar WHERE step < {before} AND id <= {written}")
         found = self._run(f"SELECT count, floats, ints FROM scalar WHERE id <= {last or 0} ORDER BY id")
         try:
             logged = LoggedValues.join([scalar_codec.decode(*row) for row in found])
         except RunFormatError:  # what is damaged stays as it is, for the reader to report
             return [], Batch()
-        width = thinning.bin_width(before)
-        blocks = thinning.thin(logged, self._of_every_step, width).split(scalar_codec.BLOCK_VALUES)
+        width = step_bins.bin_width(before)
+        blocks = step_bins.thin(logged, self._of_every_step, width).split(scalar_codec.BLOCK_VALUES)
         rows = [
             _block(1 + i * scalar_codec.BLOCK_VALUES, block, last if block is blocks[-1] else 0)
             for i, block in enumerate(blocks)
