@@ -69,7 +69,7 @@ def test_site_builds_and_its_examples_run(tmp_path: Path) -> None:
         ("guides/not-learning", "`head.weight` and `head.bias` are not in any optimizer"),
         ("guides/nan", "produced by div.Tensor in SqrtBackward0"),
         ("guides/hang", "BLOCKED: the main thread waits for a lock"),
-        ("guides/out-of-memory", "largest batch within 2 GB"),
+        ("guides/out-of-memory", "largest batch: batch=2633 takes 2 GB of 2 GB"),
         ("grokking", "grokking, strong"),
     ):
         text = html.unescape(re.sub(r"<[^>]+>", "", (tmp_path / "site" / f"{page}.html").read_text()))
