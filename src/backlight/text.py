@@ -41,9 +41,10 @@ def visible(text: object) -> str:
     return "".join(_shown(character) for character in str(text))
 
 
-def as_typed(path: Path) -> str:
+def as_typed(path: str | Path) -> str:
     """Return a path as it is typed where the process began, whatever directory the script has changed to."""
-    return str(path.relative_to(_BEGAN_IN)) if _BEGAN_IN and path.is_relative_to(_BEGAN_IN) else str(path)
+    is_below = _BEGAN_IN is not None and Path(path).is_relative_to(_BEGAN_IN)
+    return str(Path(path).relative_to(_BEGAN_IN)) if _BEGAN_IN is not None and is_below else str(path)
 
 
 def printable(text: str) -> str:

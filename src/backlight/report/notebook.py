@@ -15,7 +15,7 @@ from backlight.records import Finding, Severity
 from backlight.report.source import Source
 from backlight.report.verdict import Outcome, outcome, sampled_text, where
 from backlight.store.read.run import Run
-from backlight.text import count, html_of, number, visible
+from backlight.text import as_typed, count, html_of, number, visible
 
 MOST = 20
 """Findings that a cell shows; the rest of them is counted."""
@@ -80,7 +80,7 @@ def live_cell(
     elif not findings and state != "running":
         what = "No findings" if state == "finished" else f"Nothing was found before it {state}"
         notes.append(f"{what}. Only recorded data was checked." if steps else "Nothing was measured.")
-    call = f"backlight.open_run({str(path)!r}).report()"
+    call = f"backlight.open_run({as_typed(path)!r}).report()"
     text = "\n".join((
         f"backlight: {visible(status)}",
         *(f"{finding.severity.value}: {visible(finding.title)} ({finding.rule})" for finding in listed),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.health.model.parameters import GroupError, members
+from backlight.text import as_typed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +52,8 @@ class FingerprintMonitor(Monitor):
             what = f"{sizes[0]} parameters, this script has {sizes[1]}"
             if sizes[0] == sizes[1]:
                 what = "of other modules or shapes than this script's"
-            self._run.abandon(f"{self._run.path}: holds another training run ({what}); choose another --out")
+            path = as_typed(self._run.path)
+            self._run.abandon(f"{path}: holds another training run ({what}); choose another --out")
             return
         self._run.writer.fingerprint(found)
         names = [record.name for record in table.records]

@@ -71,7 +71,7 @@ class RunWriter:
         part_reason: str,
     ) -> None:
         self.part_reason = part_reason
-        self.path = entry.path
+        self.path = entry.path = entry.path.absolute()  # the script may change the directory
         self.run_id = entry.manifest.run_id
         self.attempt = entry.attempt.index
         self.step_offset = entry.attempt.step_offset
@@ -196,7 +196,7 @@ class RunWriter:
         attempt.started = attempt.progress.updated
         own.attempts.append(attempt)
         entry, part_reason = enter(
-            Path(path).absolute(), own, step_offset, launch=run_id, join_timeout=join_timeout,
+            Path(path), own, step_offset, launch=run_id, join_timeout=join_timeout,
             otherwise=otherwise, resume=resume, numbered=numbered, share=share,
         )  # fmt: skip
         entry.redaction = redaction

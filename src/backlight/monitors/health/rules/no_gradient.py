@@ -186,8 +186,11 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
 def _ceased(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     """Find parameters that had a gradient at every recorded step, and have none any more.
 
-    Only steps count at which others of the same optimizer have one: training may go on with another one.
+    Only steps count at which others of the same optimizer have one: training may go on with another one, or
+    with another model, whose parameters take the place of these.
     """
+    if run.events("parameters_changed"):
+        return
     frame, known = run.frame("gradient", "norm"), {p.name: p for p in run.parameters()}
     measured_SP = frame.measured if frame.any_rank is None else frame.any_rank
     needed = limits.no_gradient_steps if run.status is RunStatus.RUNNING else 2
