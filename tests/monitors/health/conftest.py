@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from backlight.findings.evaluate import evaluate_rules
+from backlight.findings.evaluate import RuleFailedWarning, evaluate_rules
 from backlight.records import Finding, Made, ParameterRecord, RunStatus
 from backlight.registry import RULES
 from backlight.store.read.run import Run, open_run
@@ -191,10 +192,13 @@ def check_evidence(run: Run, finding: Finding) -> None:
 
 @pytest.fixture
 def evaluated() -> Callable[..., list[Finding]]:
-    """Evaluate one rule or all rules with changed thresholds, and check all evidence."""
+    """Evaluate one rule or all rules with changed thresholds, and check all evidence; no rule may fail."""
 
     def by_rule(run: Run, name: str | None = None, **changes: float) -> list[Finding]:
-        found = evaluate_rules(run, {"health": changes}, made=Made.READER)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = evaluate_rules(run, {"health": changes}, made=Made.READER)
+        assert not [str(one.message) for one in caught if issubclass(one.category, RuleFailedWarning)]
         assert name is None or name in RULES
         for finding in found:
             check_evidence(run, finding)

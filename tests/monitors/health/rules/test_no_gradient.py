@@ -139,3 +139,17 @@ def test_a_layer_that_is_frozen_later_is_none(freezes: bool, tmp_path: Path, eva
             optimizer.step()
     found = evaluated(backlight.open_run(tmp_path / "run"), "no_gradient")
     assert any("have had no gradient since" in finding.title for finding in found) is not freezes
+
+
+def test_an_optimizer_without_any_gradient_does_not_fail_the_rule(tmp_path: Path, evaluated: Any) -> None:
+    used, unused = nn.Linear(6, 6), nn.Linear(6, 6)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (used, unused)]
+    model = nn.ModuleList([used, unused])
+    with backlight.watch(model, optimizers, run=tmp_path / "run", every=1, summary=False):
+        for _ in range(30):
+            used(torch.randn(4, 6)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    found = evaluated(backlight.open_run(tmp_path / "run"), "no_gradient")
+    assert [finding.subject.parameter for finding in found] == ["1.weight"]

@@ -198,13 +198,16 @@ def _ceased(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     for i, name in enumerate(frame.names):
         if (p := known.get(name)) is not None and p.requires_grad and p.group and p.numel:
             columns.setdefault(p.group.partition("/")[0], []).append(i)
-    for mine in columns.values():
-        rows = np.flatnonzero(measured_SP[:, mine].any(axis=1))
+    for of_optimizer in columns.values():
+        rows = np.flatnonzero(measured_SP[:, of_optimizer].any(axis=1))
+        if len(rows) <= needed:
+            continue
+        # Of most runs none is left here, and the history of all parameters is not read.
+        mine = [i for i in of_optimizer if not measured_SP[rows[-needed:], i].any()]
         had_RP = measured_SP[rows][:, mine]
-        counts_P = had_RP.sum(axis=0)
-        # All of them come first: the last of so many rows is that of the count.
-        is_whole_P = had_RP.cumsum(axis=0)[np.maximum(counts_P - 1, 0), np.arange(len(mine))] == counts_P
-        ended_P = is_whole_P & (counts_P >= limits.ceased_before) & (len(rows) - counts_P >= needed)
+        counts_P, ends_P = had_RP.sum(axis=0), len(rows) - had_RP[::-1].argmax(axis=0)
+        is_long_P = (counts_P >= limits.ceased_before) & (len(rows) - counts_P >= needed)
+        ended_P = is_long_P & (counts_P == ends_P)  # without a gap up to the last one
         for count_before in np.unique(counts_P[ended_P]).tolist():
             names = [frame.names[mine[i]] for i in np.flatnonzero(ended_P & (counts_P == count_before))]
             order = phrases.loudest(names, lambda name: known[name].numel)
