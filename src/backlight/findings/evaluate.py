@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from backlight.store.export.tables import Table
 
 
-EXPLAINS = " This explains: "
-"""In the detail of a finding, before those that it explains."""
-
-
 class FindingNameError(SettingError):
     """A name, in ``--fail-on`` for instance, that is neither a severity nor a rule."""
 
@@ -239,16 +235,14 @@ def _causes(finding: Finding, among: Sequence[Finding]) -> list[int]:
 
 def _with_explained(cause: Finding, explained: Sequence[Finding]) -> Finding:
     """Return a finding that names what it explains; hints are absorbed without a word."""
-    for finding in explained:
-        text = f"{finding.title} ({finding.rule})"
-        before = f"{cause.detail[:-1]}; " if EXPLAINS in cause.detail else f"{cause.detail}{EXPLAINS}"
-        cause = dataclasses.replace(
-            cause,
-            severity=max(cause.severity, finding.severity, key=lambda severity: severity.rank),
-            detail=cause.detail if finding.is_hint or text in cause.detail else f"{before}{text}.",
-            merged=tuple(dict.fromkeys((*cause.merged, finding.rule))),
-        )
-    return cause
+    texts = [f"{finding.title} ({finding.rule})" for finding in explained if not finding.is_hint]
+    named = "; ".join(text for text in dict.fromkeys(texts) if text not in cause.detail)
+    return dataclasses.replace(
+        cause,
+        severity=max((cause.severity, *(finding.severity for finding in explained)), key=lambda s: s.rank),
+        detail=f"{cause.detail} This explains: {named}." if named else cause.detail,
+        merged=tuple(dict.fromkeys((*cause.merged, *(finding.rule for finding in explained)))),
+    )
 
 
 def _subject(finding: Finding) -> tuple[str, str | None, str | None]:

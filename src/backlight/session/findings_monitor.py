@@ -12,6 +12,7 @@ import atexit
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from backlight import clock
@@ -208,11 +209,12 @@ class FindingsMonitor(Monitor):
             self._run.deliver(new)
 
     def _found(self, only: Collection[str] | None) -> Findings:
+        evaluate = partial(evaluate_rules, made=Made.LIVE, only=only, pause=self._pause)
         try:
-            return evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only, pause=self._pause)
+            return evaluate(open_run(self._run.path))
         except SystemError:
             # Another thread has listed all objects (gc.get_objects), and holds a tuple that was being built.
-            return evaluate_rules(open_run(self._run.path), made=Made.LIVE, only=only)
+            return evaluate(open_run(self._run.path))
 
     def _pause(self) -> None:
         self._ended.wait(PAUSE_S)

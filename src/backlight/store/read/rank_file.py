@@ -21,7 +21,7 @@ from backlight.records import Finding, ParameterRecord
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, column_codec, step_bins
 from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
-from backlight.store.format.schema import COUNTED, SERIES, is_of_every_step
+from backlight.store.format.schema import COUNTED, SERIES, THINNED, is_of_every_step
 from backlight.store.platform import atomic_json
 from backlight.store.read import scalar_blocks
 from backlight.store.read.snapshot import Rows, Snapshot
@@ -243,7 +243,7 @@ class RankFile:
         """Id, source and name of each scalar, in the order of their first use."""
         logged = [(i, source, name) for i, source, name in self._checked("scalar_name")]
         named = list(logged)
-        if self.is_thinned_after(0):
+        if self.last_event(THINNED) is not None:
             for kind, belongs in enumerate(step_bins.SOURCES, 1):
                 named += [
                     (i + kind * step_bins.BY_SOURCE, belongs, name)

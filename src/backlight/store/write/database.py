@@ -256,7 +256,7 @@ class RankDatabase:
         newest = int(logged.steps.max(initial=-1))
         is_due = newest >= self._next_thinning
         thinned, event = self._thin(newest, written_before) if is_due else ([], Batch())
-        rows = batch.followed_by(event).rows(sizes, self.last)
+        rows = (batch.followed_by(event) if event else batch).rows(sizes, self.last)
         rows["scalar"] = thinned + [
             _block(written_before + 1 + i * scalar_codec.BLOCK_VALUES, block)
             for i, block in enumerate(blocks)
