@@ -56,6 +56,22 @@ def test_ls_lists_the_newest_first_in_80_columns(console_script: ConsoleScript, 
     assert any(line.startswith("runs/damaged/manifest.json: is not valid JSON") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("scalars", "shown"),
+    [
+        ({}, "0.5"),
+        ({"losses": 8.0}, "0.5 (sum of 8)"),
+        ({"loss/0": 0.5, "loss/1": 0.25}, "0.5 (one of 2)"),
+    ],
+)
+def test_ls_says_what_the_loss_is(scalars: dict[str, float], shown: str, tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run") as writer:
+        writer.scalars(0, {"loss": 0.5} | scalars)
+    stream = io.StringIO()
+    print_runs(list_runs(tmp_path), Console(file=stream, width=100))
+    assert f" {shown}  " in stream.getvalue()
+
+
 def test_a_run_without_a_step_is_not_measured(tmp_path: Path) -> None:
     with backlight.watch(build(), run=tmp_path / "run", quiet=True):
         pass

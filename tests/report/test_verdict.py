@@ -110,12 +110,13 @@ def test_exception_is_as_bad_as_an_error(severity: Severity | None, tmp_path: Pa
     assert result.status.startswith(r"ValueError: bad \x1b[32mbatch")
 
 
-def test_status_of_an_exception_without_a_message(tmp_path: Path) -> None:
+def test_status_of_an_interrupt(tmp_path: Path) -> None:
     writer = write_gradients(tmp_path / "run")
     writer.event(2, "exception", {"type": "KeyboardInterrupt", "message": ""})
     writer.close(RunStatus.FAILED)
     result = outcome(Source(open_run(tmp_path / "run"), []))
-    assert result.status.startswith("KeyboardInterrupt · ")
+    assert (result.state, result.headline) == ("interrupted", "Interrupted at step 2")
+    assert result.status.startswith("started ")
 
 
 @pytest.mark.parametrize(

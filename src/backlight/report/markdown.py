@@ -28,7 +28,7 @@ def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
     source = Source(run, tuple(findings))
     said = outcome(source)
     lines = [f"# {escape(run.name) or 'unnamed run'}: {prose(said.headline)}", "", said.summary, ""]
-    parts = (run.status.value, said.status, *said.about)
+    parts = (said.state, said.status, *said.about)
     lines.append(PARTED.join(escape(part) for part in parts if part))
     lines += [f"\n**Lost:** {escape(loss)}" for loss in said.losses]
     lines += [f"\n{prose(one.text)}" for one in said.withdrawn]

@@ -29,7 +29,7 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
     """Return the verdict, the first and last loss and total norm, and the findings of a run."""
     source = Source(run, tuple(findings))
     said = outcome(source)
-    status = " · ".join(part for part in (run.status.value, said.status) if part)
+    status = " · ".join(part for part in (said.state, said.status) if part)
     parts = [
         f"<div><strong>{html_of(run.name or 'unnamed run')}</strong> <small>{html_of(status)}</small></div>",
         _verdict(said),

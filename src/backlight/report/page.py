@@ -155,7 +155,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
         "steps": source.step_range,
         "run": {
             "name": visible(source.run.name) or "unnamed run",
-            "status": source.run.status.value,
+            "status": said.state,
             "monitors": [visible(monitor) for monitor in source.run.monitors],
         },
         "verdict": {

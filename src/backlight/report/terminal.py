@@ -67,7 +67,7 @@ def print_findings(
     glyph = {"error": "✕", "warning": "!", "info": "i", "clear": "✓"}.get(said.tone, "?")
     console.print(Text(visible(run.name) or "unnamed run", "bold"))
     console.print(Text.assemble((f"{glyph} {said.tally}.", f"bold {_TONES[said.tone]}"), f" {said.detail}"))
-    for parts in ((run.status.value, said.status), said.about):
+    for parts in ((said.state, said.status), said.about):
         if line := PARTED.join(part for part in parts if part):
             console.print(Text(line, "dim"))
     for loss in said.losses:

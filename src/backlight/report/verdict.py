@@ -53,10 +53,11 @@ class Outcome:
     """The verdict in words; ``tone`` is ``error``, ``warning``, ``info``, ``clear`` or ``unmeasured``.
 
     ``headline`` is the title of the worst finding, or the result of a run without one; a run that failed is
-    as bad as an error. ``tally`` is how the run ended, if not well, and counts the findings; ``hints`` counts
-    the hints. ``lacks`` is what the run lacks of a recording to its end, empty where it lacks nothing: else
-    the tone is never ``clear``. ``about`` is the model, the command and the host, each where it is known.
-    ``withdrawn`` was reported while the run went on, and is not among the findings.
+    as bad as an error. ``state`` is the word of its status. ``tally`` is how the run ended, if not well, and
+    counts the findings; ``hints`` counts the hints. ``lacks`` is what the run lacks of a recording to its
+    end, empty where it lacks nothing: else the tone is never ``clear``. ``about`` is the model, the command
+    and the host, each where it is known. ``withdrawn`` was reported while the run went on, and is not among
+    the findings.
     """
 
     tone: str
@@ -65,6 +66,7 @@ class Outcome:
     hints: int
     lacks: str
     detail: str
+    state: str
     status: str
     about: tuple[str, ...]
     losses: tuple[str, ...]
@@ -118,11 +120,12 @@ def outcome(source: Source) -> Outcome:
         tone, counted = "error", f"{ended}. {counted}"
     if command := explaining_command(source.run):
         detail += f" `{command}` explains it."
-    state = (
-        status_line(source), about(source), _losses(source),
+    word = "interrupted" if is_interrupted(source.run) else source.run.status.value
+    known = (
+        word, status_line(source), about(source), _losses(source),
         tuple(withdrawn(source.run, (*source.findings, *source.hints))), _unmeasured(source),
     )  # fmt: skip
-    return Outcome(tone, headline, counted, len(source.hints), lacks, detail, *state)
+    return Outcome(tone, headline, counted, len(source.hints), lacks, detail, *known)
 
 
 def hints_line(source: Source) -> str:
@@ -173,15 +176,21 @@ def ending(run: Run) -> str:
     if event is None:
         return "Failed"
     rank = f" on rank {event.rank}" if run.attempts[-1].world_size > 1 else ""
-    is_interrupt = stop is None and event.payload.get("type") == "KeyboardInterrupt"
     step = "" if event.step is None else f" at step {number(event.step)}"
     line = f" ({visible(event.payload['line'])})" if event.payload.get("line") else ""
     if stop is not None:
         return f"Stopped on {visible(stop.payload.get('rule'))}{step}"
-    if is_interrupt:
+    if is_interrupted(run):
         return f"Interrupted{step}{rank}"
     during = " in backward" if event.payload.get("in_backward") else ""
     return f"Failed with {visible(event.payload.get('type', 'an exception'))}{during}{step}{rank}{line}"
+
+
+def is_interrupted(run: Run) -> bool:
+    """Return whether the user's interrupt ended a run, however its script then left."""
+    event = first_event(run, EXCEPTION) if run.status is RunStatus.FAILED else None
+    stopped = first_event(run, STOPPED) is not None
+    return event is not None and not stopped and event.payload.get("type") == "KeyboardInterrupt"
 
 
 def explaining_command(run: Run) -> str:
@@ -227,7 +236,7 @@ def status_line(source: Source) -> str:
         how = f"stopped on {visible(stop.payload.get('rule'))}"
     elif event is not None and last.status is RunStatus.FAILED:
         texts = (str(event.payload.get(key, "")) for key in ("type", "message"))
-        how = visible(": ".join(filter(None, texts)))[:MESSAGE]
+        how = "" if is_interrupted(source.run) else visible(": ".join(filter(None, texts)))[:MESSAGE]
     parts = [how] if how else []
     if len(attempts) > 1:
         offsets = listed([number(a.step_offset) for a in attempts[1:]])

@@ -48,8 +48,8 @@ def ls(
 ) -> None:
     """List the runs of a directory, the newest first.
 
-    The loss is the last one logged. Findings are those stored while the run was watched; none: checked,
-    nothing found; -: not checked.
+    The loss is the last one logged, with what it is where one step has several. Findings are those stored
+    while the run was watched; none: checked, nothing found; -: not checked.
     """
     from backlight.cli.render.run_list import print_runs
     from backlight.store.read.run_list import list_runs

@@ -51,11 +51,20 @@ def _table(runs: Sequence[ListedRun], left_out: Sequence[str]) -> Table:
     for run in runs:
         cells: tuple[str | Text, ...] = (
             Text(run.state.value, _STATES.get(run.state, "")), _moment(run.started), _span(run.seconds),
-            f"{run.steps:,}", "-" if run.loss is None else number(run.loss), _findings(run),
+            f"{run.steps:,}", _loss(run), _findings(run),
         )  # fmt: skip
         shown = (cell for name, cell in zip(names, cells, strict=True) if name not in left_out)
         table.add_row(Text(visible(run.path.name)), *shown)  # whole, to be copied
     return table
+
+
+def _loss(run: ListedRun) -> str:
+    """Return the last loss, and what it is where that is not plain: ``4.2 (sum of 8)``."""
+    if run.loss is None:
+        return "-"
+    return number(run.loss) + (
+        f" ({run.loss_label.removesuffix(' losses')})" if run.loss_label != "loss" else ""
+    )
 
 
 def _findings(run: ListedRun) -> Text:

@@ -35,10 +35,11 @@ class ListedRun:
     """One directory of a list of runs.
 
     ``started`` and ``seconds`` are in seconds, since the epoch and over all attempts. ``loss`` is the last
-    one that the first rank logged, None where none was. ``findings`` are those stored while the run was
-    watched, without hints; only with ``evaluated`` and without ``lacks``, what is missing of a recording to
-    its end, does their absence mean that the rules found nothing. Of a directory that is no run, or a damaged
-    one, all but ``path`` and ``problem`` is unknown.
+    one that the first rank logged, None where none was, and ``loss_label`` what it is: ``loss``, ``sum of N
+    losses``, or ``one of N losses`` where several networks have their own. ``findings`` are those stored
+    while the run was watched, without hints; only with ``evaluated`` and without ``lacks``, what is missing
+    of a recording to its end, does their absence mean that the rules found nothing. Of a directory that is no
+    run, or a damaged one, all but ``path`` and ``problem`` is unknown.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class ListedRun:
     seconds: float | None = None
     steps: int = 0
     loss: float | None = None
+    loss_label: str = "loss"
     worst: Severity | None = None
     findings: int = 0
     evaluated: bool = False
@@ -124,7 +126,7 @@ def _listed(path: Path) -> ListedRun:
 def _summary(path: Path, manifest: Manifest) -> ListedRun:
     newest = max(manifest.attempts, key=lambda entry: entry.index)
     state = newest.progress.status_now()
-    steps, loss, problem = newest.step_offset + newest.progress.step, None, ""
+    steps, loss, label, problem = newest.step_offset + newest.progress.step, None, "loss", ""
     findings: list[Finding] = []
     evaluated: dict[str, Any] | None = None
     try:
@@ -136,16 +138,26 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
         if file.rank != WATCHDOG_RANK:
             evaluated = evaluated or file.last_event(EVALUATED)
             last = file.last_scalar("backlight", "loss")
-            steps, loss = max(steps, file.last_step), loss if last is None else last
+            steps = max(steps, file.last_step)
+            if last is not None:
+                loss, label = last, _loss_label(file)
     subjects = {
         (f.rule, f.subject.parameter, f.subject.module): f.severity for f in findings if not f.is_hint
     }
     return ListedRun(
-        path, state, manifest.attempts[0].started, sum(map(_seconds, manifest.attempts)), steps + 1, loss,
-        max(subjects.values(), key=lambda severity: severity.rank, default=None), len(subjects),
+        path, state, manifest.attempts[0].started, sum(map(_seconds, manifest.attempts)), steps + 1,
+        loss, label, max(subjects.values(), key=lambda severity: severity.rank, default=None), len(subjects),
         evaluated is not None and steps >= 0,  # without a step, nothing was there to evaluate
         shortfall_of_first(newest, steps, evaluated), problem,
     )  # fmt: skip
+
+
+def _loss_label(file: RankFile) -> str:
+    own = sum(of == "backlight" and name.startswith("loss/") for _, of, name in file.scalar_names)
+    sums = file.last_scalar("backlight", "losses")
+    if own > 1:
+        return f"one of {own} losses"
+    return f"sum of {int(sums)} losses" if sums else "loss"
 
 
 def _newest_files(path: Path, entry: AttemptEntry, run_id: str, *, live: bool) -> Sequence[RankFile]:

@@ -33,6 +33,12 @@ def test_data_wait_without_a_control_is_info_of_a_profile(stored: Any, evaluated
     assert found.evidence[0].path == "scalars/phase/data"
 
 
+def test_half_of_a_step_waiting_for_data_is_told_without_a_profile(stored: Any, evaluated: Any) -> None:
+    (found,) = evaluated(stored(WAITING | {"data": 0.9}), "bottleneck")
+    assert found.severity is Severity.INFO
+    assert "backlight profile --confirm" in found.fix
+
+
 def test_control_confirms_or_refutes_the_data_wait(stored: Any, evaluated: Any) -> None:
     (found,) = evaluated(stored(WAITING, profile=control(0.72)), "bottleneck")
     assert found.severity is Severity.INFO

@@ -146,8 +146,12 @@ class EvaluationModes(Check):
             ]
             # Without a momentum, batch norm averages over all batches: statistics are being estimated.
             if active and all(getattr(module, "momentum", 0.0) is not None for _, module in active):
-                names = [name for name, _ in active[:NAMED]]
-                self._report(model, "evaluated_in_training", modules=names, kinds=kinds_of(active))
+                facts = {
+                    "modules": [name for name, _ in active[:NAMED]],
+                    "kinds": kinds_of(active),
+                    "dropouts": sum(is_dropout(module) for _, module in active),
+                }
+                self._report(model, "evaluated_in_training", **facts)
 
     def _report(self, model: nn.Module, kind: str, **facts: Any) -> None:
         self.report("module_modes", self.run.clock.index, kind=kind, model=kind_of(model), **facts)

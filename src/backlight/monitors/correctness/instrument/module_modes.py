@@ -86,6 +86,7 @@ class ModuleModes(Check):
             may_be_meant=bool(part) or (is_loaded and not drops and not self._has_changed),
             modules=[name for name, _ in relevant[:NAMED]],
             kinds=kinds_of(relevant),
+            dropouts=sum(is_dropout(module) for _, module in relevant),
         )
 
 

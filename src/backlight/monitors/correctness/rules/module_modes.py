@@ -40,8 +40,8 @@ def _trained_in_evaluation(model: str, found: Sequence[Event]) -> Finding:
         title=f"{who} is trained in evaluation mode",
         detail=(
             f"From step {step} on, the optimizer updates {who} while the module and its "
-            f"{_kinds(found[0])} are in evaluation mode. Dropout drops nothing, and batch norm does not "
-            "update its statistics."
+            f"{_kinds(found[0])} are in evaluation mode. "
+            f"{_effects(found[0], 'dropout drops nothing', 'batch norm does not update its statistics')}."
         ),
         subject=Subject(module=facts["modules"][0] or None, step=step),
         evidence=(evidence_of(found, ", ".join(facts["modules"]), "modules"),),
@@ -62,8 +62,9 @@ def _evaluated_in_training(model: str, found: Sequence[Event]) -> Finding:
         title=f"{model} is evaluated in training mode",
         detail=(
             f"At step {step} batches of a data set that nothing is learned from went through {model} "
-            f"without gradients, while its {_kinds(found[0])} were in training mode. Dropout drops values, "
-            "and batch norm mixes each batch into its statistics: the figures are not those of the model."
+            f"without gradients, while its {_kinds(found[0])} were in training mode. "
+            f"{_effects(found[0], 'dropout drops values', 'batch norm mixes each batch into its statistics')}"
+            ": the figures are not those of the model."
         ),
         subject=Subject(module=facts["modules"][0] or None, step=step),
         evidence=(evidence_of(found, ", ".join(facts["modules"]), "modules"),),
@@ -157,6 +158,15 @@ _CASES = {
     "train_not_called": _train_not_called,
     "random_spectral_norm": _random_spectral_norm,
 }
+
+
+def _effects(event: Event, dropout: str, norm: str) -> str:
+    """Return what those modules do in their mode that are there."""
+    total = sum(event.payload["kinds"].values())
+    dropouts = event.payload.get("dropouts")
+    said = [dropout] * (dropouts != 0) + [norm] * (dropouts != total)
+    sentence = ", and ".join(said)
+    return f"{sentence[:1].upper()}{sentence[1:]}"
 
 
 def _kinds(event: Event) -> str:

@@ -70,6 +70,7 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
             evidence.append(
                 phrases.scalar(f"clip/{name}", int(other.steps[place]), other.values[place], unit)
             )
+    has_scaler = len(run.scalar("scaler/scale").steps) > 0
     limit = str(evidence[-1].value) if evidence and evidence[-1].path.endswith("limit") else "the clip norm"
     if scale_free:
         divide = "divides" if len(scale_free) == 1 else "divide"
@@ -91,8 +92,8 @@ def always_clipped(run: Run, limits: ClippedLimits) -> Iterator[Finding]:
         evidence=tuple(evidence),
         fix=(
             f"Set the clip norm (now {limit}) near the usual total norm, so that it catches only outliers, "
-            "or reduce the norm: average the loss over the batch, or call `scaler.unscale_(optimizer)` "
-            "before clipping."
+            "or reduce the norm: average the loss over the batch"
+            + (", or call `scaler.unscale_(optimizer)` before clipping." if has_scaler else ".")
         ),
         refuted_if="clipping every step is intended, as in normalised or differentially private SGD.",
     )

@@ -55,6 +55,9 @@ class BottleneckLimits(BusyLimits):
     """Limits of the rule ``bottleneck``."""
 
     data_share: float = limit(0.1, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0)
+    data_alone: float = limit(
+        0.5, "share of a steady step spent waiting for data that is reported without a profile", high=1.0
+    )
     data_match: float = limit(
         0.5, "share of the wait that a cached batch must save before data is the cause", high=1.0
     )
@@ -104,10 +107,10 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     only a step that becomes faster with a cached batch is bound by data.
     """
     table = steady_phases(run, limits)
-    if table is None or read_profile(run) is None:
-        return  # a share without a control is a suspicion, for the command that can test it
+    if table is None:
+        return
     share = float(np.median(table.phase(Phase.DATA) / table.total))
-    if share <= limits.data_share:
+    if share <= (limits.data_alone if read_profile(run) is None else limits.data_share):
         return
     evidence = [phase_evidence(table, Phase.DATA)]
     wait = f"Waiting for data takes {percent(share)} of a steady step ({len(table.steps)} steps)"
