@@ -148,6 +148,57 @@ def test_owner_rules_find_each_use(uses: Callable[[ast.AST], Iterator[int]], cod
     assert len(list(uses(ast.parse(code)))) == count
 
 
+def opened_for_writing(tree: ast.AST) -> Iterator[int]:
+    """Yield the lines that open a path for writing other than as a new file, or replace a file by name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="write_text" | "write_bytes")):
+                yield node.lineno
+            case ast.Call(func=ast.Attribute(value=ast.Name("os"), attr="replace" | "rename")):
+                yield node.lineno
+            case ast.Call(ast.Name("open") | ast.Attribute(attr="open"), args, keywords):
+                modes = [*args, *(keyword.value for keyword in keywords if keyword.arg == "mode")]
+                texts = (mode.value for mode in modes if isinstance(mode, ast.Constant))
+                if any(re.fullmatch("[wa][bt+]*|r[bt]*[+][bt]*", str(text)) for text in texts):
+                    yield node.lineno
+
+
+WRITERS = {
+    "analysis/live.py": "a file in a private temporary folder",
+    "diagnose/scaling/sweep.py": "a file in a private temporary folder",
+    "diagnose/scaling/worker.py": "a file in a private temporary folder",
+    "diagnose/test_matrix/case_run.py": "files in a directory that this process has just made",
+    "monitors/health/samples_monitor.py": "a file of the kernel",
+    "monitors/stalls/model/runtime_dir.py": "documents in a directory with mode 0700",
+    "store/read/snapshot.py": "a copy in a private temporary folder",
+}
+"""Modules that open a path for writing without :mod:`backlight.atomic_files`, and why they may."""
+
+
+def test_files_are_written_by_atomic_files() -> None:
+    found = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if any(opened_for_writing(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert found == set(WRITERS)
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("path.write_text(text); path.write_bytes(data)", 2),
+        ("open(path, 'w'); path.open('ab'); path.open(mode='r+b'); os.replace(a, b)", 4),
+        (
+            "path.open('xb'); path.open(); open(path, 'rb'); gzip.open(path, 'rt'); write_text(a, b)",
+            0,
+        ),
+    ],
+)
+def test_writers_are_found(code: str, count: int) -> None:
+    assert len(list(opened_for_writing(ast.parse(code)))) == count
+
+
 def test_public_names() -> None:
     assert sorted(backlight.__all__) == [
         "Evidence", "Finding", "Monitor", "Pending", "Run", "Severity", "StopTraining", "Watch",

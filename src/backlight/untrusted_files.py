@@ -89,6 +89,9 @@ def _checked(path: Path, found: os.stat_result, max_bytes: int, owners: Collecti
         raise RefusedFileError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
     if owners and found.st_uid not in owners:
         raise RefusedFileError(errno.EPERM, f"it belongs to another user ({found.st_uid})", str(path))
+    if owners and found.st_nlink > 1 and found.st_uid != path.parent.stat().st_uid:
+        # Who owns the directory may have linked any file of this user into it.
+        raise RefusedFileError(errno.EPERM, "it is a second name of a file of another user", str(path))
     if found.st_size > max_bytes:
         raise _too_large(path, found.st_size, max_bytes)
     return found.st_size

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import backlight
+from backlight import atomic_files
 from backlight.store.errors import RunPathError
 from backlight.store.format.manifest import Manifest
-from backlight.store.platform import atomic_json
 from backlight.store.write import attempt, database
 
 
@@ -47,7 +47,7 @@ def refuse(error: Exception) -> Callable[..., Any]:
 PLACES = {
     "folder": (Path, "mkdir"),
     "manifest": (Manifest, "write"),
-    "document": (atomic_json, "write_atomically"),
+    "document": (atomic_files, "write"),
     "database": (database, "connect"),
 }
 

@@ -173,16 +173,16 @@ def write(result: QueryResult, target: Path, *, overwrite: bool = False, raw: bo
 
 
 def _write_csv(result: QueryResult, path: Path, *, raw: bool) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with path.open("x", encoding="utf-8", newline="") as file:
         print_csv(result, file, raw=raw)
 
 
 def _write_parquet(result: QueryResult, path: Path) -> None:
     import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
 
-    with pq.ParquetWriter(path, result.reader.schema) as file:
+    with path.open("xb") as file, pq.ParquetWriter(file, result.reader.schema) as writer:
         for batch in result.reader:
-            file.write_batch(batch)
+            writer.write_batch(batch)
 
 
 def print_csv(result: QueryResult, file: TextIO = sys.stdout, *, raw: bool = False) -> None:

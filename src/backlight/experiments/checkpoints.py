@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from backlight import devices
-from backlight.store.platform import atomic_json
+from backlight import atomic_files, devices
 
 if TYPE_CHECKING:
     from backlight.experiments.task import Task
@@ -36,7 +35,7 @@ def save(directory: Path, step: int, state: Mapping[str, Any], *, keep: int = 2)
     buffer = io.BytesIO()
     torch.save(_plain(state), buffer)
     path = directory / f"step-{step:09d}.pt"
-    atomic_json.write_atomically(path, buffer.getvalue())
+    atomic_files.write(path, buffer.getvalue())
     for old in _saved(directory)[:-keep]:
         old.unlink(missing_ok=True)
     return path

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from backlight import untrusted_files
+from backlight import atomic_files, untrusted_files
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.parameters import Scope
 from backlight.experiments import checkpoints
@@ -33,7 +33,6 @@ from backlight.monitors.grokking.model.measures import TIERS, DiskGuard, Measure
 from backlight.records import RunStatus, to_json
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_pieces import Filters
-from backlight.store.platform import atomic_json
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
@@ -247,7 +246,7 @@ def run_experiment(
     try:
         if state is None:
             text = json.dumps(to_json(configuration.as_mapping()), indent=2)
-            atomic_json.write_atomically(path / CONFIGURATION, text.encode())
+            atomic_files.write(path / CONFIGURATION, text.encode())
             # Dropout draws from the global random state; a resumed run restores that state instead.
             torch.manual_seed(derived_seed(configuration.seed, "training"))
         else:

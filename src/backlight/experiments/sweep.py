@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backlight import atomic_files
 from backlight.experiments.config import Configuration, ConfigurationError
 from backlight.launch.ray_tasks import RayOptions, run_tasks
 from backlight.launch.slurm import ClusterError, require, sbatch_lines
@@ -96,7 +97,9 @@ def run_all(
 
     def run(directory: Path, line: Sequence[str]) -> int:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with directory.with_name(f"{directory.name}.log").open("wb") as log:
+        path = directory.with_name(f"{directory.name}.log")
+        path.unlink(missing_ok=True)
+        with atomic_files.open_log(path) as log:
             return subprocess.run(line, stdout=log, stderr=log, env=environment, check=False).returncode
 
     failed = 0
@@ -136,7 +139,7 @@ def _run_task(directory: Path, line: Sequence[str], threads: int) -> None:
     is_begun = (directory / "manifest.json").exists() and "--resume" not in line
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_name(f"{directory.name}.log").open("ab") as log:
+    with atomic_files.open_log(directory.with_name(f"{directory.name}.log")) as log:
         # Where the task is cancelled, nothing that it has started goes on.
         done = run_in_own_session(
             [sys.executable, *line[1:], *(["--resume"] if is_begun else [])],

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backlight import atomic_files
 from backlight.distributed import JOB_SEPARATOR, slurm_restarts
 from backlight.text import assignments
 
@@ -178,8 +179,7 @@ def write_script(path: Path, text: str, logs: Path) -> None:
             raise ClusterError(
                 f"--slurm-script {path}: exists with other content; remove it, or give another name"
             )
-        path.touch(0o700)  # the command in it may hold secrets
-        path.write_text(text, encoding="utf-8")
+        atomic_files.write(path, text.encode(), 0o700)  # the command in it may hold secrets
     except OSError as error:
         raise ClusterError(f"--slurm-script {path}: cannot be written: {error.strerror or error}") from error
     logs.mkdir(parents=True, exist_ok=True)  # sbatch makes none

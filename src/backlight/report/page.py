@@ -12,7 +12,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from backlight import __version__
+from backlight import __version__, atomic_files
 from backlight.findings.pages import rule_page
 from backlight.records import Finding
 from backlight.registry import warn
@@ -32,7 +32,6 @@ from backlight.report.panel import (
 )
 from backlight.report.source import Source
 from backlight.report.sparkline import evidence_line
-from backlight.store.platform.atomic_json import write_atomically
 from backlight.text import number, visible
 
 ASSETS = files("backlight.report") / "assets"
@@ -54,7 +53,7 @@ UNDRAWN = (
 def write_page(text: str, target: Path) -> Path:
     """Write a page as a whole, or not at all, and return its path."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, text.encode())
+    atomic_files.write(target, text.encode())
     return target
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from backlight import untrusted_files
+from backlight import atomic_files, untrusted_files
 from backlight.trace.events import COLUMNS, Events, Trace
 from backlight.trace.reader import read_trace
 
@@ -77,12 +77,8 @@ def _save(trace: Trace, kept: Path) -> None:
         **{name: getattr(trace, name) for name in _KEPT},
     }
     table = pa.table(arrays).replace_schema_metadata({_KEY: json.dumps(about).encode()})
-    partial = kept.with_name(f".{kept.name}.{os.getpid()}")
-    try:
-        pq.write_table(table, partial, compression="zstd", compression_level=1, use_dictionary=False)
-        partial.replace(kept)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_files.replacing(kept) as temporary, temporary.open("xb") as file:
+        pq.write_table(table, file, compression="zstd", compression_level=1, use_dictionary=False)
 
 
 def _load(path: Path, kept: Path) -> Trace | None:

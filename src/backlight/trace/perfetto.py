@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 
+from backlight import atomic_files
 from backlight.trace import chunks
 from backlight.trace.analysis import chosen_steps
 from backlight.trace.classification import MEMCPY, MEMSET
@@ -38,7 +39,11 @@ def save_overlay(timeline: Timeline, path: Path, number: int | None = None) -> i
     if path.resolve() == source.resolve():
         raise TraceError(f"{path}: is the trace itself; expected another file to write")
     added = [*_path(timeline, number), *_queues(timeline), *_bandwidths(timeline)]
-    with chunks.open_text(source) as text, path.open("wb") as raw:
+    with (
+        chunks.open_text(source) as text,
+        atomic_files.replacing(path) as temporary,
+        temporary.open("xb") as raw,
+    ):
         head, begin = chunks.read_head(text, source)
         if head is None:
             raise TraceError(f"{source}: is no trace any more: it was changed while it was read")

@@ -168,7 +168,7 @@ def test_failed_export_leaves_no_file(
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporting.atomic_json, "sync_file", full)
+    monkeypatch.setattr(exporting.atomic_files, "sync_file", full)
     target = tmp_path / "exports"
     target.mkdir()
     with pytest.raises(ExportError, match="cannot be written: No space left on device"):

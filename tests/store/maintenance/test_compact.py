@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from backlight import atomic_files
 from backlight.records import ParameterRecord, RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError
 from backlight.store.maintenance.compact import compact
@@ -98,7 +99,7 @@ def compact_up_to(path: Path, point: int, monkeypatch: pytest.MonkeyPatch) -> bo
         left[0] -= 1
 
     def counted_unlink(self: Path, missing_ok: bool = False) -> None:
-        if not atomic_json.is_temporary(self.name):
+        if not atomic_files.is_temporary(self.name):
             step()
         unlink(self, missing_ok=missing_ok)
 

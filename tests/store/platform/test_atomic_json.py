@@ -1,32 +1,17 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from answers import strict_loads
-from backlight import untrusted_files
+from backlight import atomic_files, untrusted_files
 from backlight.records import Severity
 from backlight.store.errors import RunFormatError
 from backlight.store.platform import atomic_json
 from backlight.untrusted_files import MAX_TEXT_BYTES
-
-
-def test_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "manifest.json"
-    atomic_json.write_atomically(path, b"old")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        atomic_json.write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["manifest.json"]
 
 
 def test_json_accepts_numpy_and_sets() -> None:
@@ -139,7 +124,7 @@ def test_document_is_read_again_while_its_writer_overwrites_it(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(atomic_json, "write_atomically", full)
+    monkeypatch.setattr(atomic_files, "write", full)
     atomic_json.write_document(path, {"a": "y"})  # takes the place of the old one, and spaces
     new = path.read_bytes()
     assert len(new) == len(old)

@@ -145,7 +145,8 @@ def test_local_rows_are_reported_and_recovered_after_a_kill(
     assert any(f"in {local}" in loss and "backlight compact" in loss for loss in run.losses)
     result = compact(path)
     assert any("recovered" in note for note in result.notes)
-    assert list(local.iterdir()) == []
+    (folder,) = local.iterdir()  # any run may name any folder: rows are copied, and nothing is removed
+    assert (folder / "rank-00000.db").exists()
     run = open_run(path)
     assert run.series_steps("gradient").tolist() == list(range(40))
     assert [loss for loss in run.losses if "was killed" not in loss] == []
@@ -161,7 +162,7 @@ def test_missing_or_foreign_local_database_stays_reported(
         (folder / name).unlink()
     foreign = folder / "rank-00000.db"
     shutil.copyfile(tmp_path / "other" / "attempt-000" / "rank-00000.db", foreign)
-    assert any("belongs to another run and is left alone" in note for note in compact(path).notes)
+    assert any("belongs to another run" in note for note in compact(path).notes)
     assert foreign.exists()
     foreign.unlink()
     assert any("does not exist here" in note for note in compact(path).notes)

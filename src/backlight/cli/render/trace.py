@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from backlight import atomic_files
 from backlight.cli.console import Page, make_table
 from backlight.cli.render.trace_details import detail_tables, ms
 from backlight.terminal import make_console
@@ -69,7 +70,7 @@ def save_page(analysis: Analysis, path: Path, top: int) -> None:
         text = console.export_html(inline_styles=True)
     else:
         text = f"# Trace\n\n```text\n{console.export_text()}```\n"
-    path.write_text(text, encoding="utf-8")
+    atomic_files.write(path, text.encode())
 
 
 def _print_source(one: RankAnalysis, page: Page) -> None:

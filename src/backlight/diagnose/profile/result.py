@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from backlight import atomic_files
 from backlight.diagnose.profile.controls import ControlResult
 from backlight.diagnose.profile.line_samples import LineTime, Sampling, StackTime, speedscope
 from backlight.diagnose.profile.module_tree import ModuleRow
@@ -192,7 +193,7 @@ def write_flame_graph(result: ProfileResult, path: Path) -> None:
     if not result.stacks:
         raise ValueError(f"{path}: not written: no line was sampled in steady steps; raise --timed")
     try:
-        path.write_text(json.dumps(speedscope(result.script, result.stacks)), encoding="utf-8")
+        atomic_files.write(path, json.dumps(speedscope(result.script, result.stacks)).encode())
     except OSError as error:
         raise ValueError(f"{path}: cannot write the flame graph: {error.strerror}") from None
 

@@ -16,6 +16,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from backlight import atomic_files
 from backlight.records import DiagnosisKind
 from backlight.text import did_you_mean
 from backlight.untrusted_files import read_text
@@ -182,7 +183,7 @@ def write_plan(path: Path) -> None:
     """Write a plan to be adapted by hand; a PlanError if the file exists already."""
     if path.exists():
         raise PlanError(f"{path}: exists already; --init overwrites nothing, choose another name")
-    path.write_text(_TEMPLATE.read_text(encoding="utf-8"), encoding="utf-8")
+    atomic_files.write(path, _TEMPLATE.read_bytes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from urllib.parse import quote
 from markdown_it import MarkdownIt
 from pydantic import TypeAdapter, ValidationError
 
+from backlight import atomic_files
 from backlight.diagnose.test_matrix.case_run import EVIDENCE, OUTPUTS
 from backlight.diagnose.test_matrix.decision_tree import Branch, Status
 from backlight.diagnose.test_matrix.evaluation import CaseResult, Comparison
@@ -21,7 +22,6 @@ from backlight.processes import available_cores
 from backlight.records import DiagnosisKind
 from backlight.report.markdown import code, escape
 from backlight.store.export.archive import write_archive
-from backlight.store.platform.atomic_json import write_atomically
 from backlight.untrusted_files import read
 
 REPORT = "test-matrix.json"
@@ -169,7 +169,7 @@ def read_report(root: Path) -> MatrixReport:
 def write_report(root: Path, target: Path, *, as_html: bool) -> Path:
     """Write the report of the test matrix in ``root`` to ``target`` and return it."""
     text = (page if as_html else as_markdown)(read_report(root))
-    write_atomically(target, text.encode(errors="backslashreplace"))
+    atomic_files.write(target, text.encode(errors="backslashreplace"))
     return target
 
 

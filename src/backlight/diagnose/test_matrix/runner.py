@@ -14,6 +14,7 @@ from pathlib import Path
 import filelock
 from pydantic import TypeAdapter, ValidationError
 
+from backlight import atomic_files
 from backlight.diagnose.test_matrix.case_run import run_case
 from backlight.diagnose.test_matrix.decision_tree import check_tree, walk
 from backlight.diagnose.test_matrix.evaluation import CaseResult, compare, evaluate
@@ -21,7 +22,6 @@ from backlight.diagnose.test_matrix.plan import Case, Plan, PlanError, cases_of,
 from backlight.diagnose.test_matrix.report import REPORT, REPORTS, MatrixDirectoryError, MatrixReport
 from backlight.launch.subprocess import end_marked
 from backlight.redaction import Redaction
-from backlight.store.platform.atomic_json import write_atomically
 from backlight.text import did_you_mean
 from backlight.untrusted_files import read
 
@@ -96,7 +96,7 @@ def _run(root: Path, case: Case) -> CaseResult:
     relative = attempt.relative_to(root).as_posix()
     result = CaseResult(shown, case.digest, relative, observed, evaluate(observed))
     # From here on the case counts as done.
-    write_atomically(attempt / "result.json", _RESULTS.dump_json(result, indent=2))
+    atomic_files.write(attempt / "result.json", _RESULTS.dump_json(result, indent=2))
     return result
 
 
@@ -124,7 +124,7 @@ def _store(prepared: Prepared, root: Path, out: Path, results: Mapping[str, Case
     rerun = shlex.join(["backlight", "test-matrix", str(prepared.path), "--out", str(out)])
     name = prepared.plan.name or prepared.path.stem
     report = MatrixReport(name, rerun, tuple(done.values()), tuple(comparisons.values()), branches)
-    write_atomically(root / REPORT, REPORTS.dump_json(report, indent=2))
+    atomic_files.write(root / REPORT, REPORTS.dump_json(report, indent=2))
     return report
 
 
@@ -136,7 +136,7 @@ def _locked(root: Path, plan: Path) -> Iterator[None]:
     (root / "cases").mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(root / ".lock", timeout=0):
-            write_atomically(root / "plan.toml", read(plan, links=True))
+            atomic_files.write(root / "plan.toml", read(plan, links=True))
             starts = root.glob("cases/*/*/start.json")
             unfinished = [start for start in starts if not (start.parent / "result.json").exists()]
             end_marked(json.loads(read(start))["mark"] for start in unfinished)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backlight import atomic_files
 from backlight.registry import warn
 from backlight.report.page import rendered
 from backlight.report.panel import PANELS, Drawn, Panel, PanelWarning, failed
@@ -96,14 +97,17 @@ def write_animations(source: Source, folder: Path) -> tuple[Path, ...]:
                 figure.clear()
                 spectra.draw(figure, view, limits)
                 frame = frames / f"step-{view.step:08d}.png"
-                figure.savefig(frame, dpi=FRAME_DPI)
+                with atomic_files.replacing(frame) as temporary, temporary.open("xb") as file:
+                    figure.savefig(file, format="png", dpi=FRAME_DPI)
                 written.append(frame)
                 with Image.open(frame) as drawn:
                     pictures.append(drawn.convert("RGB").quantize(64))
             gif = frames.with_name(f"{frames.name}.gif")
-            pictures[0].save(
-                gif, save_all=True, append_images=pictures[1:], duration=1000 // STEPS_PER_S, loop=0
-            )
+            with atomic_files.replacing(gif) as temporary, temporary.open("xb") as file:
+                pictures[0].save(
+                    file, "GIF", save_all=True, append_images=pictures[1:],
+                    duration=1000 // STEPS_PER_S, loop=0,
+                )  # fmt: skip
             written.append(gif)
     return tuple(written)
 
@@ -135,6 +139,7 @@ def _save(panel: Panel, added: str, figure: Figure, folder: Path, formats: Seque
     for form in formats:
         target = folder / f"{name}.{form}"
         meta = {"Date": None} if form == "svg" else None
-        figure.savefig(target, format=form, dpi=PICTURE_DPI, metadata=meta)
+        with atomic_files.replacing(target) as temporary, temporary.open("xb") as file:
+            figure.savefig(file, format=form, dpi=PICTURE_DPI, metadata=meta)
         written.append(target)
     return written

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 import tarfile
 import time
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+
+from backlight import atomic_files
 
 ENDINGS = (".tar.gz", ".tgz", ".zip")
 
@@ -29,18 +30,17 @@ def check_archive(target: Path, what: str = "--bundle") -> None:
 def write_archive(target: Path, members: Iterable[Member]) -> Path:
     """Write ``members`` below one folder into ``target``, whole or not at all; an OSError passes through."""
     check_archive(target)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     root = target.name.removesuffix(next(e for e in ENDINGS if target.name.endswith(e))) or "bundle"
-    try:
+    with atomic_files.replacing(target) as temporary:
         if target.name.endswith(".zip"):
-            with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
+            with zipfile.ZipFile(temporary, "x", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
                 for name, content in members:
                     if isinstance(content, Path):
                         archive.write(content, f"{root}/{name}")
                     else:
                         archive.writestr(f"{root}/{name}", content)
         else:
-            with tarfile.open(temporary, "w:gz") as tar:
+            with tarfile.open(temporary, "x:gz") as tar:
                 for name, content in members:
                     if isinstance(content, Path):
                         tar.add(content, f"{root}/{name}", recursive=False)
@@ -48,7 +48,4 @@ def write_archive(target: Path, members: Iterable[Member]) -> Path:
                         entry = tarfile.TarInfo(f"{root}/{name}")
                         entry.size, entry.mtime = len(content), int(time.time())
                         tar.addfile(entry, io.BytesIO(content))
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
     return target

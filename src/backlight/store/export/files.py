@@ -9,6 +9,7 @@ measured is null, an empty field or NaN with ``measured`` 0; it is never a numbe
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from backlight import atomic_files
 from backlight.extras import require
 from backlight.records import Finding
 from backlight.store.errors import ExportError
@@ -27,7 +29,6 @@ from backlight.store.format.hdf5_pieces import Filters, h5py_module
 from backlight.store.format.names import storable
 from backlight.store.format.schema import SERIES
 from backlight.store.format.spectra import LAYER
-from backlight.store.platform import atomic_json
 from backlight.store.read.run import Run
 
 TABLE_ENDINGS = (".csv", ".parquet")
@@ -94,7 +95,7 @@ def write_arrays(
     check_target(target, (".h5",), "use .h5")
 
     def write(path: Path) -> None:
-        with h5py_module().File(path, "w", locking=False) as file:
+        with h5py_module().File(path, "x", locking=False) as file:
             for name, (values, dims, unit) in arrays.items():
                 dataset = file.create_dataset(_hdf5_text(name), data=np.asarray(values))
                 dataset.attrs["dims"], dataset.attrs["unit"] = list(dims), unit
@@ -145,24 +146,18 @@ def publish_files(files: Mapping[Path, Callable[[Path], None]], *, overwrite: bo
     for path in files:
         if path.exists() and not overwrite:
             raise ExportError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
-    temporary = {path: atomic_json.temporary_name(path) for path in files}
     try:
-        for path, write in files.items():
-            write(temporary[path])
-        for path, source in temporary.items():
-            atomic_json.sync_file(source)
-            atomic_json.publish(source, path)
+        with contextlib.ExitStack() as stack:
+            for path, write in files.items():
+                write(stack.enter_context(atomic_files.replacing(path)))
     except OSError as error:
         first = next(iter(files))
         raise ExportError(f"{first}: cannot be written: {error.strerror or error}") from error
-    finally:
-        for source in temporary.values():
-            source.unlink(missing_ok=True)
     return tuple(files)
 
 
 def _write_csv(path: Path, table: Table, *, raw: bool) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with path.open("x", encoding="utf-8", newline="") as file:
         write_rows(file, [table.names], raw=raw)
         for chunk in table.chunks(table.names):
             rows = zip(*(_fields(chunk[name]) for name in table.names), strict=True)
@@ -181,14 +176,14 @@ def _fields(column: npt.NDArray[Any]) -> list[Any]:
 def _write_parquet(path: Path, table: Table) -> None:
     import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
 
-    with pq.ParquetWriter(path, schema_of(table)) as writer:
+    with path.open("xb") as file, pq.ParquetWriter(file, schema_of(table)) as writer:
         for batch in record_batches(table, table.names):
             writer.write_batch(batch)
 
 
 def _write_h5(run: Run, target: Path) -> None:
     h5py = h5py_module()
-    with h5py.File(target, "w", locking=False) as file:
+    with h5py.File(target, "x", locking=False) as file:
         file.attrs["run_id"] = run.run_id
         names = [_hdf5_text(p.name) for p in run.parameters()]
         file.create_dataset("parameters", data=names, dtype=h5py.string_dtype())

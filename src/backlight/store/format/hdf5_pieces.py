@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backlight import untrusted_files
+from backlight import atomic_files, untrusted_files
 from backlight.extras import require
 from backlight.store.errors import RunFormatError
 from backlight.store.format.schema import ARRAY_ENCODINGS, COMPRESSIONS, FORMAT_VERSION
-from backlight.store.platform import atomic_json
 
 CHUNK_BYTES = 1024 * 1024
 """Size of a chunk; a step larger than this is split along its first axis."""
@@ -121,35 +120,31 @@ def h5py_module() -> Any:
 def write_piece(path: Path, stacks: Iterable[Stack], filters: Filters = PLAIN) -> None:
     """Write a piece under a hidden name, sync it and publish it; an OSError passes through."""
     h5py = h5py_module()
-    temporary = atomic_json.temporary_name(path)
-    try:
-        with h5py.File(temporary, "w", locking=False, libver=("v110", "v110")) as file:
-            file.attrs["kind"] = "backlight arrays"
-            file.attrs["format"] = FORMAT_VERSION
-            for i, stack in enumerate(stacks):
-                group = file.create_group(f"a{i}")
-                steps = np.ascontiguousarray(stack.steps, dtype="<i8")
-                values = np.ascontiguousarray(stack.values)
-                group.create_dataset("steps", data=steps)
-                options = filters.options(values.shape, values.dtype.itemsize)
-                dataset = group.create_dataset("values", data=values, **options)
-                if options:
-                    file.flush()  # until then chunks have no size
-                    if values.nbytes > _MAX_RATIO * dataset.id.get_storage_size():
-                        del group["values"]
-                        group.create_dataset("values", data=values)
-                group.attrs["name"] = json.dumps(stack.info.name)
-                group.attrs["dims"] = json.dumps(list(stack.info.dims))
-                group.attrs["dtype"] = stack.info.dtype
-                group.attrs["unit"] = json.dumps(stack.info.unit)
-                group.attrs["encoding"] = stack.info.encoding
-                group.attrs["encoding_version"] = stack.info.encoding_version
-                group.attrs["crc"] = _checksum(steps, values)
-        atomic_json.sync_file(temporary)
-        atomic_json.publish(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with (
+        atomic_files.replacing(path) as temporary,
+        h5py.File(temporary, "x", locking=False, libver=("v110", "v110")) as file,
+    ):
+        file.attrs["kind"] = "backlight arrays"
+        file.attrs["format"] = FORMAT_VERSION
+        for i, stack in enumerate(stacks):
+            group = file.create_group(f"a{i}")
+            steps = np.ascontiguousarray(stack.steps, dtype="<i8")
+            values = np.ascontiguousarray(stack.values)
+            group.create_dataset("steps", data=steps)
+            options = filters.options(values.shape, values.dtype.itemsize)
+            dataset = group.create_dataset("values", data=values, **options)
+            if options:
+                file.flush()  # until then chunks have no size
+                if values.nbytes > _MAX_RATIO * dataset.id.get_storage_size():
+                    del group["values"]
+                    group.create_dataset("values", data=values)
+            group.attrs["name"] = json.dumps(stack.info.name)
+            group.attrs["dims"] = json.dumps(list(stack.info.dims))
+            group.attrs["dtype"] = stack.info.dtype
+            group.attrs["unit"] = json.dumps(stack.info.unit)
+            group.attrs["encoding"] = stack.info.encoding
+            group.attrs["encoding_version"] = stack.info.encoding_version
+            group.attrs["crc"] = _checksum(steps, values)
 
 
 def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) -> Iterator[Stack]:

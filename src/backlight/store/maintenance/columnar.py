@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from backlight import atomic_files
 from backlight.records import to_json
 from backlight.store.errors import RunFormatError
 from backlight.store.format.columnar import (
@@ -51,8 +52,7 @@ def write_dataset(opened: AttemptFiles, every: int | None, advance: Advance) -> 
     older = columns_folders(opened.folder)
     number = max((parse_columns(p.name) or 0 for p in older), default=-1) + 1
     target = opened.folder / columns_name(number)
-    temporary = atomic_json.temporary_name(target)
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = atomic_files.temporary_name(target)
     temporary.mkdir()
     try:
         _Conversion(opened, temporary, every, advance).run()
@@ -60,8 +60,8 @@ def write_dataset(opened: AttemptFiles, every: int | None, advance: Advance) -> 
         if losses:  # copying the rest would hide the loss
             raise RunFormatError(losses[0])
         for path in temporary.iterdir():
-            atomic_json.sync_file(path)
-        atomic_json.publish(temporary, target)
+            atomic_files.sync_file(path)
+        atomic_files.publish(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
@@ -183,15 +183,18 @@ class _Conversion:
         import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
 
         digests = self.digests.setdefault(name, [])
-        with pq.ParquetWriter(
-            self.folder / f"{name}.parquet",
-            layout,
-            compression="zstd",
-            compression_level=COMPRESSION_LEVEL,
-            use_dictionary=[c for c in layout.names if c not in floats],
-            use_byte_stream_split=list(floats),
-            write_page_checksum=True,
-        ) as writer:
+        with (
+            (self.folder / f"{name}.parquet").open("xb") as file,
+            pq.ParquetWriter(
+                file,
+                layout,
+                compression="zstd",
+                compression_level=COMPRESSION_LEVEL,
+                use_dictionary=[c for c in layout.names if c not in floats],
+                use_byte_stream_split=list(floats),
+                write_page_checksum=True,
+            ) as writer,
+        ):
 
             def write(table: Any) -> None:
                 digests.append(_digest(table))

@@ -7,14 +7,15 @@ compaction can be run again.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
+import os
 import shutil
 import socket
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from backlight import atomic_files
 from backlight.records import RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.format.hdf5_pieces import Filters, merged, read_piece, write_piece
@@ -35,12 +36,13 @@ from backlight.store.format.names import (
 from backlight.store.format.schema import COUNTED
 from backlight.store.maintenance.columnar import Advance, write_dataset
 from backlight.store.platform import atomic_json
-from backlight.store.platform.filesystem import folder_size, locked
+from backlight.store.platform.filesystem import folder_size, is_locked, locked, refuse_links
 from backlight.store.read.attempt_files import AttemptFiles, open_attempt
 from backlight.store.read.columnar import ColumnarRank
-from backlight.store.read.snapshot import Snapshot, sibling, size_of
+from backlight.store.read.rank_file import check_identity
+from backlight.store.read.snapshot import SIDE_FILES, Snapshot, sibling, size_of
 from backlight.store.write.arrays import MAX_MERGED_BYTES
-from backlight.store.write.database import connect
+from backlight.store.write.segments import is_scratch
 
 __all__ = ["Compaction", "compact"]
 
@@ -78,6 +80,7 @@ def compact(
         raise ValueError(f"every is {every}, expected at least 1")
     result = Compaction()
     read_manifest(path)
+    refuse_links(path)
     try:
         with locked(path):
             manifest = read_manifest(path)
@@ -121,16 +124,14 @@ def _compact_attempt(
     _sweep(folder)
     for watchdog in watchdog_files(folder):
         try:
-            if sibling(watchdog, "-wal").exists():
-                Snapshot(watchdog)
-                _fold_log(watchdog)
+            _merge_log(watchdog)
         except (RunFormatError, RunWriteError) as error:
             # A watchdog may outlive the process that it watched, and its file is independent of the others.
             result.notes.append(str(error))
     for rank, progress in attempt.progress.items():
-        _recover_local(folder, rank, progress, manifest.run_id, result)
+        _recover_local(folder, rank, progress, manifest.run_id, attempt.entry.launch, result)
         try:
-            _fold_logs(folder, rank)
+            _merge_logs(folder, rank)
         except (RunFormatError, sqlite3.DatabaseError) as error:
             result.notes.append(str(error))
         _pieces(folder, rank, result)
@@ -143,41 +144,40 @@ def _compact_attempt(
             atomic_json.write_document(folder / document_name(rank), document)
 
 
-def _recover_local(folder: Path, rank: int, progress: Progress, run_id: str, result: Compaction) -> None:
-    """Publish the rows that a killed writer on network storage had only on its local disk."""
+def _recover_local(
+    folder: Path, rank: int, progress: Progress, run_id: str, launch: str, result: Compaction
+) -> None:
+    """Publish the rows that a killed writer on network storage had only on its local disk.
+
+    They are copied, and only from where a writer of this user keeps them: any run may name any folder.
+    """
     if not progress.local:
         return
-    local = Path(progress.local)
-    source = local / database_name(rank)
+    source = Path(progress.local) / database_name(rank)
     if progress.process.host != socket.gethostname() or not source.is_file():
         result.notes.append(
             f"{source} on {progress.process.host} does not exist here; its rows are not recovered"
         )
         return
-    try:
-        meta: dict[str, str] = dict(Snapshot(source).rows("SELECT key, value FROM meta"))
-    except RunFormatError as error:
-        result.notes.append(str(error))
+    if not is_scratch(source.parent):
+        result.notes.append(f"{source}: is not where this user's runs keep their rows; it is left alone")
         return
-    if (meta.get("run_id"), meta.get("rank")) != (run_id, str(rank)):
-        result.notes.append(f"{source} belongs to another run and is left alone")
-        return
-    _fold_log(source)
     taken = [
         span for p in folder.iterdir() if (span := parse_database(p.name)) is not None and span[0] == rank
     ]
-    atomic_json.copy_atomically(
-        source, folder / segment_name(rank, max((last for _, _, last in taken), default=-1) + 1)
-    )
+    segment = segment_name(rank, max((last for _, _, last in taken), default=-1) + 1)
+    try:
+        snapshot = Snapshot(source)
+        check_identity(source, snapshot.meta, rank, run_id, launch)
+        atomic_files.copy(snapshot.merged(), folder / segment)
+    except RunFormatError as error:
+        result.notes.append(str(error))
+        return
     progress.local = ""
-    # The manifest is untrusted: nothing but this file and an empty folder is removed.
-    source.unlink()
-    with contextlib.suppress(OSError):
-        local.rmdir()
-    result.notes.append(f"recovered {source}")
+    result.notes.append(f"recovered {source}, which is needed no longer")
 
 
-def _fold_logs(folder: Path, rank: int) -> None:
+def _merge_logs(folder: Path, rank: int) -> None:
     """Move the logs of the databases of a rank into them, and remove databases that wider ones replace."""
     found = {
         p.name: s for p in folder.iterdir() if (s := parse_database(p.name)) is not None and s[0] == rank
@@ -185,10 +185,9 @@ def _fold_logs(folder: Path, rank: int) -> None:
     names = unmerged(found.items())
     for name in set(found) - set(names):
         (folder / name).unlink()
+        _remove_side_files(folder / name)
     for name in names:
-        if sibling(folder / name, "-wal").exists():
-            Snapshot(folder / name)
-            _fold_log(folder / name)
+        _merge_log(folder / name)
 
 
 def _to_columns(
@@ -228,20 +227,26 @@ def _remove_replaced(folder: Path, opened: AttemptFiles) -> None:
         span = parse_database(child.name)
         if span is not None and span[0] in held:
             child.unlink()
+            _remove_side_files(child)
     for older in columns_folders(folder)[:-1] if held else []:
         shutil.rmtree(older)
 
 
-def _fold_log(path: Path) -> None:
-    """Checkpoint a log into its database file; only then may the file be replaced by another one."""
-    try:
-        with contextlib.closing(connect(path)) as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-            mode = connection.execute("PRAGMA journal_mode = DELETE").fetchone()[0]
-    except sqlite3.OperationalError as error:
-        raise RunWriteError(f"{path}: is in use: {error}; close its readers and try again") from error
-    if mode != "delete" or size_of(sibling(path, "-wal")):
+def _merge_log(path: Path) -> None:
+    """Replace a database by a copy that holds the rows of its log, and remove what lay next to it."""
+    if not any(os.path.lexists(sibling(path, suffix)) for suffix in SIDE_FILES):
+        return
+    if is_locked(path):
         raise RunWriteError(f"{path}: is in use by another program; close it and try again")
+    snapshot = Snapshot(path)
+    if size_of(sibling(path, "-wal")):
+        atomic_files.copy(snapshot.merged(), path)
+    _remove_side_files(path)
+
+
+def _remove_side_files(path: Path) -> None:
+    for suffix in SIDE_FILES:
+        sibling(path, suffix).unlink(missing_ok=True)
 
 
 def _pieces(folder: Path, rank: int, result: Compaction) -> None:
@@ -299,7 +304,7 @@ def _finish(path: Path, folder: Path, rank: int, progress: Progress) -> None:
 def _sweep(folder: Path) -> None:
     """Remove temporary files and datasets of killed processes."""
     for child in folder.iterdir():
-        if atomic_json.is_temporary(child.name) and child.is_file():
+        if atomic_files.is_temporary(child.name) and child.is_file():
             child.unlink()
-        elif atomic_json.is_temporary(child.name) and not child.is_symlink():
+        elif atomic_files.is_temporary(child.name) and not child.is_symlink():
             shutil.rmtree(child)

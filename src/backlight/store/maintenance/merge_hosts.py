@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from backlight import atomic_files, untrusted_files
 from backlight.records import RunStatus, to_json
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.format.manifest import AttemptEntry, Manifest, Progress, read_manifest
@@ -23,9 +24,10 @@ from backlight.store.format.names import (
     columns_folders,
     document_name,
     parse_database,
+    parse_piece,
 )
 from backlight.store.platform import atomic_json
-from backlight.store.platform.filesystem import locked
+from backlight.store.platform.filesystem import locked, refuse_links
 from backlight.store.read.attempt_files import AttemptFiles, open_attempt
 
 
@@ -42,6 +44,7 @@ def merge_hosts(run: str | Path, parts: list[Path]) -> Merge:
     run = Path(run)
     out = Merge()
     try:
+        refuse_links(run)
         with locked(run):
             manifest = read_manifest(run)
             for entry in manifest.attempts:
@@ -51,7 +54,7 @@ def merge_hosts(run: str | Path, parts: list[Path]) -> Merge:
                 plan = _plan(run, manifest, Path(part))
                 for source, target in plan.files:
                     target.parent.mkdir(exist_ok=True)
-                    atomic_json.copy_atomically(source, target)
+                    atomic_files.copy(source, target)
                 for target, document in plan.documents.items():
                     atomic_json.write_document(target, document)
                 out.files += len(plan.files) + len(plan.documents)
@@ -73,6 +76,7 @@ class _Plan:
 def _plan(run: Path, manifest: Manifest, part: Path) -> _Plan:
     """Return what is to be copied from one part; all refusals happen here, before any copy."""
     other = read_manifest(part)
+    refuse_links(part)
     if part.resolve() == run.resolve():
         raise RunExistsError(f"{part}: is the run itself; give the folders that other hosts wrote")
     launches = {entry.launch: entry for entry in manifest.attempts}
@@ -99,10 +103,11 @@ def _plan_attempt(run: Path, own: AttemptEntry, opened: AttemptFiles, out: _Plan
         return
     if columns_folders(opened.folder):
         raise RunExistsError(f"{opened.folder}: was compacted; join the parts first, then compact the run")
-    for source in sorted(p for p in opened.folder.rglob("*") if p.is_file()):
+    for source in sorted(p for p in opened.folder.rglob("*") if not p.is_dir()):
         below = source.relative_to(opened.folder)
-        if atomic_json.is_temporary(source.name) or not _is_store_file(below):
+        if not _is_store_file(below):
             continue
+        _refuse_foreign(source)
         if RANK_DOCUMENT.fullmatch(below.name) and len(below.parts) == 1:
             rank = int(below.stem.removeprefix("rank-"))
             document = _document(source, opened, rank, target.name)
@@ -126,7 +131,18 @@ def _is_store_file(below: Path) -> bool:
         return bool(
             parse_database(name) or WATCHDOG_DATABASE.fullmatch(name) or RANK_DOCUMENT.fullmatch(name)
         )
-    return len(below.parts) == 2 and below.parts[0] in {ARRAYS, EVIDENCE}
+    folder, name = below.parts[0], below.name
+    is_named = parse_piece(name) is not None if folder == ARRAYS else not name.startswith(".")
+    return len(below.parts) == 2 and folder in {ARRAYS, EVIDENCE} and is_named
+
+
+def _refuse_foreign(source: Path) -> None:
+    """Refuse a file that may be one from outside of the part, which the run would then publish."""
+    try:
+        owners = untrusted_files.owners_beside(source)
+        untrusted_files.check(source, atomic_files.MAX_COPIED_BYTES, owners=owners)
+    except OSError as error:
+        raise RunFormatError(f"{source}: {error.strerror}; nothing was copied from there") from error
 
 
 def _document(source: Path, opened: AttemptFiles, rank: int, folder: str) -> dict[str, Any]:

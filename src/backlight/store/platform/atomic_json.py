@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import re
-import shutil
 import zlib
 from pathlib import Path
 from typing import Any
 
-from backlight import strict_json, untrusted_files
+from backlight import atomic_files, strict_json, untrusted_files
 from backlight.records import to_json
 from backlight.store.errors import RunFormatError
 
@@ -123,7 +121,7 @@ def write_document(path: Path, document: Any) -> None:
     """
     data = seal(strict_json.dump(document))
     try:
-        write_atomically(path, data)
+        atomic_files.write(path, data)
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT} or not _overwrite(path, data):
             raise
@@ -132,7 +130,8 @@ def write_document(path: Path, document: Any) -> None:
 def _overwrite(path: Path, data: bytes) -> bool:
     """Write ``data`` and spaces over a file if the blocks that it has are enough; return whether they are."""
     try:
-        with path.open("r+b", buffering=0) as file:
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
             held = os.fstat(file.fileno())
             if len(data) > held.st_blocks * 512:
                 return False
@@ -141,60 +140,3 @@ def _overwrite(path: Path, data: bytes) -> bool:
     except OSError:
         return False
     return True
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace ``path`` by ``data``, synced: readers get the old or the new content, never a part."""
-    temporary = temporary_name(path)
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-
-
-def copy_atomically(source: Path, target: Path) -> None:
-    """Copy a closed file; the copy appears complete, on any file system. An OSError passes through."""
-    temporary = temporary_name(target)
-    try:
-        shutil.copyfile(source, temporary)
-        sync_file(temporary)
-        publish(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def temporary_name(path: Path) -> Path:
-    """Return the hidden name next to ``path`` under which this process prepares it."""
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def is_temporary(name: str) -> bool:
-    """Return whether a name is one of :func:`temporary_name`, left behind by a kill."""
-    return name.startswith(".") and name.endswith(".tmp")
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Give a complete, synced file its name, so that the name survives a power cut."""
-    temporary.replace(path)
-    with contextlib.suppress(OSError):  # not every file system syncs a folder
-        _sync(path.parent, getattr(os, "O_DIRECTORY", 0))
-
-
-def sync_file(path: Path) -> None:
-    """Wait until the content of a file is on the disk; an OSError passes through."""
-    _sync(path)
-
-
-def _sync(path: Path, flags: int = 0) -> None:
-    descriptor = os.open(path, os.O_RDONLY | flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

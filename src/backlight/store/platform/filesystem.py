@@ -6,6 +6,7 @@ SQLite's write-ahead log and the kernel's locks do not work reliably on network 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import sys
@@ -77,6 +78,29 @@ def on_network(path: Path) -> bool:
 def folder_size(path: Path) -> int:
     """Return the bytes of all files below a folder."""
     return sum(p.lstat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def refuse_links(run: Path) -> None:
+    """Raise a RunFormatError for a link among the folders of a run: a change would be made elsewhere."""
+    for folder, names, _ in os.walk(run):
+        for path in (Path(folder, name) for name in names):
+            if path.is_symlink():
+                msg = f"{path}: is a symbolic link, expected a folder; copy what it points to into the run"
+                raise RunFormatError(f"{msg}, or remove it")
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether another process holds a lock on a file, as a connection of SQLite with a log does."""
+    if sys.platform == "win32":
+        return False
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in {errno.EACCES, errno.EAGAIN}  # others: a file system without locks
+    finally:
+        os.close(descriptor)
+    return False
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import shutil
 import sqlite3
 import threading
 import time
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backlight import processes, untrusted_files
+from backlight import atomic_files, processes, untrusted_files
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import check_format
 from backlight.store.format.schema import DATABASE_KIND, tables_of_format
@@ -34,6 +33,9 @@ from backlight.store.read import private_copies
 
 T = TypeVar("T")
 Rows = list[tuple[Any, ...]]
+
+SIDE_FILES = ("-wal", "-shm", "-journal")
+"""Endings of the files that SQLite keeps next to a database; they are input as the database is."""
 
 _WAL_HEADER_BYTES = 32
 _TRIES = 12
@@ -86,7 +88,7 @@ class Snapshot:
         try:
             owners = untrusted_files.owners_beside(self.path)
             untrusted_files.check(self.path, MAX_DATABASE_BYTES, owners=owners)
-            for suffix in ("-wal", "-shm", "-journal"):
+            for suffix in SIDE_FILES:
                 with contextlib.suppress(FileNotFoundError):
                     untrusted_files.check(sibling(self.path, suffix), MAX_DATABASE_BYTES, owners=owners)
         except FileNotFoundError:
@@ -188,6 +190,25 @@ class Snapshot:
             self._copy = self._copied()
         return f"{self._copy.as_uri()}?mode=ro", "copy"
 
+    def merged(self) -> Path:
+        """Return a private copy of the database that holds the rows of its log; no other file is changed.
+
+        A database is never opened for writing where it lies: a journal next to it may name any file of this
+        user, which SQLite would then delete.
+
+        Raises
+        ------
+        RunFormatError
+            If the rows cannot be moved.
+        """
+        copy = self._copied()
+        with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
+            ((busy, _, _),) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            ((mode,),) = connection.execute("PRAGMA journal_mode = DELETE").fetchall()
+        if busy or mode != "delete" or size_of(sibling(copy, "-wal")):
+            raise RunFormatError(f"{self.path}: the rows in its log cannot be moved into it")
+        return copy
+
     def _copied(self) -> Path:
         """Copy the database with its log so that the two belong together."""
         log = sibling(self.path, "-wal")
@@ -196,10 +217,10 @@ class Snapshot:
         target = folder / self.path.name
         for _ in range(_TRIES):
             before = _header(log)
-            shutil.copyfile(self.path, target)
-            with contextlib.suppress(FileNotFoundError):
-                sibling(target, "-wal").unlink(missing_ok=True)
-                shutil.copyfile(log, sibling(target, "-wal"))
+            with target.open("wb") as file:
+                atomic_files.copy_into(self.path, file)
+            with contextlib.suppress(FileNotFoundError), sibling(target, "-wal").open("wb") as file:
+                atomic_files.copy_into(log, file)
             if before == _header(log):
                 return target
         raise OSError("it changes faster than it can be copied; try again when its writer has less to do")

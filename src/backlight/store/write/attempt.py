@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight import clock, strict_json, untrusted_files
+from backlight import atomic_files, clock, strict_json, untrusted_files
 from backlight.distributed import JOB_SEPARATOR, given_directory
 from backlight.records import Fingerprint, RunStatus
 from backlight.redaction import Redaction
@@ -87,7 +87,7 @@ class Entry:
                 if self.previous is None:
                     (self.path / MANIFEST).unlink(missing_ok=True)
                 else:
-                    atomic_json.write_atomically(self.path / MANIFEST, self.previous)
+                    atomic_files.write(self.path / MANIFEST, self.previous)
             # It was empty, or not there, when this rank entered it.
             shutil.rmtree(self.folder, ignore_errors=True)
         _remove_empty(self.created)
@@ -136,7 +136,7 @@ class Entry:
         }
         # The fingerprint may hold thousands of modules; it is serialised once.
         text = f'{strict_json.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
-        atomic_json.write_atomically(self.folder / document_name(self.rank), atomic_json.seal(text))
+        atomic_files.write(self.folder / document_name(self.rank), atomic_json.seal(text))
 
 
 def default_path(script: str = "", launch: str | None = None) -> Path:
@@ -429,7 +429,7 @@ def _expected_fingerprint(
 
 def _is_leftover(child: Path) -> bool:
     """Return whether a kill between the first two moments of a run left this behind."""
-    if atomic_json.is_temporary(child.name) or child.name == CLAIM:
+    if atomic_files.is_temporary(child.name) or child.name == CLAIM:
         return True
     return child.name == attempt_folder(0) and child.is_dir() and not any(child.iterdir())
 

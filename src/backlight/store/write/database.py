@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from backlight import clock, processes
+from backlight import atomic_files, clock, processes
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, column_codec, scalar_codec, step_bins
 from backlight.store.format.scalar_codec import LoggedValues
@@ -178,16 +178,12 @@ def create_tables(connection: sqlite3.Connection, meta: Mapping[str, str]) -> No
 
 def _create(path: Path, meta: Mapping[str, str]) -> None:
     """Create an empty database that appears complete, by a rename."""
-    temporary = atomic_json.temporary_name(path)
-    try:
+    with atomic_files.replacing(path) as temporary:
+        temporary.open("xb").close()
         with contextlib.closing(connect(temporary)) as connection:
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             connection.execute("PRAGMA journal_mode = OFF").fetchall()  # to its end, as in _run
             create_tables(connection, meta)
-        atomic_json.publish(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 class Database(Protocol):

@@ -8,15 +8,16 @@ machine, only ever open files that no one changes.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from backlight import clock
+from backlight import atomic_files, clock
 from backlight.store.format.names import database_name, segment_name
-from backlight.store.platform import atomic_json
 from backlight.store.write.database import Batch, RankDatabase, Sizes
 
 FIRST_SEGMENT_S = 10.0
@@ -25,15 +26,25 @@ FIRST_SEGMENT_S = 10.0
 SEGMENT_INTERVAL_S = 30.0
 """Time between segments at first."""
 
+_SCRATCH = "backlight-run-"
+
 AGE_SHARE = 1 / 20
 """After that, the share of the age of the run between segments, so that they stay few."""
+
+
+def is_scratch(folder: Path) -> bool:
+    """Return whether a folder is one in which a run of this user keeps its open database."""
+    found = folder.stat(follow_symlinks=False)
+    is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    is_own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+    return folder.name.startswith(_SCRATCH) and is_private and is_own
 
 
 class SegmentedDatabase:
     """Counterpart of :class:`~backlight.store.write.database.RankDatabase` for network storage."""
 
     def __init__(self, folder: Path, rank: int, meta: Mapping[str, str]) -> None:
-        self.local = Path(tempfile.mkdtemp(prefix="backlight-run-"))
+        self.local = Path(tempfile.mkdtemp(prefix=_SCRATCH))
         self.published: dict[str, dict[str, int]] = {}
         self._folder = folder
         self._rank = rank
@@ -75,7 +86,7 @@ class SegmentedDatabase:
         last = dict(self._open.last)
         self._open.close()
         segment = self._folder / segment_name(self._rank, len(self.published))
-        atomic_json.copy_atomically(self.path, segment)
+        atomic_files.copy(self.path, segment)
         self.published[segment.name] = last
         self._published_bytes += segment.stat().st_size
         self.path.unlink()
