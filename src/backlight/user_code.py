@@ -21,6 +21,9 @@ _TORCH = re.compile(
     r"/torch/(?:_|amp/|autograd/|cuda/|distributed/|export/|func/|functional\.py|fx/|jit/|nn/|optim/|overrides\.py"
     r"|profiler/|serialization\.py|utils/)"
 )
+STDIN_FILE = "<stdin>"
+"""The file of a program on standard input."""
+
 _LAUNCHER = _BACKLIGHT + "launch/"
 
 
@@ -57,7 +60,7 @@ def is_third_party(path: str) -> bool:
 def is_user_code(path: str) -> bool:
     """Return whether a file belongs to neither Python, torch, backlight nor another installed package."""
     path = path.replace("\\", "/")
-    library = path.startswith((_BACKLIGHT, "<", *_STDLIB))
+    library = path != STDIN_FILE and path.startswith((_BACKLIGHT, "<", *_STDLIB))
     return bool(path) and not (
         library or _INSTALLED.search(path) or _PYTHON_LIBRARY.search(path) or _TORCH.search(path)
     )

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import runpy
 import sys
-import traceback
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TypeVar
 
+from backlight.launch import main_module
+from backlight.launch.main_module import STANDARD_INPUT, leave_own_path, run_as_main
 from backlight.launch.uncaught import Interrupted, copy_ignored, show
 
 R = TypeVar("R", bound=BaseException)
@@ -39,6 +38,12 @@ def check(target: str, *, module: bool) -> None:
     if module:
         _check_module(target)
         return
+    if target == STANDARD_INPUT:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ScriptNotFoundError(
+                f"{target}: standard input is no file or pipe; expected a program in it"
+            )
+        return
     path = Path(target)
     if not path.exists():
         raise ScriptNotFoundError(f"{target}: no such script; expected a Python file below {Path.cwd()}")
@@ -50,7 +55,7 @@ def _check_module(name: str) -> None:
     """Look a module up as ``python -m`` does: in the working directory first."""
     if name.endswith(".py") and Path(name).is_file():
         raise ScriptNotFoundError(f"-m {name}: is a file, expected the name of a module; leave out -m")
-    _add_working_directory()
+    leave_own_path(name, module=True)
     try:
         found = importlib.util.find_spec(name)
         if found is not None and found.submodule_search_locations is not None:
@@ -66,18 +71,6 @@ def _check_module(name: str) -> None:
         return
     if found is None:
         raise ScriptNotFoundError(f"no module named {name!r} in {Path.cwd()} or on the path")
-
-
-def _add_working_directory() -> None:
-    """Put the working directory first on the path: the console script has its own directory there."""
-    folder = str(Path.cwd())
-    if sys.path[:1] != [folder]:
-        sys.path.insert(0, folder)
-
-
-_KEPT: list[object] = []
-"""Globals of a module that ran. Without us they live until the interpreter ends, runpy drops them earlier:
-then what their destructors do, such as ending the threads of a process group, comes at another time."""
 
 
 class Refused(BaseException):
@@ -125,7 +118,7 @@ def launch(
         with ending:
             try:
                 with entered:
-                    _execute(target, module=module)
+                    run_as_main(target, module=module)
             except Refused as refusal:
                 raise refusal.error from None
             except SystemExit as leaving:
@@ -145,39 +138,6 @@ def launch(
     return code
 
 
-def _execute(target: str, *, module: bool) -> None:
-    if module:
-        _add_working_directory()
-        with _keeping_globals():
-            _KEPT.append(runpy.run_module(target, run_name="__main__", alter_sys=True))
-        return
-    path = Path(target)
-    if path.is_dir() or path.suffix in {".zip", ".pyz"}:
-        with _keeping_globals():
-            _KEPT.append(runpy.run_path(target, run_name="__main__"))
-        return
-    # Not runpy: it empties the script's globals when it ends, under atexit handlers and threads.
-    main = types.ModuleType("__main__")
-    main.__file__ = str(path.absolute())
-    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    main.__dict__["__spec__"] = None
-    main.__dict__["__cached__"] = None
-    sys.modules["__main__"] = main
-    sys.path[0:0] = [str(path.resolve().parent)]
-    code = compile(path.read_bytes(), main.__file__, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
-
-
-@contextlib.contextmanager
-def _keeping_globals() -> Iterator[None]:
-    """Keep the globals of a module that leaves by an exception, as most do by ``sys.exit(main())``."""
-    try:
-        yield
-    except BaseException as error:
-        _KEPT.extend(frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__))
-        raise
-
-
 def _exit_code(leaving: SystemExit) -> int:
     if leaving.code is None:
         return 0
@@ -193,11 +153,11 @@ def _exit_code(leaving: SystemExit) -> int:
 def _of_script(error: R) -> R:
     """Return an exception without the frames around the script; one that was raised there has none left."""
     stack = error.__traceback__
-    while stack is not None and stack.tb_frame.f_code is not _execute.__code__:
+    while stack is not None and stack.tb_frame.f_code is not run_as_main.__code__:
         stack = stack.tb_next
     while stack is not None and (
-        (file := stack.tb_frame.f_code.co_filename) in {__file__, runpy.__file__}
-        or file.startswith("<frozen runpy")
+        (file := stack.tb_frame.f_code.co_filename) == main_module.__file__
+        or file.startswith("<frozen importlib")
     ):
         stack = stack.tb_next
     return error.with_traceback(stack)

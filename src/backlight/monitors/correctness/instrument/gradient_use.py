@@ -305,7 +305,7 @@ class GradientUse(Check):
         is_by_hand = any(
             one.same() is None and (p := one.parameter()) is not None and p.grad is not None for one in own
         )
-        is_meant, lines = self._is_intended or is_by_hand, len(self._lines)
+        is_meant, lines = self._is_intended or is_by_hand, 0 if None in self._lines else len(self._lines)
         names = [self.name(p) for one in own if (p := one.parameter()) is not None]
         each = [*self._cleared, last]
         self._fresh = {}
