@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from backlight.records import Fingerprint
 from backlight.redaction import Redaction, check_patterns
+from fake_secrets import Fake, catalogue
 
 HIDDEN = "<redacted>"
 
@@ -36,9 +40,13 @@ def test_secrets_are_replaced(given: str, kept: str) -> None:
     [
         "--max-tokens 100 --num_tokens=5 --tokenizer gpt2 --tokens 7",
         "--pad-token </s>x --eos_token=<eos> --image-token <image> --token 12",
-        "--author joe --keyboard x --key label --sort-key=name",
+        "--author joe --keyboard x --sort-key=name",
         "--auth=false --lr 3e-4 -v train.txt s3://bucket/key",
-        "0123456789abcdef0123456789abcdef01234567",
+        "--passes 3 --session-length 5 --betas 0.9,0.999 --m mixtral8x7b",
+        "--model meta-llama/Llama-3.1-8B-Instruct --arch vit_base_patch16_224.augreg_in21k_ft_in1k",
+        "--target Qwen2VLForConditionalGeneration --cfg configs/resnet50_8xb32_in1k.py --ds wmt14en2de",
+        "--dtype fp8_e4m3fn --name run-20240101T120000Z --freeze ^encoder.*$ --master_addr=10.0.0.1:29500",
+        "--num-key-value-heads 8 --experiment ablation_lr3e4_bs256_wd01 --data /d/part-0001-of-1024.h5",
     ],
 )
 def test_other_arguments_stay(given: str) -> None:
@@ -56,11 +64,48 @@ def test_fingerprint_names_what_was_redacted() -> None:
 
 def test_secrets_in_texts_and_variables() -> None:
     text = "401 for https://a:b@c, token=abc, Authorization: Bearer zzz"
-    assert Redaction().text(text) == (
-        f"401 for https://{HIDDEN}@c, token={HIDDEN}, Authorization: {HIDDEN} {HIDDEN}"
-    )
+    assert Redaction().text(text) == (f"401 for https://{HIDDEN}@c, token={HIDDEN}, Authorization: {HIDDEN}")
     given = {"AWS_SECRET_ACCESS_KEY": "x", "HUB_TOKEN": "q", "MY_KEY": "k", "PLAIN": "x"}
     assert [*Redaction().variables(given).values()] == [HIDDEN, HIDDEN, HIDDEN, "x"]
+
+
+FAKES = catalogue()
+
+
+def test_catalogue_is_large() -> None:
+    assert len({fake.secret for fake in FAKES}) == len(FAKES) >= 150
+
+
+@pytest.mark.parametrize("fake", FAKES, ids=lambda fake: " ".join(fake.arguments)[:40])
+def test_no_part_of_a_secret_is_kept(fake: Fake) -> None:
+    shown = [" ".join(Redaction().arguments(fake.arguments)), Redaction().text(f"HTTP 401: {fake.arguments}")]
+    parts = [fake.secret[i : i + 9] for i in range(max(1, len(fake.secret) - 8))]
+    assert [part for part in parts for text in shown if part in text] == []
+
+
+def test_arguments_are_kept_on_request() -> None:
+    given = [argument for fake in FAKES for argument in fake.arguments]
+    assert list(Redaction(keeps_arguments=True).arguments(given)) == given
+
+
+LINEAR = """
+import resource
+from backlight.redaction import Redaction
+resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+for unit in (
+    "a", "a.", "a-", "a=", "a= ", "a=[", "token=1", "token", "api_key", " ", ":", "a: ", "://", "://a:",
+    "?sig=", "eyJ", "eyJaaaaaaaa.", "hf_", "sk-", "Bearer ", "Basic ", "0", "aA0", "a1-", '"a": "', "['",
+    "-", "--pw ", "-----BEGIN ", "00000000-", "//hooks.", "{", "auth", "pass",
+):
+    text = unit * (60_000 // len(unit))
+    Redaction().text(text)
+    Redaction().arguments([text, "--" + text, "--x=" + text, "--key", text])
+"""
+
+
+def test_redaction_is_linear_in_the_length_of_an_argument() -> None:
+    done = subprocess.run([sys.executable, "-c", LINEAR], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr or "its processor time of 30 s is used up"
 
 
 def test_patterns_are_checked() -> None:

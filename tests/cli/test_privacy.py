@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import mcp
 import pytest
+
+from backlight.analysis.mcp_server import build_server
+from fake_secrets import catalogue
 
 TRAIN = """
 import sys, torch
@@ -53,6 +59,40 @@ def test_no_file_of_a_run_holds_a_secret(folder: Path) -> None:
     for data in (content, unpacked.stdout):
         assert b"sesame" not in data
         assert b"0.5" in data
+
+
+def test_no_secret_of_the_catalogue_can_be_read_anywhere(folder: Path, tmp_path: Path) -> None:
+    fakes = catalogue()
+    arguments = [argument for fake in fakes for argument in fake.arguments]
+    text = TRAIN + "\nraise ValueError(f'HTTP 401: {sys.argv[-6:]}')\n"
+    (tmp_path / "train.py").write_text(text)
+    runs = tmp_path / "runs"
+    done = backlight("run", "--out", "runs/s", "train.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "HTTP 401" in done.stderr
+    for made in ("page.html", "page.md"):
+        kind = made.rpartition(".")[2]
+        assert (
+            backlight("report", "runs/s", "--format", kind, "-o", f"runs/{made}", cwd=tmp_path).returncode
+            == 0
+        )
+    assert backlight("report", "runs/s", "--bundle", "all.zip", cwd=tmp_path).returncode == 0
+    subprocess.run(["unzip", "-q", "all.zip", "-d", runs], cwd=tmp_path, check=True)
+    done = backlight("export", "runs/s", "--tracker", "tensorboard=runs/tb", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = [p.read_bytes() for p in runs.rglob("*") if p.is_file()]
+    for tool, given in (("list_runs", {}), ("run_summary", {"run": "s"}), ("findings", {"run": "s"})):
+        answer = asyncio.run(answered(runs, tool, given))
+        shown.append(answer.encode())
+    content = b"\n".join(shown)
+    assert b"HTTP 401" in content
+    assert content.count(b"<redacted>") > len(fakes)
+    assert [fake for fake in fakes if fake.secret.encode() in content] == []
+
+
+async def answered(runs: Path, tool: str, arguments: dict[str, Any]) -> str:
+    async with mcp.Client(build_server(runs)) as client:
+        return str(await client.call_tool(tool, arguments))
 
 
 def test_run_directory_is_for_its_owner_unless_shared(folder: Path) -> None:

@@ -95,6 +95,7 @@ def open_writer(
         "join_timeout": join_timeout(),
         "share": settings.share,
         "redact": settings.redact,
+        "keep_arguments": settings.keep_arguments,
     }
     try:
         writer = RunWriter.create(path, **given)

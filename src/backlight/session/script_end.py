@@ -60,7 +60,7 @@ def description(error: BaseException, redact: tuple[str, ...]) -> dict[str, Any]
     commands = [command for pattern, command in _EXPLAINED if pattern.search(f"{kind}: {text}")]
     return {
         "type": kind,
-        "message": Redaction(redact).text(text[:MAX_MESSAGE]),
+        "message": Redaction(redact).text(text[: 2 * MAX_MESSAGE])[:MAX_MESSAGE],
         "line": str(lines[-1]) if lines else "",
         "in_backward": any(code.co_name == "_engine_run_backward" for code, _ in frames),
         "explained_by": next(iter(commands), ""),

@@ -100,6 +100,8 @@ class Settings:
     redact:
         Regular expressions of secrets: values of arguments whose name matches, and matching parts of others,
         are not stored, besides those that :mod:`backlight.redaction` recognises.
+    keep_arguments:
+        Store the arguments of the script as they are, secrets included.
     thresholds:
         Overridden thresholds by monitor and name.
     trackers:
@@ -143,6 +145,7 @@ class Settings:
     step_offset: int | None = None
     share: bool = False
     redact: tuple[str, ...] = ()
+    keep_arguments: bool = False
     thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     trackers: tuple[str, ...] = ()
     on_finding: OnFinding | None = None
@@ -293,6 +296,7 @@ class SettingsKeywords(TypedDict, total=False):
     step_offset: int | None
     share: bool
     redact: str | Sequence[str]
+    keep_arguments: bool
     thresholds: Mapping[str, Mapping[str, float]] | None
     trackers: str | Sequence[str]
     on_finding: OnFinding | None

@@ -361,6 +361,7 @@ def watch(
     step_offset: int | None = None,
     share: bool = False,
     redact: str | Sequence[str] = (),
+    keep_arguments: bool = False,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
     trackers: str | Sequence[str] = (),
     on_finding: OnFinding | None = None,

@@ -105,6 +105,9 @@ def run(
     redact: Annotated[
         list[str] | None, Option(metavar="REGEX", help="Secrets to leave out of the run (repeatable).")
     ] = None,
+    keep_arguments: Annotated[
+        bool, Option("--keep-arguments", help="Store the script's arguments unredacted.")
+    ] = False,
     config: Annotated[
         Path | None, Option(metavar="FILE", help="TOML file of settings and thresholds.")
     ] = None,
@@ -127,6 +130,7 @@ def run(
         "exact_updates": exact_updates, "per_backward": per_backward, "reduce": reduce, "trace": trace,
         "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
         "quiet": quiet, "stop_on": stop_on, "share": share, "redact": tuple(redact or ()),
+        "keep_arguments": keep_arguments,
         "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
     }  # fmt: skip
     unset: tuple[Any, ...] = (None, False, {}, ())  # 0 is equal to False, but it is a choice

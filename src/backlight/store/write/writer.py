@@ -141,6 +141,7 @@ class RunWriter:
         join_timeout: float | None = None,
         share: bool = False,
         redact: Sequence[str] = (),
+        keep_arguments: bool = False,
     ) -> RunWriter:
         """Open a new run; a restart of its job (by ``launch``), or ``resume``, opens an attempt of one.
 
@@ -160,6 +161,8 @@ class RunWriter:
             Whether a directory that is created is open to other users, as far as the umask permits.
         redact:
             Patterns of secrets in arguments, besides those of :mod:`backlight.redaction`.
+        keep_arguments:
+            Whether arguments are stored as they are.
 
         Raises
         ------
@@ -173,7 +176,7 @@ class RunWriter:
         if not 0 <= rank < world_size or flush_interval < 0 or (max_disk is not None and max_disk <= 0):
             msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
             raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
-        redaction = Redaction(tuple(redact))
+        redaction = Redaction(tuple(redact), keep_arguments)
         own = Manifest(
             run_id=run_id or uuid.uuid4().hex,
             name=storable(name),
