@@ -1,10 +1,11 @@
-"""Three small files that once took gigabytes or minutes: one line within 500 MB and 5 s of processor time."""
+"""Small files that once took gigabytes or minutes: one line within 500 MB and 5 s of processor time."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
 import json
+import pickle
 import sqlite3
 import subprocess
 import sys
@@ -89,6 +90,58 @@ def test_export_of_2_5_mb(tmp_path: Path) -> None:
     run = open_run(tmp_path / "run")
     assert run.array("w")[1] == []
     assert any(f"states {chunks * 2**22} bytes for" in loss for loss in run.losses), run.losses
+
+
+def nested(leaf: object, kind: type) -> object:
+    for _ in range(12):
+        leaf = kind([leaf] * 10)
+    return leaf
+
+
+BOMB_FIELDS = {
+    "operation": {"profiling_name": nested("A", list)},
+    "group": {"process_group": (nested("A", tuple), "default_pg")},
+    "state": {"state": nested("A", list)},
+    "number": {"collective_seq_id": nested(1, list)},
+    "sizes": {"input_sizes": [[1] * 20_000] * 20_000},
+    "types": {"input_dtypes": [nested("Float", list)]},
+    "frames": {"frames": [{"filename": "a", "line": 1, "name": "f"}] * 20_000},
+    "long name": {"profiling_name": "A" * 1_000_000},
+    "key": {"other": {}},
+    "set": {"other": frozenset([1])},
+}
+
+
+@pytest.mark.parametrize("field", BOMB_FIELDS)
+def test_flight_recorder_dump_that_repeats_one_object(tmp_path: Path, field: str) -> None:
+    recorded = {
+        "record_id": 0, "process_group": ("0", "default_pg"), "profiling_name": "nccl:all_reduce",
+        "state": "scheduled", "collective_seq_id": 1, "input_sizes": [[4]], "output_sizes": [[4]],
+        "input_dtypes": ["Float"], "output_dtypes": ["Float"], "frames": [], "time_created_ns": 1,
+        **BOMB_FIELDS[field],
+    }  # fmt: skip
+    data = pickle.dumps({"entries": [recorded] * 200, "pg_config": {"0": {"ranks": [0, 1]}}})
+    if field == "key":  # the hash of such a key takes hours: it is put in as an opcode
+        key = pickle.dumps(nested(1, tuple), 2).removeprefix(b"\x80\x02").removesuffix(b".")
+        data = b"\x80\x02}" + key + b"K\x01s."
+    for rank in range(2):
+        (tmp_path / f"dump_{rank}").write_bytes(data)
+    code, errors = check_bounds("attach", "--flight-recorder", tmp_path)
+    if field in {"long name", "sizes", "frames"}:
+        assert code == 0, errors
+    else:
+        assert code == 2, errors
+        assert len(errors.splitlines()) == 1
+        assert len(errors) < 1000
+
+
+def test_flight_recorder_dump_with_many_groups_of_one_list(tmp_path: Path) -> None:
+    ranks = list(range(50_000))
+    data = {"entries": [], "pg_config": {str(i): {"ranks": ranks} for i in range(5_000)}}
+    (tmp_path / "dump_0").write_bytes(pickle.dumps(data))
+    code, errors = check_bounds("attach", "--flight-recorder", tmp_path)
+    assert code == 2
+    assert "more than 4000000 ranks in its groups" in errors
 
 
 def test_damaged_database_of_360_kb(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_last_layer_wins_and_types_are_kept() -> None:
         (["training.lr"], "expected section.key=value"),
         ([".lr=1"], "expected section.key=value"),
         (["training.lr={"], "is not valid YAML"),
+        (["training.lr=[&a 1, *a]"], "is not valid YAML"),
     ],
 )
 def test_error_names_invalid_value(items: list[str], message: str) -> None:
@@ -57,7 +58,13 @@ def test_files_without_configuration_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read(file)
     keys = "expected keys with values, as `backlight grok config` prints"
-    for text, message in (("a: [", "not valid YAML"), ("- 1\n", keys)):
+    bomb = "".join(f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 10)}]\n" for i in range(1, 10))
+    for text, message in (
+        ("a: [", "not valid YAML"), ("- 1\n", keys),
+        (f"k0: &k0 x\n{bomb}", "it has an alias, which is not read"),
+        ("a: &a 1\nb: *a\n", "it has an alias"), ("[" * 100_000, "nests too deeply"),
+        ("a: &a {x: 1}\nb: {<<: *a}", "it has an alias"),
+    ):  # fmt: skip
         file.write_text(text)
         with pytest.raises(ConfigurationError, match=message):
             read(file)

@@ -63,6 +63,28 @@ def test_command_prints_a_verdict_first(made: list[Path], capsys: pytest.Capture
     assert "ampere_sgemm" not in out
 
 
+@pytest.mark.parametrize(
+    "pid", [2**63 - 1, 2**63, 2**64, -(2**63), -1, 1e300, "\u00b2", "9" * 5000, "", None, []]
+)
+@pytest.mark.parametrize("where", ["pid", "tid", "device", "stream", "correlation"])
+def test_any_number_of_a_kernel_is_read(
+    pid: object, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    builder = TraceBuilder(0)
+    for step in (3, 4):
+        builder.step(step, step * 1000, 900)
+        builder.kernel("sgemm", step * 1000 + 10, step * 1000 + 20, 300)
+    path = builder.write(tmp_path / "trace.json")
+    trace = json.loads(path.read_text())
+    for event in trace["traceEvents"]:
+        if event.get("name") == "sgemm":
+            (event if where in event else event["args"])[where] = pid
+    path.write_text(json.dumps(trace))
+    code, out, _ = call(capsys, path, "--full")
+    assert code == 0
+    assert "sgemm" in out
+
+
 def test_command_prints_json(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, *made, "--json")
     assert code == 0

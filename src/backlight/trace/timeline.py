@@ -33,6 +33,7 @@ SYNCHRONISING = re.compile(
 )
 """Runtime calls that wait for the device."""
 
+_MAX_DIGITS = 18  # larger numbers fit into no column
 _STEP = re.compile(r"^ProfilerStep\s*#(\d+)$")
 
 
@@ -346,7 +347,8 @@ class Timeline:
         mild = np.isin(kind, [KINDS.index(k) for k in (Kind.ELEMENTWISE, Kind.REDUCTION, Kind.OTHER)])
         kind[mild & (phase == PHASES.index(Phase.OPTIMIZER))] = KINDS.index(Kind.OPTIMIZER)
         processes = [
-            int(word) if word.isdigit() else code for code, word in enumerate(events.words["process"])
+            int(word) if word.isdecimal() and len(word) <= _MAX_DIGITS else code
+            for code, word in enumerate(events.words["process"])
         ]
         process = np.array([*processes, MISSING], dtype=np.int64)[events["process"][rows]]
         number = np.where(events["device"][rows] >= 0, events["device"][rows], process)

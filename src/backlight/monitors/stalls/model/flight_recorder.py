@@ -6,26 +6,36 @@ those that native code issues (the reducer of DDP), with its number in the group
 
 from __future__ import annotations
 
-import ast
 import io
 import itertools
 import json
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from backlight import untrusted_files
 from backlight.monitors.stalls.model.stacks import Frame, ThreadStack, phase_of, user_frame
 from backlight.records import Phase
+
+T = TypeVar("T")
 
 MAX_DUMP_BYTES = 256 * 1024 * 1024
 """Size of a dump beyond which it is refused: the largest buffers take a tenth of it."""
 
 MAX_ENTRIES = 20_000
 """Latest entries of a dump that are read."""
+
+MAX_TEXT = 4096
+"""Characters of a name, path or error of a dump."""
+
+MAX_RANKS = 4_000_000
+"""Ranks of all groups of a dump."""
+
+MAX_FRAMES, MAX_TENSORS, MAX_DIMS = 256, 4096, 64
+"""Lines of a stack, tensors of a collective and axes of a tensor that are read."""
 
 MAX_SIZES = 8
 """Tensors of a collective whose sizes a text holds."""
@@ -117,46 +127,90 @@ def parse_dump(rank: int, data: Any, groups: Mapping[str, Iterable[int]] | None 
         If it has not the structure of a dump.
     """
     try:
-        entries = list(data["entries"])[-MAX_ENTRIES:]
+        once = _Once()
+        entries = _list(data["entries"], MAX_DUMP_BYTES)[-MAX_ENTRIES:]
         members = {**_groups(data.get("pg_config")), **{k: tuple(v) for k, v in (groups or {}).items()}}
-        records = tuple(_record(entry, members) for entry in entries)
-        first = int(entries[0].get("record_id", 0)) if entries else 0
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
+        records = tuple(_record(entry, members, once) for entry in entries)
+        first = _number(entries[0].get("record_id", 0)) if entries else 0
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"[:MAX_TEXT]
         raise DumpError(f"expected `entries` of torch's flight recorder, got {reason}") from None
     return Dump(rank, records, is_whole=first == 0 and len(data["entries"]) <= MAX_ENTRIES)
 
 
 def _groups(config: Any) -> dict[str, tuple[int, ...]]:
     found = {}
+    left = MAX_RANKS
     for name, group in (config or {}).items():
         ranks = group["ranks"]
         if isinstance(ranks, str):
-            ranks = ast.literal_eval(ranks) if ranks.strip("[]0123456789, ") == "" else ()
-        found[str(name)] = tuple(map(int, ranks))
+            numbers = ranks.strip("[] ") if ranks.strip("[]0123456789, ") == "" else ""
+            ranks = [word for word in numbers.split(",") if word.strip()]
+        left -= len(ranks)
+        if left < 0:
+            raise ValueError(f"more than {MAX_RANKS} ranks in its groups")
+        found[_text(name)] = tuple(map(_number, ranks))
     return found
 
 
-def _record(entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]]) -> CollectiveRecord:
-    name, label = map(str, entry["process_group"])
-    backend, _, operation = str(entry["profiling_name"]).rpartition(":")
-    state = str(entry["state"])
-    frames = tuple(
-        Frame(str(f["filename"]), int(f["line"]), str(f["name"])) for f in entry.get("frames") or ()
-    )
+# A pickle of a few bytes may hold one list a billion times: types and sizes come before any use.
+
+
+def _text(value: Any) -> str:
+    """Return a text or a plain number as a text of bounded length."""
+    if isinstance(value, str):
+        return value[:MAX_TEXT]
+    if value is None or isinstance(value, (int, float)):
+        return str(value)
+    raise TypeError(f"expected a text, got {type(value).__name__}")
+
+
+def _number(value: Any) -> int:
+    if isinstance(value, (int, float, str)):
+        return int(value)
+    raise TypeError(f"expected a number, got {type(value).__name__}")
+
+
+class _Once:
+    """Converts each object of a dump once, so that what one object takes is not multiplied."""
+
+    def __init__(self) -> None:
+        self._converted: dict[tuple[Any, int], Any] = {}
+
+    def __call__(self, convert: Callable[..., T], value: Any, *more: Any) -> T:
+        key = convert, id(value)
+        if key not in self._converted:
+            self._converted[key] = convert(value, *more)
+        converted: T = self._converted[key]
+        return converted
+
+
+def _list(value: Any, most: int) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"expected a list, got {type(value).__name__}")
+    return value[:most]
+
+
+def _record(
+    entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]], once: _Once
+) -> CollectiveRecord:
+    name, label = map(_text, _list(entry["process_group"], 3))
+    backend, _, operation = _text(entry["profiling_name"]).rpartition(":")
+    state = _text(entry["state"])
+    frames = once(_frames, entry.get("frames") or ())
     stack = ThreadStack(0, frames)
     user = user_frame(stack) if frames else None
     return CollectiveRecord(
         group=name,
         ranks=members.get(name, ()),
-        number=int(entry["collective_seq_id"]),
+        number=_number(entry["collective_seq_id"]),
         operation=operation,
-        inputs=_sizes(entry["input_sizes"]),
-        outputs=_sizes(entry["output_sizes"]),
+        inputs=once(_sizes, entry["input_sizes"], once),
+        outputs=once(_sizes, entry["output_sizes"], once),
         dtypes=(_dtypes(entry.get("input_dtypes")), _dtypes(entry.get("output_dtypes"))),
         started=state == "started" or bool(entry.get("time_discovered_started_ns")),
         completed=state == "completed" or bool(entry.get("retired")),
-        created_ns=int(entry.get("time_created_ns") or 0),
+        created_ns=_number(entry.get("time_created_ns") or 0),
         backend=backend,
         line=str(user) if user is not None else "",
         label=label,
@@ -170,12 +224,22 @@ def _phase_of(stack: ThreadStack) -> Phase | None:
     return Phase.BACKWARD if in_hook else phase_of(stack)
 
 
-def _sizes(value: Any) -> Sizes:
-    return tuple(tuple(int(n) for n in size) for size in value)
+def _sizes(value: Any, once: _Once) -> Sizes:
+    return tuple(once(_size, size) for size in _list(value, MAX_TENSORS))
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    return tuple(map(_number, _list(value, MAX_DIMS)))
+
+
+def _frames(value: Any) -> tuple[Frame, ...]:
+    return tuple(
+        Frame(_text(f["filename"]), _number(f["line"]), _text(f["name"])) for f in _list(value, MAX_FRAMES)
+    )
 
 
 def _dtypes(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(map(str, value or ()))
+    return tuple(map(_text, [value] if isinstance(value, str) else _list(value or (), MAX_TENSORS)))
 
 
 _DTYPES = {
@@ -191,11 +255,38 @@ def _dtype(name: str) -> str:
 # Files
 
 
-class _PlainUnpickler(pickle._Unpickler):
+_PickleReader: Any = pickle._Unpickler
+_KEYED = {pickle.SETITEM[0]: -2, pickle.SETITEMS[0]: 0, pickle.DICT[0]: 0}
+_SETS = (pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0])
+
+
+def _refuse_set(_: Any) -> NoReturn:
+    raise DumpError("refused: it holds a set; a dump holds only plain containers and numbers")
+
+
+def _with_plain_keys(opcode: int, first: int) -> Callable[[Any], None]:
+    """Return the reader of an opcode for keys that are texts or numbers: the hash of tuples may never end."""
+    read = _PickleReader.dispatch[opcode]
+
+    def checked(reader: Any) -> None:
+        if not all(isinstance(key, (str, int)) for key in reader.stack[first::2]):
+            raise DumpError("refused: a key is neither a text nor a number")
+        read(reader)
+
+    return checked
+
+
+class _PlainUnpickler(_PickleReader):  # type: ignore[misc]
     """Reads containers, numbers and strings; a pickle that names any class or function is refused.
 
     The version in Python, since that in C reserves memory for an index that the file gives.
     """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **_PickleReader.dispatch,
+        **{opcode: _with_plain_keys(opcode, first) for opcode, first in _KEYED.items()},
+        **dict.fromkeys(_SETS, _refuse_set),
+    }
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise DumpError(f"refused: it names {module}.{name}; a dump holds only plain containers and numbers")
@@ -223,7 +314,7 @@ def read_dump(path: Path, rank: int) -> Dump:
     except DumpError as error:
         raise DumpError(f"{path}: {error}") from None
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises anything
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"[:MAX_TEXT]
         raise DumpError(
             f"{path}: expected a dump of the flight recorder (JSON or pickle), got {reason}"
         ) from None
