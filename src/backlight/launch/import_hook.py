@@ -15,12 +15,14 @@ class ImportHook:
     """Calls ``call`` once: when the first import of ``package`` is complete, before the import returns.
 
     In a package that is imported already the call is made by :meth:`install`. A forked child makes none.
+    Finders of others may look the package up again while they are asked: the hook answers the first only.
     """
 
     def __init__(self, package: str, call: Callable[[], None]) -> None:
         self._package = package
         self._call = call
         self._pid = os.getpid()
+        self._is_asking = self._is_done = False
 
     def install(self) -> None:
         """Wait for the import."""
@@ -38,18 +40,24 @@ class ImportHook:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return what the other finders find, with a loader that makes the call; None for other packages."""
-        if name != self._package or os.getpid() != self._pid:
+        if name != self._package or os.getpid() != self._pid or self._is_asking or self._is_done:
             return None
-        finders = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((spec for spec in found if spec is not None), None)
+        self._is_asking = True
+        try:
+            finders = [finder for finder in sys.meta_path if finder is not self]
+            found = (finder.find_spec(name, path, target) for finder in finders)
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self._imported)  # type: ignore[assignment]  # stands in for it
         return spec
 
     def _imported(self) -> None:
         self.remove()
-        self._call()
+        if not self._is_done:
+            self._is_done = True
+            self._call()
 
 
 class _Loader:
