@@ -43,6 +43,12 @@ ENDINGS = {
     "by_one_thread_after_another": ("start(30).join(); start(30).join()", 60, ""),
     "by_an_idle_executor": ("pool = ThreadPoolExecutor(1); pool.submit(train, 60).result()", 60, ""),
     "that_goes_on_after_the_main_one": ("start(60, 0.02); ready.wait()", 60, ""),
+    "that_begins_when_the_main_one_is_over": (
+        "threading.Thread(target=lambda: (threading.main_thread().join(), train(60))).start()",
+        60,
+        "",
+    ),
+    "after_training_in_the_main_one": ("train(20)\nstart(60, 0.02)", 80, ""),
     "that_is_ended_with_the_process": (
         "threading.Thread(target=train, args=(60, 0.0, True), daemon=True).start(); ready.wait()",
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 
 import torch
 
@@ -47,17 +48,22 @@ class TrainingThreads:
         """Treat all threads alike from here on: the one that ends the watch may be one of the others."""
         self.others.clear()
 
-    def goes_on(self, *, daemons: bool = True) -> bool:
-        """Return whether the thread that is recorded is another one, and still in code of the user.
-
-        A worker of an executor that waits for more is in none.
-        """
+    def goes_on(self) -> bool:
+        """Return whether the thread that is recorded is another one, and still in code of the user."""
         thread = self._thread
-        if thread is None or thread is threading.current_thread() or not thread.is_alive():
-            return False
-        if thread.daemon and not daemons:
-            return False
-        frame = sys._current_frames().get(thread.ident or 0)
-        while frame is not None and not is_user_code(frame.f_code.co_filename):
+        return thread is not None and thread.is_alive() and runs_user_code([thread])
+
+
+def runs_user_code(threads: Iterable[threading.Thread]) -> bool:
+    """Return whether any of these threads but the current one is in code of the user.
+
+    A worker of an executor that waits for more is in none.
+    """
+    frames = sys._current_frames()
+    for thread in threads:
+        frame = None if thread is threading.current_thread() else frames.get(thread.ident or 0)
+        while frame is not None:
+            if is_user_code(frame.f_code.co_filename):
+                return True
             frame = frame.f_back
-        return frame is not None
+    return False

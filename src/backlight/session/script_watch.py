@@ -6,8 +6,12 @@ or that draws from a generator. A script that never imports torch leaves no run.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -15,9 +19,6 @@ from typing import TYPE_CHECKING, Self
 from backlight import clock
 from backlight.launch.import_hook import ImportHook
 from backlight.launch.script import Refused
-
-POLL_S = 0.05
-"""Seconds between two looks at a thread that still trains when the script has ended."""
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -37,6 +38,7 @@ class ScriptWatch:
         self._settings, self._run = settings, run
         self._script, self._arguments = script, arguments
         self._folder = Path.cwd()
+        self._is_open = False
         self._hook = ImportHook("torch", self._attach)
 
     def __enter__(self) -> Self:
@@ -62,23 +64,31 @@ class ScriptWatch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close the run; an exception passes through."""
+        """Close the run, or leave that to :meth:`when_closed`; an exception passes through.
+
+        Threads of the script that go on may train: Python waits for them before it calls what is registered
+        at exit, and the run is closed then.
+        """
         self._hook.remove()
         if self.watch is None:
             return
-        try:
-            # Python waits for it as well, before the process ends.
-            while error is None and self._trains_on():
-                clock.sleep(POLL_S)
-        except BaseException as interrupt:
-            self.watch.__exit__(type(interrupt), interrupt, interrupt.__traceback__)
-            raise
-        self.watch.__exit__(kind, error, traceback)
+        from backlight.capture.training_threads import runs_user_code  # noqa: PLC0415 - imports torch
 
-    def _trains_on(self) -> bool:
-        from backlight.capture.hub import HUB  # noqa: PLC0415 - imports torch
+        self._is_open = error is None and runs_user_code(threading.enumerate())
+        if not self._is_open:
+            self.watch.__exit__(kind, error, traceback)
 
-        return HUB.training.goes_on(daemons=False)
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Call ``call`` once the run is closed: now, or when the threads of the script have ended."""
+        if self._is_open:
+            atexit.register(self._close_at_exit, call, os.getpid())
+        else:
+            call()
+
+    def _close_at_exit(self, call: Callable[[], None], pid: int) -> None:
+        if self.watch is not None and os.getpid() == pid:
+            self.watch.__exit__(None, None, None)
+            call()
 
     def _attach(self) -> None:
         began = clock.perf_counter()

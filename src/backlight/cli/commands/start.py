@@ -145,7 +145,8 @@ def run(
         from backlight.session.script_watch import ScriptWatch
 
         watched = ScriptWatch(settings, folder, script=script, arguments=tuple(arguments))
-        after = functools.partial(_print_end, watched, script, quiet=settings.quiet)
+        told = functools.partial(_print_end, watched, script, quiet=settings.quiet)
+        after = functools.partial(watched.when_closed, told)
         code = launch(watched, script, arguments, module=module, after=after)
     if watched.watch is not None and watched.watch.stopped_by is not None:
         from backlight.distributed import world
