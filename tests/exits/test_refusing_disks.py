@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,54 @@ def test_script_runs_where_its_run_cannot_be_written(
     (line,) = done.stderr.splitlines()
     assert "backlight: this training is not watched: runs/train-" in line
     assert "cannot be written: Not a directory" in line
+
+
+HOLD = """
+import fcntl, os, sys, time
+for path in sys.argv[2:]:
+    descriptor = os.open(path, os.O_RDONLY)
+    if sys.argv[1] == "folder":
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    elif sys.argv[1] == "bytes":
+        fcntl.lockf(descriptor, fcntl.LOCK_SH)
+    else:
+        import sqlite3
+        kept = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+        kept.execute("BEGIN")
+        kept.execute("SELECT * FROM sqlite_master").fetchall()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", ["folder", "bytes", "sqlite"])
+def test_lock_of_a_reader_does_not_stop_a_resumed_training_run(
+    kind: str, tmp_path: Path, console_script: Callable[..., Any]
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(torch.ones(1, 2)).sum().backward()\noptimizer.step()\nprint('trained')\n"
+    )
+    assert console_script(tmp_path, "run", "--out", "first", "train.py").returncode == 0
+    run = tmp_path / "first"
+    files = [run] if kind == "folder" else [run / "attempt-000/rank-00000.db"]
+    files += [run / "manifest.json"] if kind == "bytes" else []
+    with subprocess.Popen([sys.executable, "-c", HOLD, kind, *files], stdout=subprocess.PIPE) as reader:
+        try:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"held\n"
+            done = console_script(tmp_path, "run", "--resume", "--out", "first", "train.py")
+        finally:
+            reader.kill()
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    refused = [line for line in done.stderr.splitlines() if "not watched" in line]
+    if kind == "folder":
+        assert len(refused) == 1
+        assert "first: another process is just opening or compacting this run, or locks it" in refused[0]
+    else:
+        assert refused == []
+        assert (run / "attempt-001/rank-00000.db").exists()
 
 
 def test_rank_does_not_wait_for_a_run_that_no_disk_takes(

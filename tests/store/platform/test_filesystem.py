@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from backlight.records import to_json
-from backlight.store.errors import RunExistsError
+from backlight.store.errors import RunWriteError
 from backlight.store.platform import filesystem
 from backlight.store.platform.process import ProcessIdentity
 from backlight.store.read.run import open_run
@@ -85,7 +85,7 @@ def test_claim_is_held_and_removed(tmp_path: Path) -> None:
     with filesystem.locked(tmp_path):
         assert json.loads((tmp_path / filesystem.CLAIM).read_text())["pid"] == os.getpid()
         with (
-            pytest.raises(RunExistsError, match=r"just opening or compacting this run.*remove .*\.entering"),
+            pytest.raises(RunWriteError, match=r"just opening or compacting this run.*remove .*\.entering"),
             filesystem.locked(tmp_path, timeout_s=0.05),
         ):
             pytest.fail("two processes held the claim")
@@ -105,7 +105,7 @@ def test_claim_of_an_exited_process_is_replaced(tmp_path: Path) -> None:
 def test_claim_of_another_machine_expires(tmp_path: Path) -> None:
     claim = tmp_path / filesystem.CLAIM
     claimed_by(claim, host="elsewhere")
-    with pytest.raises(RunExistsError, match="just opening"), filesystem.locked(tmp_path, timeout_s=0.05):
+    with pytest.raises(RunWriteError, match="just opening"), filesystem.locked(tmp_path, timeout_s=0.05):
         pytest.fail("the claim of a host that cannot be asked did not count")
     old = claim.stat().st_mtime - filesystem.STALE_CLAIM_S - 1
     os.utime(claim, (old, old))

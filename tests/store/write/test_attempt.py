@@ -322,7 +322,7 @@ def test_run_of_a_newer_format_is_rejected(tmp_path: Path, digest: Digest) -> No
 def test_directory_being_opened_by_another_process_is_awaited(tmp_path: Path) -> None:
     with (
         attempt.locked(tmp_path),
-        pytest.raises(RunExistsError, match="just opening or compacting"),
+        pytest.raises(RunWriteError, match="just opening or compacting"),
         attempt.locked(tmp_path, timeout_s=0.05),
     ):
         pytest.fail("two processes held the lock")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from backlight import clock
-from backlight.store.errors import RunExistsError, RunFormatError
+from backlight.store.errors import RunFormatError, RunWriteError
 from backlight.store.platform import atomic_json
 from backlight.store.platform.process import ProcessIdentity
 
@@ -109,6 +109,12 @@ def locked(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
 
     The lock is the kernel's and on the folder itself: it leaves no file and ends with the process. Between
     machines such locks are unreliable: on network storage the process also creates :data:`CLAIM`.
+
+    Raises
+    ------
+    RunWriteError
+        If another process holds the lock for longer than ``timeout_s``. Who can read a directory can lock it,
+        so that this stops no training run: it goes on unwatched, as where the disk refuses.
     """
     deadline = clock.monotonic() + timeout_s
     with _kernel_lock(path, deadline):
@@ -136,8 +142,8 @@ def _kernel_lock(path: Path, deadline: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if clock.monotonic() > deadline:
-                    msg = f"{path}: another process is just opening or compacting this run; try again"
-                    raise RunExistsError(msg) from None
+                    msg = "another process is just opening or compacting this run, or locks it; try again"
+                    raise RunWriteError(f"{path}: {msg}") from None
                 clock.sleep(0.01)
             except OSError:
                 break
@@ -156,7 +162,7 @@ def _create_claim(path: Path, claim: Path, deadline: float) -> None:
             if _is_abandoned(claim):
                 claim.unlink(missing_ok=True)
             elif clock.monotonic() > deadline:
-                raise RunExistsError(
+                raise RunWriteError(
                     f"{path}: another process is just opening or compacting this run; try again, or remove "
                     f"{claim} if no other process uses the folder"
                 ) from None
