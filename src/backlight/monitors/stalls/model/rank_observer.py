@@ -39,9 +39,13 @@ from backlight.records import Phase
 T = TypeVar("T")
 
 SAMPLER_SILENCE_S = 0.7
-"""Silence of the sampler thread after which the process is asked by a signal."""
+"""Silence of the sampler thread after which its stacks are read in another way."""
 
 DUMP_PERIOD_S = 0.3
+DUMP_TIMEOUT_S = 3.0
+DUMP_SHARE = 5.0
+"""Pause after a reading of stacks, in times of what it took: py-spy reads the symbols each time."""
+
 MAX_DUMPS = 6
 MAX_HISTORY = 240
 MAX_USAGES = 40
@@ -72,6 +76,7 @@ class RankObserver:
         # Time, CPU seconds of the process, and its threads by tid.
         self._usages: deque[tuple[int, float, dict[int, Thread]]] = deque(maxlen=MAX_USAGES)
         self._dumps: deque[StackSample] = deque(maxlen=MAX_DUMPS)
+        self._next_dump = 0.0
         self._native: list[StackSample] = []
         self._not_collected: dict[str, None] = {}
         self._process: processes.Process | None = None
@@ -192,18 +197,26 @@ class RankObserver:
         self._process = processes.read_process(state.pid) or self._process
         threads = {t.tid: t for t in processes.read_threads(state.pid)}
         self._usages.append((clock.monotonic_ns(), self._process.cpu_s if self._process else 0.0, threads))
-        newest = self._dumps[-1].at if self._dumps else 0
         is_silent = (state.taken - state.sampler) / 1e9 > SAMPLER_SILENCE_S
         is_stopped = self._process is not None and self._process.is_stopped
-        is_due = (state.taken - newest) / 1e9 > DUMP_PERIOD_S
-        if is_silent and not is_stopped and is_due and self.pidfd >= 0:
+        if is_silent and not is_stopped and clock.monotonic() > self._next_dump and self.pidfd >= 0:
+            self._dump_stack(state)
+
+    def _dump_stack(self, state: StateSnapshot) -> None:
+        """Read the stacks of a process whose sampler is silent, from outside where that is possible."""
+        began = clock.monotonic()
+        sample, reason = stacks.dump_by_py_spy(state.pid, timeout_s=DUMP_TIMEOUT_S)
+        if sample is None:
             tid = self._working_tid(state, self._read("stacks", stacks.parse_samples) or ())
             dump = runtime_dir.dump_path(self._directory, self.rank)
-            sample, reason = stacks.dump_by_signal(state.pid, tid, state.working_ident, dump)
-            if sample is None:
-                self._not_collected[reason] = None
-            else:
-                self._dumps.append(sample)
+            sample, refused = stacks.dump_by_signal(state.pid, tid, state.working_ident, dump)
+            reason = f"{reason}; {refused}"
+        if sample is None:
+            self._not_collected[reason] = None
+        else:
+            self._dumps.append(sample)
+        now = clock.monotonic()
+        self._next_dump = now + max(DUMP_PERIOD_S, DUMP_SHARE * (now - began))
 
     def take_native_samples(self, count: int = 2, timeout_s: float = 2.0) -> None:
         """Take native stacks with py-spy, which pauses the process for each."""

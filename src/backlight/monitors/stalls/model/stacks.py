@@ -1,7 +1,7 @@
 """Stacks of processes: dump and parse them, and read phase and user code off them. No torch.
 
-Sources in rising order of intrusion: the sampler thread inside the process, its faulthandler by signal,
-py-spy.
+Sources in rising order of intrusion: the sampler thread inside the process, py-spy from outside, faulthandler
+by signal, py-spy with native frames, which stops the process for a moment.
 """
 
 from __future__ import annotations
@@ -173,11 +173,14 @@ def dump_by_signal(pid: int, tid: int, ident: int, dump: Path) -> tuple[StackSam
     """Make one thread of a watched process dump its stack into ``dump``; return it, or None and the reason.
 
     No thread reads the frames of another, which may free them meanwhile while it runs: that would crash the
-    process. ``ident`` is Python's number of the thread, ``tid`` that of the system.
+    process. ``ident`` is Python's number of the thread, ``tid`` that of the system. A thread in a system call
+    gets no signal: a sleep or a wait in C, which may not begin again, would end early.
     """
     # The signal would end a process that does not handle it.
     if not DUMP_SIGNAL or not processes.handles_signal(pid, DUMP_SIGNAL):
         return None, "the process has no handler for the signal that dumps stacks"
+    if not processes.is_computing(pid, tid):
+        return None, "a thread in a system call gets no signal, which could end the call early"
     try:
         before = dump.stat().st_size
         _signal_thread(pid, tid)
