@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import re
 import sqlite3
@@ -57,6 +58,12 @@ WORDS = (
     "(", "*", "null", ";", "--", "select", "x" * 300, "\x1b[2J",
 )  # fmt: skip
 """Words that a text of settings, a plan or a statement may hold in the wrong place."""
+
+
+def journal(victim: Path) -> bytes:
+    """Return a rollback journal that names a file as its super-journal, which SQLite deletes."""
+    name, magic = os.fsencode(victim), bytes.fromhex("d9d505f920a163d7")
+    return b"\1" * 512 + b"\xff" * 4 + name + struct.pack(">II", len(name), sum(name)) + magic
 
 
 def mutate_words(text: bytes, rng: random.Random) -> bytes:

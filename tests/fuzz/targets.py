@@ -22,15 +22,20 @@ from backlight.launch.recipe import refuse_script
 from backlight.session.settings import Settings
 from backlight.store.format.names import MANIFEST
 from backlight.store.format.schema import SERIES
+from backlight.store.maintenance.compact import compact
 from backlight.store.maintenance.merge_hosts import merge_hosts
 from backlight.store.read.run import Run, open_run
 from backlight.store.read.run_list import list_runs
+from backlight.store.read.snapshot import SIDE_FILES
 from backlight.store.write.writer import RunWriter
 from backlight.trace.reader import read_trace
 from fuzz import mutation
 from report.synthetic import Plan, write_run
 
 DATABASE, DOCUMENT = "attempt-000/rank-00000.db", "attempt-000/rank-00000.json"
+CANARY = "canary"
+"""Tree of a user to which links and side files lead, and that no input changes."""
+
 STATEMENTS = (
     "select parameter, max(norm) from gradient group by all order by 2 desc limit 3",
     "select * from scalars where value > 0 limit 5",
@@ -80,6 +85,9 @@ def write_seeds(folder: Path) -> Path:
                 writer.array("w", step, np.full((2, 3), float(rank)), dims=("a", "b"))
                 writer.scalar(step, "loss", float(step))
         writer.path.rename(folder / name)
+    shutil.copytree(folder / "host1", folder / CANARY / "run")
+    for name in ("private.txt", ".x.tmp", "rank-00000.db", "rank-00000-000000.h5"):
+        (folder / CANARY / name).write_text("private")
     (folder / "plan.toml").write_bytes(PLAN)
     (folder / "settings.toml").write_bytes(SETTINGS)
     (folder / "recipe.py").write_bytes(RECIPE)
@@ -266,6 +274,58 @@ def _any_file(path: Path, rng: random.Random) -> None:
             _bytes(one, rng)
 
 
+def _side_files(path: Path, rng: random.Random) -> None:
+    """Plant up to three side files of SQLite, links or second names, which lead to the canary."""
+    canary = path.parent.parent / "seeds" / CANARY
+    attempt = path / "attempt-000"
+    databases = sorted(p.name for p in attempt.glob("*.db"))
+    for _ in range(rng.randint(1, 3)):
+        name = rng.choice((
+            *(rng.choice(databases) + suffix for suffix in SIDE_FILES), *databases, "arrays", "evidence",
+            "columns-000000", "rank-00000.json", "rank-00001.json", "rank-00001.db", "rank-00000.000000.db",
+            "watchdog-x.db", "watchdog-x.db-journal", "evidence/a.txt", "arrays/rank-00000-000009.h5",
+            ".a.tmp", "../attempt-001", "../.a.tmp", "../manifest.json",
+        ))  # fmt: skip
+        planted = attempt / name
+        if planted.parent.is_symlink() or planted.parent.is_file():
+            continue
+        planted.parent.mkdir(exist_ok=True)
+        if planted.is_dir() and not planted.is_symlink():
+            shutil.rmtree(planted)
+        planted.unlink(missing_ok=True)
+        victim = rng.choice(sorted(canary.rglob("*")))
+        match rng.randrange(6):
+            case 0:
+                planted.symlink_to(victim)
+            case 1 if victim.is_file():
+                planted.hardlink_to(victim)
+            case 2:
+                planted.write_bytes(rng.randbytes(rng.choice((0, 32, 5000))))
+            case 3:
+                planted.write_bytes(mutation.mutate_bytes(mutation.journal(victim), rng))
+            case _:
+                planted.write_bytes(mutation.journal(victim))
+                if name.endswith("-journal"):
+                    planted.with_name(planted.name.removesuffix("journal") + "wal").touch()
+
+
+def _change(path: Path) -> None:
+    """Read, report and compact a run; a refusal of one does not keep the others from it."""
+    for step in (read_run, _report, compact):
+        try:
+            step(path)
+        except REFUSALS:
+            if step is compact:
+                raise
+
+
+def _join_and_change(path: Path) -> None:
+    try:
+        _join(path)
+    finally:
+        compact(path.parent / "host0")
+
+
 TARGETS = {
     "database": Target("run", _database, same_values),
     "forged": Target("run", _forged, read_run),
@@ -279,9 +339,19 @@ TARGETS = {
     "settings": Target("settings.toml", _words, lambda path: Settings.read(path, {})),
     "recipe": Target("recipe.py", _words, refuse_script),
     "join": Target("host1", _any_file, _join),
+    "side files": Target("run", _side_files, _change),
+    "joined side files": Target("host1", _side_files, _join_and_change),
     "bundle": Target("arrays", _any_file, _report),
 }
 """Kinds of input by name."""
+
+
+def _state(folder: Path) -> dict[Path, tuple[int, int, bytes]]:
+    found = {path: path.lstat() for path in folder.rglob("*")}
+    return {
+        path: (about.st_mode, about.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path, about in found.items()
+    }
 
 
 def answer(name: str, seeds: Path, folder: Path, seed: int) -> str:
@@ -289,10 +359,12 @@ def answer(name: str, seeds: Path, folder: Path, seed: int) -> str:
     target, line = TARGETS[name], "answered"
     path = target.copy(seeds, folder)
     target.mutate(path, random.Random(f"{name} {seed}"))
+    before = _state(seeds / CANARY)
     try:
         target.answer(path)
     except REFUSALS as error:
         line = str(error)
+    assert _state(seeds / CANARY) == before, "a file outside of the input was changed"
     assert line, "a refusal without a word"
     assert "\n" not in line or name == "recipe", f"several lines: {line!r}"  # there it shows a recipe
     return line

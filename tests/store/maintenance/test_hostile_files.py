@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from backlight.store.platform import atomic_json
 from backlight.store.read.run import open_run
 from backlight.store.read.snapshot import SIDE_FILES, Snapshot
 from backlight.store.write.writer import RunWriter
+from fuzz.mutation import journal
 
 DATABASE = "attempt-000/rank-00000.db"
 Plant = Callable[[Path, Path], None]
@@ -34,13 +34,6 @@ def state_of(folder: Path) -> dict[str, tuple[object, ...]]:
         content = path.read_bytes() if path.is_file() else b""
         found[str(path)] = (about.st_mode, about.st_ino, about.st_mtime_ns, content)
     return found
-
-
-def journal(victim: Path) -> bytes:
-    """Return a rollback journal that names a file as its super-journal, which SQLite deletes."""
-    name = os.fsencode(victim)
-    magic = bytes.fromhex("d9d505f920a163d7")
-    return b"\1" * 512 + b"\xff" * 4 + name + struct.pack(">II", len(name), sum(name)) + magic
 
 
 def super_journal(*others: str) -> Plant:
