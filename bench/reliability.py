@@ -182,6 +182,14 @@ verdict `Interrupted at step 91` (`tests/ranks/test_interrupt.py`). A script tha
 close files of backlight; nothing is written to a number that the script has opened since, and the recording
 ends.
 
+## Signals
+
+Python calls a signal handler of the script between two instructions of the main thread, also of backlight's.
+What it raises reaches the training loop: of 8,000 alarms at random moments 8,000 did (`every=1` and the
+default, 4,000 each; before, 62 of 80 were swallowed). `tests/test_interrupts.py` interrupts a recorded step
+at each call of backlight. PyTorch itself leaves gradient mode off where an alarm meets the end of
+`optimizer.step`: in 11 of 4,000 steps without backlight, in 7 and 3 of 4,000 with it.
+
 ## Inputs
 
 Mutated bytes, numbers, names, tables, links and sizes. Each is answered, or refused in one line, within

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from backlight.interrupts import is_interrupt, suppressed
 from backlight.records import EVERYTHING, UNMEASURED
 from backlight.terminal import write
 
@@ -56,7 +57,9 @@ def _show(text: str, line: Line | None) -> None:
         warnings.warn_explicit(f"backlight: {text}", RuntimeWarning, file, number, module, _SHOWN)
     except RuntimeWarning as warning:
         write(warning, file=sys.stderr)
-    except Exception:  # noqa: BLE001 - a standard error that is none
+    except Exception as error:
+        if is_interrupt(error):
+            raise
         return
 
 
@@ -86,7 +89,7 @@ class Notifier:
         """
         reason = f"{type(error).__name__}: {error}"
         self.warn(lost, f"not measured: {lost}, after {reason}")
-        with contextlib.suppress(Exception):
+        with suppressed():
             step = None if self.clock is None else self.clock.index
             self.event(UNMEASURED, {"what": lost, "reason": reason, "lost": is_data}, step)
 
@@ -115,5 +118,7 @@ class Notifier:
         """Turn an exception into :meth:`trouble`."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - never break the user's training
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self.trouble(error)

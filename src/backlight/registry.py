@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from backlight.interrupts import is_interrupt
 from backlight.records import Finding
 from backlight.terminal import write
 
@@ -164,7 +165,9 @@ class Registry(Generic[T]):
             entries = tuple(name for name, module in self._loaded_by.items() if module == point.module)
             if not entries:
                 problem = f"it registers no {self.kind}, and is none: got {type(loaded).__name__}"
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code must not stop backlight
+        except (Exception, SystemExit) as error:
+            if is_interrupt(error):
+                raise
             problem = f"{type(error).__name__}: {error}"
             for name in [n for n, module in self._loaded_by.items() if module == point.module]:
                 del self._entries[name], self._loaded_by[name]

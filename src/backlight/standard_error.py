@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from typing import TextIO
+
+from backlight.interrupts import suppressed
 
 
 def write_text(text: str, stream: TextIO | None) -> None:
@@ -15,7 +16,7 @@ def write_text(text: str, stream: TextIO | None) -> None:
     """
     if stream is None:  # a process without one, for which print would take standard output
         return
-    with contextlib.suppress(Exception):  # the script may have put anything there
+    with suppressed():  # the script may have put anything there
         raw = getattr(stream.buffer, "raw", None) if type(stream) is io.TextIOWrapper else None
         stream.flush()
         if not isinstance(raw, io.FileIO):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from backlight.capture.sharding import FlatPlace
+from backlight.interrupts import is_interrupt
 from backlight.records import Layout, Placement
 
 if TYPE_CHECKING:
@@ -212,7 +213,9 @@ def attempt(outer: Any, call: Callable[[], Result], what: str = "steps") -> Resu
         return None
     try:
         return call()
-    except Exception as error:  # noqa: BLE001 - never break the user's training
+    except Exception as error:
+        if is_interrupt(error):
+            raise
         _BROKEN.add(outer)
         warnings.warn(
             f"backlight: not measured: {what} of DeepSpeed's {type(outer).__name__}, after "

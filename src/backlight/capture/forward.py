@@ -11,6 +11,7 @@ from backlight.capture.call_hooks import CallHooks
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.modules import holding
 from backlight.capture.seen_optimizers import parameters_of
+from backlight.interrupts import is_interrupt
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,6 +94,8 @@ class ScopeForwards(Listener):
         try:
             self.models = self._scope.models or holding(HUB.seen.roots(), held)
             self._forwards.follow(self.models)
-        except Exception as error:  # noqa: BLE001 - called by whatever refreshes the table
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self.stop()
             self._on_error(error)

@@ -30,6 +30,7 @@ from backlight.capture.engine_hooks import install_engines
 from backlight.capture.seen_optimizers import SeenOptimizers
 from backlight.capture.training_threads import TrainingThreads
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
+from backlight.interrupts import is_interrupt
 from backlight.records import Phase
 
 if TYPE_CHECKING:
@@ -350,30 +351,41 @@ class Hub:
             return
         if receivers is None:
             receivers = self._receivers_of(event)
-        is_inner, self._is_emitting = self._is_emitting, True
-        weight = 0 if is_inner else self.timed_steps
+        weight = 0 if self._is_emitting else self.timed_steps
         begin = clock.thread_time() if weight else 0.0
+        grad_mode, raised = torch.is_grad_enabled(), None
+        is_inner, self._is_emitting = self._is_emitting, True
         try:
             for listener, method in receivers:
                 try:
                     method(*args, **kwargs)
                 except Exception as error:  # noqa: BLE001 - never break the user's training
-                    self._drop(listener, error)
-            return
+                    if is_interrupt(error):  # the others still get the event
+                        raised = error
+                    else:
+                        self._drop(listener, error)
         except UserError as carried:
             raised = carried.error
         finally:
             self._is_emitting = is_inner
+            if torch.is_grad_enabled() is not grad_mode:  # interrupted where a mode is entered or left
+                torch._C._set_grad_enabled(grad_mode)
             if weight:
                 self.spent += weight * (clock.thread_time() - begin)
-        raise raised  # outside the handler, so that it is as the user's code raised it
+        if raised is not None:
+            try:
+                raise raised  # outside the handler, so that it is as the user's code raised it
+            finally:
+                del raised  # else it would hold this frame, which holds it
 
     def _drop(self, listener: Listener, error: Exception) -> None:
         on_error = self._on_error.get(id(listener), listener.dropped)
         self.remove(listener)
         try:
             on_error(error)
-        except Exception as second:  # noqa: BLE001 - nothing is left but to warn
+        except Exception as second:
+            if is_interrupt(second):
+                raise
             warnings.warn(
                 f"backlight: stopped measuring after {type(error).__name__}: {error} "
                 f"(and could not record that: {second}). Your training continues unchanged.",

@@ -19,6 +19,7 @@ from backlight.capture.call_hooks import CallHooks
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB, Listener
 from backlight.devices import is_capturing_graph
+from backlight.interrupts import is_interrupt
 
 
 class LayerSink(Protocol):
@@ -131,5 +132,7 @@ def _arrived(sink: LayerSink, call: LayerCall, output: int, gradients: tuple[Ten
             with torch.no_grad(), torch.autocast(delta.device.type, enabled=False):
                 call.x = None
                 sink.arrives(call.layer, x, delta.detach())
-    except Exception as error:  # noqa: BLE001 - never break the user's training
+    except Exception as error:
+        if is_interrupt(error):
+            raise
         sink.trouble(error)

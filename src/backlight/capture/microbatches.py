@@ -16,6 +16,7 @@ import torch
 from backlight import clock
 from backlight.capture.hub import HUB, Listener
 from backlight.devices import is_capturing_graph
+from backlight.interrupts import is_interrupt
 
 
 class GradientSink(Protocol):
@@ -115,7 +116,9 @@ class Microbatches(Listener):
         begin = clock.thread_time()
         try:
             self._sink.takes(key, gradient)
-        except Exception as error:  # noqa: BLE001 - never break the user's training
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._failed = True
             self._sink.trouble(error)
         HUB.spent += clock.thread_time() - begin

@@ -23,6 +23,7 @@ from backlight.capture.loss_terms import single_losses
 from backlight.capture.modules import unwrapped
 from backlight.capture.sample_indices import indices_of
 from backlight.devices import is_accelerator, is_capturing_graph, random_states
+from backlight.interrupts import is_interrupt
 
 HELD_BYTES = 256 << 20
 """Most bytes of gradients of outputs that are held until the step is over."""
@@ -159,7 +160,9 @@ class StepInputs(Listener):
         if self.keeps and len(new) == len(roots) == 1:
             try:
                 new[0].losses = single_losses(roots[0].grad_fn)
-            except (RuntimeError, AttributeError):  # a release that saves them otherwise
+            except (RuntimeError, AttributeError) as error:  # a release that saves them otherwise
+                if is_interrupt(error):
+                    raise
                 new[0].losses = None
 
     def scaled(self, scaler: Any, loss: Tensor, result: Tensor) -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backlight.interrupts import is_interrupt
+
 if TYPE_CHECKING:
     from backlight.capture.hooks import Patches
     from backlight.capture.hub import Hub
@@ -170,7 +172,9 @@ class Transfers:
             if ends[0] == ends[1]:
                 return []
             return [transfer(method, method, channel, (members[ends[0]], members[ends[1]]), value)]
-        except Exception:  # noqa: BLE001 - a group that torch does not know, or other arguments
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             return []
 
     def _started(self, group: Any, work: Any, transfers: list[Transfer]) -> None:

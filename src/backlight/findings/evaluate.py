@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from backlight.findings.limits import Limits, merge_overrides, with_overrides
 from backlight.findings.phrases import shorten
 from backlight.generators import kept_random
+from backlight.interrupts import is_interrupt
 from backlight.records import Finding, FindingKind, Made, Severity
 from backlight.registry import DISPLAYS, RULES, warn
 from backlight.setting_error import SettingError
@@ -142,6 +143,8 @@ def evaluate_rules(
                 title = shorten(finding.title)
                 findings.append(dataclasses.replace(of_rule, title=title, overridden=changed))
         except Exception as error:
+            if is_interrupt(error):
+                raise
             if isinstance(error, RunFormatError) and made is Made.READER:
                 raise  # the run is damaged, not the rule
             plug_in = RULES.origin(name)

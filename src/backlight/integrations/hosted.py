@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from backlight.distributed import launch_id, rank_and_size
 from backlight.findings.evaluate import Findings, findings_of
 from backlight.generators import kept_random
+from backlight.interrupts import is_interrupt, suppressed
 from backlight.monitor import Samples, check_monitors
 from backlight.notebook import notebook_shell
 from backlight.notifier import Notifier
@@ -174,13 +175,15 @@ class Hosted:
         """Turn an exception into one warning that names the hook; ``lost`` is what is missing by it."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - never break the user's training
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._broken.add(hook)
             reason = f"{type(error).__name__}: {error}"
             self._notifier.warn(
                 f"{hook} {lost}", f"{self._host}.{hook}: not recorded: {lost}, after {reason}"
             )
-            with contextlib.suppress(Exception):
+            with suppressed():
                 self._notifier.unmeasured(lost, f"{self._host}.{hook}: {reason}")
 
     def _say(self) -> None:

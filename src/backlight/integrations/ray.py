@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from backlight import clock
 from backlight.distributed import JOB_SEPARATOR
 from backlight.integrations.hosted import FrameworkError, require
+from backlight.interrupts import is_interrupt
 from backlight.monitors.stalls.model.borrowed_stderr import COLLECTED
 from backlight.monitors.stalls.model.reported_stalls import ReportedStall, newest_stall, stall_events
 from backlight.store.errors import RunFormatError
@@ -170,7 +171,9 @@ class BacklightCallback(ControllerCallback, WorkerGroupCallback):  # type: ignor
         """Turn an exception into one warning: Ray Train would end the training run."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - never break the user's training
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             if lost not in self._warned:
                 self._warned.add(lost)
                 write(f"backlight: {lost}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

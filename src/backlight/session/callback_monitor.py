@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from backlight.interrupts import is_interrupt
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding
 
@@ -36,7 +37,9 @@ class CallbackMonitor(Monitor):
         for finding in findings:
             try:
                 self._on_finding(finding)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - never break the user's training
+            except (Exception, SystemExit) as error:
+                if is_interrupt(error):
+                    raise
                 reason = f"{type(error).__name__}: {error}"
                 self._notifier.warn(
                     "on_finding", f"on_finding raised {reason}; it is called again with the next finding"

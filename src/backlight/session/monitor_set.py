@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -10,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backlight.capture.hub import HUB
+from backlight.interrupts import is_interrupt, suppressed
 from backlight.monitor import MONITORS, NEVER, Monitor, RunContext, Timed
 from backlight.records import FROM_HERE_ON
 from backlight.registry import warn
@@ -31,6 +31,8 @@ def requested_monitors(settings: Settings) -> list[Monitor]:
         except ValueError:
             raise
         except Exception as error:
+            if is_interrupt(error):
+                raise
             if MONITORS.origin(name) is None:
                 raise
             warn(f"backlight: the monitor {name!r} is left out: {type(error).__name__}: {error}")
@@ -104,7 +106,9 @@ class MonitorSet:
         for monitor, bound in calls:
             try:
                 returned.append(bound(*args, **kwargs))
-            except Exception as error:  # noqa: BLE001 - never break the user's training
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
                 self._disable(monitor, error)
                 returned.append(None)
         return returned
@@ -138,7 +142,7 @@ class MonitorSet:
         self._remove(monitor)
         if monitor in self._attached:
             self._attached = tuple(other for other in self._attached if other is not monitor)
-            with contextlib.suppress(Exception):
+            with suppressed():
                 monitor.detach(None)
         self._notifier.trouble(
             error,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from backlight import clock
 from backlight.findings.evaluate import separate_hints
+from backlight.interrupts import suppressed
 from backlight.monitor import Monitor, RunContext
 from backlight.notebook import notebook_shell
 from backlight.records import Finding
@@ -105,7 +105,7 @@ def print_line(text: str, stream: TextIO | None) -> None:
         return
     line = printable(f"backlight: {text}")
     bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    with contextlib.suppress(Exception):  # the script may have put anything there
+    with suppressed():  # the script may have put anything there
         if getattr(bars, "_instances", None):
             bars.write(line, file=stream)
             stream.flush()

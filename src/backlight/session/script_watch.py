@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from backlight import clock
+from backlight.interrupts import is_interrupt
 from backlight.launch.import_hook import ImportHook
 from backlight.launch.script import Refused
 
@@ -104,5 +105,7 @@ class ScriptWatch:
             )  # fmt: skip
             watch.__enter__()
         except Exception as error:
+            if is_interrupt(error):
+                raise
             raise Refused(error) from error
         self.watch = watch

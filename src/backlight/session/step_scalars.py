@@ -19,6 +19,7 @@ import torch
 from backlight import devices
 from backlight.capture.parameters import PLAIN, settled
 from backlight.capture.step_sink import ScalarSink
+from backlight.interrupts import is_interrupt
 from backlight.measure.transfer import AsyncCopy, start_copy
 
 if TYPE_CHECKING:
@@ -216,7 +217,9 @@ class StepScalars(ScalarSink):
             if type(root) is torch.Tensor and root.is_cpu and root.numel() == 1 and not _count_modes():
                 try:
                     self._losses.append(root.item())
-                except Exception:  # noqa: BLE001 - within a functional transform: it has no value
+                except Exception as error:
+                    if is_interrupt(error):
+                        raise
                     self._losses.append(None)
             elif root.numel() == 1:  # else it is a part of a model, such as a stage of a pipeline
                 self._losses.append(self._value(root))
@@ -343,7 +346,9 @@ class StepScalars(ScalarSink):
                 tensor = part
             with torch._C.DisableTorchFunction(), _without_modes():
                 return self._read(tensor)
-        except Exception:  # noqa: BLE001 - no error here may reach the training
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             return None
 
     def _read(self, tensor: torch.Tensor) -> Value:

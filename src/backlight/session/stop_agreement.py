@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from backlight import clock
+from backlight.interrupts import is_interrupt
 from backlight.records import Finding, to_json
 
 CHECK_STEPS = 8
@@ -73,7 +74,9 @@ class StopAgreement:
                 # Private, and the only way to the store of an existing group.
                 self._store = dist.distributed_c10d._get_default_store()
             found = getattr(self._store, method)(*arguments)
-        except Exception as error:  # noqa: BLE001 - the training run goes on
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._is_broken = True
             self._on_error(error)
             return None

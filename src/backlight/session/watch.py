@@ -17,6 +17,7 @@ from backlight.capture.parameters import build_table
 from backlight.capture.stop_training import StopTraining
 from backlight.distributed import rank_and_size
 from backlight.findings.evaluate import Findings, NoFindings, findings_of
+from backlight.interrupts import is_interrupt
 from backlight.monitor import Monitor, Samples, check_monitors
 from backlight.notebook import STARTED, notebook_name, notebook_shell
 from backlight.notifier import Notifier
@@ -164,7 +165,7 @@ class Watch:
                 resume=self._resumes, numbered=self._is_numbered,
             )  # fmt: skip
         except BaseException as error:
-            if not self._is_of_the_disk(error):
+            if is_interrupt(error) or not self._is_of_the_disk(error):
                 self._depth = 0
                 raise
             self._started, self._error, self._abandoned = True, error, True
@@ -180,7 +181,9 @@ class Watch:
             )  # fmt: skip
             self._attached.attach(self._samples, self._arguments)
             self._attached.record_cost("start", self._start_s + clock.perf_counter() - began)
-        except Exception as error:  # noqa: BLE001 - a fault of backlight must not cost a training run
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._error, self._abandoned = error, True
             self._notifier.trouble(error, "this training, which is not watched")
             if self._attached is None:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from backlight.capture.modules import table_of, walk
 from backlight.diagnose.memory.storage_log import Kind, Storage, StorageLog
+from backlight.interrupts import is_interrupt
 from backlight.records import Phase
 
 _READ_SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -218,7 +219,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if not self.trouble:
             try:
                 self._record(func, args, kwargs, result)
-            except Exception as error:  # noqa: BLE001 - never break the user's training
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
                 self.trouble = f"recording stopped after {type(error).__name__}: {error}"
         return result
 

@@ -27,6 +27,7 @@ from backlight.capture.calls import (
 )
 from backlight.diagnose.node_origin import Origin, next_number
 from backlight.diagnose.script_observer import OperationRecorder
+from backlight.interrupts import is_interrupt
 from backlight.user_code import SourceLine, definition, user_line
 
 if TYPE_CHECKING:
@@ -103,7 +104,9 @@ class Tape(OperationRecorder, TorchFunctionMode):
         result = func(*args, **kwargs)
         try:
             self._record(name, args, kwargs, inputs, carrying, result, begin)
-        except Exception as error:  # noqa: BLE001 - never break the user's training
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._drop(error)
         return result
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backlight.capture.calls import tensors_in
 from backlight.diagnose.node_origin import Origin, next_number
 from backlight.diagnose.script_observer import OperationRecorder
+from backlight.interrupts import is_interrupt
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
             self._record_origin(name)
             if not views:
                 self._check(name, args, kwargs, result, written, before)
-        except Exception as error:  # noqa: BLE001 - never break the user's training
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._drop(error)
         return result
 

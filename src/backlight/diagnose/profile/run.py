@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
         observed = observer.observed
         pauses: list[tuple[int, dict[str, Any]]] = []
         collector = GarbagePauses(
-            lambda _kind, payload, step: pauses.append((step or 0, payload)), lambda: len(observed.steps)
+            lambda _kind, payload, step: pauses.append((step or 0, payload)), map(len, repeat(observed.steps))
         )
         collector.start()
         with control_from_environment() or contextlib.nullcontext():

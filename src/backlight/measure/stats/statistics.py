@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight import clock
+from backlight.interrupts import is_interrupt
 from backlight.measure.stats.compiled_rows import COMPILED_ROWS, DTYPES
 from backlight.measure.stats.kernels import max_by, narrow, non_finite, root_sum_squares_by, wide
 from backlight.measure.stats.packed_matrices import Owned, chunk_size, chunks, is_host, matrices, stored
@@ -160,7 +161,9 @@ class _Table:
         plain = [pair for pair in values if _is_plain(pair[1])]
         try:
             found_N4, rows = COMPILED_ROWS.measure([tensor for _, tensor in plain])
-        except Exception as error:  # noqa: BLE001 - the eager kernels measure what is left over
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             COMPILED_ROWS.fail(error)
             return values
         if plain:

@@ -26,6 +26,7 @@ from backlight.capture.step_inputs import StepInputs
 from backlight.devices import is_accelerator, is_available
 from backlight.distributed import world
 from backlight.generators import kept_random
+from backlight.interrupts import is_interrupt
 from backlight.monitor import NEVER, Gradients, Monitor, RunContext, StoredStep
 from backlight.monitors.health.instrument.sample_shares import samples_of_step
 from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
@@ -194,7 +195,9 @@ class SpikeSamplesMonitor(Monitor):
                 for module in {id(call.module): call.module for call in self._inputs.calls}.values():
                     stack.enter_context(preserve_state(module))
                 found = self._computation(gradients)()
-        except Exception as error:  # noqa: BLE001 - out of memory, for example; the training goes on
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             found = {"calls": [], "reason": f"{type(error).__name__}: {error}".split("\n")[0]}
         return found if found["calls"] else {**found, **self._indices()}
 

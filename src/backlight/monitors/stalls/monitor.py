@@ -24,6 +24,7 @@ from backlight import clock, processes
 from backlight.capture import sharding
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.distributed import launch_id, local_rank
+from backlight.interrupts import suppressed
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace
 from backlight.monitors.stalls.instrument.collectives import Collectives
@@ -148,7 +149,7 @@ class StallMonitor(Monitor):
         _attached.discard(self)
         if error is not None and not self._is_ended:
             # A third-party exception may fail to be printed.
-            with contextlib.suppress(Exception):
+            with suppressed():
                 runtime_dir.write_document(self._document("exit"), dataclasses.asdict(exit_reason_of(error)))
         self.pause()
         self._check_watchdog()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from backlight import clock
@@ -15,7 +18,7 @@ from backlight.monitors.steptime.model.step_times import OPTIMIZER_PREFIX
 from backlight.records import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from backlight.capture.step_sink import StepSummary
     from backlight.session.step_recorder import StepRecord
@@ -25,6 +28,9 @@ REMAINDER = "between"
 
 MIN_PAUSE_S = 1e-3
 """Pauses by the garbage collector that are shorter are not recorded."""
+
+MAX_MOMENTS = 4096
+"""Begins and ends of collections that are kept between two recorded steps."""
 
 MAX_PAUSES = 500
 """Pauses that a run records; later ones leave no event."""
@@ -48,7 +54,8 @@ class StepTimeMonitor(Monitor):
         self._optimizers: list[dict[str, Any]] = []
         self._numbers: set[int] = set()
         self._core_wait: CoreWait | None = None
-        self._pauses = GarbagePauses(run.notifier.event, lambda: run.clock.index)
+        self._step = 0
+        self._pauses = GarbagePauses(run.notifier.event, map(attrgetter("_step"), repeat(self)))
         self._kept_graphs = KeptGraphTracker(lambda facts, step: run.notifier.event(KEPT_GRAPHS, facts, step))
         run.listen(self._kept_graphs.marks)
         run.follow_forwards()
@@ -67,7 +74,7 @@ class StepTimeMonitor(Monitor):
 
     def on_step_start(self, step: int) -> None:
         """Name the step to what marks graphs."""
-        self._kept_graphs.marks.step = step
+        self._step = self._kept_graphs.marks.step = step
 
     def on_parameters_known(self) -> None:
         """Read the optimizers, which may be gone when the run ends."""
@@ -82,6 +89,7 @@ class StepTimeMonitor(Monitor):
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
         """Add one scalar per phase, and record the pauses since the last recorded step and kept graphs."""
         self._pauses.flush()
+        self._step += 1  # a pause from here on is of no recorded step, until the next one starts
         self._kept_graphs.end_step()
         record.scalars.update({f"phase/{phase}": seconds for phase, seconds in summary.phases.items()})
         rest = summary.seconds - sum(summary.phases.values())
@@ -99,17 +107,26 @@ class GarbagePauses:
     """Records pauses by Python's garbage collector as events, by ``record(kind, payload, step)``.
 
     The collector runs wherever an object is made, also while a lock of the writer is held: a pause is only
-    kept until :meth:`flush` is called at a safe point.
+    kept until :meth:`flush` is called at a safe point. ``steps`` gives the step in progress each time; it and
+    everything else that the collector calls runs no Python code: what a signal handler of the script raises
+    there would be lost.
     """
 
     def __init__(
-        self, record: Callable[[str, dict[str, Any], int | None], None], step: Callable[[], int]
+        self, record: Callable[[str, dict[str, Any], int | None], None], steps: Iterator[int]
     ) -> None:
         self._record = record
-        self._step = step
-        self._began = 0.0
         self._left = MAX_PAUSES
-        self._kept: deque[tuple[int, dict[str, Any]]] = deque()
+        self._moments: deque[tuple[str, float, int]] = deque(maxlen=MAX_MOMENTS)
+        now = iter(clock.perf_counter, None)
+
+        def noting(phase: str) -> property:
+            return property(partial(next, map(self._moments.append, zip(repeat(phase), now, steps))))
+
+        # The collector calls it with "start" or "stop", and with a dictionary, here the default.
+        self._on_collection = partial(
+            getattr, type("Phases", (), {phase: noting(phase) for phase in ("start", "stop")})()
+        )
 
     def start(self) -> None:
         """Register with the garbage collector."""
@@ -123,17 +140,11 @@ class GarbagePauses:
 
     def flush(self) -> None:
         """Record the pauses since the last call."""
-        while self._kept:
-            step, payload = self._kept.popleft()
-            self._record(GARBAGE_COLLECTION, payload, step)
-
-    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = clock.perf_counter()
-            return
-        seconds = clock.perf_counter() - self._began
-        if seconds < MIN_PAUSE_S or self._left <= 0:
-            return
-        self._left -= 1
-        payload = {"seconds": seconds, "generation": info["generation"], "collected": info["collected"]}
-        self._kept.append((self._step(), payload))
+        began = None
+        while self._moments:
+            phase, moment, step = self._moments.popleft()
+            if phase == "start":
+                began = moment
+            elif began is not None and moment - began >= MIN_PAUSE_S and self._left > 0:
+                self._left -= 1
+                self._record(GARBAGE_COLLECTION, {"seconds": moment - began}, step)

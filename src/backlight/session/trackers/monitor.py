@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from backlight import clock
 from backlight.findings.evaluate import separate_hints
+from backlight.interrupts import is_interrupt, suppressed
 from backlight.monitor import NEVER, Monitor, RunContext, StoredStep
 from backlight.records import Finding, ParameterRecord
 from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
@@ -59,7 +60,9 @@ class Feed:
         """Look up what the user has open, on the training thread, and start."""
         try:
             self._active = self._tracker.active()
-        except Exception as error:  # noqa: BLE001 - third-party code; never break the user's training
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._left_out(error)
             return
         self._thread.start()
@@ -127,7 +130,7 @@ class Feed:
         self._points = deque(maxlen=0)
         self.take = lambda point: None  # type: ignore[method-assign]  # points are dropped from here on
         self._notifier.warn(f"tracker {self.name}", f"the tracker {self.name!r} is left out: {reason}")
-        with contextlib.suppress(Exception):
+        with suppressed():
             self._notifier.unmeasured(f"tracker {self.name}", reason)
 
 

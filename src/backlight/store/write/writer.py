@@ -8,12 +8,12 @@ that is full, or goes on to fail, stops the recording, not the training run: the
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sqlite3
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight import clock
+from backlight.interrupts import is_interrupt, suppressed
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.redaction import Redaction
 from backlight.store.errors import RunWriteError
@@ -206,22 +207,16 @@ class RunWriter:
         writer = None
         try:
             writer = cls(
-                entry,
-                max_disk=max_disk,
-                on_lost=on_lost,
-                on_limit=on_limit,
-                filters=filters,
-                options=options,
-                part_reason=part_reason,
-            )
+                entry, max_disk=max_disk, on_lost=on_lost, on_limit=on_limit, filters=filters,
+                options=options, part_reason=part_reason,
+            )  # fmt: skip
             writer._entry.publish_document()
             if writer._entry.is_first:
                 writer._entry.publish()
         except Exception as error:
-            if writer is None:
-                entry.undo()
-            else:
-                writer.discard()
+            entry.undo() if writer is None else writer.discard()
+            if is_interrupt(error):
+                raise
             raise RunWriteError(f"{path}: cannot be written: {error}; choose another --out") from error
         return writer
 
@@ -449,7 +444,7 @@ class RunWriter:
             if self._closed:
                 return
             self._closed = True
-            with contextlib.suppress(Exception):
+            with suppressed():
                 self._db.close()
             self._entry.undo()
 
@@ -478,15 +473,17 @@ class RunWriter:
         payload = {"bytes": used, "limit": limit, "stride": stride, "keeps": what}
         self.event(max(self._entry.progress.step, 0), DISK_LIMIT, payload)
         if first and self._on_limit is not None:
-            with contextlib.suppress(Exception):
+            with suppressed():
                 self._on_limit(f"{self.path}: {used} of {limit} bytes used; {what} is stored")
 
-    @contextlib.contextmanager
+    @contextmanager
     def _losing(self) -> Iterator[None]:
         """Turn any error of the disk into a loss that is reported once."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - no error here may break the training run
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._lose(f"{self.path}: {reason_of(error, self._db)}")
 
     def _lose(self, reason: str) -> None:
@@ -496,8 +493,8 @@ class RunWriter:
         with self._buffers:
             self._batch = Batch()
         self._entry.progress.lost = reason
-        with contextlib.suppress(Exception):
+        with suppressed():
             self._entry.publish()
         if self._on_lost is not None:
-            with contextlib.suppress(Exception):
+            with suppressed():
                 self._on_lost(reason)

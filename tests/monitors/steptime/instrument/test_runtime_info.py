@@ -74,7 +74,7 @@ def test_pauses_are_kept_until_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
             recorded.append(event)
 
     monkeypatch.setattr("backlight.monitors.steptime.monitor.MIN_PAUSE_S", 0.0)
-    pauses = GarbagePauses(record, lambda: 7)
+    pauses = GarbagePauses(record, itertools.repeat(7))
     pauses.start()
     try:
         with lock:  # like a collection inside the writer

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from backlight.capture.modules import table_of, walk
+from backlight.interrupts import is_interrupt
 
 SETTING = "tie_word_embeddings"
 
@@ -27,7 +28,9 @@ def by_configuration(models: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Par
             continue
         try:
             first, second = (table_of(end(), "_parameters").get("weight") for end in ends if end is not None)
-        except Exception:  # noqa: BLE001 - third-party code: some models refuse
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             continue
         if first is not None and second is not None and first is not second:
             yield (first, second), f"config.{SETTING}"

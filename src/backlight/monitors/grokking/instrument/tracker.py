@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from backlight.interrupts import is_interrupt
 from backlight.measure.gram.eigenvalues import product_spectrum, spectrum
 from backlight.monitors.grokking.instrument.gradient_history import (
     GradientSketch,
@@ -150,6 +151,8 @@ class Tracker:
         try:
             measure(*given)
         except Exception as error:  # a measurement must not end the run
+            if is_interrupt(error):
+                raise
             if self._warn is None:
                 raise
             self.recorder.event(self._step, "unmeasured", {"what": what, "reason": f"{error}"})

@@ -21,6 +21,7 @@ from backlight.capture.modules import walk
 from backlight.capture.per_sample import Call, Taps, gradients
 from backlight.capture.step_inputs import ForwardCall
 from backlight.devices import set_random_states
+from backlight.interrupts import is_interrupt
 from backlight.measure.gram.factors import Factors, VectorFactors, lengths
 from backlight.measure.gram.gram import gram
 from backlight.measure.gram.layers import kernel_of
@@ -170,7 +171,9 @@ class Replay:
         try:
             with Taps(modules, 1, None) as taps:
                 self._forward(self._call, args, kwargs)
-        except Exception:  # noqa: BLE001 - not every model takes one sample
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             return []
         finally:
             for module, training in modes:
@@ -191,7 +194,9 @@ class Replay:
         one = self._calls_of_one(modules)
         try:
             outputs, found = self._swept(modules, one, broadcast=True)
-        except Exception:  # noqa: BLE001 - what samples share may need the shape that it has
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             for p in self._parameters.values():
                 p.expected, p.pieces, p.gram, p.products, p.skipped = 0, [], None, [], False
             outputs, found = self._swept(modules, one, broadcast=False)

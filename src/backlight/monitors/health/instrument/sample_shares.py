@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backlight.capture.step_inputs import ForwardCall
+from backlight.interrupts import is_interrupt
 from backlight.monitors.health.instrument.replay import Decomposed, Replay, ReplayError
 
 LISTED = 16
@@ -80,7 +81,9 @@ def samples_of_step(
                 found.append((number, call, replay.run()))
         except ReplayError as error:
             reasons.append(str(error))
-        except Exception as error:  # noqa: BLE001 - code of the user's
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             reasons.append(f"{type(error).__name__}: {error}".split("\n")[0])
     total = sum(float(g.double().square().sum()) for g in kept.values())
     out: dict[str, Any] = {

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backlight.distributed import world
+from backlight.interrupts import is_interrupt
 from backlight.monitors.spectra.model.options import SpectraError
 
 T = TypeVar("T")
@@ -69,7 +70,9 @@ class RankGroup:
         result: Any = None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - the others must not wait for this rank, whatever failed
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             problem = (position, error)
         self.raise_first(problem)
         return result  # type: ignore[no-any-return]  # raise_first has raised where there is none

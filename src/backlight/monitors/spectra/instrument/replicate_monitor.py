@@ -15,6 +15,7 @@ from backlight.capture.batches import split
 from backlight.capture.microbatches import Microbatches
 from backlight.capture.model_state import preserve_state
 from backlight.devices import record_events
+from backlight.interrupts import is_interrupt
 from backlight.monitor import Gradients, Monitor, RunContext
 from backlight.monitors.spectra.instrument.layer_selection import LayerSelection, select
 from backlight.monitors.spectra.instrument.rank_group import RankGroup, new_group
@@ -91,7 +92,9 @@ class ReplicateMonitor(Monitor):
     def _open_group(self) -> RankGroup | None:
         try:
             return new_group(self._options.timeout)
-        except Exception as error:  # noqa: BLE001 - each rank alone is still worth measuring
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._notifier.trouble(error, "spectra over the replicates of all ranks")
             return None
 
@@ -125,7 +128,9 @@ class ReplicateMonitor(Monitor):
         begin = clock.perf_counter()
         try:
             self._split(self._captured)
-        except Exception as error:  # noqa: BLE001 - recorded as the reason why this step has no replicates
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._captured.reason = f"the microbatch was not split: {error}"
         self._captured.extra_seconds = clock.perf_counter() - begin
 

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from backlight import clock
+from backlight.interrupts import is_interrupt
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
 from backlight.measure.spectra.spectrum import (
     singular_values,
@@ -109,7 +110,9 @@ class StepMeasurement:
             name = layer.parameter
             try:
                 ranks = self._states(captured.step, name, {of: parts[name] for of, parts in states.items()})
-            except Exception as error:  # noqa: BLE001 - the other layers can still be measured
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
                 # Weights that hold NaN had gradients that do: reported once, of those.
                 if not isinstance(error, ValueError) or not echo or not by_replicate:
                     report.add(name, _reason(error))
@@ -121,7 +124,9 @@ class StepMeasurement:
                     self._layer(captured, name, G, ranks, self._options.device or target.device)
                     report.measured += 1
                     continue
-                except Exception as error:  # noqa: BLE001 - the other layers can still be measured
+                except Exception as error:
+                    if is_interrupt(error):
+                        raise
                     report.add(name, _reason(error))
             known = {f"{PREFIX}/{name}/stable_rank_{of}": v for of, v in ranks.items() if v is not None}
             if known:

@@ -18,6 +18,7 @@ from backlight import clock
 from backlight.capture.calls import module_names, tensors_in
 from backlight.capture.expected_parameters import candidates, named_roots
 from backlight.capture.hub import HUB, Listener
+from backlight.interrupts import is_interrupt
 from backlight.monitors.stalls.instrument.ddp_buckets import Assignment, assignment, wrappers
 
 if TYPE_CHECKING:
@@ -140,7 +141,9 @@ class Tracer(Listener):
                 self._line(f"gradient {count} {name} [{shape}]", "gradient", name=name, number=self._arrived)
             if self._bucket_of:
                 self._fill(id(parameter))
-        except Exception as error:  # noqa: BLE001 - never break the user's training
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             HUB.remove(self)
             self._kinds = frozenset()
             self._bucket_of = {}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from backlight.capture.hooks import Patches
+from backlight.interrupts import is_interrupt
 from backlight.monitors.stalls.model.shared_state import SharedState, Slot
 
 CALLS = (
@@ -134,7 +135,9 @@ class Collectives:
                 text.encode(),
                 blocking=blocking,
             )
-        except Exception:  # noqa: BLE001 - the call must be made without its record
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             return None
 
     def _group(self, group: Any) -> tuple[int, str]:

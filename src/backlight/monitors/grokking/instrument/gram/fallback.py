@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.capture.batches import map_tensors, tensors
+from backlight.interrupts import is_interrupt
 from backlight.measure.gram.factors import VectorFactors, lengths
 from backlight.monitors.grokking.instrument.gram import inputs
 
@@ -52,7 +53,9 @@ def per_sample(
     for group in groups:
         try:
             found, method = _vmapped(model, loss_fn, batch, group), "vmap"
-        except Exception:  # noqa: BLE001 - whatever vmap cannot do, a loop can
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             found, method = _looped(model, loss_fn, batch, group, n), "loop"
         for name, gradients in found.items():
             flat = gradients.reshape(n, -1)

@@ -20,6 +20,7 @@ from backlight.capture.batches import tensors
 from backlight.capture.model_state import PreservedState, preserve_state
 from backlight.capture.modules import unwrapped, walk
 from backlight.capture.per_sample import Call, Taps, gradients
+from backlight.interrupts import is_interrupt
 from backlight.measure.gram.factors import Factors, coarsest_dtype, common_shape, compress, concatenate, sizes
 from backlight.measure.gram.gram import combine
 from backlight.measure.gram.gram import gram as gram_of_pieces
@@ -335,7 +336,9 @@ class Measurement:
             found, accumulated = self._sweep()
         except GramError:
             raise
-        except Exception:
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             if not (self.broadcasts and history.broadcast):
                 raise
             history.broadcast = False
@@ -369,7 +372,9 @@ class Measurement:
         try:
             with torch.enable_grad(), eager(self.model), taps:
                 self.loss_fn(self.model, inputs.some(self.batch, torch.tensor([0])))
-        except Exception:  # noqa: BLE001 - reported where it matters, when samples are run alone
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             return []
         finally:
             state.rewind()

@@ -19,6 +19,7 @@ from torch import Tensor
 from backlight.capture.batches import map_tensors
 from backlight.capture.model_state import PreservedState, in_float64
 from backlight.capture.per_sample import Call
+from backlight.interrupts import is_interrupt
 from backlight.monitors.grokking.instrument.gram.checks import DEPENDENT, GramError, looks_like_mean
 from backlight.monitors.grokking.instrument.gram.inputs import ALONE
 
@@ -243,6 +244,8 @@ class Independence:
             except GramError:
                 raise
             except Exception as error:
+                if is_interrupt(error):
+                    raise
                 if sets.half and len(index) == 1 and len(sets.weights) > 1:
                     return self._run(sets.without_singles())
                 raise GramError(
@@ -264,7 +267,9 @@ class Independence:
         for precise in (True, False) if self._drew else (True,):
             try:
                 return self._evaluated(sets, names, precise)
-            except Exception as error:  # noqa: BLE001 - a model may not work in float64 or in evaluation
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
                 reason = str(error) if isinstance(error, _NotPossible) else f"{type(error).__name__}: {error}"
             finally:
                 self._state.rewind()

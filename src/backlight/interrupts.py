@@ -1,0 +1,75 @@
+"""Exceptions that a signal handler of the script raises while backlight runs: they belong to the script.
+
+Python calls a handler between two instructions of the main thread, whatever runs there. What the handler
+raises passes through that code, and plain Python would deliver it to the training loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from collections.abc import Iterator
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether a signal handler raised ``error``; for the ``except`` that has caught it.
+
+    An exception that was raised in place of such a one, as a library does that wraps errors, is one as well.
+    """
+    passed = set(_frames(error.__traceback__))
+    seen = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        # One that the script handles at the moment, further out, is not passing through here.
+        frames = list(_frames(current.__traceback__))
+        if not passed.intersection(frames[:1]):
+            return False
+        if any(_is_of_handler(frame) for frame in frames):
+            return True
+        seen.add(id(current))
+        current = current.__cause__ or current.__context__
+    return False
+
+
+class suppressed:  # noqa: N801 - used as contextlib.suppress is
+    """Suppress every exception that is no interrupt of the script, as ``contextlib.suppress(Exception)``."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
+    ) -> bool:
+        return isinstance(error, Exception) and not is_interrupt(error)
+
+
+def _frames(stack: TracebackType | None) -> Iterator[FrameType]:
+    while stack is not None:
+        yield stack.tb_frame
+        stack = stack.tb_next
+
+
+def _is_of_handler(frame: FrameType) -> bool:
+    """Return whether a frame is a call of a signal handler: it is given the frame that it interrupts."""
+    back, code = frame.f_back, frame.f_code
+    if back is None:
+        return False
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    names = code.co_varnames[:count]
+    given = [frame.f_locals.get(name) for name in names]
+    given += [part for value in given if type(value) is tuple for part in value]
+    return any(value is back for value in given) or code in _registered()
+
+
+def _registered() -> set[CodeType]:
+    """Return the code of all signal handlers: one may have overwritten its arguments."""
+    found = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        handler = getattr(handler, "func", handler)  # a partial
+        code = getattr(handler, "__code__", None)  # of a method as well
+        if isinstance(code, CodeType):
+            found.add(code)
+    return found
