@@ -27,6 +27,7 @@ from backlight.capture import (
     transfers,
 )
 from backlight.capture.engine_hooks import install_engines
+from backlight.capture.outside_modes import count_modes, outside_modes
 from backlight.capture.seen_optimizers import SeenOptimizers
 from backlight.capture.training_threads import TrainingThreads
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
@@ -349,6 +350,10 @@ class Hub:
             return
         if self.training.others and self.training.is_elsewhere:
             return
+        if count_modes():
+            with outside_modes():
+                self.emit(event, *args, **kwargs)
+            return
         if receivers is None:
             receivers = self._receivers_of(event)
         weight = 0 if self._is_emitting else self.timed_steps
@@ -358,7 +363,8 @@ class Hub:
         try:
             for listener, method in receivers:
                 try:
-                    method(*args, **kwargs)
+                    with torch._C.DisableTorchFunction():
+                        method(*args, **kwargs)
                 except Exception as error:  # noqa: BLE001 - never break the user's training
                     if is_interrupt(error):  # the others still get the event
                         raised = error

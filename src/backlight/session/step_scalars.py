@@ -11,12 +11,12 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from backlight import devices
+from backlight.capture.outside_modes import count_modes, outside_modes
 from backlight.capture.parameters import PLAIN, settled
 from backlight.capture.step_sink import ScalarSink
 from backlight.interrupts import is_interrupt
@@ -214,7 +214,7 @@ class StepScalars(ScalarSink):
         self._earlier = len(self._losses)
         for root in roots:
             # The common case is here: each further call would cost as much as reading the number.
-            if type(root) is torch.Tensor and root.is_cpu and root.numel() == 1 and not _count_modes():
+            if type(root) is torch.Tensor and root.is_cpu and root.numel() == 1 and not count_modes():
                 try:
                     self._losses.append(root.item())
                 except Exception as error:
@@ -344,8 +344,11 @@ class StepScalars(ScalarSink):
                 if part is None or type(part) not in PLAIN:
                     return None
                 tensor = part
-            with torch._C.DisableTorchFunction(), _without_modes():
-                return self._read(tensor)
+            with torch._C.DisableTorchFunction():
+                if not count_modes():
+                    return self._read(tensor)
+                with outside_modes():
+                    return self._read(tensor)
         except Exception as error:
             if is_interrupt(error):
                 raise
@@ -364,15 +367,3 @@ class StepScalars(ScalarSink):
             values = self._devices[key] = DeviceValues(*key)
         tensor = tensor.detach().reshape(())
         return values.put(tensor.real if tensor.is_complex() else tensor)
-
-
-_count_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", int)
-
-
-def _without_modes() -> AbstractContextManager[Any]:
-    """Return what keeps the modes of the script from operations of backlight."""
-    if not _count_modes():
-        return contextlib.nullcontext()
-    from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415 - rarely needed
-
-    return _disable_current_modes()
