@@ -304,15 +304,6 @@ def current_call(pid: int, tid: int) -> tuple[int, int] | None:
     return None
 
 
-def is_computing(pid: int, tid: int) -> bool:
-    """Return whether a thread is at work in code of its own: a signal then ends no system call early."""
-    task = Path(f"/proc/{pid}/task/{tid}")
-    with contextlib.suppress(OSError):
-        return (task / "syscall").read_text(encoding="ascii").startswith("running")
-    stat = _read_stat(task / "stat")  # may be read where the call may not
-    return stat is not None and stat[1][0] == "R"
-
-
 def open_file(pid: int, number: int) -> str:
     """Return the path of an open file of a process by its descriptor, empty where it is not known."""
     try:

@@ -18,6 +18,7 @@ from backlight.capture.batches import samples
 from backlight.capture.call_hooks import CallHooks
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB, Listener
+from backlight.capture.outside_modes import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.interrupts import is_interrupt
 
@@ -129,7 +130,7 @@ def _arrived(sink: LayerSink, call: LayerCall, output: int, gradients: tuple[Ten
         if x._version != call.version:
             sink.skips(call.layer, "its input was changed in place before backward")
         else:
-            with torch.no_grad(), torch.autocast(delta.device.type, enabled=False):
+            with outside_modes(), torch.no_grad(), torch.autocast(delta.device.type, enabled=False):
                 call.x = None
                 sink.arrives(call.layer, x, delta.detach())
     except Exception as error:

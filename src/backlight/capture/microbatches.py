@@ -15,6 +15,7 @@ import torch
 
 from backlight import clock
 from backlight.capture.hub import HUB, Listener
+from backlight.capture.outside_modes import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.interrupts import is_interrupt
 
@@ -126,7 +127,8 @@ class Microbatches(Listener):
 
 def _passed(microbatches: Microbatches, key: int, gradient: torch.Tensor) -> None:
     if not torch.compiler.is_compiling():
-        microbatches.take(key, gradient)
+        with outside_modes():
+            microbatches.take(key, gradient)
 
 
 def _samples(batch: Any) -> int | None:

@@ -21,6 +21,7 @@ from backlight.capture.hooks import is_transforming, scale_of
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.loss_terms import single_losses
 from backlight.capture.modules import unwrapped
+from backlight.capture.outside_modes import count_modes, outside_modes
 from backlight.capture.sample_indices import indices_of
 from backlight.devices import is_accelerator, is_capturing_graph, random_states
 from backlight.interrupts import is_interrupt
@@ -177,6 +178,10 @@ class StepInputs(Listener):
 
 def _arrived(call: ForwardCall, number: int, delta: Tensor) -> None:
     if torch.compiler.is_compiling():
+        return
+    if count_modes():
+        with outside_modes():
+            _arrived(call, number, delta)
         return
     kept = call.deltas.get(number)
     call.deltas[number] = delta.detach() if kept is None else kept + delta.detach()

@@ -16,6 +16,7 @@ from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB
 from backlight.capture.loss_nodes import Node, inputs_of, shape_of
 from backlight.capture.loss_terms import CLASS_LOSSES, SHOWS_HOOKS, are_plain, terms
+from backlight.capture.outside_modes import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.loss_graph import is_multiple
@@ -131,7 +132,8 @@ def _part(root: Node | None) -> _Part | None:
 
     def follow(gradients: Sequence[Tensor | None]) -> None:
         if gradients[0] is not None:
-            part.gradients.append(gradients[0].detach())
+            with outside_modes():
+                part.gradients.append(gradients[0].detach())
 
     node.register_prehook(follow)
     return part

@@ -6,6 +6,7 @@ by signal, py-spy with native frames, which stops the process for a moment.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -179,7 +180,7 @@ def dump_by_signal(pid: int, tid: int, ident: int, dump: Path) -> tuple[StackSam
     # The signal would end a process that does not handle it.
     if not DUMP_SIGNAL or not processes.handles_signal(pid, DUMP_SIGNAL):
         return None, "the process has no handler for the signal that dumps stacks"
-    if not processes.is_computing(pid, tid):
+    if not _is_computing(pid, tid):
         return None, "a thread in a system call gets no signal, which could end the call early"
     try:
         before = dump.stat().st_size
@@ -208,6 +209,14 @@ def dump_by_signal(pid: int, tid: int, ident: int, dump: Path) -> tuple[StackSam
     if not frames:
         return None, "the dump by signal holds no stack"
     return StackSample(at, "faulthandler", (ThreadStack(ident, frames, tid=tid),)), ""
+
+
+def _is_computing(pid: int, tid: int) -> bool:
+    """Return whether a thread is at work in code of its own: a signal then ends no system call early."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/task/{tid}/syscall").read_text(encoding="ascii").startswith("running")
+    # Its state may be read where the call may not.
+    return any(thread.tid == tid and thread.state == "R" for thread in processes.read_threads(pid))
 
 
 def _signal_thread(pid: int, tid: int) -> None:
