@@ -35,6 +35,7 @@ from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
+from backlight.threads import BackgroundThread
 
 CONFIGURATION = "configuration.json"
 
@@ -305,7 +306,7 @@ def _flushed(writer: RunWriter, interval: float) -> Iterator[None]:
         while not stopped.wait(interval):
             writer.flush()
 
-    thread = threading.Thread(target=flush, name="backlight-flush", daemon=True)
+    thread = BackgroundThread(target=flush, name="backlight-flush")
     thread.start()
     try:
         yield

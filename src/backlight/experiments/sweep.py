@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from backlight.launch.slurm import ClusterError, require, sbatch_lines
 from backlight.launch.subprocess import run_in_own_session
 from backlight.processes import available_cores
 from backlight.text import assignment
+from backlight.threads import executor
 
 if TYPE_CHECKING:
     from backlight.experiments.cost import Estimate
@@ -103,7 +104,7 @@ def run_all(
             return subprocess.run(line, stdout=log, stderr=log, env=environment, check=False).returncode
 
     failed = 0
-    with ThreadPoolExecutor(concurrent) as pool:
+    with executor(concurrent) as pool:
         jobs = {pool.submit(run, directory, line): directory for directory, line in commands}
         try:
             for job in as_completed(jobs):

@@ -26,6 +26,7 @@ from backlight.session.step_recorder import StepRecorder
 from backlight.session.step_selection import StepSelection
 from backlight.session.writer_thread import STOP_TIMEOUT_S, ResultQueue, WriterThread
 from backlight.store.format.schema import COST, EXCEPTION
+from backlight.threads import running_user_code
 
 if TYPE_CHECKING:
     import torch
@@ -204,7 +205,8 @@ class AttachedRun:
         self.published[name] = (step, value)
 
     def _deliver(self, findings: Sequence[Finding]) -> None:
-        self.monitors.call("on_new_findings", findings)
+        with running_user_code():
+            self.monitors.call("on_new_findings", findings)
 
     def _stopped(self, finding: Finding) -> None:
         self.stopped_by = finding

@@ -23,6 +23,7 @@ from backlight.records import Finding, Made, Severity
 from backlight.registry import RULES
 from backlight.store.format.schema import REPORTED
 from backlight.store.read.run import open_run
+from backlight.threads import BackgroundThread
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -103,7 +104,7 @@ class FindingsMonitor(Monitor):
 
     def __init__(self) -> None:
         self._new = NewFindings()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._alarms: set[str] = set()
         self._facts: set[str] = set()
         self._due: deque[str] = deque()
@@ -159,9 +160,7 @@ class FindingsMonitor(Monitor):
         else:
             return
         self._alarms.clear()
-        self._thread = threading.Thread(
-            target=self._evaluate, args=(only,), name="backlight-findings", daemon=True
-        )
+        self._thread = BackgroundThread(target=self._evaluate, args=(only,), name="backlight-findings")
         self._thread.start()
 
     def on_all_stored(self, *, failed: bool) -> None:

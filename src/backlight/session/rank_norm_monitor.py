@@ -8,7 +8,6 @@ does not come costs the number, never the training run.
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
@@ -21,6 +20,7 @@ from backlight.records import ParameterRecord
 from backlight.store.format.schema import GRADIENT
 from backlight.store.read.frames import Frame, Holders, join_ranks, model_order, total
 from backlight.store.read.rank_file import Block
+from backlight.threads import BackgroundThread
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -47,7 +47,7 @@ class RankNormMonitor(Monitor):
     def __init__(self, every: int) -> None:
         self._every = every
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._off = False
         self._sent: tuple[ParameterRecord, ...] | None = None
         self._tables: dict[int, dict[str, ParameterRecord]] = {}
@@ -78,7 +78,7 @@ class RankNormMonitor(Monitor):
             raise RuntimeError("no process group is initialised")
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._thread = threading.Thread(target=self._work, name="backlight-rank-norm", daemon=True)
+        self._thread = BackgroundThread(target=self._work, name="backlight-rank-norm")
         self._thread.start()
 
     def on_step_stored(self, step: StoredStep) -> None:

@@ -17,6 +17,7 @@ from backlight.measure.transfer import AsyncCopy, Slot
 from backlight.monitor import StoredStep
 from backlight.session.step_recorder import StepRecord
 from backlight.store.format.schema import DROPPED, is_of_every_step
+from backlight.threads import BackgroundThread
 
 if TYPE_CHECKING:
     from backlight.records import ParameterRecord
@@ -107,7 +108,7 @@ class WriterThread:
         self._dropped = 0
         self._is_selecting = False
         self.spent = 0.0
-        self._thread = threading.Thread(target=self._run, name="backlight-writer", daemon=True)
+        self._thread = BackgroundThread(target=self._run, name="backlight-writer")
 
     def start(self) -> None:
         """Start the thread."""

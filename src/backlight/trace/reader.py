@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 
+from backlight.threads import executor
 from backlight.trace import chunks
 from backlight.trace.decoder import Columns, repaired
 from backlight.trace.events import Column, EventBuilder, Trace, TraceError
@@ -50,7 +50,7 @@ class _Read:
         """Read to the end; ``text`` is what was read already."""
         events = EventBuilder()
         buffer, enough = bytearray(text[self.head.start :]), 0
-        with ThreadPoolExecutor(1) as thread:  # the next chunk is unpacked while this one is decoded
+        with executor(1) as thread:  # the next chunk is unpacked while this one is decoded
             ahead = thread.submit(chunks.read, file, self.path, chunks.CHUNK_BYTES)
             while more := ahead.result():
                 ahead = thread.submit(chunks.read, file, self.path, chunks.CHUNK_BYTES)

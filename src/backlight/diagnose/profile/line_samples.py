@@ -20,6 +20,7 @@ from backlight.diagnose.profile.step_summary import StepProfile, StepTime
 from backlight.monitors.stalls.instrument.stack_sampler import no_collection, user_frames
 from backlight.monitors.stalls.model.stacks import Frame
 from backlight.records import Phase
+from backlight.threads import BackgroundThread
 from backlight.user_code import SourceLine, user_line
 
 PERIOD_S = 0.01
@@ -117,16 +118,14 @@ class LineSampler:
         # A wait for a lock costs a fraction of one for an Event; it is released to end the thread.
         self._goes_on = threading.Lock()
         self._goes_on.acquire()
-        self._thread = threading.Thread(target=self._run, name="backlight-line-sampler", daemon=True)
+        self._thread = BackgroundThread(target=self._run, name="backlight-line-sampler")
 
     def start(self) -> None:
         """Start the thread."""
         self.others = [
             thread.name
             for thread in threading.enumerate()
-            if thread.ident != self._ident
-            and not thread.name.startswith("backlight-")
-            and type(thread).__name__ not in IDLE_THREADS
+            if thread.ident != self._ident and type(thread).__name__ not in IDLE_THREADS
         ]
         self._before = sys.getswitchinterval()
         if not self.others:

@@ -9,7 +9,6 @@ import subprocess
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from backlight.redaction import Redaction
 from backlight.store.errors import StoreError
 from backlight.store.platform.atomic_json import write_document
 from backlight.store.read.run import Run, open_run
+from backlight.threads import executor
 from backlight.user_code import is_user_code
 
 MAX_WINDOW_S = 10.0
@@ -149,7 +149,7 @@ def _attach_all(attempt: Path, tree: ProcessTree) -> tuple[Attached, ...]:
     parents = {process.parent for process in processes.read_process_table().values()}
     # A process without children explains more than the launcher that waits for it.
     alive = sorted(tree.find(), key=lambda process: (process.pid in parents, process.pid))
-    with ThreadPoolExecutor(8) as pool:
+    with executor(8) as pool:
         pids = (process.pid for process in alive if not is_watchdog(process.pid))
         attached = tuple(found for found in pool.map(_attach, pids) if found is not None)
     with (attempt / EVIDENCE).open("w", encoding="utf-8", errors="replace") as file:

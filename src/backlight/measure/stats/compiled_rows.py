@@ -17,13 +17,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from backlight.threads import UNBLOCKED, BackgroundThread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types that it measures, in the order of ``rows.c``: those whose squares float64 always holds. The others
@@ -79,7 +80,7 @@ class CompiledRows:
     def __init__(self) -> None:
         self.reason = ""
         self._spent = 0.0
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._measure: Any = None
         self._compiler = 0
 
@@ -92,7 +93,7 @@ class CompiledRows:
     def request(self) -> None:
         """Start to compile, on the first call; nothing waits for it."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._compile, name="backlight-compiler", daemon=True)
+            self._thread = BackgroundThread(target=self._compile, name="backlight-compiler")
             self._thread.start()
 
     def wait(self) -> None:
@@ -185,7 +186,7 @@ class CompiledRows:
         reading, writing = os.pipe()
         try:
             subprocess.Popen(
-                ["/bin/sh", "-c", _DETACHED, "sh", *command],
+                [*UNBLOCKED, "/bin/sh", "-c", _DETACHED, "sh", *command],
                 stdin=subprocess.DEVNULL, stdout=writing, stderr=writing, start_new_session=True,
             ).wait()  # fmt: skip
         finally:

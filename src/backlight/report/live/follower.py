@@ -29,6 +29,7 @@ from backlight.report.source import Source
 from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run
 from backlight.text import visible
+from backlight.threads import BackgroundThread
 
 POLL_INTERVAL_S = 0.3
 """Time between two checks of the files of a run."""
@@ -103,14 +104,13 @@ class Followed:
         self._asked = time.monotonic()
         self._closed = threading.Event()
         self._wanted = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[BackgroundThread] = []
 
     def start(self) -> None:
         """Follow the run in threads of its own until :meth:`close`."""
         jobs = {"follow": self._follow, "reduce": self._reduce_late}
         self._threads = [
-            threading.Thread(target=job, name=f"{what} {self.name}", daemon=True)
-            for what, job in jobs.items()
+            BackgroundThread(target=job, name=f"{what} {self.name}") for what, job in jobs.items()
         ]
         for thread in self._threads:
             thread.start()

@@ -22,6 +22,7 @@ from backlight.monitor import NEVER, Monitor, RunContext, StoredStep
 from backlight.records import Finding, ParameterRecord
 from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
 from backlight.session.trackers.metrics import Naming, is_split, point_of_blobs
+from backlight.threads import BackgroundThread, running_user_code
 
 if TYPE_CHECKING:
     from backlight.notifier import Notifier
@@ -54,7 +55,7 @@ class Feed:
         self._failed = False
         self.dropped = 0
         self._sink: Sink | None = None
-        self._thread = threading.Thread(target=self._work, name=f"backlight-{tracker.name}", daemon=True)
+        self._thread = BackgroundThread(target=self._work, name=f"backlight-{tracker.name}")
 
     def connect(self) -> None:
         """Look up what the user has open, on the training thread, and start."""
@@ -99,14 +100,17 @@ class Feed:
 
     def _work(self) -> None:
         try:
-            self._sink = self._tracker.open(self._target, self._run, self._active)
+            with running_user_code():  # libraries log, and so ask for the current thread
+                self._sink = self._tracker.open(self._target, self._run, self._active)
             while True:
                 self._wake.wait(DELIVERY_PERIOD_S)
                 stopping = self._stopping
-                self._send(self._sink)
+                with running_user_code():
+                    self._send(self._sink)
                 if stopping:
                     break
-            self._sink.close(failed=self._failed)
+            with running_user_code():
+                self._sink.close(failed=self._failed)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - never break the user's training
             self._left_out(error)
             if self._sink is not None:

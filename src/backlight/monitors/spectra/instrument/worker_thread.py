@@ -22,6 +22,7 @@ from backlight.monitors.spectra.instrument.step_measurement import (
     StepReport,
     why_no_echo,
 )
+from backlight.threads import BackgroundThread
 
 if TYPE_CHECKING:
     from backlight.monitor import Recorder
@@ -49,7 +50,7 @@ class WorkerThread:
         self._lock = threading.Lock()
         self._stopping = False
         self._measurement = StepMeasurement(options, results, lambda: self._stopping)
-        self._thread = threading.Thread(target=self._run, name="backlight-spectra", daemon=True)
+        self._thread = BackgroundThread(target=self._run, name="backlight-spectra")
 
     def busy(self, size: int) -> bool:
         """Return whether a step of so many bytes must be skipped while earlier ones are measured."""

@@ -30,6 +30,7 @@ from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadSta
 from backlight.monitors.stalls.model.timeouts import StallLimits, is_suspicious
 from backlight.processes import queued_s, voluntary_switches
 from backlight.records import Phase
+from backlight.threads import BackgroundThread, own_threads
 from backlight.user_code import is_launcher, is_user_code
 
 PERIOD_S = 0.25
@@ -91,7 +92,7 @@ class StackSampler:
         self._user_frames: tuple[Frame, ...] = ()
         self._num_written = -1
         self._own_heartbeat = -1
-        self._thread = threading.Thread(target=self._run, name="backlight-stack-sampler", daemon=True)
+        self._thread = BackgroundThread(target=self._run, name="backlight-stack-sampler")
         self.spent = 0.0
 
     def start(self) -> None:
@@ -218,13 +219,13 @@ def user_frames(frame: FrameType | None) -> tuple[Frame, ...]:
 
 def take_sample(now: int, probed: int = 0) -> StackSample:
     """Return the Python stacks of all other threads; of thread ``probed``, also whether it runs Python."""
-    own = threading.get_ident()
+    own = {threading.get_ident(), *own_threads()}
     names = {t.ident: (t.name, t.native_id) for t in threading.enumerate()}
     threads = []
     with no_collection():
         for ident, frame in list(sys._current_frames().items())[:MAX_THREADS]:
             name, tid = names.get(ident, ("", None))
-            if ident == own or name.startswith("backlight-"):
+            if ident in own:
                 continue
             code, at = frame.f_code.co_code, frame.f_lasti
             # At such an instruction only threads that run Python are switched; elsewhere it may be in a call.

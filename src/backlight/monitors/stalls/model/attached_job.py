@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -26,6 +25,7 @@ from backlight.monitors.stalls.model.stacks import (
     user_frame,
 )
 from backlight.records import DiagnosisKind, Phase
+from backlight.threads import executor
 
 MAX_FRAMES = 6
 """Innermost frames of a group that are shown."""
@@ -84,7 +84,7 @@ def attach_job(pid: int, duration_s: float = 2.0) -> AttachedJob:
         If ``pid`` belongs to no job.
     """
     pids, world_size, environment = find_ranks(pid)
-    with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
+    with executor(MAX_AT_ONCE) as pool:
         found = dict(
             zip(pids, pool.map(lambda p: attach(p, duration_s, native=False), pids.values()), strict=True)
         )

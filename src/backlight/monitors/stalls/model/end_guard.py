@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from backlight import clock, processes
 from backlight.monitors.stalls.model import runtime_dir
 from backlight.monitors.stalls.model.shared_state import read_state
+from backlight.threads import BackgroundThread
 
 END_TIMEOUT_S = 0.7
 """Time that the watchdog may wait for anything once all ranks have ended."""
@@ -21,7 +21,7 @@ END_POLL_S = 0.25
 _BUSY_POLL_S = 0.05
 
 
-class EndGuard(threading.Thread):
+class EndGuard:
     """Ends this process when the watched ones have ended and its main thread waits for something else.
 
     Whatever blocks it, such as a hung file system, must not keep the user's terminal or pipe open. Time in
@@ -31,12 +31,15 @@ class EndGuard(threading.Thread):
     def __init__(
         self, directory: Path, starter: int, timeout_s: Callable[[], float] = lambda: END_TIMEOUT_S
     ) -> None:
-        super().__init__(name="backlight-end-guard", daemon=True)
         self._directory, self._starter, self._timeout_s = directory, starter, timeout_s
         self._main = os.getpid()
         self._pidfds: dict[int, int] = {}
 
-    def run(self) -> None:
+    def start(self) -> None:
+        """Start the thread."""
+        BackgroundThread(self._run, "backlight-end-guard").start()
+
+    def _run(self) -> None:
         """Wait for the end of the watched processes, then for the main thread."""
         while living := self._living():
             # The kernel reports the end of a process at once.

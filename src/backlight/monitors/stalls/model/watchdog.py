@@ -45,6 +45,7 @@ from backlight.monitors.stalls.model.stacks import is_compiling
 from backlight.monitors.stalls.model.timeouts import EXEMPT_PHASES, StallLimits
 from backlight.records import DiagnosisKind
 from backlight.store.format.schema import ENDED
+from backlight.threads import unblock_signals
 
 if TYPE_CHECKING:
     from backlight.store.write.watchdog import WatchdogWriter
@@ -431,6 +432,7 @@ def main(arguments: list[str]) -> None:
     # Signals of the terminal or the launcher are for the ranks; the watchdog ends with them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    unblock_signals()
     try:
         runtime_dir.write_document(Path(directory) / runtime_dir.WATCHDOG, {"pid": os.getpid()})
         os.close(writing)
