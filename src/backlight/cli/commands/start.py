@@ -158,12 +158,14 @@ def run(
 
 def _print_end(watched: ScriptWatch, script: str, *, quiet: bool) -> None:
     from backlight.distributed import world
+    from backlight.generators import kept_random
 
     with contextlib.suppress(Exception):  # closed or full: Python notices at its end, as without backlight
         sys.stdout.flush()
     if world().rank == 0 and not quiet:  # once for all ranks
         try:
-            _print_result(watched.watch, script)
+            with kept_random():
+                _print_result(watched.watch, script)
         except Exception as error:  # noqa: BLE001 - the exit code is the script's
             write(f"backlight: {type(error).__name__}: {error}", file=sys.stderr)
 
