@@ -162,12 +162,12 @@ LIBRARIES = ["/usr/lib/python3/site-packages/ray/worker.py", str(Path(sys.execut
 def test_the_script_of_a_process_that_a_library_started_is_the_users_file(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [path, "--session=1"])
+    monkeypatch.setattr(sys, "argv", [path, "--number=1"])
     model, optimizer = build_with_sgd()
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=1):
         loop(model, optimizer, steps=1)
     found = backlight.open_run(tmp_path / "run").fingerprint()
-    expected = (__file__, ()) if path in LIBRARIES else (path, ("--session=1",))
+    expected = (__file__, ()) if path in LIBRARIES else (path, ("--number=1",))
     assert (found.script, found.arguments) == expected
 
 

@@ -56,6 +56,9 @@ class Listener:
 
     every_step: ClassVar[bool] = True
 
+    uses_modes = False
+    """Whether it enters modes of its own for more than a call, as commands do; else the script's are left."""
+
     @property
     def reads_gradients(self) -> bool:
         """Whether ``optimizer_begin`` reads gradients in this step, which an engine may keep elsewhere."""
@@ -216,6 +219,7 @@ class Hub:
         self._is_emitting = False
         self.loader_workers: int | None = None
         self.unrecorded: UnrecordedSteps | None = None
+        self._uses_modes = False
         self.board: Board = [0] * BOARD_LENGTH
         self._epochs = self._since_evaluation = 0
         self.seen = modules.SeenModules()
@@ -308,6 +312,7 @@ class Hub:
             self._install()
         self.resume_soon()
         self.listeners = (*self.listeners, listener)
+        self._uses_modes = any(one.uses_modes for one in self.listeners)
         self._receivers = {}
         if on_error is not None:
             self._on_error[id(listener)] = on_error
@@ -350,7 +355,7 @@ class Hub:
             return
         if self.training.others and self.training.is_elsewhere:
             return
-        if count_modes():
+        if count_modes() and not self._uses_modes:
             with outside_modes():
                 self.emit(event, *args, **kwargs)
             return
@@ -363,8 +368,11 @@ class Hub:
         try:
             for listener, method in receivers:
                 try:
-                    with torch._C.DisableTorchFunction():
+                    if self._uses_modes:
                         method(*args, **kwargs)
+                    else:
+                        with torch._C.DisableTorchFunction():
+                            method(*args, **kwargs)
                 except Exception as error:  # noqa: BLE001 - never break the user's training
                     if is_interrupt(error):  # the others still get the event
                         raised = error

@@ -73,6 +73,8 @@ class ScriptObserver(Listener):
     what limits the answer.
     """
 
+    uses_modes = True
+
     def __init__(self, max_steps: int | None, end: Callable[[], None]) -> None:
         self._max_steps = max_steps
         self._end = end
@@ -130,6 +132,8 @@ class StepObserver(StepTracker, StepSink):
 
     ``forwards`` follows the models that the script trains; ``trouble`` lists what is missing, and why.
     """
+
+    uses_modes = True
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self.scope = Scope()

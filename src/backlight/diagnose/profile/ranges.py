@@ -27,6 +27,8 @@ from backlight.user_code import user_line
 class PhaseRanges(Listener):
     """Writes the phases of a step into the active profile."""
 
+    uses_modes = True
+
     def __init__(self) -> None:
         self._range: Any = None
 
