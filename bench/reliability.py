@@ -190,6 +190,9 @@ default, 4,000 each; before, 62 of 80 were swallowed). `tests/test_interrupts.py
 at each call of backlight. PyTorch itself leaves gradient mode off where an alarm meets the end of
 `optimizer.step`: in 11 of 4,000 steps without backlight, in 7 and 3 of 4,000 with it.
 
+Known limitation: an alarm that meets a finalizer of a reader of the run (`weakref.finalize`) is printed by
+Python and lost, 1 of 160 in as many short watches.
+
 Threads of backlight block all signals, and `threading.enumerate()` lists none of them
 (`tests/test_threads.py`): a signal that the script blocks while it saves waits, as without backlight.
 
