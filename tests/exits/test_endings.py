@@ -21,8 +21,9 @@ from backlight.launch.uncaught import Interrupted, copy_ignored
 from backlight.store.read.run import open_run
 
 TRAIN = """
-import atexit, os, signal, sys, threading, time
+import atexit, os, random, signal, sys, threading, time
 import torch
+random.seed(1)
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
@@ -32,6 +33,7 @@ for _ in range(3):
 log = open("log.txt", "w")
 log.write("not flushed")
 atexit.register(lambda: open("checkpoint", "w").write("saved"))
+atexit.register(lambda: print("drawn", random.random()))
 atexit.register(lambda: print("at exit", getattr(sys, "last_type", None), sys.excepthook.__name__))
 def save():
     time.sleep(0.3)
@@ -94,6 +96,7 @@ def test_ending_is_that_of_plain_python_and_the_summary_is_printed(ending: str, 
     assert (watched.code, watched.output, watched.files) == (plain.code, plain.output, plain.files)
     assert set(plain.files.values()) == {"not flushed", "saved"}
     assert "at exit" in plain.output
+    assert "drawn" in plain.output
     printed, summary, rest = watched.errors.partition("\nrun\n")
     assert printed.startswith("backlight: recording in run;")
     assert summary, watched.errors

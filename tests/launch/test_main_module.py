@@ -42,7 +42,7 @@ WAYS: dict[str, list[str]] = {
     "file": ["train.py", "--lr", "1"],
     "below the working directory": ["sub/train.py"],
     "with a dot": ["./train.py"],
-    "through a parent": ["../work/train.py"],
+    "through a parent": ["../here/train.py"],
     "link to a file": ["link.py"],
     "compiled": ["train.pyc"],
     "compiled, without an ending": ["compiled"],
@@ -65,7 +65,7 @@ MORE: dict[str, list[str]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("starts") / "work"
+    folder = tmp_path_factory.mktemp("starts") / "here"
     for name in (
         "train.py",
         "plain",

@@ -115,30 +115,6 @@ def test_watch_and_printed_findings_leave_the_generators(tmp_path: Path) -> None
     assert last == "True []", "a watch that finds nothing needs neither pydantic nor rich"
 
 
-AT_EXIT = """
-import atexit, random, torch
-random.seed(1)
-model = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(5):
-    optimizer.zero_grad()
-    model(torch.randn(8, 3)).square().mean().backward()
-    optimizer.step()
-atexit.register(lambda: print(random.random()))
-"""
-
-
-@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "1 / 0", "raise KeyboardInterrupt"])
-def test_generator_at_exit_is_that_of_plain_python(end: str, tmp_path: Path, console_script: Console) -> None:
-    (tmp_path / "train.py").write_text(f"{AT_EXIT}{end}\n")
-    plain = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    watched = console_script(tmp_path, "run", "--out", "run", "train.py")
-    assert (watched.returncode, watched.stdout) == (plain.returncode, plain.stdout)
-    assert "backlight report run" in watched.stderr
-
-
 def test_script_that_imports_no_torch_leaves_no_run(tmp_path: Path, console_script: Console) -> None:
     (tmp_path / "plain.py").write_text("import sys\nprint('done')\nsys.exit(3)\n")
     watched = console_script(tmp_path, "run", "--out", "run", "plain.py")

@@ -311,9 +311,7 @@ class Hub:
         if not self.listeners:
             self._install()
         self.resume_soon()
-        self.listeners = (*self.listeners, listener)
-        self._uses_modes = any(one.uses_modes for one in self.listeners)
-        self._receivers = {}
+        self._set_listeners((*self.listeners, listener))
         if on_error is not None:
             self._on_error[id(listener)] = on_error
 
@@ -321,11 +319,14 @@ class Hub:
         """Stop reporting to ``listener``; removes the hooks if it was the last."""
         if listener not in self.listeners:
             return
-        self.listeners = tuple(other for other in self.listeners if other is not listener)
+        self._set_listeners(tuple(other for other in self.listeners if other is not listener))
         self._on_error.pop(id(listener), None)
-        self._receivers = {}
         if not self.listeners:
             self._uninstall()
+
+    def _set_listeners(self, listeners: tuple[Listener, ...]) -> None:
+        self.listeners, self._receivers = listeners, {}
+        self._uses_modes = any(one.uses_modes for one in listeners)
 
     def reads_gradients(self) -> bool:
         """Return whether a listener reads gradients when the optimizer of this step begins."""
@@ -449,10 +450,9 @@ class Hub:
 
     def switch_off(self) -> None:
         """Forget every listener without calling any, in a forked child."""
-        self.listeners = ()
+        self._set_listeners(())
         self.unrecorded = call_hooks.HUB_COUNTING[0] = None
         self._on_error.clear()
-        self._receivers = {}
         self.backward_depth = self.grad_depth = 0
 
 

@@ -344,11 +344,8 @@ class StepScalars(ScalarSink):
                 if part is None or type(part) not in PLAIN:
                     return None
                 tensor = part
-            with torch._C.DisableTorchFunction():
-                if not count_modes():
-                    return self._read(tensor)
-                with outside_modes():
-                    return self._read(tensor)
+            with torch._C.DisableTorchFunction(), outside_modes():
+                return self._read(tensor)
         except Exception as error:
             if is_interrupt(error):
                 raise
