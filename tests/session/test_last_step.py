@@ -160,7 +160,7 @@ def test_an_optimizer_that_changes_gradients_is_noticed(tmp_path: Path) -> None:
 
 def test_a_last_step_that_is_recorded_is_recorded_once(tmp_path: Path) -> None:
     training = Training()
-    with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", summary=False):
+    with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", every=1, summary=False):
         for _ in range(20):
             training.optimizer.zero_grad()
             training.backward()
