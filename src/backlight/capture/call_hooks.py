@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,32 +35,40 @@ class CallHooks:
         self, before: Callable[[Any, Any, Any], None], after: Callable[[Any, Any], None] | None = None
     ) -> None:
         self._pair = before, after
-        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._entries: dict[int, _Followed] = {}
 
     def follow(self, modules: Iterable[nn.Module]) -> None:
-        """Follow these modules as well."""
+        """Follow these modules as well, for as long as each exists."""
         for module in modules:
             key = id(module)
-            if key not in self._modules:
-                self._modules[key] = weakref.ref(module, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-                _followed.setdefault(key, (_patched(type(module)), Counter()))[1][self._pair] += 1
+            known, entry = self._entries.get(key), _followed.get(key)
+            if known is not None and known.reference() is module:
+                continue
+            if entry is None or entry.reference() is not module:  # the id of one that is gone
+                entry = _followed[key] = _Followed(weakref.ref(module), _patched(type(module)))
+            entry.pairs[self._pair] += 1
+            self._entries[key] = entry
+            if known is not None:
+                self._drop(key, known)
+        # Here, not when one is freed: a class that changes while a compiler reads it breaks the compilation.
+        for key, entry in list(self._entries.items()):
+            if entry.reference() is None:
+                self._drop(key, self._entries.pop(key))
 
     def leave(self) -> None:
         """Follow none any more; the classes are as they were once no one follows a module of theirs."""
-        for key in list(self._modules):
-            self._forget(key)
+        while self._entries:
+            self._drop(*self._entries.popitem())
 
-    def _forget(self, key: int) -> None:
-        if self._modules.pop(key, None) is None:
-            return
-        kind, pairs = _followed[key]
-        pairs[self._pair] -= 1
-        if not pairs[self._pair]:
-            del pairs[self._pair]
-        if not pairs:
-            del _followed[key]
-            if all(other is not kind for other, _ in _followed.values()):
-                _restore(kind)
+    def _drop(self, key: int, entry: _Followed) -> None:
+        entry.pairs[self._pair] -= 1
+        if not entry.pairs[self._pair]:
+            del entry.pairs[self._pair]
+        if not entry.pairs:
+            if _followed.get(key) is entry:
+                del _followed[key]
+            if all(other.kind is not entry.kind for other in _followed.values()):
+                _restore(entry.kind)
 
 
 HUB_COUNTING: list[Hub | None] = [None]
@@ -72,9 +81,18 @@ _FORWARD, _LOSS, _BACKWARD, _EVALUATION = (
 
 _Pair = tuple[Callable[[Any, Any, Any], None], Callable[[Any, Any], None] | None]
 
-_followed: dict[int, tuple[type[nn.Module], Counter[_Pair]]] = {}
-"""By ``id`` of a followed module: the class whose ``__call__`` reports it, and what is called, and for how
-many objects."""
+
+@dataclass(eq=False, slots=True)
+class _Followed:
+    """A module, the class whose ``__call__`` reports it, and what is called, for how many objects."""
+
+    reference: weakref.ref[nn.Module]
+    kind: type[nn.Module]
+    pairs: Counter[_Pair] = field(default_factory=Counter)
+
+
+_followed: dict[int, _Followed] = {}
+"""By ``id`` of a module, which may be that of another one when it is gone."""
 
 _replaced: dict[type[nn.Module], tuple[Any, Any]] = {}
 """Classes with a ``__call__`` of ours: that, and what was there; None where it was inherited."""
@@ -82,8 +100,10 @@ _replaced: dict[type[nn.Module], tuple[Any, Any]] = {}
 
 def _current(module: nn.Module, kind: type[nn.Module]) -> tuple[_Pair, ...]:
     """Return what to call around a call of ``module`` that arrives in ``kind``."""
-    reporter, pairs = _followed.get(id(module), (None, ()))
-    return tuple(pairs) if reporter is kind else ()
+    entry = _followed.get(id(module))
+    if entry is None or entry.kind is not kind or entry.reference() is not module:
+        return ()
+    return tuple(entry.pairs)
 
 
 def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
@@ -105,7 +125,8 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
             return go_on(self, *args, **kwargs)
         ours = sys.modules.get("backlight.capture.call_hooks")
         if ours is not None and (hub := ours.HUB_COUNTING[0]) is not None:
-            if id(self) not in ours._followed:
+            entry = ours._followed.get(id(self))
+            if entry is None or entry.reference() is not self:
                 return go_on(self, *args, **kwargs)
             is_training = torch.is_grad_enabled()
             if is_training or not hub.ends_for_evaluation():
@@ -116,7 +137,7 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
                 board[PHASE] = _FORWARD if is_training else _EVALUATION
                 board[FORWARDS] += 1
                 if original is None:
-                    result = super(kind, self).__call__(*args, **kwargs)  # type: ignore[misc]
+                    result = super(kind, self).__call__(*args, **kwargs)
                 else:
                     result = original(self, *args, **kwargs)
                 board[PHASE] = _LOSS if is_training else _EVALUATION
@@ -148,8 +169,8 @@ def _patched(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _restore(kind: type[nn.Module]) -> None:
-    ours, original = _replaced.pop(kind)
-    if vars(kind).get("__call__") is not ours:
+    ours, original = _replaced.pop(kind, (None, None))
+    if ours is None or vars(kind).get("__call__") is not ours:
         return  # someone has replaced ours since
     if original is None:
         del kind.__call__

@@ -15,8 +15,7 @@ import torch
 
 import backlight
 from backlight import devices
-from backlight.capture.hub import HUB
-from backlight.capture.modules import holding, kind_of, walk
+from backlight.capture.modules import kind_of, walk
 from backlight.distributed import rank_and_size
 from backlight.notebook import notebook_name, notebook_shell
 from backlight.records import Fingerprint
@@ -32,8 +31,7 @@ _PACKAGES = ("numpy", "transformers", "lightning", "accelerate", "datasets", "tr
 def take_fingerprint(scope: Scope, arguments: tuple[str, ...]) -> Fingerprint:
     """Describe the models and optimizers in ``scope`` as they are now."""
     records = scope.table.records
-    rows = {id(t) for t in scope.table.tensors()}
-    roots = scope.models or holding(HUB.seen.roots(), rows)
+    roots = scope.roots({id(t) for t in scope.table.tensors()})
     modules = tuple((name, kind_of(module)) for root in roots for name, module in walk(root))
     shape = repr([modules, [(r.name, r.shape) for r in records]])
     dtypes = Counter[str]()

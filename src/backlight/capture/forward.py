@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -41,27 +42,32 @@ class ScopeForwards(Listener):
     """Reports the forwards of the outermost modules that ``scope`` covers.
 
     A model is followed from the construction of its optimizer on, before its first forward; one that is
-    wrapped later is followed by its wrapper as well.
-
-    Attributes
-    ----------
-    models:
-        The models that are known so far.
+    wrapped later is followed by its wrapper as well. A command ``keeps`` the models for when the script has
+    ended; a watch keeps none of them alive.
     """
 
     every_step = False
 
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
+    def __init__(self, scope: Scope, *, keeps: bool = False) -> None:
+        self._scope, self._keeps = scope, keeps
         self._forwards = Forwards()
-        self.models: list[nn.Module] = list(scope.models)
+        self._know(scope.models)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that are known so far and exist."""
+        return [model for reference in self._models if (model := reference()) is not None]
+
+    def _know(self, models: list[nn.Module]) -> None:
+        self._models = [weakref.ref(model) for model in models]
+        self._kept = models if self._keeps else []
 
     def start(self, on_error: Callable[[Exception], None]) -> None:
         """Attach to what is known before any step; ``on_error`` is called if this fails later."""
         HUB.add(self, on_error)
         self._on_error = on_error
         self._scope.on_change.append(self._on_change)
-        if self._scope.models:
+        if self._scope.has_models:
             self._forwards.follow(self.models)
             return
         known = HUB.optimizers.known()
@@ -79,21 +85,23 @@ class ScopeForwards(Listener):
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the models whose parameters it holds, from their first forward on."""
-        if not self._scope.models and not self._follow_held(optimizer):
+        if not self._scope.has_models and not self._follow_held(optimizer):
             HUB.seen.scan()  # the model was built before the watch began
             self._follow_held(optimizer)
 
     def _follow_held(self, optimizer: torch.optim.Optimizer) -> bool:
         found = holding(HUB.seen.roots(), {id(tensor) for tensor in parameters_of(optimizer)})
-        self.models += [model for model in found if all(model is not known for known in self.models)]
+        known = self.models
+        self._know([*known, *(model for model in found if all(model is not one for one in known))])
         self._forwards.follow(found)
         return bool(found)
 
     def _on_change(self) -> None:
         held = {id(tensor) for tensor in self._scope.table.tensors()}
         try:
-            self.models = self._scope.models or holding(HUB.seen.roots(), held)
-            self._forwards.follow(self.models)
+            found = self._scope.roots(held)
+            self._know(found)
+            self._forwards.follow(found)
         except Exception as error:
             if is_interrupt(error):
                 raise

@@ -7,6 +7,7 @@ change, and inputs are held by reference, as autograd holds those of most layers
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -43,7 +44,7 @@ class LayerCall:
     """A call whose gradient is awaited; ``x`` is None once it is over or given up."""
 
     def __init__(self, layer: nn.Module, x: Tensor) -> None:
-        self.layer = layer
+        self.layer = weakref.ref(layer)
         self.x: Tensor | None = x
         self.version = x._version
 
@@ -123,16 +124,16 @@ def _saves_elsewhere() -> bool:
 
 
 def _arrived(sink: LayerSink, call: LayerCall, output: int, gradients: tuple[Tensor | None, ...]) -> None:
-    delta, x = gradients[output], call.x
-    if delta is None or x is None or torch.compiler.is_compiling():
+    delta, x, layer = gradients[output], call.x, call.layer()
+    if delta is None or x is None or layer is None or torch.compiler.is_compiling():
         return
     try:
         if x._version != call.version:
-            sink.skips(call.layer, "its input was changed in place before backward")
+            sink.skips(layer, "its input was changed in place before backward")
         else:
             with outside_modes(), torch.no_grad(), torch.autocast(delta.device.type, enabled=False):
                 call.x = None
-                sink.arrives(call.layer, x, delta.detach())
+                sink.arrives(layer, x, delta.detach())
     except Exception as error:
         if is_interrupt(error):
             raise

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import call
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,12 +134,13 @@ def build_table(
     seen: SeenModules,
     prefixes: Prefixes | None = None,
     by_hand: Sequence[torch.Tensor] = (),
+    former: ParameterTable | None = None,
 ) -> ParameterTable:
     """Name the parameters of ``models`` and ``optimizers``, or those that a script trains ``by_hand``.
 
     Without models they are searched for: among the modules observed at construction, then by a scan. A
-    parameter that no module holds any more is ``replaced.`` and its former name where that was observed, else
-    named by its position in the optimizer.
+    parameter that no module holds any more is ``replaced.`` and its former name where that was observed. Else
+    it keeps its name in the ``former`` table, or is named by its position in the optimizer.
     """
     groups = _groups(optimizers)
     if not optimizers:
@@ -171,7 +173,9 @@ def build_table(
     taken = {record.name for record in records}
     for key, (group, tensor, position) in groups.items():
         if key not in rows:
-            name = _former_name(tensor, seen, modules)
+            row = None if former is None else former.row(tensor)
+            known = None if former is None or row is None else former.records[row]
+            name = _former_name(tensor, seen, modules) or (known.name if known is not None else "")
             if not name or name in taken:
                 name = position
             taken.add(name)
@@ -265,15 +269,15 @@ class Scope:
 
     Without ``models``, every model of the process; without ``optimizers``, every one that holds a parameter
     of ``models``, or all; ``numbers`` has theirs, by id. ``on_change`` is called, in order, when the table is
-    a new one.
+    a new one. None of them is kept alive.
     """
 
     def __init__(
         self, models: Sequence[nn.Module] = (), optimizers: Sequence[torch.optim.Optimizer] = ()
     ) -> None:
-        self.models = list(models)
-        self._given = list(optimizers)
-        self._given_ids = {id(optimizer) for optimizer in optimizers}
+        self._models = [weakref.ref(model) for model in models]
+        # By id, which may be that of another one when it is gone.
+        self._given = {id(optimizer): weakref.ref(optimizer) for optimizer in optimizers}
         self._changes = -1
         self._by_hand: list[weakref.ref[torch.Tensor]] = []
         self._groups: tuple[int, ...] = ()
@@ -283,9 +287,39 @@ class Scope:
         self.table = ParameterTable((), ())
         self.on_change: list[Callable[[], None]] = []
 
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models that were given, as far as they exist."""
+        return [model for reference in self._models if (model := reference()) is not None]
+
+    def roots(self, held: set[int] | None = None) -> list[nn.Module]:
+        """Return the models of the scope; of all in the process those that hold one of ``held``, by id."""
+        if self._models:
+            return self.models
+        found = HUB.seen.roots()
+        return found if held is None else holding(found, held)
+
+    @property
+    def has_models(self) -> bool:
+        """Whether models were given, which may be gone."""
+        return bool(self._models)
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether optimizers were given, which may be gone."""
+        return bool(self._given)
+
+    def renewed(self) -> Scope:
+        """Return a scope of the same models and optimizers, with nothing known of them yet."""
+        scope = Scope()
+        scope._models, scope._given = self._models, self._given
+        return scope
+
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers of the scope that exist now, in a stable order."""
-        return self._given or self._covered(HUB.optimizers.alive())
+        if not self._given:
+            return self._covered(HUB.optimizers.alive())
+        return [one for reference in self._given.values() if (one := reference()) is not None]
 
     def covers(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` is or would be of the scope, whatever thread it is used in."""
@@ -293,8 +327,8 @@ class Scope:
 
     def _covered(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         if self._given:
-            return [o for o in optimizers if id(o) in self._given_ids]
-        if not self.models:
+            return [o for o in optimizers if (known := self._given.get(id(o))) is not None and known() is o]
+        if not self._models:
             return optimizers
         own = {id(n.parameter) for model in self.models for n in named_parameters(model)}
         return [o for o in optimizers if any(id(p) in own for p in parameters_of(o))]
@@ -312,13 +346,15 @@ class Scope:
         optimizers = self.optimizers()
         self.numbers = self._numbered(optimizers)
         by_hand = [tensor for noted in self._by_hand if (tensor := noted()) is not None]
-        table = build_table(self.models, optimizers, HUB.seen, self._prefixes, by_hand)
+        table = build_table(self.models, optimizers, HUB.seen, self._prefixes, by_hand, self.table)
         self._changes, self._groups = HUB.seen.changes, self._signature()
+        if not len(table):  # all are gone: what was recorded of them goes on to be known
+            return False
         changed = table.records != self.table.records or table.rows != self.table.rows
         self.table = table
         if changed:
-            for call in self.on_change:
-                call()
+            for action in self.on_change:
+                action()
         self._find_orphans()
         return changed
 
@@ -347,15 +383,17 @@ class Scope:
     def _signature(self) -> tuple[int, ...]:
         # Cheap enough for every step: a changed group is another list or has another length.
         found: list[int] = []
-        for optimizer in self._given or HUB.optimizers.alive():
-            for group in optimizer.param_groups:
+        alive = map(call, self._given.values()) if self._given else HUB.optimizers.alive()
+        for optimizer in alive:
+            for group in () if optimizer is None else optimizer.param_groups:
                 found += (id(optimizer), id(group["params"]), len(group["params"]))
         return tuple(found)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the scope covers ``optimizer``."""
         if self._given:
-            return id(optimizer) in self._given_ids
+            known = self._given.get(id(optimizer))
+            return known is not None and known() is optimizer
         if id(optimizer) not in self.numbers:
             self.refresh()
         return id(optimizer) in self.numbers

@@ -2,12 +2,14 @@
 
 From these the step can be computed again without its loss function: with the gradients of its outputs, a
 forward and backward pass give what it contributed to the gradient of the step. Nothing is copied but the
-random state, and everything is dropped when the step is over.
+random state, and everything is dropped when the step is over. How long a model exists is up to the script;
+what it was given exists as long as the graph of its outputs, or from a backward to the step of an optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -34,8 +36,16 @@ LOADERS = 8
 
 
 @dataclass(eq=False)
+class _Given:
+    """The arguments of a call, by position and by name; hooks of its outputs refer to it."""
+
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
 class ForwardCall:
-    """One call of an outermost module in a step.
+    """One call of an outermost module in a step, with weak references to that and what it was given.
 
     ``deltas`` are the gradients of its outputs, by their number among the tensors that it returned; ``batch``
     is the number of the batch of its loader, ``indices`` are the dataset indices of its samples, None where
@@ -43,9 +53,8 @@ class ForwardCall:
     samples, where a loss function of torch has them.
     """
 
-    module: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    _module: weakref.ref[nn.Module]
+    _given: weakref.ref[_Given]
     devices: Sequence[torch.device]
     random: Sequence[Tensor]
     autocast: tuple[bool, torch.dtype]
@@ -55,6 +64,36 @@ class ForwardCall:
     deltas: dict[int, Tensor] = field(default_factory=dict)
     losses: Tensor | None = None
     trouble: str = ""
+    _kept: _Given | None = None
+
+    @property
+    def module(self) -> Any:
+        """The module, None where it is gone."""
+        return self._module()
+
+    @property
+    def args(self) -> Sequence[Any]:
+        """Its arguments by position; empty where they are gone."""
+        given = self._given()
+        return () if given is None else given.args
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """Its arguments by name; empty where they are gone."""
+        given = self._given()
+        return {} if given is None else given.kwargs
+
+    def is_gone(self) -> bool:
+        """Return whether the module or its arguments are gone."""
+        return self._module() is None or self._given() is None
+
+    def keep(self) -> None:
+        """Keep the arguments alive: their gradient is being computed."""
+        self._kept = self._given()
+
+    def release(self) -> None:
+        """Keep them no longer: an optimizer has changed the weights."""
+        self._kept = None
 
     def inputs(self) -> list[Tensor]:
         """Return the tensors that it was given."""
@@ -66,13 +105,15 @@ class ForwardCall:
 
     def forget(self) -> None:
         """Drop every reference; hooks on its outputs may outlive the step."""
-        self.args, self.kwargs, self.deltas, self.losses = (), {}, {}, None
+        if (given := self._given()) is not None:
+            given.args, given.kwargs = (), {}
+        self._kept, self.deltas, self.losses = None, {}, None
 
 
 class StepInputs(Listener):
     """Holds the forward passes of the open step, ``calls`` in order.
 
-    ``scaler`` is the one in use, ``loss`` what the last backward began with, under its scale.
+    ``scaler`` refers to the one in use, ``loss`` what the last backward began with, under its scale.
 
     With ``keeps`` False only dataset indices are noted.
     """
@@ -82,10 +123,10 @@ class StepInputs(Listener):
     def __init__(self, *, keeps: bool = True) -> None:
         self.keeps = keeps
         self.calls: list[ForwardCall] = []
-        self.scaler: Any = None
+        self.scaler: Callable[[], Any] | None = None
         self.loss: Tensor | None = None
         self._depth = 0
-        self._inside: ForwardCall | None = None
+        self._inside: tuple[ForwardCall, _Given] | None = None
         self._given: list[tuple[int, Sequence[int] | None]] = []
         self._held = 0
         self._unseen = 0
@@ -116,8 +157,10 @@ class StepInputs(Listener):
         if not torch.is_grad_enabled() or is_transforming() or is_capturing_graph():
             return
         known = given[0] if len(given) == 1 else (None, None)  # of several, no one knows which
+        arguments = _Given(args, kwargs)
+        where = weakref.ref(unwrapped(module)), weakref.ref(arguments)
         if not self.keeps:
-            self.calls.append(ForwardCall(module, (), {}, (), (), (False, torch.float32), [], *known))
+            self.calls.append(ForwardCall(*where, (), (), (False, torch.float32), [], *known))
             return
         found = [x for _, x in tensors((tuple(args), dict(kwargs)))]
         device = found[0].device.type if found else "cpu"
@@ -127,18 +170,18 @@ class StepInputs(Listener):
         held = [x.device for x in (*found, *islice(module.parameters(), 1))]
         devices = [where for where in dict.fromkeys(held) if is_accelerator(where)]
         random = random_states(devices)
-        call = ForwardCall(unwrapped(module), args, kwargs, devices, random, autocast, versions, *known)
+        call = ForwardCall(*where, devices, random, autocast, versions, *known)
         self.calls.append(call)
-        self._inside = call
+        self._inside = call, arguments
 
     def forward_outputs(self, module: nn.Module, result: Any) -> None:
         """Wait for the gradients of what the outermost call returned.
 
         A model that returns its loss computes it from the other outputs, whose gradients would count twice.
         """
-        call = self._inside
-        if self._depth > 1 or call is None:
+        if self._depth > 1 or self._inside is None:
             return
+        call, given = self._inside
         found = [(number, x) for number, (_, x) in enumerate(tensors(result)) if x.requires_grad]
         scalars = [(number, x) for number, x in found if x.numel() == 1]
         for number, output in scalars or found:
@@ -146,7 +189,7 @@ class StepInputs(Listener):
             if self._held > HELD_BYTES:
                 call.trouble = "the outputs of its forward passes are too large to hold their gradients"
                 return
-            output.register_hook(partial(_arrived, call, number))  # type: ignore[no-untyped-call]  # torch's
+            output.register_hook(partial(_arrived, call, given, number))  # type: ignore[no-untyped-call]  # torch's
 
     def forward_end(self) -> None:
         """An outermost call is over."""
@@ -158,6 +201,8 @@ class StepInputs(Listener):
         """Take the losses of single samples, if one forward belongs to this backward."""
         self.loss = roots[0].detach() if len(roots) == 1 and roots[0].numel() == 1 else None
         new, self._unseen = self.calls[self._unseen :], len(self.calls)
+        for call in new:
+            call.keep()
         if self.keeps and len(new) == len(roots) == 1:
             try:
                 new[0].losses = single_losses(roots[0].grad_fn)
@@ -166,22 +211,27 @@ class StepInputs(Listener):
                     raise
                 new[0].losses = None
 
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave it to the script how long the batch exists; another optimizer may follow."""
+        for call in self.calls:
+            call.release()
+
     def scaled(self, scaler: Any, loss: Tensor, result: Tensor) -> None:
         """Remember whose scale the gradients contain."""
-        self.scaler = scaler
+        self.scaler = weakref.ref(scaler)
 
     def scale(self) -> float:
         """Return the loss scale of this step, 1 without a scaler."""
-        found = None if self.scaler is None else scale_of(self.scaler)
+        found = None if self.scaler is None else scale_of(self.scaler())
         return 1.0 if found is None else float(found)
 
 
-def _arrived(call: ForwardCall, number: int, delta: Tensor) -> None:
+def _arrived(call: ForwardCall, given: _Given, number: int, delta: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     if count_modes():
         with outside_modes():
-            _arrived(call, number, delta)
+            _arrived(call, given, number, delta)
         return
     kept = call.deltas.get(number)
     call.deltas[number] = delta.detach() if kept is None else kept + delta.detach()

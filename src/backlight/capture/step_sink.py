@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from backlight.records import ParameterRecord
 
 
 @dataclass
@@ -18,7 +21,8 @@ class StepSummary:
     ``clips`` are number within the step, kind and limit of each clipping, ``optimizers`` the numbers of those
     that stepped, ``optimizer_seconds`` those of that phase by number of the (outer) optimizer. ``forwards``
     are those under grad, ``addends`` the values that the losses add up, each None where unknown;
-    of the losses after the first, ``undivided`` are not the result of a division.
+    of the losses after the first, ``undivided`` are not the result of a division. ``without_gradient`` are
+    the parameters of which an optimizer, or clipping, found none.
     """
 
     index: int
@@ -35,7 +39,7 @@ class StepSummary:
     phases: dict[str, float] = field(default_factory=dict)
     optimizers: list[int] = field(default_factory=list)
     optimizer_seconds: dict[int, float] = field(default_factory=dict)
-    without_gradient: list[torch.Tensor] = field(default_factory=list)
+    without_gradient: list[ParameterRecord] = field(default_factory=list)
     seconds: float = 0.0
     separated: bool = False
 

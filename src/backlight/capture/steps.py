@@ -105,9 +105,10 @@ class StepTracker(Listener):
         self._note_update_by_hand()
         if self._stepped:
             self._close()
-        self._sink.run_ends(
-            self._index - 1, self._scope.parameters(), has_begun=self.in_step, is_whole=self._was_whole
-        )
+        parameters = self._scope.parameters()
+        # Of a model that is gone, nothing is left; of several models, a part would count as the whole.
+        is_whole = self._was_whole and len(parameters) == len(self._scope.table)
+        self._sink.run_ends(self._index - 1, parameters, has_begun=self.in_step, is_whole=is_whole)
         HUB.remove(self)
 
     def check_limit(self) -> None:
@@ -481,10 +482,15 @@ class StepTracker(Listener):
             return
         self._collected.update(map(id, fresh))
         compares = at_step and scale is None and bool(self._versions)
+        missing = []
         for parameter in fresh:
             gradient = parameter.grad
             if gradient is None:
-                self._summary.without_gradient.append(parameter)
+                missing.append(parameter)
             elif compares and self._versions.get(id(parameter), gradient._version) != gradient._version:
                 self._summary.changed_by_hand += 1
+        if missing:
+            table = self._scope.table
+            records = [table.records[row] for row in table.rows_of(missing) if row is not None]
+            self._summary.without_gradient += records
         self._sink.collect(fresh, scale, self._summary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -19,7 +19,7 @@ class TrainingThreads:
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._thread: Callable[[], threading.Thread | None] = lambda: None
         self.ident = 0
         self.optimizers: set[int] = set()
         self.others: set[int] = set()
@@ -32,14 +32,16 @@ class TrainingThreads:
 
     def steps_here(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note the thread in which an optimizer steps; return whether it is the one that is recorded."""
-        if self._thread is None or self._thread.ident != threading.get_ident():
-            is_moved = self._thread is None or not self._thread.is_alive() or id(optimizer) in self.optimizers
+        if self.ident != threading.get_ident():
+            thread = self._thread()
+            is_moved = thread is None or not thread.is_alive() or id(optimizer) in self.optimizers
             if not is_moved:
                 if not any(reference() is optimizer for reference in self.missed):
                     self.missed.append(weakref.ref(optimizer))
                 self.others.add(threading.get_ident())
                 return False
-            self._thread, self.ident = threading.current_thread(), threading.get_ident()
+            self._thread = weakref.ref(threading.current_thread())
+            self.ident = threading.get_ident()
             self.others.discard(threading.get_ident())
         self.optimizers.add(id(optimizer))
         return True
@@ -50,7 +52,7 @@ class TrainingThreads:
 
     def goes_on(self) -> bool:
         """Return whether the thread that is recorded is another one, and still in code of the user."""
-        thread = self._thread
+        thread = self._thread()
         return thread is not None and thread.is_alive() and runs_user_code([thread])
 
 

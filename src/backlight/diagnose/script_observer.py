@@ -138,7 +138,7 @@ class StepObserver(StepTracker, StepSink):
     def __init__(self, stop: Callable[[], None]) -> None:
         self.scope = Scope()
         super().__init__(self.scope, self)
-        self.forwards = ScopeForwards(self.scope)
+        self.forwards = ScopeForwards(self.scope, keeps=True)
         self.trouble: list[str] = []
         self._stop = stop
 

@@ -11,7 +11,6 @@ from backlight import clock
 from backlight.capture.forward import ScopeForwards
 from backlight.capture.hub import HUB
 from backlight.capture.next_event import NextEvent
-from backlight.capture.parameters import Scope
 from backlight.capture.steps import StepTracker
 from backlight.distributed import rank_and_size
 from backlight.monitor import RunContext, Samples
@@ -29,9 +28,7 @@ from backlight.store.format.schema import COST, EXCEPTION
 from backlight.threads import running_user_code
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
+    from backlight.capture.parameters import Scope
     from backlight.store.write.writer import RunWriter
 
 HURRIED_TIMEOUT_S = 0.5
@@ -61,9 +58,8 @@ class AttachedRun:
         writer: RunWriter,
         monitors: MonitorSet,
         notifier: Notifier,
+        scope: Scope,
         *,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
         is_script: bool,
     ) -> None:
         self.settings, self.monitors = settings, monitors
@@ -75,14 +71,14 @@ class AttachedRun:
         self.is_abandoned = False
         self.refusal = self.removed = ""
         self._is_script = is_script
-        self._finds_optimizers = not optimizers and not is_script  # a script that has not begun has none
+        # A script that has not begun has none.
+        self._finds_optimizers = not scope.has_optimizers and not is_script
         self._alarmed = self._attended = -1
         self._attention_rest = settings.detail
         self.found: list[Finding] | None = None
         self.stopped_by: Finding | None = None
         self.published: dict[str, tuple[int, float]] = {}
         self.sampling = Sampling(settings.every)
-        scope = Scope(models, optimizers)
         self.recorder = StepRecorder(scope, self.sampling, monitors, notifier)
         self.tracker = StepTracker(
             scope, self.recorder, per_backward=settings.per_backward, max_steps=settings.steps
@@ -134,7 +130,10 @@ class AttachedRun:
             return False
         self._error = error
         self._ended = clock.perf_counter()
-        self._stack.close()
+        try:
+            self._stack.close()
+        finally:
+            self._error = None  # its traceback holds the variables of the script
         return True
 
     def abandon(self) -> None:

@@ -161,7 +161,7 @@ def why_no_step(tracker: StepTracker, scope: Scope, ending: str) -> str:
     ``ending`` is how the script ended before its time, empty where it did not.
     """
     if tracker.done:
-        known = scope.parameters()
+        known = scope.table.records
         return "" if known else "no optimizer holds a model: give it to the watch, backlight.watch(model)"
     passes = tracker.backwards
     if ending and passes <= 1:

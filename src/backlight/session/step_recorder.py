@@ -169,7 +169,7 @@ class StepRecorder(StepSink):
         self._has_gradients = False
         self._without_backward = 0
         self._reported_by_hand = False
-        self._reported_missing: set[int] = set()
+        self._reported_missing: set[str] = set()
         self._scalars = StepScalars()
         self._trainable: dict[str, bool] = {}
         self._reported_flags: set[tuple[str, bool]] = set()
@@ -191,8 +191,10 @@ class StepRecorder(StepSink):
         return HUB.spent - self._spent_until + self._monitors.accounted()
 
     def finish(self) -> None:
-        """Announce the parameters of a run without a second step."""
+        """Announce the parameters of a run without a second step, and drop what is the script's."""
         self._announce_parameters()
+        self._left = LeftGradients()
+        self._scalars.last_norms.clear()
 
     def _announce_parameters(self) -> None:
         if not self._is_known and self._scope.table.records:
@@ -341,7 +343,8 @@ class StepRecorder(StepSink):
             record.send()
         if self._device is not None:
             self._device_work.end_group()
-        self._report_missing(summary.without_gradient)
+        if summary.without_gradient:
+            self._report_missing(summary.without_gradient)
         self._report_without_backward(summary.backwards)
         has_room = self._recorded - self.dropped - self.stored < MAX_QUEUED_RECORDS
         self.dropped += not has_room
@@ -393,16 +396,9 @@ class StepRecorder(StepSink):
             what = f"gradients of {', '.join(partial)} over all ranks"
             self._notifier.event("unmeasured", {"what": what, "reason": reason}, self._step)
 
-    def _report_missing(self, parameters: Sequence[torch.Tensor]) -> None:
-        table = self._scope.table
-        records = table.records
-        rows = [
-            row
-            for row in table.rows_of(parameters)
-            if row is not None and records[row].numel and not records[row].unmeasured
-        ]
-        fresh = [r for r in rows if r not in self._reported_missing and records[r].requires_grad]
-        if fresh:
-            self._reported_missing.update(fresh)
-            names = [records[row].name for row in fresh]
+    def _report_missing(self, parameters: Sequence[ParameterRecord]) -> None:
+        measured = [one.name for one in parameters if one.requires_grad and one.numel and not one.unmeasured]
+        names = [name for name in measured if name not in self._reported_missing]
+        if names:
+            self._reported_missing.update(names)
             self._notifier.event("no_grad_at_step", {"parameters": names}, self._step)

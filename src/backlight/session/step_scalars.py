@@ -197,7 +197,7 @@ class StepScalars(ScalarSink):
         self.last_norms: list[torch.Tensor | None] = []
         self._rates: list[tuple[int, tuple[Value, ...]]] = []
         self._devices: dict[tuple[torch.device, torch.dtype], DeviceValues] = {}
-        self._kept_rates: dict[int, tuple[torch.Tensor, int, Value]] = {}
+        self._kept_rates: dict[int, tuple[weakref.ref[torch.Tensor], int, Value]] = {}
         self.queue: deque[_Completed] = deque()
         self.dropped = 0
 
@@ -331,9 +331,9 @@ class StepScalars(ScalarSink):
             return self._value(rate)
         # A rate on a device is copied where a schedule has changed it.
         kept, version, value = self._kept_rates.get(id(group), (None, -1, None))
-        if kept is not rate or version != rate._version:
+        if kept is None or kept() is not rate or version != rate._version:
             value = self._value(rate)
-            self._kept_rates[id(group)] = rate, rate._version, value
+            self._kept_rates[id(group)] = weakref.ref(rate), rate._version, value
         return value
 
     def _value(self, tensor: torch.Tensor) -> Value:

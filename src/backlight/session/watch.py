@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from backlight import clock
 from backlight.capture.engines import underlying
 from backlight.capture.hub import HUB
-from backlight.capture.parameters import build_table
+from backlight.capture.parameters import Scope, build_table
 from backlight.capture.stop_training import StopTraining
 from backlight.distributed import rank_and_size
 from backlight.findings.evaluate import Findings, NoFindings, findings_of
@@ -88,20 +88,20 @@ class Watch:
         if not script and self._script in sys.argv[:1]:  # else they are of the library that started it
             arguments = tuple(sys.argv[1:])
         self._arguments = arguments
-        self._models, self._optimizers, self._depth = list(models), list(optimizers), 0
+        self._scope, self._depth = Scope(models, optimizers), 0
         self._started = self._abandoned = False
         self._notifier = Notifier(self.path)
-        self._error: BaseException | None = None
+        self._failure = self._refusal = ""
         self._attached: AttachedRun | None = None
         # Everything that can be refused is refused here, before anything is attached or written.
         Sampling(settings.every)
         check_monitors(settings.monitors)
         monitors = requested_monitors(settings)
         check_use_of_samples(monitors, settings, has_samples=samples is not None, is_script=self._is_script)
-        if self._models:
-            table = build_table(self._models, self._optimizers, HUB.seen)
+        if models:
+            table = build_table(models, optimizers, HUB.seen)
             for monitor in monitors:
-                monitor.check_models(self._models, table)
+                monitor.check_models(models, table)
         reminder = f"this watch was never started, so nothing was recorded: {HOW_TO_START}"
         self._reminder = weakref.finalize(self, self._notifier.remind, reminder)
         self._start_s = spent_s + clock.perf_counter() - began
@@ -111,8 +111,8 @@ class Watch:
             state = "not started"
         elif self._attached is not None and self._attached.not_kept:
             state = "not recorded"
-        elif self._error is not None:
-            state = f"failed with {type(self._error).__name__}, {count(self.step, 'step')}"
+        elif self._failure:
+            state = f"failed with {self._failure}, {count(self.step, 'step')}"
         else:
             state = f"{'running' if self._depth else 'finished'}, {count(self.step, 'step')}"
         return f"<{type(self).__name__}: {state}, {self.path}>"
@@ -168,23 +168,24 @@ class Watch:
             if is_interrupt(error) or not self._is_of_the_disk(error):
                 self._depth = 0
                 raise
-            self._started, self._error, self._abandoned = True, error, True
+            self._started, self._abandoned = True, True
+            self._failure, self._refusal = type(error).__name__, str(error)
             self._notifier.warn("unwatched", f"this training is not watched: {error}")
             return self
         self.path, self._started = writer.path, True
         self._resumes, self._is_numbered = True, False  # entered again, it goes on with its run
-        self._attached, self._error, self._abandoned = None, None, False
+        self._attached, self._failure, self._abandoned = None, "", False
         try:
             self._attached = AttachedRun(
-                self.settings, writer, monitors, self._notifier,
-                models=self._models, optimizers=self._optimizers, is_script=self._is_script,
+                self.settings, writer, monitors, self._notifier, self._scope.renewed(),
+                is_script=self._is_script,
             )  # fmt: skip
             self._attached.attach(self._samples, self._arguments)
             self._attached.record_cost("start", self._start_s + clock.perf_counter() - began)
         except Exception as error:
             if is_interrupt(error):
                 raise
-            self._error, self._abandoned = error, True
+            self._failure, self._refusal, self._abandoned = type(error).__name__, str(error), True
             self._notifier.trouble(error, "this training, which is not watched")
             if self._attached is None:
                 writer.close(RunStatus.FAILED)
@@ -212,9 +213,10 @@ class Watch:
         attached = self._attached
         if self._depth or self._abandoned or attached is None:
             return
-        self._error = failure(error)
+        failed = failure(error)
+        self._failure = "" if failed is None else type(failed).__name__
         with self._notifier.shield():
-            closed = attached.close(self._error)
+            closed = attached.close(failed)
             if closed and self._summary and attached.found is not None and notebook_shell() is None:
                 print_result(self.path, attached.found, self.step, attached.writer.progress)
 
@@ -303,7 +305,7 @@ class Watch:
         """Findings of the run so far; while it runs, of what has been flushed."""
         self._require_start("findings")
         if self._attached is None:
-            return NoFindings(f"not recorded: {self._error}")
+            return NoFindings(f"not recorded: {self._refusal}")
         if self._attached.not_kept:
             return NoFindings(f"not recorded: {self._attached.not_kept}")
         if self._depth and not self._abandoned:

@@ -8,6 +8,7 @@ only.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,9 +38,10 @@ _Key = tuple[torch.Size, torch.device, torch.dtype]
 class WeightSample:
     """A fixed sample of the weights of P parameters, kept before a step and compared after it.
 
-    Parameters are read again each time, so their memory and type may be replaced. Between ``per_tensor`` and
-    twice as many weights are sampled of a tensor; None samples all, which costs a copy of the model.
-    ``local`` returns the part of a parameter that this process holds.
+    Parameters are read again each time, so their memory and type may be replaced, and nothing keeps them or
+    their memory outside of a step. Between ``per_tensor`` and twice as many weights are sampled of a tensor;
+    None samples all, which costs a copy of the model. ``local`` returns the part of a parameter that this
+    process holds.
     """
 
     def __init__(
@@ -48,23 +50,25 @@ class WeightSample:
         per_tensor: int | None = PER_TENSOR,
         local: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._parameters = tuple(parameters)
+        self._parameters = tuple(map(weakref.ref, parameters))
         self._per_tensor = per_tensor
         self._local = local
-        self._signatures: list[object] = [None] * len(self._parameters)
-        self._current: list[Tensor | None] = [None] * len(self._parameters)
         self._keys: list[_Key | None] | None = None
         self._kept: list[_Kept] = []
+
+    def is_of(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether it samples these parameters, and no others."""
+        return [id(reference()) for reference in self._parameters] == [id(one) for one in parameters]
 
     def before(self) -> None:
         """Keep the sampled weights as they are now."""
         with torch.no_grad():
-            if self._refresh() or self._keys is None:
-                keys = [None if t is None else (t.shape, t.device, t.dtype) for t in self._current]
-                if keys != self._keys:
-                    self._assign(keys)
+            now = self._read()
+            keys = [None if t is None else (t.shape, t.device, t.dtype) for t in now]
+            if keys != self._keys:
+                self._assign(keys)
             for kept in self._kept:
-                kept.keep(self._current)
+                kept.keep(now)
 
     def after(self, transfer: TransferBatch | None = None) -> Pending:
         """Compare the weights with those that were kept.
@@ -78,10 +82,9 @@ class WeightSample:
         sampled_P = np.zeros(len(keys), dtype=np.int64)
         numel_P = np.zeros(len(keys), dtype=np.int64)
         with torch.no_grad():
-            self._refresh()
             now = [
                 tensor if key is not None and tensor is not None and _is_comparable(tensor, key) else None
-                for tensor, key in zip(self._current, keys, strict=True)
+                for tensor, key in zip(self._read(), keys, strict=True)
             ]
             owners = [kept.owner for kept in self._kept]
             measured_P = np.array([tensor is not None for tensor in now], dtype=bool)
@@ -111,23 +114,20 @@ class WeightSample:
 
         return Pending(transfers, finish)
 
-    def _refresh(self) -> bool:
-        """Read each parameter, None where nothing is readable; return whether any changed."""
-        # A tensor with the same memory keeps its alias, which also keeps its memory from being given to
-        # another one. Sharding frees the memory of whole parameters without changing their shape.
-        changed = False
-        for position, parameter in enumerate(self._parameters):
-            tensor = parameter if self._local is None else self._local(parameter)
-            signature: object = None
-            if tensor.layout is torch.strided and not tensor.is_meta:
-                signature = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if signature is None or signature != self._signatures[position]:
-                readable = signature is not None and (tensor.data_ptr() or not tensor.numel())
-                number = tensor.is_floating_point() or tensor.is_complex()
-                self._current[position] = tensor.detach() if readable and number else None
-                self._signatures[position] = signature
-                changed = True
-        return changed
+    def _read(self) -> list[Tensor | None]:
+        """Return each parameter as it is now, None where nothing is readable."""
+        found: list[Tensor | None] = []
+        for reference in self._parameters:
+            tensor = reference()
+            if tensor is not None and self._local is not None:
+                tensor = self._local(tensor)
+            is_plain = tensor is not None and tensor.layout is torch.strided and not tensor.is_meta
+            # Sharding frees the memory of whole parameters without changing their shape.
+            if tensor is None or not is_plain or (tensor.numel() and not tensor.data_ptr()):
+                found.append(None)
+            else:
+                found.append(tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else None)
+        return found
 
     def _assign(self, keys: list[_Key | None]) -> None:
         kinds: dict[tuple[torch.device, torch.dtype], _Kept] = {}
@@ -166,7 +166,6 @@ class _Kept:
         self._targets: list[Tensor] = []
         self._compared: Tensor | None = None
         self._blocks: list[tuple[int, list[_Cut]]] = []
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}
         self._indices: dict[int, tuple[Tensor, ...]] = {}
         widest = torch.float32 if device.type == "mps" else torch.float64
         self._widest = widest.to_complex() if dtype.is_complex else widest
@@ -227,13 +226,8 @@ class _Kept:
 
     def _sample(self, tensor: Tensor, slot: _Slot) -> Tensor:
         """Return the sampled weights ``[taken]``, a view where the tensor is contiguous."""
-        source, view = self._views.get(slot.position, (None, None))
-        if source is tensor and view is not None:
-            return view
         if tensor.is_contiguous():
-            view = tensor.as_strided((slot.taken,), (slot.step,))
-            self._views[slot.position] = (tensor, view)
-            return view
+            return tensor.as_strided((slot.taken,), (slot.step,))
         if slot.step == 1:
             return tensor.reshape(-1)
         if slot.position not in self._indices:

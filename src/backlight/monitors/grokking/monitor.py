@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -65,7 +66,7 @@ class GrokkingMonitor(Monitor):
         self._recorder, self._notifier = run.recorder, run.notifier
         self._sampled_step = -1
         self._warned: set[str] = set()
-        self._sampled_model = run.scope.models[0] if run.samples is not None else None
+        self._sampled_model = weakref.ref(run.scope.models[0]) if run.samples is not None else None
         probe = None
         if run.samples is not None:
             loss_fn, batch, *held_out = run.samples
@@ -118,8 +119,9 @@ class GrokkingMonitor(Monitor):
         with torch.enable_grad(), contextlib.ExitStack() as stack:
             # By what was requested, not by what the disk of this rank still allows: all ranks do the same.
             wanted = self._measures.gather and self._measures.samples_at(step)
-            if self._sampled_model is not None and wanted and spread(self._sampled_model):
-                stack.enter_context(gathered(self._sampled_model))
+            model = None if self._sampled_model is None else self._sampled_model()
+            if model is not None and wanted and spread(model):
+                stack.enter_context(gathered(model))
             self._tracker.sample(step)
 
     def _bound_window(self, table: ParameterTable) -> None:

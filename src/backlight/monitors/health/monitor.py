@@ -105,7 +105,6 @@ class UpdateMonitor(Monitor):
     def __init__(self, per_tensor: int | None = SAMPLED_WEIGHTS, spacing: int = UPDATE_SPACING) -> None:
         self._per_tensor, self._spacing = per_tensor, spacing
         self._sample: WeightSample | None = None
-        self._ids: tuple[int, ...] = ()
         self._rows: list[int] = []
         self._due = False
         self._recorded: dict[int, int] = {}
@@ -121,6 +120,10 @@ class UpdateMonitor(Monitor):
         """Remember where the parameter table is."""
         self._scope = run.scope
 
+    def detach(self, error: BaseException | None) -> None:
+        """Drop the weights that are kept."""
+        self._sample = None
+
     def on_before_optimizer_step(self, parameters: Sequence[Tensor], record: StepRecord) -> None:
         """Keep the sampled weights as they are before the step."""
         # Of each optimizer by itself: those of a GAN step in turn, and only one would be measured.
@@ -132,10 +135,9 @@ class UpdateMonitor(Monitor):
             return
         rows = [(row, p) for p in parameters if (row := self._scope.table.row(p)) is not None]
         self._rows = [row for row, _ in rows]
-        ids = tuple(id(p) for _, p in rows)
-        if self._sample is None or ids != self._ids:
-            self._sample = WeightSample([p for _, p in rows], per_tensor=self._per_tensor, local=_local)
-            self._ids = ids
+        tensors = [p for _, p in rows]
+        if self._sample is None or not self._sample.is_of(tensors):
+            self._sample = WeightSample(tensors, per_tensor=self._per_tensor, local=_local)
         self._sample.before()
 
     def on_after_optimizer_step(self, record: StepRecord) -> None:

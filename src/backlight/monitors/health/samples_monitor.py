@@ -192,7 +192,8 @@ class SpikeSamplesMonitor(Monitor):
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(kept_random())
-                for module in {id(call.module): call.module for call in self._inputs.calls}.values():
+                held = [module for call in self._inputs.calls if (module := call.module) is not None]
+                for module in {id(one): one for one in held}.values():
                     stack.enter_context(preserve_state(module))
                 found = self._computation(gradients)()
         except Exception as error:

@@ -204,7 +204,7 @@ class NoiseScaleMonitor(Monitor):
 
     def ends(self, *, whole: bool, samples: int | None) -> None:
         """Close the measurement; what follows in this step is not of its microbatch."""
-        self._finished = True
+        self._finished, self._leaves = True, {}
         if self._measurement is not None:
             self._measurement.release()
         if not whole:

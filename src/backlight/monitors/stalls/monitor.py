@@ -210,7 +210,7 @@ class StallMonitor(Monitor):
         self._bucket_reads += 1
         if self._run.world_size == 1 or self._bucket_reads > BUCKET_BACKWARDS:
             return False
-        roots = self._scope.models or self._run.hub.seen.roots()
+        roots = self._scope.roots()
         table = self._scope.table
         tensors = {row: tensor for row in range(len(table)) if (tensor := table.tensor(row)) is not None}
         rows = {id(tensor): row for row, tensor in tensors.items()}

@@ -75,8 +75,13 @@ def test_kernel_series_is_that_of_single_kernels() -> None:
             for p in model.parameters():
                 p.add_(torch.randn_like(p), alpha=0.5)
     assert kept.values["ntk/distance"] > 0.01
+    wide = nn.Linear(5, 600)
     with pytest.raises(GramError, match="a sample has 600 outputs, expected 512 at most"):
-        KernelSeries(nn.Linear(5, 600)).measure(0, x.float(), kept)  # type: ignore[arg-type]
+        KernelSeries(wide).measure(0, x.float(), kept)  # type: ignore[arg-type]
+    series = KernelSeries(wide)
+    del wide
+    with pytest.raises(GramError, match="the model does not exist any more"):
+        series.measure(0, x.float(), kept)  # type: ignore[arg-type]
 
 
 def train(path: Path | None, probe: Any, held_out: Batch) -> tuple[list[Tensor], Any]:

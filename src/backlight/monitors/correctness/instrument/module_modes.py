@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
@@ -11,8 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from backlight.capture.hub import HUB
-from backlight.capture.modules import holding, kind_of, named_parameters, walk
+from backlight.capture.modules import kind_of, named_parameters, walk
 from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import NAMED, Check
 
@@ -37,23 +37,25 @@ class ModuleModes(Check):
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
         self._rows: dict[int, int] | None = None
-        self._models: list[nn.Module] = []
+        self._models: list[weakref.ref[nn.Module]] = []
         self._modes: list[bool] = []
         self._has_changed = False  # since the first observed step
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Read the mode of each model; those of all its modules only at an observed step, or at a change."""
         scope = self.run.scope
-        if self._rows is not scope.table.rows:
+        models = [model for reference in self._models if (model := reference()) is not None]
+        if self._rows is not scope.table.rows or len(models) < len(self._models):
             self._rows, self._modes = scope.table.rows, []
-            self._models = scope.models or holding(HUB.seen.roots(), {id(t) for t in scope.parameters()})
-        before, self._modes = self._modes, [model.training for model in self._models]
+            models = scope.roots({id(t) for t in scope.parameters()})
+            self._models = [weakref.ref(model) for model in models]
+        before, self._modes = self._modes, [model.training for model in models]
         is_change = bool(before) and before != self._modes
         self._has_changed = self._has_changed or is_change
         if not (self.due or (is_change and not all(self._modes))) or not scope.holds(optimizer):
             return
         held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
-        for model in self._models:
+        for model in models:
             own = {id(n.parameter): n.parameter.numel() for n in named_parameters(model)}
             trained = sum(numel for key, numel in own.items() if key in held)
             if trained and trained >= TRAINED_SHARE * sum(own.values()):

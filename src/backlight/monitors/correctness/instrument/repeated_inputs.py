@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -32,6 +33,23 @@ GRID = 1e-4
 """Deviation from equal distances, as a share of the range, up to which values are a grid."""
 
 
+@dataclass(frozen=True)
+class _Sampled:
+    """A tensor that a step was given, which nothing here keeps alive; ``samples`` is 0 for a number."""
+
+    origin: weakref.ref[Tensor]
+    values: Tensor
+    size: int
+    samples: int
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, tensor: Tensor) -> Self:
+        base = tensor._base if tensor._is_view() else None
+        origin = weakref.ref(tensor if base is None else base)
+        return cls(origin, sampled(tensor).float(), tensor.numel(), len(tensor) if tensor.ndim else 0)
+
+
 class RepeatedInputs(Check):
     """``repeated_data``, ``same``: the inputs of all forwards of a step, and the targets of its losses.
 
@@ -50,8 +68,8 @@ class RepeatedInputs(Check):
         self._restart()
 
     def _restart(self) -> None:
-        self._inputs: list[Tensor] = []
-        self._targets: list[Tensor] = []
+        self._inputs: list[_Sampled] = []
+        self._targets: list[_Sampled] = []
 
     def forget(self) -> None:
         """Compare only steps that follow one another."""
@@ -70,7 +88,8 @@ class RepeatedInputs(Check):
         if is_transforming() or is_capturing_graph() or self.run.clock.index >= FIRST_STEPS:
             self.forget()
         else:
-            self._inputs += plain_tensors((*args, *kwargs.values()))[: TENSORS - len(self._inputs)]
+            given = plain_tensors((*args, *kwargs.values()))[: TENSORS - len(self._inputs)]
+            self._inputs += map(_Sampled.of, given)
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Note the targets of the losses below."""
@@ -78,7 +97,8 @@ class RepeatedInputs(Check):
             for _, node in terms(root.grad_fn):
                 # Of the class: to read it from the node computes a checkpointed region again.
                 if hasattr(type(node), "_saved_target") and are_plain(node, "target"):
-                    self._targets += plain_tensors(node._saved_target)[: TENSORS - len(self._targets)]
+                    given = plain_tensors(node._saved_target)[: TENSORS - len(self._targets)]
+                    self._targets += map(_Sampled.of, given)
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Compare the tensors of the step with those of the first one."""
@@ -87,21 +107,21 @@ class RepeatedInputs(Check):
         if self._is_over or not inputs or not self.run.scope.holds(optimizer):
             return
         given = [*inputs, *targets]
-        origins = [one._base if one._is_view() and one._base is not None else one for one in inputs]
-        is_kept = len(origins) == len(self._origins) and all(
-            known() is one for known, one in zip(self._origins, origins, strict=True)
+        is_kept = len(inputs) == len(self._origins) and all(
+            known() is not None and known() is one.origin()
+            for known, one in zip(self._origins, inputs, strict=True)
         )
-        self._origins = [weakref.ref(one) for one in origins]
-        if is_kept or len({one.device for one in given}) > 1 or not any(len(x) > 1 for x in inputs if x.ndim):
+        self._origins = [one.origin for one in inputs]
+        samples = max(one.samples for one in inputs)
+        if is_kept or len({one.values.device for one in given}) > 1 or samples < 2:
             self.forget()
             return
-        with torch.no_grad():
-            values = torch.cat([sampled(one).float() for one in given])
-        sizes = [one.numel() for one in inputs]
+        values = torch.cat([one.values for one in given])
+        sizes = [one.size for one in inputs]
         facts = {
-            "samples": max(len(x) for x in inputs if x.ndim),
+            "samples": samples,
             "has_targets": bool(targets),
-            "is_copied": inputs[0].device.type != "cpu",
+            "is_copied": inputs[0].values.device.type != "cpu",
         }
         self.when_known(values, functools.partial(self._compare, self.run.clock.index, sizes, facts))
 

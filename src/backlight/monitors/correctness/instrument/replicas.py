@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class ReplicaDigests(Check):
         super().__init__(run, schedule)
         self._table: ParameterTable | None = None
         self._rows: list[int] = []  # of the table
-        self._wrappers: list[Any] = []
+        self._wrappers: list[weakref.ref[Any]] = []
         self._joins: list[Any] = []
         self._backwards = 0
         self._step = -1  # whose weights have been read
@@ -56,7 +57,9 @@ class ReplicaDigests(Check):
         """Read the weights where no forward was reported."""
         self._read_weights()
         self._backwards += 1
-        self._is_unsynced = any(not one.require_backward_grad_sync for one in self._wrappers)
+        self._is_unsynced = any(
+            not getattr(one(), "require_backward_grad_sync", True) for one in self._wrappers
+        )
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Read the gradients that this optimizer uses."""
@@ -88,13 +91,13 @@ class ReplicaDigests(Check):
     def _follow(self) -> None:
         """Note which parameters are read, and which of them are promised to be equal."""
         scope = self.run.scope
-        if self._table is None and scope.models:
+        if self._table is None and scope.has_models:
             HUB.seen.scan()  # once: DDP may have been built before the hooks were there
         scope.refresh()
         self._table = table = scope.table
         roots = {id(root): root for root in [*scope.models, *HUB.seen.roots()]}.values()
-        self._wrappers = list(wrappers(roots))
-        self._joins = [getattr(one, "_join_config", None) for one in self._wrappers]
+        self._wrappers = [weakref.ref(one) for one in wrappers(roots)]
+        self._joins = [getattr(one(), "_join_config", None) for one in self._wrappers]
         self._rows = [
             row
             for row, record in enumerate(table.records)
@@ -119,7 +122,7 @@ class ReplicaDigests(Check):
 
     def _has_joined_again(self) -> bool:
         """Return whether a second context of uneven inputs has begun."""
-        now = [getattr(one, "_join_config", None) for one in self._wrappers]
+        now = [getattr(one(), "_join_config", None) for one in self._wrappers]
         before, self._joins = self._joins, now
         return any(
             one is not other and getattr(one, "enable", False) for one, other in zip(before, now, strict=True)

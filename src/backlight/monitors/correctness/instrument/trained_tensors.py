@@ -135,7 +135,7 @@ class TrainedTensors(Check):
             self.report("trained_tensors", step, kind="joined", model=model, count=amount)
 
     def _report_frozen(self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor]) -> None:
-        frozen = []
+        names, gradients = [], []
         for parameter in own:
             if parameter.grad is None:
                 continue
@@ -144,18 +144,19 @@ class TrainedTensors(Check):
                 if known is None or known() is not parameter:
                     self._trained[id(parameter)] = weakref.ref(parameter)
             elif known is not None and known() is parameter:
-                frozen.append((self.name(parameter), local(parameter.grad)))
-        if not frozen:
+                names.append(self.name(parameter))
+                gradients.append(local(parameter.grad))
+        if not names:
             return
         kind, step = type(optimizer).__name__, self.run.clock.index
         with torch.no_grad():
-            flags = [gradient.detach().ne(0).any() for _, gradient in frozen]
+            flags = [gradient.detach().ne(0).any() for gradient in gradients]
             has_values = torch.stack([flag.to(flags[0].device) for flag in flags])
 
         def report(values: NDArray[np.generic]) -> None:
-            names = [name for (name, _), one in zip(frozen, values, strict=True) if one]
-            if names:
-                facts = {"parameters": names[:NAMED], "count": len(names)}
+            frozen = [name for name, one in zip(names, values, strict=True) if one]
+            if frozen:
+                facts = {"parameters": frozen[:NAMED], "count": len(frozen)}
                 self.report("trained_tensors", step, kind="frozen", optimizer=kind, **facts)
 
         self.when_known(has_values, report)

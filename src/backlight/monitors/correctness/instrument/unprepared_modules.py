@@ -15,7 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
-from backlight.capture.modules import holding, kind_of, walk
+from backlight.capture.modules import kind_of, walk
 from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import NAMED, Check
@@ -57,7 +57,7 @@ class UnpreparedModules(Check):
             return
         self._table = self.run.scope.table
         held = {id(p) for p in parameters_of(optimizer)}
-        for model in self.run.scope.models or holding(HUB.seen.roots(), held):
+        for model in self.run.scope.roots(held):
             for name, module in walk(model):
                 if type(module).train is not nn.Module.train and HUB.seen.is_modeless(module):
                     self._report_train(name, module)

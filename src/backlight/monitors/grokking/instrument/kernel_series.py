@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,14 @@ ROWS = 1024
 """Most rows of a kernel, samples times outputs: it is held for as long as the run lasts."""
 
 
+def existing(reference: weakref.ref[nn.Module]) -> nn.Module:
+    """Return a model; GramError where the script has dropped it."""
+    model = reference()
+    if model is None:
+        raise GramError("the model does not exist any more")
+    return model
+
+
 class KernelSeries:
     """Measures the kernel of the first samples of a batch, whose first tensor is the input of the model.
 
@@ -28,7 +37,7 @@ class KernelSeries:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._reference = weakref.ref(model)
         self.start: Tensor | None = None
 
     def measure(self, step: int, batch: Any, recorder: Recorder) -> None:
@@ -39,16 +48,17 @@ class KernelSeries:
         GramError
             If the samples have too many outputs, or as :func:`backlight.ntk`.
         """
+        model = existing(self._reference)
         x, *others = [tensor for _, tensor in tensors(batch)]
-        with preserve_state(self._model), torch.no_grad():
-            shown = self._model(x[:1])
+        with preserve_state(model), torch.no_grad():
+            shown = model(x[:1])
         if not isinstance(shown, Tensor):
             raise GramError(f"ntk: the model must return a tensor, got {type(shown).__name__}")
         outputs = shown.numel()
         n = min(inputs.count(batch), ROWS // outputs)
         if n < 2:
             raise GramError(f"ntk: a sample has {outputs} outputs, expected {ROWS // 2} at most")
-        found = ntk(self._model, x[:n])
+        found = ntk(model, x[:n])
         values = {"trace": float(found.matrix.trace()) / n}
         if others and (targets := _targets(others[0][:n], outputs)) is not None:
             values["alignment"] = found.alignment(targets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from backlight.monitors.grokking.instrument.gram.agop import input_agop
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.gram import gram
 from backlight.monitors.grokking.instrument.influence import record_influences
-from backlight.monitors.grokking.instrument.kernel_series import KernelSeries
+from backlight.monitors.grokking.instrument.kernel_series import KernelSeries, existing
 from backlight.monitors.grokking.model.measures import finite
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Probe:
         held_out: Any = None,
         optimizers: Callable[[], Sequence[torch.optim.Optimizer]] = tuple,
     ) -> None:
-        self._model = model
+        self._reference = weakref.ref(model)
         self._sample_loss = sample_loss
         self._batch = batch
         self._inputs = inputs
@@ -51,6 +52,11 @@ class Probe:
         self.kernels = KernelSeries(model)
         self._reported = False  # that independence is not checked
         self._announced = False  # whether the samples of influences are always the same
+
+    @property
+    def _model(self) -> nn.Module:
+        """The model; GramError where the script has dropped it."""
+        return existing(self._reference)
 
     def measure(self, step: int, measures: Measures, recorder: Recorder) -> None:
         """Record what is due at ``step`` for the current weights."""

@@ -83,6 +83,8 @@ class Replay:
         self._call, self._scale = call, scale
         if call.trouble or not call.deltas:
             raise ReplayError(call.trouble or "no gradient reached its outputs")
+        if call.is_gone():
+            raise ReplayError("its module, or what that was given, is gone")
         if call.was_changed():
             raise ReplayError("its inputs were changed in place after it")
         inputs = [x for x in call.inputs() if x.dim()]

@@ -58,7 +58,7 @@ class LayerSelection:
 
     def roots(self) -> list[torch.nn.Module]:
         """Return the outermost modules."""
-        return list(self._scope.models) or HUB.seen.roots()
+        return self._scope.roots()
 
     def ensure_table(self) -> None:
         """Read the parameters if that has not happened; best between steps, when FSDP2 has resharded."""
@@ -170,7 +170,7 @@ class LayerSelection:
 
     def unwrapped_model(self) -> torch.nn.Module:
         """Return the model without a wrapper that communicates; SpectraError if there is no such one."""
-        roots = list(self._scope.models)
+        roots = self._scope.models
         if len(roots) != 1:
             raise SpectraError(f"{len(roots)} models are watched; samples belong to one")
         model = roots[0]
