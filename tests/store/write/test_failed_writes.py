@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from backlight.records import RunStatus
+from backlight.store.platform import connections
 from backlight.store.read.run import open_run
 from backlight.store.write import database
 from backlight.store.write.database import MAX_FAILURES
 from backlight.store.write.writer import RunWriter
 
 
-class KeepingConnection(sqlite3.Connection):
+class KeepingConnection(connections.Connection):
     """Keeps every cursor, as a thread does that holds the list of ``gc.get_objects``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -41,12 +42,7 @@ def losses(path: Path) -> list[float]:
 
 
 def test_cursors_that_live_on_fail_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = sqlite3.connect
-
-    def keeping(*arguments: Any, **options: Any) -> sqlite3.Connection:
-        return connect(*arguments, **{"factory": KeepingConnection, **options})
-
-    monkeypatch.setattr(database.sqlite3, "connect", keeping)
+    monkeypatch.setattr(connections, "Connection", KeepingConnection)
     monkeypatch.setattr(database, "SYNC_INTERVAL_S", -1.0)  # a checkpoint at each write
     monkeypatch.setattr(RunWriter, "_write", lambda self, batch: self._db.write(batch, self._sizes) or True)
     writer = RunWriter.create(tmp_path / "run")

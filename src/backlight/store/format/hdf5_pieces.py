@@ -29,6 +29,7 @@ from backlight import atomic_files, untrusted_files
 from backlight.extras import require
 from backlight.store.errors import RunFormatError
 from backlight.store.format.schema import ARRAY_ENCODINGS, COMPRESSIONS, FORMAT_VERSION
+from backlight.store.platform.connections import CALLS
 
 CHUNK_BYTES = 1024 * 1024
 """Size of a chunk; a step larger than this is split along its first axis."""
@@ -114,6 +115,8 @@ def h5py_module() -> Any:
     require("h5py", what="arrays of a run")
     import h5py  # noqa: PLC0415 - an optional package, and 0.1 s that a run without arrays need not pay
 
+    if not hasattr(h5py._objects, "_phil_before_fork"):
+        CALLS.include(h5py._objects.phil)
     return h5py
 
 

@@ -29,6 +29,7 @@ from backlight import atomic_files, processes, untrusted_files
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import check_format
 from backlight.store.format.schema import DATABASE_KIND, tables_of_format
+from backlight.store.platform.connections import Connection, connect
 from backlight.store.read import private_copies
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ SIDE_FILES = ("-wal", "-shm", "-journal")
 
 _WAL_HEADER_BYTES = 32
 _TRIES = 12
+_BUSY_TIMEOUT_S = 2.0
 _MAX_SALVAGE_QUERIES = 4000
 MAX_SALVAGE_S = 2.0
 """Processor time for the damaged tables of a file, after which the rest is given up; the loss is stated."""
@@ -63,7 +65,7 @@ class Snapshot:
         self.live = live
         self._own = own
         self._hold = hold
-        self._held: tuple[object, sqlite3.Connection] | None = None
+        self._held: tuple[object, Connection] | None = None
         self._salvage_s = 0.0
         self._salvage_queries = 0
         self._lock = threading.RLock()
@@ -106,7 +108,7 @@ class Snapshot:
         for i in range(_TRIES):
             try:
                 with self._connection() as connection:
-                    return read(lambda sql, given: connection.execute(sql, given).fetchall())
+                    return read(connection.query)
             except sqlite3.OperationalError as error:
                 problem = error
                 if not self.live:
@@ -152,7 +154,7 @@ class Snapshot:
         return [row for _, rows in sorted(found, key=lambda part: part[0]) for row in rows], lost
 
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
+    def _connection(self) -> Iterator[Connection]:
         with self._lock:
             uri, state = self._target()
             if self._hold and state is not None:
@@ -202,9 +204,9 @@ class Snapshot:
             If the rows cannot be moved.
         """
         copy = self._copied()
-        with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-            ((busy, _, _),) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-            ((mode,),) = connection.execute("PRAGMA journal_mode = DELETE").fetchall()
+        with contextlib.closing(connect(copy.absolute().as_uri(), _BUSY_TIMEOUT_S)) as connection:
+            ((busy, _, _),) = connection.query("PRAGMA wal_checkpoint(TRUNCATE)")
+            ((mode,),) = connection.query("PRAGMA journal_mode = DELETE")
         if busy or mode != "delete" or size_of(sibling(copy, "-wal")):
             raise RunFormatError(f"{self.path}: the rows in its log cannot be moved into it")
         return copy
@@ -226,11 +228,11 @@ class Snapshot:
         raise OSError("it changes faster than it can be copied; try again when its writer has less to do")
 
 
-def _connect(uri: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=2.0, check_same_thread=False)
+def _connect(uri: str) -> Connection:
+    connection = connect(uri, _BUSY_TIMEOUT_S)
     try:
-        connection.execute("PRAGMA query_only = 1")
-        connection.execute("PRAGMA trusted_schema = 0")
+        connection.query("PRAGMA query_only = 1")
+        connection.query("PRAGMA trusted_schema = 0")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
     except BaseException:
         connection.close()

@@ -29,6 +29,7 @@ from backlight.store.format.schema import (
     is_of_every_step,
 )  # fmt: skip
 from backlight.store.platform import atomic_json
+from backlight.store.platform.connections import Connection, connect
 
 SQLITE_VERSION = sqlite3.sqlite_version
 """Release of the SQLite library in use."""
@@ -155,34 +156,28 @@ def _block(first: int, logged: LoggedValues, last: int = 0) -> tuple[object, ...
     return *key, checksums.of_block(*key, floats, integers), floats, integers
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path) -> Connection:
     """Open a database for writing, creating it where it is missing; a sqlite3.Error passes through."""
-    return sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode=rwc",
-        uri=True,
-        isolation_level=None,
-        check_same_thread=False,
-        timeout=BUSY_TIMEOUT_S,
-    )
+    return connect(f"{path.absolute().as_uri()}?mode=rwc", BUSY_TIMEOUT_S)
 
 
-def create_tables(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None:
+def create_tables(connection: Connection, meta: Mapping[str, str]) -> None:
     """Create all tables in one transaction; a sqlite3.Error passes through."""
-    connection.execute("BEGIN IMMEDIATE")
+    connection.query("BEGIN IMMEDIATE")
     for statement in TABLES.values():
-        connection.execute(statement)
+        connection.query(statement)
     values = {"kind": DATABASE_KIND, "format": str(FORMAT_VERSION), **meta}
-    connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
-    connection.execute("COMMIT")
+    connection.insert("INSERT INTO meta VALUES (?, ?)", list(values.items()))
+    connection.query("COMMIT")
 
 
 def _create(path: Path, meta: Mapping[str, str]) -> None:
     """Create an empty database that appears complete, by a rename."""
     with atomic_files.replacing(path) as temporary:
         temporary.open("xb").close()
-        with contextlib.closing(connect(temporary)) as connection:
-            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-            connection.execute("PRAGMA journal_mode = OFF").fetchall()  # to its end, as in _run
+        with contextlib.closing(_connect(temporary)) as connection:
+            connection.query(f"PRAGMA page_size = {PAGE_BYTES}")
+            connection.query("PRAGMA journal_mode = OFF")
             create_tables(connection, meta)
 
 
@@ -210,7 +205,7 @@ class RankDatabase:
         _databases.add(self)
 
     def _open(self) -> None:
-        self._connection = connect(self.path)
+        self._connection = _connect(self.path)
         try:
             self._run("PRAGMA journal_mode = WAL")
             self._run("PRAGMA synchronous = NORMAL")
@@ -232,12 +227,7 @@ class RankDatabase:
         self._open()
 
     def _run(self, statement: str) -> list[tuple[Any, ...]]:
-        """Run a statement to its end.
-
-        A cursor with rows left keeps its statement open, and a checkpoint that is open fails the next COMMIT.
-        That it is dropped at once is not certain: ``gc.get_objects`` in another thread keeps every cursor.
-        """
-        return self._connection.execute(statement).fetchall()
+        return self._connection.query(statement)
 
     def write(self, batch: Batch, sizes: Sizes) -> None:
         """Write a batch as one transaction, or nothing of it; a sqlite3.Error or OSError passes through."""
@@ -263,7 +253,7 @@ class RankDatabase:
             if thinned:
                 self._run(f"DELETE FROM scalar WHERE id <= {thinned[-1][0]}")
             for table, insert in _INSERTS.items():
-                self._connection.executemany(insert, rows[table])
+                self._connection.insert(insert, rows[table])
             self._run("COMMIT")
         except BaseException:
             # SQLite itself rolls back on a full disk; a second rollback then only fails.
