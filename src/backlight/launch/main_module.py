@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -10,6 +11,7 @@ import pkgutil
 import runpy
 import sys
 import types
+from collections.abc import Iterator
 from importlib.abc import Loader
 from pathlib import Path
 from typing import cast
@@ -44,16 +46,36 @@ def run_as_main(target: str, *, module: bool) -> None:
     leave_own_path(target, module=module, is_container=is_container)
     if (module or is_container) and RUN_MODULE is not None:
         # And this frame, where the interpreter calls runpy itself.
-        sys.setrecursionlimit(sys.getrecursionlimit() + PLAIN_DEPTH - _depth() + 1)
-        RUN_MODULE(target if module else "__main__", module)
+        with _raised_limit(PLAIN_DEPTH - _depth() + 1):
+            RUN_MODULE(target if module else "__main__", module)
     elif module or is_container:
         name = target if module else "__main__"
         runpy.run_module(name, {"__builtins__": builtins}, "__main__", alter_sys=True)
     else:
         code, measured = _code(target, main), {"depth": _depth}
         exec("found = depth()", measured)
-        sys.setrecursionlimit(sys.getrecursionlimit() + PLAIN_DEPTH - cast("int", measured["found"]))
-        exec(code, main.__dict__)
+        with _raised_limit(PLAIN_DEPTH - cast("int", measured["found"])):
+            exec(code, main.__dict__)
+
+
+@contextlib.contextmanager
+def _raised_limit(frames: int) -> Iterator[None]:
+    """Raise the recursion limit, and restore it unless the script has set one of its own."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(before + frames)
+    try:
+        yield
+    finally:
+        if sys.getrecursionlimit() == before + frames:
+            sys.setrecursionlimit(before)
+
+
+def forget_file() -> None:
+    """Delete the file of the main module, as the interpreter does where it ended without an exit code."""
+    main = vars(sys.modules["__main__"])
+    if main.get("__spec__") is None:
+        for name in ("__file__", "__cached__"):
+            main.pop(name, None)
 
 
 def leave_own_path(target: str, *, module: bool, is_container: bool = False) -> None:

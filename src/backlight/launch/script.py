@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from backlight.launch import main_module
-from backlight.launch.main_module import STANDARD_INPUT, leave_own_path, run_as_main
+from backlight.launch.main_module import STANDARD_INPUT, forget_file, leave_own_path, run_as_main
 from backlight.launch.uncaught import Interrupted, copy_ignored, show
 
 R = TypeVar("R", bound=BaseException)
@@ -104,6 +104,7 @@ def launch(
     sys.argv = [target, *arguments]
     code, is_hurried = 0, False
     interrupt: KeyboardInterrupt | None = None
+    uncaught: BaseException | None = None
     ending, entered = ExitStack(), ExitStack()
 
     def note(_kind: object, error: BaseException | None, _stack: object) -> None:
@@ -119,6 +120,7 @@ def launch(
             try:
                 with entered:
                     run_as_main(target, module=module)
+                forget_file()
             except Refused as refusal:
                 raise refusal.error from None
             except SystemExit as leaving:
@@ -127,14 +129,19 @@ def launch(
                 is_hurried = error is not interrupt
                 interrupt = interrupt or error
             except BaseException as error:  # noqa: BLE001 - as the interpreter does for a script
-                code = 1
-                show(_of_script(error))
+                code, uncaught = 1, _of_script(error)
+            if uncaught is not None:  # not above: a hook of the script finds no exception in progress
+                show(uncaught)
+                uncaught = None  # as below
             if not is_hurried:  # by a second Ctrl-C, after which nothing more is waited for
                 after()
     except KeyboardInterrupt as error:
         interrupt = interrupt or error
     if interrupt is not None:
-        raise Interrupted(_of_script(interrupt))
+        try:
+            raise Interrupted(_of_script(interrupt))
+        finally:
+            interrupt = None  # frames of the script refer to this one: a cycle would keep their files open
     return code
 
 

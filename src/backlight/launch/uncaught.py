@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from backlight import clock
+from backlight.launch.main_module import forget_file
 from backlight.standard_error import write_text
 
 COPY_S = 5.0
@@ -24,7 +25,7 @@ class Interrupted(BaseException):
 
     def __init__(self, error: KeyboardInterrupt) -> None:
         super().__init__()
-        self.error = error
+        self.error: KeyboardInterrupt | None = error
 
 
 def raise_interrupt(ended: Interrupted) -> NoReturn:
@@ -34,14 +35,18 @@ def raise_interrupt(ended: Interrupted) -> NoReturn:
     what is registered at exit, and ends the process by the same signal.
     """
     error, hook = ended.error, sys.excepthook
-    stack = error.__traceback__
+    assert error is not None
+    stack, ended.error = error.__traceback__, None
 
     def show_once(_kind: object, error: BaseException, _stack: object) -> None:
         sys.excepthook = hook
         show(error.with_traceback(stack))  # without the frames that are between here and the interpreter
 
     sys.excepthook = show_once
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # nothing but the interpreter keeps the frames of the script, and the files open in them
 
 
 def show(error: BaseException) -> None:
@@ -50,10 +55,18 @@ def show(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, stack
     if sys.version_info >= (3, 12):
         sys.last_exc = error
+    failed = "" if hasattr(sys, "excepthook") else "sys.excepthook is missing\n"
     try:
-        sys.excepthook(type(error), error, stack)
-    except Exception:  # noqa: BLE001 - a broken hook of the script still leaves a traceback
-        write_text("".join(traceback.format_exception(type(error), error, stack)), sys.stderr)
+        if not failed:
+            sys.excepthook(type(error), error, stack)
+    except Exception as raised:  # noqa: BLE001 - a broken hook of the script still leaves a traceback
+        own = raised.__traceback__ and raised.__traceback__.tb_next
+        text = "".join(traceback.format_exception(type(raised), raised, own))
+        failed = f"Error in sys.excepthook:\n{text}\nOriginal exception was:\n"
+    if failed:
+        text = "".join(traceback.format_exception(type(error), error, stack))
+        write_text(failed + text, sys.stderr)
+    forget_file()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import sys
 import traceback
 from typing import Any
 
+from backlight.interrupts import suppressed
 from backlight.redaction import Redaction
 from backlight.user_code import SourceLine, is_user_code
 
@@ -36,7 +37,7 @@ def failure(error: BaseException | None) -> BaseException | None:
     """
     if not isinstance(error, SystemExit):
         return error
-    if error.code in {None, 0}:
+    if error.code is None or (isinstance(error.code, int) and not error.code):
         return None
     return error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
 
@@ -54,7 +55,9 @@ def description(error: BaseException, redact: tuple[str, ...]) -> dict[str, Any]
 
     ``in_backward`` is whether a backward pass raised it, ``explained_by`` a command, empty where none fits.
     """
-    kind, text = type(error).__name__, str(error)
+    kind, text = type(error).__name__, ""
+    with suppressed():  # code of the script
+        text = str(error)
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     lines = [SourceLine(code.co_filename, line) for code, line in frames if is_user_code(code.co_filename)]
     commands = [command for pattern, command in _EXPLAINED if pattern.search(f"{kind}: {text}")]
