@@ -18,7 +18,7 @@ def wait_until_idle(timeout_s: float = 5.0) -> None:
         states = set()
         for file in pathlib.Path("/proc/self/task").glob("*/stat"):
             try:
-                name, _, rest = file.read_text().partition("(")[2].rpartition(")")
+                name, _, rest = file.read_text(encoding="utf-8").partition("(")[2].rpartition(")")
             except OSError:  # the thread has ended
                 continue
             if name == "pt_gloo_runloop":

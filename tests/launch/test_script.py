@@ -145,19 +145,6 @@ def test_steps_ends_the_script_and_invalid_ranks_are_one_warning(tmp_path: Path)
     assert "  other ranks: the environment says RANK='5', WORLD_SIZE='2'; expected whole" in summary
 
 
-@pytest.mark.full
-def test_spawned_workers_are_not_watched(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        "import multiprocessing\ndef square(x):\n    return x * x\nif __name__ == '__main__':\n    train(2)\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
-        "        print(pool.map(square, [1, 2, 3]))\n",
-    )
-    watched = run_watched(tmp_path, "train.py")
-    assert watched.stdout == "[1, 4, 9]\n", watched.stderr
-    assert len(backlight.open_run(tmp_path / "run").attempts) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

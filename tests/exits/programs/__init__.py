@@ -1,0 +1,32 @@
+"""Programs that are run plain and watched: what each is, and what plain Python makes of it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
+
+ANY = -1
+"""Steps of a program that ends before its run is closed: what was flushed depends on the time it took."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, which begins with ``from training import *``.
+
+    ``code`` and ``errors``, a pattern, are its exit code and standard error under plain Python. ``steps`` are
+    recorded where it is watched; None: it leaves no run. ``shell`` is a redirection. ``usual`` programs are
+    part of ``make test``.
+    """
+
+    text: str
+    code: int = 0
+    errors: str = ""
+    steps: int | None = 5
+    command: tuple[str, ...] = ("train.py",)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    input: str = ""
+    shell: str = ""
+    usual: bool = False
