@@ -53,6 +53,17 @@ KEPT = {
 }
 
 
+GATHERED = {
+    "since": 7,
+    "bytes": 2**25,
+    "bytes_per_step": 524_288.0,
+    "device": "cuda:0",
+    "is_mapping": False,
+    "holder": {"name": "outputs", "count": 56, "line": "train.py:9", "source": "outputs.append(y.detach())"},
+    "capacity": 64 * GIB,
+}
+
+
 def steptime(phases: Any = None, **more: Any) -> Fault:
     return lambda path: write_steptime(path, phases, **more)
 
@@ -253,7 +264,7 @@ FAULTS: dict[str, Fault] = {
         profile=STEP
         | {"memory": {"peak": 8 * GIB, "capacity": 64 * GIB}, "logits": LOGITS, "modules": [BLOCK]},
         runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}},
-        events=[(59, "kept_graphs", KEPT)],
+        events=[(59, "kept_graphs", KEPT), (56, "kept_data", GATHERED)],
     ),
     "outlier_steps": steptime(PHASES, changes={(step, "data"): 0.4 for step in (30, 40, 50)}),
     "grokking": write_grokking_run,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,11 +28,12 @@ from backlight.diagnose.memory.storage_log import Account
 from backlight.diagnose.script_observer import StepObserver
 from backlight.launch.observe import end_script, explain
 from backlight.launch.script import NoTrainingError
+from backlight.monitors.steptime.instrument.kept_data import KeptDataTracker
 from backlight.monitors.steptime.instrument.kept_graphs import KeptGraphTracker
 from backlight.records import Phase
 
 MAX_FURTHER_STEPS = 40
-"""Steps after the recorded ones that show whether graphs of earlier steps are kept."""
+"""Steps after the recorded ones that show whether graphs or tensors of earlier steps are kept."""
 
 
 def measure_memory(
@@ -64,6 +66,7 @@ def measure_memory(
         allocator=observer.allocator,
         trouble=tuple(observer.trouble),
         kept_graphs=observer.kept_graphs,
+        kept_data=observer.kept_data,
     )
 
 
@@ -71,8 +74,8 @@ class MemoryObserver(StepObserver):
     """Records the memory of ``steps`` of a script after ``warmup`` ones, then ends it with ``stop``.
 
     ``recorder`` and ``logits`` are None if the script ended before; ``recorded`` counts steps that were
-    recorded to their end, ``seen`` all steps. Where graphs of earlier steps are alive then, the script
-    goes on until it is certain that they are kept (``kept_graphs``), or that they are not.
+    recorded to their end, ``seen`` all steps. Where graphs of earlier steps are alive then, or a container
+    grows, the script goes on until it is certain that they are kept (``kept_graphs``, ``kept_data``) or not.
     """
 
     def __init__(self, stop: Callable[[], None], warmup: int, steps: int) -> None:
@@ -85,11 +88,18 @@ class MemoryObserver(StepObserver):
         self._warmup, self._steps = warmup, steps
         self._is_recording = False
         self.kept_graphs: dict[str, Any] | None = None
+        self.kept_data: dict[str, Any] | None = None
+        self._data_tracker = KeptDataTracker(
+            self._keep_data, itertools.count(1), at_least=1, reads_always=True
+        )
         self._tracker = KeptGraphTracker(self._keep)
         HUB.add(self._tracker.marks, self.dropped)
 
     def _keep(self, facts: dict[str, Any], step: int) -> None:
         self.kept_graphs = {**facts, "step": step}
+
+    def _keep_data(self, facts: dict[str, Any], step: int) -> None:
+        self.kept_data = {**facts, "step": step} if facts["holder"] else None
 
     def on_finish(self) -> None:
         """Stop recording."""
@@ -111,7 +121,10 @@ class MemoryObserver(StepObserver):
         """Begin to record after the warm-up, and end the script after the recorded steps."""
         self.seen += 1
         self._tracker.end_step()
-        is_suspicious = self._tracker.marks.kept() is not None and self.kept_graphs is None
+        self._data_tracker.read(self.seen)
+        is_suspicious = (self._tracker.marks.kept() is not None and self.kept_graphs is None) or (
+            self._data_tracker.is_growing and self.kept_data is None
+        )
         self._tracker.marks.step = self.seen
         if self._is_recording:
             self.recorded += 1

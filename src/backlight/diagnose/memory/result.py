@@ -181,7 +181,8 @@ class StepMemory(Record):
 class MeasuredMemory(StepMemory):
     """The memory of recorded steps of a script; ``exit_code`` is the script's own.
 
-    ``kept_graphs`` are the facts of the event of that name, and the ``step`` at which they were observed.
+    ``kept_graphs`` and ``kept_data`` are the facts of the events of those names, and the ``step`` at which
+    they were observed.
     """
 
     how: Literal["measured"] = "measured"
@@ -192,6 +193,7 @@ class MeasuredMemory(StepMemory):
     allocator: AllocatorStatistics | None
     trouble: tuple[str, ...]
     kept_graphs: dict[str, Any] | None = None
+    kept_data: dict[str, Any] | None = None
     not_seen: tuple[str, ...] = NOT_MEASURED
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from backlight.diagnose.memory.result import Fit, MeasuredMemory, PredictedMemory, Saving
 from backlight.text import count, listed, percent, scaled, size
 
@@ -19,8 +16,8 @@ def verdict(result: MeasuredMemory | PredictedMemory) -> str:
     line = f"peak {size(result.peak)} in {result.phase_at_peak}, {most}"
     if isinstance(result, MeasuredMemory):
         where = "" if result.device == "cpu" else f", on {result.device}"
-        kept = result.kept_graphs
-        return f"{line}{where}" if kept is None else f"memory grows: {kept_graphs(kept)}. {line}{where}"
+        grows = growth(result)
+        return f"memory grows: {grows}. {line}{where}" if grows else f"{line}{where}"
     return f"predicted{', a lower bound' if result.too_low else ''}: {line}"
 
 
@@ -55,11 +52,16 @@ def facts(result: MeasuredMemory | PredictedMemory) -> list[str]:
     return [f"{name}: {text}" for name, text in lines.items() if text]
 
 
-def kept_graphs(kept: Mapping[str, Any]) -> str:
-    """Return what keeps graphs of earlier steps, and the line that adds to it."""
+def growth(result: MeasuredMemory) -> str:
+    """Return what keeps graphs or tensors of earlier steps, and the line; empty without any."""
+    kept = result.kept_graphs or result.kept_data
+    if kept is None:
+        return ""
     holder = kept["holder"] or {}
     name = f"`{holder['name']}`" if holder else "the script"
     line = f" ({holder['line']})" if holder.get("line") else ""
+    if kept is result.kept_data:
+        return f"{name} gathers {size(kept['bytes_per_step'])} a step{line}"
     return f"{name} keeps the graphs of {count(kept['until'] - kept['since'] + 1, 'step')}{line}"
 
 

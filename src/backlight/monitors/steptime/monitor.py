@@ -11,9 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from backlight import clock
 from backlight.monitor import NEVER, Monitor, RunContext
+from backlight.monitors.steptime.instrument.kept_data import KeptDataTracker, doubling_steps
 from backlight.monitors.steptime.instrument.kept_graphs import KeptGraphTracker
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
-from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, KEPT_GRAPHS, RUNTIME_INFO
+from backlight.monitors.steptime.model.evidence import (
+    GARBAGE_COLLECTION,
+    KEPT_DATA,
+    KEPT_GRAPHS,
+    RUNTIME_INFO,
+)
 from backlight.monitors.steptime.model.step_times import OPTIMIZER_PREFIX
 from backlight.records import Phase
 
@@ -57,6 +63,9 @@ class StepTimeMonitor(Monitor):
         self._step = 0
         self._pauses = GarbagePauses(run.notifier.event, map(attrgetter("_step"), repeat(self)))
         self._kept_graphs = KeptGraphTracker(lambda facts, step: run.notifier.event(KEPT_GRAPHS, facts, step))
+        self._kept_data = KeptDataTracker(
+            lambda facts, step: run.notifier.event(KEPT_DATA, facts, step), doubling_steps()
+        )
         run.listen(self._kept_graphs.marks)
         run.follow_forwards()
         self._pauses.start()
@@ -87,10 +96,12 @@ class StepTimeMonitor(Monitor):
             self._run.notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", DEVICE_TIME)
 
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
-        """Add one scalar per phase, and record the pauses since the last recorded step and kept graphs."""
+        """Add one scalar per phase, and record the pauses since the last recorded step and what is kept."""
         self._pauses.flush()
         self._step += 1  # a pause from here on is of no recorded step, until the next one starts
         self._kept_graphs.end_step()
+        if self._step >= self._kept_data.next_step:
+            self._kept_data.read(self._step)
         record.scalars.update({f"phase/{phase}": seconds for phase, seconds in summary.phases.items()})
         rest = summary.seconds - sum(summary.phases.values())
         record.scalars[f"phase/{Phase.OTHER if summary.separated else REMAINDER}"] = max(rest, 0.0)

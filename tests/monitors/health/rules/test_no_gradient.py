@@ -153,3 +153,5 @@ def test_an_optimizer_without_any_gradient_does_not_fail_the_rule(tmp_path: Path
                 optimizer.zero_grad()
     found = evaluated(backlight.open_run(tmp_path / "run"), "no_gradient")
     assert [finding.subject.parameter for finding in found] == ["1.weight"]
+    assert found[0].severity is Severity.ERROR
+    assert "SGD of `1.weight` and `1.bias` steps and trains nothing" in found[0].detail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
+from backlight.findings.optimizer_names import optimizer_name
 from backlight.monitors.health.model.history import Bools, Integers, ending_streaks
 from backlight.monitors.health.model.parameters import (
     MembershipLimits,
@@ -160,6 +162,9 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
         title = f"{named} never received a gradient"
         if reason is _FROZEN:
             title = f"{named} {'is' if len(group) == 1 else 'are'} frozen"
+        idle = _idle_optimizer(group, records) if reason is _UNUSED else None
+        if idle is not None:
+            severity = Severity.ERROR
         if alone is not None:
             severity = Severity.WARNING
             title = f"Only `{alone.name}` is trained: the weight of its module is frozen"
@@ -171,6 +176,7 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
                 f"{f'trainable since step {begin}, ' if begin else ''}{reason.words}. Affected: "
                 f"{phrases.share(len(group), len(records), 'parameters')}, "
                 f"{percent(mine / max(weights, 1))} of the weights."
+                f"{f' {optimizer_name(run, idle)} steps and trains nothing.' if idle is not None else ''}"
             ),
             subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
             evidence=(
@@ -242,6 +248,13 @@ def _unfrozen(run: Run) -> dict[str, int]:
             for name in event.payload.get("parameters") or ():
                 found.setdefault(str(name), event.step or 0)
     return found
+
+
+def _idle_optimizer(missing: Sequence[ParameterRecord], records: Sequence[ParameterRecord]) -> int | None:
+    """Return the number of an optimizer all of whose parameters are missing, None for none."""
+    sizes = Counter(p.group.partition("/")[0] for p in records if p.group and p.numel)
+    counts = Counter(p.group.partition("/")[0] for p in missing if p.group)
+    return next((int(number) for number, n in counts.items() if n == sizes[number]), None)
 
 
 def _left_alone(records: Sequence[ParameterRecord], seen: Collection[str]) -> ParameterRecord | None:

@@ -18,7 +18,7 @@ import torch
 from backlight import devices
 from backlight.capture.batches import tensors
 from backlight.capture.hub import Listener
-from backlight.monitors.steptime.instrument.graph_holders import Holder, find_holder
+from backlight.monitors.steptime.instrument.holders import Holder, find_graph_holder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -145,7 +145,7 @@ class KeptGraphTracker:
         if span < self._next_span:
             return
         self._next_span = 2 * span
-        holder = find_holder(sys._getframe(1))
+        holder = find_graph_holder(sys._getframe(1))
         if holder.is_bounded if holder is not None else span < MIN_SPAN_UNKNOWN:
             return
         self._holder, self._reported = holder, kept

@@ -28,6 +28,9 @@ KEPT_GRAPHS = "kept_graphs"
 FORMULAS = "docs/formulas.md, section 6"
 """Source of limits that the formulas state."""
 
+KEPT_DATA = "kept_data"
+"""Kind of the event that records a container of tensors without a graph that grows from step to step."""
+
 _PROFILE = re.compile(r"(^|/)profile(-\d+)?\.json$")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.steptime.model.evidence import (
+    KEPT_DATA,
     KEPT_GRAPHS,
     info_evidence,
     peak_memory,
@@ -35,6 +36,9 @@ class MemoryLimits(Limits, monitor="steptime"):
         32, "steps whose graphs are all alive: unrolled loops and alternating losses keep fewer", low=4
     )
     growth_bytes: float = limit(2.0**10, "bytes a step below which growth is not stated (1 KiB)")
+    kept_share: float = limit(
+        0.05, "share of the memory above which a list of tensors without a graph is a warning", high=1.0
+    )
     recompute_share: float = limit(0.05, "share of a step spent on recomputed forwards", high=1.0)
     recompute_memory: float = limit(
         0.6, "share of the memory below which the peak leaves space for what checkpointing saves", high=1.0
@@ -44,7 +48,7 @@ class MemoryLimits(Limits, monitor="steptime"):
 @rule("memory", monitor="steptime", limits=MemoryLimits, is_statistic=True)
 def memory(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     """Find memory that grows or could be free, and recomputation although memory is free."""
-    for find in (_kept_graphs, _fragmentation, _logits, _recomputation):
+    for find in (_kept_graphs, _kept_data, _fragmentation, _logits, _recomputation):
         yield from find(run, limits)
 
 
@@ -85,8 +89,40 @@ def _kept_graphs(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
 _FIXES = {
     "evaluation": "Evaluate under `torch.no_grad()`, or append `output.detach()`.",
     "container": "Append `loss.item()`, or `.detach()` where a tensor is needed: a tensor holds its graph.",
+    "data": "Keep numbers, as `loss.item()`, or empty it once its values were used.",
     "variable": "Detach it between steps, as `hidden = hidden.detach()`, or add `loss.item()`.",
 }
+
+
+def _kept_data(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
+    """Find a container that had more tensors without a graph at each reading of the script's names."""
+    events = [e for e in run.events(KEPT_DATA) if e.attempt == run.attempts[-1].index]
+    last = {event.rank: event for event in events}.values()
+    most = max(last, key=lambda event: float(event.payload["bytes_per_step"]), default=None)
+    if most is None or most.payload["bytes_per_step"] < limits.growth_bytes:
+        return
+    facts, holder = most.payload, most.payload["holder"]
+    grown, held = float(facts["bytes_per_step"]), float(facts["bytes"])
+    is_much = held > limits.kept_share * float(facts["capacity"]) and not facts["is_mapping"]
+    name, line = holder["name"], holder["line"]
+    where = f" Line {line}: `{holder['source']}`." if line else ""
+    what = count(holder["count"], "item") if holder["count"] else "one tensor"
+    yield Finding(
+        severity=Severity.WARNING if is_much else Severity.INFO,
+        title=f"`{name}` grows by {size(grown)} a step",
+        detail=(
+            f"At step {most.step} `{name}` held {what} with {size(held)} of tensors on {facts['device']}, "
+            f"and at each reading since step {facts['since']} more than before; no statement was found that "
+            f"empties it.{where} Expected gain: {size(grown)} of memory a step."
+        ),
+        subject=Subject(rank=most.rank, step=int(facts["since"]), line=line),
+        evidence=(
+            Evidence(f"events/{KEPT_DATA}", most.step, held, "bytes"),
+            Evidence(f"events/{KEPT_DATA}", most.step, grown, "bytes"),
+        ),
+        fix=_FIXES["data"],
+        refuted_if=f"`{name}` is meant to keep them and its length is limited, as that of a cache or buffer.",
+    )
 
 
 def _fragmentation(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
