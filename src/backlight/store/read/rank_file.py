@@ -294,10 +294,13 @@ class RankFile:
     def last_scalar(self, source: str, name: str) -> float | None:
         """Return the value of a scalar that was logged last, without reading the others; None without one."""
         for identifier in self.scalar_ids(source, name):
-            for after in (max(0, self.last["scalar"] - BLOCK_VALUES), 0):
-                if logged := self.scalars(identifier, after).get(identifier):
-                    return float(logged[1][-1])
+            if logged := self._last_scalars.get(identifier) or self.scalars(identifier).get(identifier):
+                return float(logged[1][-1])
         return None
+
+    @functools.cached_property
+    def _last_scalars(self) -> dict[int, Logged]:
+        return self.scalars(after=max(0, self.last["scalar"] - BLOCK_VALUES))
 
     @functools.cached_property
     def _all_scalars(self) -> dict[int, Logged]:

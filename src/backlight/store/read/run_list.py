@@ -138,7 +138,8 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
         if file.rank != WATCHDOG_RANK:
             evaluated = evaluated or file.last_event(EVALUATED)
             last = file.last_scalar("backlight", "loss")
-            steps = max(steps, file.last_step)
+            if state not in {RunStatus.FINISHED, RunStatus.FAILED}:  # these have stored their last step
+                steps = max(steps, file.last_step)
             if last is not None:
                 loss, label = last, _loss_label(file)
     subjects = {
@@ -176,7 +177,7 @@ def _newest_files(path: Path, entry: AttemptEntry, run_id: str, *, live: bool) -
     wanted = [(folder / name, first) for name in names[-1:]]
     wanted += [(file, WATCHDOG_RANK) for file in watchdog_files(folder)]
     for file, rank in wanted:
-        snapshot = Snapshot(file, live=live and rank == first)
+        snapshot = Snapshot(file, live=live and rank == first, hold=True)
         check_identity(file, snapshot.meta, rank, run_id, entry.launch)
         files.append(RankFile(file, snapshot, attempt=entry.index, rank=rank, step_offset=entry.step_offset))
     return files
