@@ -120,6 +120,8 @@ def problems(
     if now != before:
         wrong.append(f"what it may not write was changed: {sorted(set(now.items()) ^ set(before.items()))}")
     found = outputs(command, folder)
+    if not ended and not (folder / command.writes[0]).exists():
+        return wrong  # killed before it wrote anything
     if command.writes[0].endswith("/"):  # a run
         run = backlight.open_run(folder / command.writes[0])
         wrong += [loss for loss in run.losses if "was killed" not in loss and not loss.endswith(LEFT_OUT)]

@@ -1,4 +1,4 @@
-"""Commands that write are killed at random moments: the check of ``bench/command_kills.py``, with fewer kills."""
+"""Commands that write are killed at random moments: the check of ``bench/command_kills.py``, with fewer."""
 
 from __future__ import annotations
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 _BACKLIGHT = Path(__file__).parent.as_posix() + "/"
 _STDLIB = tuple({Path(sysconfig.get_path(name)).as_posix() + "/" for name in ("stdlib", "platstdlib")})
@@ -119,3 +122,19 @@ def definition(function: object) -> SourceLine | None:
     """Return the line at which a Python function is defined; None for anything else."""
     code = getattr(function, "__code__", None)
     return None if code is None else SourceLine(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def user_scopes(frame: FrameType | None) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+    """Yield code and names of each frame of the user's code from ``frame`` outwards, and keep nothing."""
+    while frame is not None and not is_launcher(frame.f_code.co_filename):
+        if is_user_code(frame.f_code.co_filename):
+            values = frame.f_locals
+            names = dict(values)
+            # Before Python 3.13 the frame keeps this copy of its variables, and with it their values.
+            if isinstance(values, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                values.clear()
+            try:
+                yield frame.f_code, names
+            finally:
+                names.clear()
+        frame = frame.f_back

@@ -231,6 +231,36 @@ def test_existing_optimizer_is_tracked_from_its_first_clipping() -> None:
     assert [max(g.abs().max().item() for g in step.values()) for step in sink.grads[:4]] == largest
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_a_step_that_clips_before_backward_are_those_of_backward(set_to_none: bool) -> None:
+    model, optimizer = build_with_sgd()
+    largest = []
+    with tracking() as sink:
+        for _ in range(4):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = model(torch.randn(8, 4)).square().mean()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            loss.backward()
+            largest.append(max(p.grad.abs().max().item() for p in model.parameters()))
+            optimizer.step()
+    assert [max(g.abs().max().item() for g in step.values()) for step in sink.grads[:4]] == largest
+
+
+def test_gradients_that_the_script_sets_are_collected_before_clipping() -> None:
+    model, optimizer = build_with_sgd()
+    largest = []
+    with tracking() as sink:
+        for _ in range(4):
+            loss = model(torch.randn(8, 4)).square().mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            largest.append(max(gradient.abs().max().item() for gradient in gradients))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+    assert [max(g.abs().max().item() for g in step.values()) for step in sink.grads[:4]] == largest
+
+
 def test_module_with_a_reused_id_is_found() -> None:
     from backlight.capture.modules import SeenModules
 

@@ -67,7 +67,7 @@ class StepTracker(Listener):
         self._before_steps: Callable[[], None] | None = None
         self._made: set[int] = set()
         self._is_by_hand, self._by_hand = False, UpdatesByHand()
-        self._is_plain, self._plain_steps, self._clips = False, 0, 0
+        self._is_plain, self._plain_steps, self._clips, self._has_set = False, 0, 0, False
         self._is_whole = self._was_whole = True
         self._counted: UnrecordedSteps | None = None
         self.backwards = 0
@@ -151,7 +151,7 @@ class StepTracker(Listener):
         self._versions.clear()
         self._made.clear()
         self._refreshed, self._is_plain, self._is_whole = False, True, True
-        self._clips = 0
+        self._clips, self._has_set = 0, False
         self._summary = StepSummary(self._index)
         self._recording = self._sink.step_opens(self._index) and not is_capturing_graph()
 
@@ -335,9 +335,13 @@ class StepTracker(Listener):
         """End the time of the norm: clipping itself follows, or nothing of it."""
         self._clock.leave(Phase.CLIP)
 
+    def grad_end(self) -> None:
+        """Note gradients that the script may set itself."""
+        self._has_set = True
+
     def clip_nears(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Collect, before the gradients change."""
-        if self._recording:
+        """Collect, before the gradients change; what is clipped before backward is of no step."""
+        if self._recording and (self._summary.backwards or self._has_set):
             self._collect_clipped(tensors)
 
     def clip_begin(
@@ -347,8 +351,8 @@ class StepTracker(Listener):
         self._clock.enter(Phase.CLIP)
         self._scalars.add_norm(norm)
         number, self._clips = self._clips, self._clips + 1
-        parameters = self._collect_clipped(tensors) if self._recording else []
-        if not parameters:
+        has_gradients = self._recording and (self._summary.backwards or self._has_set)
+        if not (has_gradients and (parameters := self._collect_clipped(tensors))):
             return
         if kind == "norm" and norm is not None and settled(norm) is None:
             # The norm of sharded gradients is a part of it here; the reader knows that of all of them.

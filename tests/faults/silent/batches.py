@@ -127,6 +127,26 @@ def one_batch_that_is_kept() -> None:
 
 
 @control
+def arrays_that_are_kept() -> None:
+    """Each step makes tensors of the same NumPy arrays, as tutorials do with all of their data."""
+    x, y = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), np.arange(16) % 3
+    train(perceptron(), data=lambda count: ((torch.from_numpy(x), torch.from_numpy(y)) for _ in range(count)))
+
+
+@control
+def state_that_is_made_anew() -> None:
+    """The script keeps its only batch; the zeros of a hidden state are new in each step."""
+    x, y = torch.randn(8, 5, 4), torch.randint(0, 3, (8,))
+    model = torch.nn.GRU(4, 3, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(12):
+        optimizer.zero_grad()
+        outputs, _ = model(x, torch.zeros(1, 8, 3))
+        F.cross_entropy(outputs[:, -1], y).backward()
+        optimizer.step()
+
+
+@control
 def points_of_a_grid() -> None:
     """All points of an interval, computed at each step."""
     model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))

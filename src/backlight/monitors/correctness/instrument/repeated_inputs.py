@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import FIRST_STEPS, Check
 from backlight.monitors.correctness.instrument.model_inputs import is_last_step
 from backlight.monitors.correctness.instrument.tensor_samples import places, sampled
+from backlight.user_code import user_scopes
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from backlight.monitor import RunContext
     from backlight.monitors.correctness.instrument.check import Schedule
 
@@ -35,27 +39,35 @@ GRID = 1e-4
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A tensor that a step was given, which nothing here keeps alive; ``samples`` is 0 for a number."""
+    """A tensor that a step was given, which nothing here keeps alive; ``samples`` is 0 for a number.
+
+    ``pointer`` is its address in the memory of the host, 0 on a device.
+    """
 
     origin: weakref.ref[Tensor]
     values: Tensor
     size: int
     samples: int
+    pointer: int
 
     @classmethod
     @torch.no_grad()
     def of(cls, tensor: Tensor) -> Self:
         base = tensor._base if tensor._is_view() else None
         origin = weakref.ref(tensor if base is None else base)
-        return cls(origin, sampled(tensor).float(), tensor.numel(), len(tensor) if tensor.ndim else 0)
+        pointer = tensor.data_ptr() if tensor.device.type == "cpu" else 0
+        return cls(
+            origin, sampled(tensor).float(), tensor.numel(), len(tensor) if tensor.ndim else 0, pointer
+        )
 
 
 class RepeatedInputs(Check):
     """``repeated_data``, ``same``: the inputs of all forwards of a step, and the targets of its losses.
 
     They are those of the step before at each of the first steps, in other tensors: a script that trains on
-    all of its data, or on one batch to test a model, keeps the tensors. Batches of a loader are compared
-    elsewhere. One sample, and a grid of equal distances, may be all that there is.
+    all of its data, or on one batch to test it, keeps the tensors, or the arrays whose memory they share.
+    Batches of a loader are compared elsewhere. One sample, a grid of equal distances, and constants that are
+    made anew next to tensors that are kept, may be all that there is.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
@@ -107,13 +119,18 @@ class RepeatedInputs(Check):
         if self._is_over or not inputs or not self.run.scope.holds(optimizer):
             return
         given = [*inputs, *targets]
-        is_kept = len(inputs) == len(self._origins) and all(
-            known() is not None and known() is one.origin()
-            for known, one in zip(self._origins, inputs, strict=True)
-        )
+        are_followed = len(inputs) == len(self._origins)
+        origins = self._origins if are_followed else [one.origin for one in inputs]
+        is_kept = [
+            are_followed and before() is not None and before() is one.origin()
+            for before, one in zip(origins, inputs, strict=True)
+        ]
+        if are_followed and not all(is_kept):
+            arrays = _named_arrays(sys._getframe(1))
+            is_kept = [k or (one.pointer, one.size) in arrays for k, one in zip(is_kept, inputs, strict=True)]
         self._origins = [one.origin for one in inputs]
         samples = max(one.samples for one in inputs)
-        if is_kept or len({one.values.device for one in given}) > 1 or samples < 2:
+        if all(is_kept) or len({one.values.device for one in given}) > 1 or samples < 2:
             self.forget()
             return
         values = torch.cat([one.values for one in given])
@@ -121,6 +138,7 @@ class RepeatedInputs(Check):
         facts = {
             "samples": samples,
             "has_targets": bool(targets),
+            "is_kept": is_kept,
             "is_copied": inputs[0].values.device.type != "cpu",
         }
         self.when_known(values, functools.partial(self._compare, self.run.clock.index, sizes, facts))
@@ -132,6 +150,13 @@ class RepeatedInputs(Check):
         if self._first is None:
             self._first = content
             self._is_over = self._is_over or all(_are_grids(values.astype(float), sizes))
+        elif any(facts["is_kept"]) and all(
+            is_kept or is_grid
+            for is_kept, is_grid in zip(
+                facts["is_kept"], _are_grids(values.astype(float), sizes), strict=True
+            )
+        ):
+            self.forget()
         elif content != self._first and self._equal == 1 and not self._is_renewed:
             # The forwards of step 0 may have compiled the model.
             self._first, self._is_renewed = content, True
@@ -143,6 +168,16 @@ class RepeatedInputs(Check):
                 is_sure = facts["has_targets"] and not facts["is_copied"]
                 kind = "same" if is_sure else "perhaps_same"
                 self.report("repeated_data", step, kind=kind, samples=facts["samples"], equal=self._equal)
+
+
+def _named_arrays(frame: FrameType | None) -> set[tuple[int, int]]:
+    """Return address and size of the NumPy arrays that the user's frames name."""
+    return {
+        (value.__array_interface__["data"][0], value.size)
+        for _, names in user_scopes(frame)
+        for value in names.values()
+        if type(value) is np.ndarray
+    }
 
 
 def _are_grids(values: NDArray[np.float64], sizes: Sequence[int]) -> list[bool]:

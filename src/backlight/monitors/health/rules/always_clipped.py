@@ -29,9 +29,9 @@ class ClippedLimits(Limits, monitor="health"):
         0.2, "first share of the run that is left out: early gradients are large", high=0.9
     )
     clipped_hard: float = limit(
-        0.1,
+        0.05,
         "median factor below which it is a warning, unless every optimizer divides by the size of the "
-        "gradient: a step is then shortened more than tenfold",
+        "gradient: a step is then shortened more than twentyfold; language models with SGD have about 0.08",
         source="docs/formulas.md, section 1",
         high=1.0,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import linecache
 import sys
 from collections import deque
@@ -19,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from backlight.user_code import SourceLine, is_launcher, is_user_code
+from backlight.user_code import SourceLine, is_user_code, user_scopes
 
 MIN_HELD = 8
 """Tensors that a container holds at least."""
@@ -103,7 +102,7 @@ class _Search:
     def holders(self, frame: FrameType | None) -> list[Holder]:
         """Return what the user's frames from ``frame`` outwards hold, and count these ``frames``."""
         holders: list[Holder] = []
-        for code, names in _scopes(frame):
+        for code, names in user_scopes(frame):
             self.frames += 1
             for name, value in names.items():
                 holders += self._of(name, value, (code.co_filename, code.co_firstlineno))
@@ -176,22 +175,6 @@ class _Search:
         storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}
         size = round(sum(storages.values()) * scale)
         return {"key": key, "size": size, "device": str(tensors[0].device)}
-
-
-def _scopes(frame: FrameType | None) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield code and names of each frame of the user's code; what reading the names made is emptied again."""
-    while frame is not None and not is_launcher(frame.f_code.co_filename):
-        if is_user_code(frame.f_code.co_filename):
-            values = frame.f_locals
-            names = dict(values)
-            # Before Python 3.13 the frame keeps this copy of its variables, and with it their values.
-            if isinstance(values, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                values.clear()
-            try:
-                yield frame.f_code, names
-            finally:
-                names.clear()
-        frame = frame.f_back
 
 
 def _file_of(kind: type) -> str:
