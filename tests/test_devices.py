@@ -1,59 +1,43 @@
-"""Device functions on a host without accelerator: no values and no errors."""
+"""A build of torch for a device that the script does not use: nothing asks its driver."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
+import backlight
 from backlight import devices
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this host has an accelerator")
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the functions that ask the driver of CUDA, in the order of their calls."""
+    calls: list[str] = []
+
+    def ask(name: str, answer: object) -> None:
+        monkeypatch.setattr(torch.accelerator, name, lambda *_: calls.append(name) or answer)
+
+    ask("is_available", True)
+    ask("device_count", 1)
+    ask("current_stream", None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    return calls
 
 
-def test_host_without_accelerator_has_no_device_in_use() -> None:
-    assert not devices.is_available()
+def test_watching_a_loop_on_the_host_asks_no_driver(asked: list[str], tmp_path: Path) -> None:
+    """A process that has asked once cannot fork children that use CUDA."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, summary=False) as watch:
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            watch.log(mine=torch.ones(1))
+    assert not asked
     assert not devices.is_in_use()
-    assert not devices.is_capturing_graph()
-    assert devices.count() == 0
-    assert devices.memory() is None
-    assert devices.record_events(["cpu"]) == []
-    devices.synchronize("test")
-    assert not devices.synchronizations
-    assert devices.types() == ("cpu",)
-    assert not devices.has_async_copies(torch.device("cpu"))
-    assert not devices.is_accelerator("cuda:0")
-
-
-def test_random_states_of_other_accelerators_are_not_restored() -> None:
-    assert devices.accelerator_random_states() == []
-    before = torch.get_rng_state()
-    devices.set_accelerator_random_states([])
-    devices.set_accelerator_random_states(
-        [torch.zeros(16, dtype=torch.uint8)]
-    )  # saved on a host with an accelerator
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_host_random_state_is_restored() -> None:
-    states = devices.random_states([])
-    first = torch.rand(3)
-    devices.set_random_states([], states)
-    assert torch.equal(torch.rand(3), first)
-
-
-def test_missing_stream_is_a_no_op() -> None:
-    with devices.on_stream(None), devices.own_streams(["cpu"], [torch.ones(1)]):
-        assert torch.ones(2).sum() == 2
-
-
-def test_memory_of_a_back_end_that_does_not_report_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_device: object) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", refuse, raising=False)
-    assert devices.free_memory(torch.device("cpu")) is None
-    monkeypatch.delattr(torch.accelerator, "get_memory_info")  # as in torch 2.9
-    monkeypatch.setattr(devices, "kind", lambda: "cpu")  # its module has no mem_get_info
-    assert devices.free_memory(torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cpu, "mem_get_info", lambda _device: (3, 4), raising=False)
-    assert devices.free_memory(torch.device("cpu")) == 3
+    assert devices.kind() == "cuda"  # what a command asks
+    assert asked == ["is_available"]

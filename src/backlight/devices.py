@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,16 @@ from typing import Any
 
 import torch
 
+from backlight.threads import own_threads
+
 COMPARED_GROUPS = 8
 """Groups of spans with which a group is compared: the work of recorded steps hardly differs."""
+
+WITHOUT_FLOAT64 = frozenset({"mps"})
+"""Types of devices that have no float64."""
+
+POLL_S = 1e-3
+"""Seconds between two queries of an event by a thread that waits for it."""
 
 synchronizations: Counter[str] = Counter()
 """How often backlight itself waited for a whole device in this process, by reason."""
@@ -32,18 +42,25 @@ class DeviceMemory:
     retries: int
 
 
+def _built_for() -> str | None:
+    """Return the type of accelerator that this build of torch is for; asks no driver."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else device.type
+
+
 def kind() -> str | None:
     """Return the type of this process's accelerators, such as ``cuda``; None where there is none.
 
-    A script may load a back-end at any time: what is true before its imports need not be true later.
+    It may ask the driver, after which a fork of the process cannot use CUDA: only commands call it. A script
+    may load a back-end at any time: what is true before its imports need not be true later.
     """
-    device = torch.accelerator.current_accelerator()
-    return device.type if device is not None and torch.accelerator.is_available() else None
+    found = _built_for()
+    return found if is_in_use() or (found is not None and torch.accelerator.is_available()) else None
 
 
 def is_accelerator(device: str | torch.device) -> bool:
-    """Return whether a device is an accelerator of this process."""
-    return torch.device(device).type == kind()
+    """Return whether a device, which holds tensors, is an accelerator of this process."""
+    return torch.device(device).type == _built_for()
 
 
 def types() -> tuple[str, ...]:
@@ -53,16 +70,18 @@ def types() -> tuple[str, ...]:
 
 
 def is_available() -> bool:
-    """Return whether there is an accelerator."""
+    """Return whether there is an accelerator; as for :func:`kind`, only commands may ask."""
     return kind() is not None
 
 
 def is_in_use() -> bool:
     """Return whether an accelerator is initialised, without initialising it."""
-    if not is_available():
+    found = _built_for()
+    if found is None:
         return False
+    is_initialized = getattr(torch.get_device_module(found), "is_initialized", None)
     # Some device modules, such as torch.mps, cannot be asked: they count as initialised.
-    return bool(getattr(torch.get_device_module(kind()), "is_initialized", lambda: True)())
+    return bool(is_initialized() if is_initialized is not None else torch.accelerator.is_available())
 
 
 def count() -> int:
@@ -88,17 +107,26 @@ def matmul_precision() -> str:
 
 def is_capturing_graph() -> bool:
     """Return whether a graph of kernels is being captured, where nothing of backlight may run."""
-    found = kind()
-    if found is None or not is_in_use():
+    if not is_in_use():
         return False
-    if found == "cuda":
+    if _built_for() == "cuda":
         return bool(torch.cuda.is_current_stream_capturing())
     return bool(getattr(torch.accelerator.current_stream(), "is_capturing", lambda: False)())
 
 
+def graph_classes() -> list[type]:
+    """Return the classes whose ``capture_begin`` starts the capture of a graph, as ``CUDAGraph``."""
+    found = _built_for()
+    modules = [torch.cuda, torch.accelerator, *([] if found is None else [torch.get_device_module(found)])]
+    classes = (
+        vars(module)[name] for module in modules for name in sorted(vars(module)) if name.endswith("Graph")
+    )
+    return list(dict.fromkeys(c for c in classes if isinstance(c, type) and "capture_begin" in vars(c)))
+
+
 def synchronize(reason: str, device: str | torch.device | None = None) -> None:
     """Wait for everything that was launched on a device, and count it; nothing on a host."""
-    if is_available() and (device is None or is_accelerator(device)):
+    if is_in_use() and (device is None or is_accelerator(device)):
         synchronizations[reason] += 1
         torch.accelerator.synchronize(device)
 
@@ -194,6 +222,14 @@ def _all() -> list[torch.device]:
     return [torch.device(str(kind()), index) for index in range(count())]
 
 
+# Numbers
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the type in which sums on a device are exact enough: float64, float32 where it has none."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
 # Copies, streams and events
 
 
@@ -284,7 +320,7 @@ class WorkTimer:
         if self._spans:
             self._groups.append(self._spans)
             self._spans = []
-        while self._groups and self._groups[0][-1][1].query():
+        while self._groups and GATE.is_done(self._groups[0][-1][1]):
             seconds = sum(begin.elapsed_time(end) for begin, end in self._groups.popleft()) / 1e3
             self._recent.append(seconds)
             self.spent += min(seconds, 2 * min(self._recent))
@@ -297,6 +333,74 @@ class WorkTimer:
             self._has_events = False
             return None
         return event
+
+
+class CaptureGate:
+    """What keeps calls of backlight's threads off a device while a graph of kernels is captured.
+
+    In its default mode a capture ends with an error as soon as any thread of the process queries an event.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Open the gate, in a forked child: a thread that does not exist there may have held its lock."""
+        self._changed = threading.Condition()
+        self._captures = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a graph is being captured."""
+        return self._captures > 0
+
+    def close(self) -> None:
+        """Let no further call begin, after the one in progress."""
+        with self._changed:
+            self._captures += 1
+
+    def open(self) -> None:
+        """End one capture."""
+        with self._changed:
+            self._captures -= 1
+            self._changed.notify_all()
+
+    def is_done(self, event: torch.Event) -> bool:
+        """Return whether an event is over, without waiting; False during a capture."""
+        with self._changed:
+            return not self._captures and _query(event)
+
+    def wait(self, event: torch.Event) -> None:
+        """Wait for an event, in a thread of backlight without holding a capture up."""
+        if threading.get_ident() not in own_threads():
+            with _current(event.device):
+                event.synchronize()
+            return
+        while not self.is_done(event):
+            with self._changed:
+                self._changed.wait(POLL_S)
+
+
+GATE = CaptureGate()
+os.register_at_fork(after_in_child=GATE.reset)
+
+
+def _query(event: torch.Event) -> bool:
+    with _current(event.device):
+        return bool(event.query())
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Make a device the current one of this thread.
+
+    torch queries an event under the current device of the thread, and where none was set that makes a context
+    on device 0. A thread of backlight stays on the device, so that what it frees is freed there.
+    """
+    if threading.get_ident() not in own_threads():
+        return torch.accelerator.device_index(device.index)
+    if torch.accelerator.current_device_index() != device.index:
+        torch.accelerator.set_device_index(device.index)
+    return contextlib.nullcontext()
 
 
 def record_events(devices: Iterable[str]) -> list[torch.Event]:

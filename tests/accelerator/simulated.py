@@ -102,9 +102,24 @@ def sleep(seconds: float) -> None:
     _library.simulated_sleep(ctypes.c_int64(round(seconds * 1e6)))
 
 
+class SimulatedGraph:
+    """A graph that captures nothing: the current stream reports meanwhile that it is captured."""
+
+    def capture_begin(self) -> None:
+        """Begin the capture."""
+        _library.simulated_capture(1)
+
+    def capture_end(self) -> None:
+        """End the capture."""
+        _library.simulated_capture(0)
+
+
+_graph = SimulatedGraph()
+
+
 def set_capturing(is_capturing: bool) -> None:
-    """Have the current stream report that it captures a graph."""
-    _library.simulated_capture(int(is_capturing))
+    """Begin or end the capture of a graph."""
+    _graph.capture_begin() if is_capturing else _graph.capture_end()
 
 
 def _manual_seed_all(seed: int) -> None:
@@ -143,6 +158,7 @@ module.manual_seed_all = _manual_seed_all  # type: ignore[attr-defined]
 module.get_rng_state = _get_rng_state  # type: ignore[attr-defined]
 module.set_rng_state = _set_rng_state  # type: ignore[attr-defined]
 module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]  # type: ignore[attr-defined]
+module.SimulatedGraph = SimulatedGraph  # type: ignore[attr-defined]
 torch._register_device_module("sim", module)
 torch.utils.generate_methods_for_privateuse1_backend()
 atexit.register(_library.simulated_wait)

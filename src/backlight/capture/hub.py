@@ -20,6 +20,7 @@ from backlight.capture import (
     call_hooks,
     clip_hooks,
     engines,
+    graph_capture,
     hooks,
     modules,
     sample_indices,
@@ -423,6 +424,7 @@ class Hub:
             state_hooks.install_autocast,
             state_hooks.install_recomputation,
             transfers.install_transfers,
+            graph_capture.install_graph_capture,
         ):
             install(self, self._patches)
         self._has_engines = self._has_fsdp = False

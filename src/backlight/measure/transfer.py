@@ -43,12 +43,12 @@ class AsyncCopy:
 
     def done(self) -> bool:
         """Return whether the host may read, without waiting."""
-        return self.event is None or bool(self.event.query())
+        return self.event is None or devices.GATE.is_done(self.event)
 
     def read(self) -> NDArray[np.generic]:
         """Wait for this copy only, and return the table."""
-        if self.event is not None and not self.event.query():
-            self.event.synchronize()
+        if self.event is not None:
+            devices.GATE.wait(self.event)
         array: NDArray[np.generic] = self.host.numpy()
         return array
 
@@ -78,6 +78,12 @@ def start_copy(table: Tensor) -> AsyncCopy:
     if not pinned:
         return AsyncCopy(host)
     return AsyncCopy(host, devices.record_event(table.device), table)
+
+
+def first_number(value: Tensor) -> Tensor:
+    """Return the first number of a tensor, its real part, as float ``[1]`` on the same device."""
+    value = value.detach().reshape(-1)[:1]
+    return (value.real if value.is_complex() else value).to(devices.widest_float(value.device))
 
 
 @dataclass

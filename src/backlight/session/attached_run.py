@@ -7,12 +7,16 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from backlight import clock
 from backlight.capture.forward import ScopeForwards
 from backlight.capture.hub import HUB
 from backlight.capture.next_event import NextEvent
 from backlight.capture.steps import StepTracker
+from backlight.devices import has_async_copies
 from backlight.distributed import rank_and_size
+from backlight.measure.transfer import first_number, start_copy
 from backlight.monitor import RunContext, Samples
 from backlight.notifier import Notifier
 from backlight.records import UNMEASURED, Finding, RunStatus
@@ -147,8 +151,17 @@ class AttachedRun:
         return self.removed or self.refusal
 
     def log(self, numbers: dict[str, Any]) -> None:
-        """Store numbers of the user's with the last completed step."""
-        self.recorder.logged.append((max(self.tracker.done - 1, 0), numbers))
+        """Store numbers of the user's with the last completed step.
+
+        A tensor is copied behind the work of the current stream, which may be one of the script's own.
+        """
+        on_their_way = {
+            name: start_copy(first_number(value))
+            if isinstance(value, torch.Tensor) and has_async_copies(value.device)
+            else value
+            for name, value in numbers.items()
+        }
+        self.recorder.logged.append((max(self.tracker.done - 1, 0), on_their_way))
 
     def record_cost(self, part: str, seconds: float) -> None:
         """Record the seconds that the start or the end of the watch took."""

@@ -22,7 +22,7 @@ from backlight.capture.parameters import PLAIN, local
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.devices import WorkTimer
 from backlight.distributed import world
-from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch
+from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch, first_number
 from backlight.monitor import Gradients
 from backlight.records import Layout, ParameterRecord
 from backlight.session.sampling import ProcessorTime
@@ -113,8 +113,7 @@ class StepRecord:
             return value
         if value.device.type == "cpu":  # another thread makes a number of it
             return value.detach().clone()
-        value = value.detach().reshape(-1)[:1]
-        return self.transfer.add((value.real if value.is_complex() else value).to(torch.float64))
+        return self.transfer.add(first_number(value))
 
     def ready(self) -> bool:
         """Return whether every result has arrived on the host, so that nothing would wait."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight import devices
+from backlight.threads import BackgroundThread
 from cases import CASES, STEPS, assert_equal
 
 WITHOUT_DEVICE = {
@@ -207,7 +210,10 @@ def test_scaled_gradients_are_recorded_unscaled(tmp_path: Path) -> None:
     assert np.allclose(norms[0], norms[1], rtol=1e-6)
 
 
-def test_nothing_runs_during_capture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("monitors", [("health",), None], ids=["health", "default"])
+def test_nothing_runs_during_capture(
+    monitors: tuple[str, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, _ = build("sim")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)  # torch 2.15 refuses to capture most others
     x, y = batches("sim", 1)[0]
@@ -216,8 +222,14 @@ def test_nothing_runs_during_capture(tmp_path: Path) -> None:
         with counted(alone):
             step(model, optimizer, x, y)
     found: list[tuple[int, ...]] = []
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, monitors=("health",)):
-        step(model, optimizer, x, y)
+    asked = []
+    query = devices._query
+    monkeypatch.setattr(devices, "_query", lambda event: asked.append(devices.GATE.is_closed) or query(event))
+    options = {} if monitors is None else {"monitors": monitors}
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, summary=False, **options):
+        for _ in range(3):
+            simulated.sleep(0.02)  # the device is late, so that copies are on their way
+            step(model, optimizer, x, y)
         simulated.set_capturing(True)
         try:
             assert devices.is_capturing_graph()
@@ -225,7 +237,66 @@ def test_nothing_runs_during_capture(tmp_path: Path) -> None:
                 step(model, optimizer, x, y)
         finally:
             simulated.set_capturing(False)
+        step(model, optimizer, x, y)
     assert found == alone[1:]
+    assert asked
+    assert not any(asked)
+    assert len(backlight.open_run(tmp_path / "run").frame("gradient", "norm").steps) == 4
+
+
+def test_no_thread_queries_an_event_while_the_gate_is_closed() -> None:
+    gate = devices.CaptureGate()
+    event = devices.record_event("sim")
+    torch.accelerator.synchronize()
+    gate.close()
+    done = threading.Event()
+
+    def wait() -> None:
+        gate.wait(event)
+        done.set()
+
+    thread = BackgroundThread(wait, "waits")
+    thread.start()
+    assert not gate.is_done(event)
+    assert not done.wait(0.05)
+    gate.open()
+    assert done.wait(30)
+    assert gate.is_done(event)
+
+
+def test_threads_ask_for_an_event_on_its_device() -> None:
+    torch.accelerator.set_device_index(1)
+    try:
+        event, current = devices.record_event("sim:1"), []
+
+        def ask() -> None:
+            before = torch.accelerator.current_device_index()
+            devices.GATE.wait(event)
+            current.extend([before, torch.accelerator.current_device_index()])
+
+        thread = BackgroundThread(ask, "asks")
+        thread.start()
+        thread.join()
+        assert current == [0, 1]  # it stays there, so that it frees the event there
+    finally:
+        torch.accelerator.set_device_index(0)
+    assert devices.GATE.is_done(event)
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_failed_capture_opens_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any) -> None:
+        raise RuntimeError("no capture")
+
+    monkeypatch.setattr(simulated.SimulatedGraph, "capture_begin", fails)
+    model, optimizer = build("sim")
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, summary=False):
+        with pytest.raises(RuntimeError, match="no capture"):
+            simulated.set_capturing(True)
+        assert not devices.GATE.is_closed
+        for x, y in batches("sim", 2):
+            step(model, optimizer, x, y)
+    assert len(backlight.open_run(tmp_path / "run").frame("gradient", "norm").steps) == 2
 
 
 def test_memory_is_not_reused_before_another_thread_has_read_it() -> None:
@@ -267,3 +338,40 @@ def test_spectra_read_no_stale_gradient(location: str, tmp_path: Path) -> None:
         values.append([event.payload["numbers"] for event in run.events("spectra_measured")])
     assert len(values[0]) == 4
     assert values[0] == values[1]
+
+
+def test_logged_tensor_is_that_of_the_stream_of_the_loop(tmp_path: Path) -> None:
+    model, optimizer = build("sim")
+    x, y = batches("sim", 1)[0]
+    torch.accelerator.synchronize()
+    with (
+        backlight.watch(model, optimizer, run=tmp_path / "run", summary=False, flush_interval=0.01) as watch,
+        torch.Stream("sim"),
+    ):
+        for number in range(1, 4):
+            step(model, optimizer, x, y)
+            simulated.sleep(0.1)
+            watch.log(mine=torch.zeros(1, device="sim", dtype=torch.bfloat16) + number)
+    assert backlight.open_run(tmp_path / "run").scalar("mine", source="user").values.tolist() == [1, 2, 3]
+
+
+def test_device_without_float64_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MPS, which raises at any conversion to float64."""
+    convert = Tensor.to
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.device.type == "sim" and torch.float64 in (*args, *kwargs.values()):
+            raise TypeError("there is no float64 here")
+        return convert(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "to", to)
+    monkeypatch.setattr(devices, "WITHOUT_FLOAT64", frozenset({"sim"}))
+    model, optimizer = build("sim")
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, summary=False) as watch:
+        for x, y in batches("sim", 3):
+            step(model, optimizer, x, y)
+        watch.log(mine=torch.ones(1, device="sim"))
+    run = backlight.open_run(tmp_path / "run")
+    assert run.frame("gradient", "norm").measured.all()
+    assert len(run.scalar("loss").values) == 3
+    assert not [e for e in run.events("unmeasured") if "device time" not in e.payload["what"]]

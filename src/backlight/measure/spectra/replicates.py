@@ -56,7 +56,7 @@ def named(layer: str) -> str:
 def sum_squares(x_pq: Tensor) -> float:
     """Return the sum of squares of a matrix in float64; NaN or infinite where it holds such values."""
     if x_pq.device.type != "cpu":
-        dtype = torch.float32 if x_pq.device.type == "mps" else torch.float64  # there is no float64 there
+        dtype = devices.widest_float(x_pq.device)
         return float(torch.linalg.vector_norm(x_pq, dtype=dtype)) ** 2
     # Eight times faster than a norm in float64, which converts number by number.
     sums = []
@@ -151,7 +151,7 @@ class Replicates:
 
     def mean(self) -> Tensor:
         """Return the mean ``[p, q]`` in float64 on the device."""
-        dtype = torch.float32 if self.device.type == "mps" else torch.float64  # there is no float64 there
+        dtype = devices.widest_float(self.device)
         total = torch.zeros(self.shape, dtype=dtype, device=self.device)
         if any(matrix.device != self.device for matrix in self.matrices):
             for _, x in self._loader.each(self.order):

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from backlight.devices import widest_float
 from backlight.measure.spectra.replicates import ReplicateError, as_matrix, named, sum_squares
 from backlight.measure.stats.kernels import promoted
 
@@ -73,7 +74,7 @@ def _wide(matrix: Tensor, layer: str) -> tuple[Tensor, float]:
     square = sum_squares(a_pq)
     if not math.isfinite(square):
         raise ReplicateError(f"{named(layer)}: the matrix holds NaN or infinite values.")
-    if a_pq.device.type == "mps":  # there is no float64 there
+    if widest_float(a_pq.device) is torch.float32:
         a_pq = a_pq.cpu()
     return (a_pq.T if a_pq.shape[0] > a_pq.shape[1] else a_pq).double(), square
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backlight.devices import has_async_copies
+from backlight.devices import has_async_copies, widest_float
 from backlight.measure.stats.kernels import SCRATCH
 from backlight.measure.stats.packed_matrices import Owned, chunk_size, matrices, stored
 from backlight.measure.transfer import Arrays, Pending, Transfer, TransferBatch, start_copy
@@ -122,7 +122,7 @@ def _count_of_type(owned: Owned, size: int, kind: _Float, scale: Tensor | float 
 def _kind(dtype: torch.dtype, device: torch.device, scale: Tensor | float | None) -> _Float:
     """Return the type to count in: what float32 holds stays so, unless a division could leave its range."""
     narrow = dtype.itemsize <= 4 and not dtype.is_complex and scale is None
-    return _SINGLE if narrow or device.type == "mps" else _DOUBLE
+    return _SINGLE if narrow or widest_float(device) is torch.float32 else _DOUBLE
 
 
 def _values(x_RW: Tensor, kind: _Float, scale: Tensor | float | None) -> Tensor:

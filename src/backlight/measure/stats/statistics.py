@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight import clock
+from backlight.devices import widest_float
 from backlight.interrupts import is_interrupt
 from backlight.measure.stats.compiled_rows import COMPILED_ROWS, DTYPES
 from backlight.measure.stats.kernels import max_by, narrow, non_finite, root_sum_squares_by, wide
@@ -143,8 +144,7 @@ class _Table:
         self._columns: tuple[list[Tensor], ...] = tuple([[] for _ in COLUMNS])
         self._owners: list[tuple[int, int]] = []
         self._scale: Tensor | None = None
-        # Only Apple's device has no float64.
-        self._float = torch.float32 if device.type == "mps" else torch.float64
+        self._float = widest_float(device)
 
     def eager(self, values: Owned) -> None:
         """Measure tensors of one dtype with torch's own operations."""

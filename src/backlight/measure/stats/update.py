@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight.devices import widest_float
 from backlight.measure.stats.kernels import root_sum_squares_by, row_norms
 from backlight.measure.transfer import Arrays, Pending, TransferBatch, start_copy
 
@@ -167,7 +168,7 @@ class _Kept:
         self._compared: Tensor | None = None
         self._blocks: list[tuple[int, list[_Cut]]] = []
         self._indices: dict[int, tuple[Tensor, ...]] = {}
-        widest = torch.float32 if device.type == "mps" else torch.float64
+        widest = widest_float(device)
         self._widest = widest.to_complex() if dtype.is_complex else widest
         self._norms = row_norms if self._widest.is_complex or dtype is widest else _plain_norms
 

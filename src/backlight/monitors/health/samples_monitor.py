@@ -23,7 +23,7 @@ import torch
 from backlight.capture.forked_child import ChildError, ForkedChild, silence
 from backlight.capture.model_state import preserve_state
 from backlight.capture.step_inputs import StepInputs
-from backlight.devices import is_accelerator, is_available
+from backlight.devices import is_accelerator, is_in_use
 from backlight.distributed import world
 from backlight.generators import kept_random
 from backlight.interrupts import is_interrupt
@@ -153,7 +153,7 @@ class SpikeSamplesMonitor(Monitor):
         if _is_sharded(gradients):
             self._record(step, facts, {"calls": [], "reason": SHARDED})
             return
-        if is_available():
+        if is_in_use():
             answer = self._here(gradients) if self.wants_step(step) else self._not_here(step, self._indices())
             self._record(step, facts, answer)
             return

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from backlight import clock
+from backlight.devices import GATE
 from backlight.interrupts import is_interrupt
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
 from backlight.measure.spectra.spectrum import (
@@ -69,7 +70,7 @@ class StepMeasurement:
         began, cpu = clock.perf_counter(), clock.thread_time()
         held, report = captured.size, StepReport()
         for event in captured.copies_done:
-            event.synchronize()
+            GATE.wait(event)
         scale = captured.loss_scale
         reason = why_no_echo(captured)
         for target in targets:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from backlight.devices import own_streams
+from backlight.devices import GATE, own_streams
 from backlight.monitors.spectra.instrument.rank_exchange import exchange, offer_of
 from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep, Target
 from backlight.monitors.spectra.instrument.step_measurement import (
@@ -113,7 +113,7 @@ class WorkerThread:
     def _run_exchange(self, group: RankGroup, job: _Job) -> Mapping[str, str]:
         captured = job.captured
         for event in captured.copies_done:
-            event.synchronize()
+            GATE.wait(event)
         try:
             mine = offer_of(captured, job.owner_of, why_no_echo(captured, min_replicates=1))
             found = exchange(group, captured, mine, self._options.memory // 2)
