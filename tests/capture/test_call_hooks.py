@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import subprocess
@@ -177,6 +178,17 @@ def test_the_same_pair_is_called_once(calls: list[str]) -> None:
     assert calls == ["begin", "begin"]
 
 
+@pytest.mark.parametrize("kind", [Net, Calling])
+def test_replaced_call_looks_as_the_original(kind: type, follow: Callable[..., CallHooks]) -> None:
+    def looks() -> tuple[object, ...]:
+        call = kind.__call__
+        return call.__qualname__, call.__module__, call.__doc__, inspect.signature(call)
+
+    alone, model = looks(), kind()
+    follow(model)
+    assert looks() == alone
+
+
 def test_module_that_raises_and_one_that_is_gone(calls: list[str], follow: Callable[..., CallHooks]) -> None:
     model = Calling()
     hooks = follow(model)
@@ -185,9 +197,9 @@ def test_module_that_raises_and_one_that_is_gone(calls: list[str], follow: Calla
     assert calls == ["begin", "end"]
     # A compiler may be reading the class when the module is freed: it changes with the next one.
     del model
-    assert Calling.__call__.__module__ != __name__
+    assert hasattr(Calling.__call__, "__wrapped__")
     hooks.follow([Net()])
-    assert Calling.__call__.__module__ == __name__
+    assert not hasattr(Calling.__call__, "__wrapped__")
     assert len(hooks._entries) <= 1
 
 

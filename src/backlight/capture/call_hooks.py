@@ -7,6 +7,7 @@ followed, and the modules themselves stay as they are.
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -119,6 +120,7 @@ def _reporting(kind: type[nn.Module], original: Any) -> Callable[..., Any]:
 
     go_on = inherited if original is None else original
 
+    @functools.wraps(nn.Module.__call__ if original is None else original)
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         # What reads a tensor inside of torch.jit.trace becomes a part of the trace.
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
