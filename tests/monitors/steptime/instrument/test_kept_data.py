@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.steptime.instrument import kept_data, kept_graphs
+from backlight.monitors.steptime.instrument import kept_data
 from backlight.monitors.steptime.instrument.kept_data import KeptDataTracker
 from backlight.records import Finding, Severity
 
@@ -236,10 +236,3 @@ def test_container_that_ceases_to_grow_is_taken_back() -> None:
     tracker.read(101)
     assert recorded[-1] == {"since": 101, "bytes": 0, "bytes_per_step": 0.0, "holder": None}
     json.dumps(recorded)
-
-
-def test_memory_level_is_that_of_the_process_without_a_device() -> None:
-    before = kept_graphs.memory_level()
-    held = torch.ones(2**24)
-    assert kept_graphs.memory_level() - before > 2**25
-    del held
