@@ -179,15 +179,17 @@ class Training:
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.steps = 0
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         self.model(torch.ones(3, 4)).square().mean().backward()
         self.optimizer.step()
+        self.steps += 1
 
 
-def interrupted_step(training: Training, at: int) -> tuple[int, str]:
-    """Take a step, interrupted as call ``at`` of backlight begins; return how many began, and the last.
+def interrupted_call(function: Callable[[], object], at: int) -> tuple[int, str]:
+    """Call something, interrupted as call ``at`` of backlight begins; return how many began, and the last.
 
     Generators are left out: Python delivers no signal in one that is being closed.
     """
@@ -206,7 +208,7 @@ def interrupted_step(training: Training, at: int) -> tuple[int, str]:
 
     sys.setprofile(profile)
     try:
-        training.step()
+        function()
     finally:
         sys.setprofile(None)
     return count, last
@@ -228,19 +230,42 @@ def test_interrupt_at_every_call_of_a_step_reaches_the_loop(
         calls, at = 1, 0
         while at < calls:
             at += 1
-            calls, last = interrupted_step_or_whole(training, at)
+            calls, last = interrupted_or_whole(training.step, at)
             assert torch.is_grad_enabled(), last
             training.step()  # the loop can go on
         for _ in range(10):
             training.step()
     assert at > (100 if every == 1 else 4)
-    assert backlight.open_run(tmp_path / "run").status.value == "finished"
+    run = backlight.open_run(tmp_path / "run")
+    assert run.status.value == "finished"
+    assert run.last_step() + 1 >= training.steps
 
 
-def interrupted_step_or_whole(training: Training, at: int) -> tuple[int, str]:
-    """Return the calls of a step, at least ``at + 1`` where it was interrupted, and the last of them."""
+def test_interrupt_where_counting_ends_loses_no_step(tmp_path: Path) -> None:
+    """At each call of backlight while a stretch of unrecorded steps ends."""
+    signal.signal(signal.SIGALRM, raising(TimeUpError))
+    training = Training()
+    with backlight.watch(
+        training.model, training.optimizer, run=tmp_path / "run", every=1000, quiet=True
+    ):  # fmt: skip
+        calls, at = 1, 0
+        while at < calls:
+            at += 1
+            for _ in range(200):
+                training.step()
+                if HUB.unrecorded is not None and HUB.unrecorded.done == 5:
+                    break
+            assert HUB.unrecorded is not None
+            calls, _ = interrupted_or_whole(HUB.resume, at)
+    assert at > 4
+    lost = training.steps - 1 - backlight.open_run(tmp_path / "run").last_step()
+    assert lost <= 1  # one of the interrupts comes as the next step is opened, and takes that step
+
+
+def interrupted_or_whole(function: Callable[[], object], at: int) -> tuple[int, str]:
+    """Return the calls of a function, at least ``at + 1`` where it was interrupted, and the last of them."""
     try:
-        calls, last = interrupted_step(training, at)
+        calls, last = interrupted_call(function, at)
     except tuple(ERRORS) as raised:
         if str(raised) != RAISED:
             raise

@@ -268,9 +268,11 @@ class Hub:
         unrecorded, self.unrecorded = self.unrecorded, None
         call_hooks.HUB_COUNTING[0] = None
         if unrecorded is not None:
-            self._since_evaluation += unrecorded.done
-            self.emit("unrecorded_end")
-            unrecorded.ended(unrecorded)
+            try:
+                self._since_evaluation += unrecorded.done
+                self.emit("unrecorded_end")
+            finally:  # an interrupt that a listener passes on may not lose what was counted
+                unrecorded.ended(unrecorded)
 
     def ends_for_epoch(self) -> bool:
         """Resume where an epoch begins, the first times: its batches are compared with those of the last."""

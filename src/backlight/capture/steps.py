@@ -142,8 +142,6 @@ class StepTracker(Listener):
         action()
         self._before_steps = action
 
-    # Steps
-
     def _open(self) -> None:
         self._index += 1
         self._stepped.clear()
@@ -157,6 +155,8 @@ class StepTracker(Listener):
 
     def _skip_capture(self) -> None:
         """Record nothing of a step in a graph under capture, which an event or a copy would end."""
+        if self._counted is not None:  # an interrupt came in between
+            self._resumed(self._counted)
         self._recording = self._recording and not is_capturing_graph()
 
     def _close(self) -> float:
@@ -188,16 +188,17 @@ class StepTracker(Listener):
             self._counted = HUB.unrecorded
 
     def _resumed(self, counted: UnrecordedSteps) -> None:
-        self._counted = None
-        self._clock.restart()
+        self._counted, self._index = None, self._index + max(counted.done - 1, 0)
         self.backwards += counted.backwards
+        try:
+            self._clock.restart()
+        finally:  # an interrupt may not lose a step
+            if counted.done:
+                self._was_whole = True
+                self._open()
         if counted.done < counted.steps:  # something else came than plain steps
             self._plain_steps = 0
-        if counted.done:
-            self._index += counted.done - 1
-            self._was_whole = True
-            self._open()
-            if counted.done < counted.steps:  # a part of the open step was only counted
+            if counted.done:  # a part of the open step was only counted
                 self._summary.forwards = self._summary.addends = None
         self._summary.backwards += counted.open_backwards
 
@@ -207,8 +208,6 @@ class StepTracker(Listener):
             self._stepped.add(0)
             self._by_hand.forget()
             self._is_plain = self._is_whole = False
-
-    # Events
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Note one that is made after the backward of this step: others may follow in the same step."""
