@@ -372,11 +372,12 @@ class CaptureGate:
 
     def wait(self, event: torch.Event) -> None:
         """Wait for an event, in a thread of backlight without holding a capture up."""
-        if threading.get_ident() not in own_threads():
-            with _current(event.device):
-                event.synchronize()
-            return
+        is_own = threading.get_ident() in own_threads()
         while not self.is_done(event):
+            if not is_own:
+                with _current(event.device):
+                    event.synchronize()
+                return
             with self._changed:
                 self._changed.wait(POLL_S)
 

@@ -70,6 +70,8 @@ def test_other_types_and_host_tables_are_copied_on_their_own():
 class Event:
     """An event of a device that the test sets."""
 
+    device = torch.device("cpu")
+
     def __init__(self):
         self.done = threading.Event()
         self.waits = 0
