@@ -107,7 +107,8 @@ def matmul_precision() -> str:
 
 def is_capturing_graph() -> bool:
     """Return whether a graph of kernels is being captured, where nothing of backlight may run."""
-    if not is_in_use():
+    # Asked often: on a build without accelerators by one call.
+    if torch.accelerator.current_accelerator() is None or not is_in_use():
         return False
     if _built_for() == "cuda":
         return bool(torch.cuda.is_current_stream_capturing())
