@@ -161,9 +161,9 @@ try each of it with fewer kills and inputs; `make test-full` tries 850 inputs of
 A killed run opens, holds every flushed step with its right values, and states that it was killed and what may
 be missing: at most one flush interval, 1 s by default.
 
-Commands that write are killed as well, each at 30 random moments (`bench/command_kills.py --kills 30`):
+Commands that write are killed as well, each at 12 random moments (`bench/command_kills.py --kills 12`):
 `join`, `export` to three formats, `report`, its bundle, `compact` and `run --resume`. What they read is
-unchanged, what they wrote is whole or absent, and a second try completes it: none of 240 failed.
+unchanged, what they wrote is whole or absent, and a second try completes it: none of 96 failed.
 
 ## Failures
 
