@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from backlight.threads import own_threads
+from backlight.threads import is_own_thread
 
 COMPARED_GROUPS = 8
 """Groups of spans with which a group is compared: the work of recorded steps hardly differs."""
@@ -373,9 +373,8 @@ class CaptureGate:
 
     def wait(self, event: torch.Event) -> None:
         """Wait for an event, in a thread of backlight without holding a capture up."""
-        is_own = threading.get_ident() in own_threads()
         while not self.is_done(event):
-            if not is_own:
+            if not is_own_thread():
                 with _current(event.device):
                     event.synchronize()
                 return
@@ -398,7 +397,7 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
     torch queries an event under the current device of the thread, and where none was set that makes a context
     on device 0. A thread of backlight stays on the device, so that what it frees is freed there.
     """
-    if threading.get_ident() not in own_threads():
+    if not is_own_thread():
         return torch.accelerator.device_index(device.index)
     if torch.accelerator.current_device_index() != device.index:
         torch.accelerator.set_device_index(device.index)

@@ -63,6 +63,11 @@ class BackgroundThread(threading.Thread):
                 _listed[ident] = self  # Python removes it
 
 
+def is_own_thread() -> bool:
+    """Return whether the current thread is one of backlight."""
+    return threading.get_ident() in _running
+
+
 def own_threads() -> frozenset[int]:
     """Return the identifiers of the running threads of backlight."""
     return frozenset(_running)

@@ -29,8 +29,7 @@ def install_graph_capture(hub: Hub, patches: Patches) -> None:
     def wrap_begin(original: Any) -> Any:
         @functools.wraps(original)
         def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if hub.unrecorded is not None:
-                hub.resume()
+            hub.resume()
             open_captures.add(id(self))
             hub.own_passes += 1
             GATE.close()

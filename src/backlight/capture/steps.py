@@ -339,9 +339,8 @@ class StepTracker(Listener):
         self._has_set = True
 
     def clip_nears(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Collect, before the gradients change; what is clipped before backward is of no step."""
-        if self._recording and (self._summary.backwards or self._has_set):
-            self._collect_clipped(tensors)
+        """Collect, before the gradients change."""
+        self._collect_clipped(tensors)
 
     def clip_begin(
         self, kind: str, tensors: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | None
@@ -350,8 +349,7 @@ class StepTracker(Listener):
         self._clock.enter(Phase.CLIP)
         self._scalars.add_norm(norm)
         number, self._clips = self._clips, self._clips + 1
-        has_gradients = self._recording and (self._summary.backwards or self._has_set)
-        if not (has_gradients and (parameters := self._collect_clipped(tensors))):
+        if not (parameters := self._collect_clipped(tensors)):
             return
         if kind == "norm" and norm is not None and settled(norm) is None:
             # The norm of sharded gradients is a part of it here; the reader knows that of all of them.
@@ -361,7 +359,9 @@ class StepTracker(Listener):
         self._summary.clips.append((number, kind, limit))
 
     def _collect_clipped(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Collect ``tensors``, which are parameters or gradients, and return the parameters."""
+        """Collect ``tensors``, parameters or gradients, unless before backward; return the parameters."""
+        if not (self._recording and (self._summary.backwards or self._has_set)):
+            return []
         self._refresh()
         rows = self._scope.table.rows_of(tensors)
         parameters = [t for t, row in zip(tensors, rows, strict=True) if row is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 from collections import deque
@@ -185,15 +184,14 @@ def findings(path: Path, loop: Callable[[], None], **limits: float) -> list[Find
 
 
 @pytest.mark.parametrize("loop", FAULTS, ids=lambda loop: loop.__name__)
-def test_growth_is_found_with_its_line_and_size(loop: Loop, tmp_path: Path) -> None:
+def test_growth_is_found_with_its_line_and_size(
+    loop: Loop, tmp_path: Path, marked_line: Callable[[Any], str]
+) -> None:
     (found,) = findings(tmp_path / "keeps", lambda: loop(True))
     assert found.severity is Severity.INFO
     assert found.title.endswith("grows by 65.5 kB a step")
-    source = Meter if loop is meter else loop
-    lines, first = inspect.getsourcelines(source)
-    (marked,) = (first + n for n, text in enumerate(lines) if "# HERE" in text)
     assert found.subject.line is not None
-    assert found.subject.line.endswith(f"{Path(__file__).name}:{marked}")
+    assert found.subject.line.endswith(marked_line(Meter if loop is meter else loop))
     assert not findings(tmp_path / "twin", lambda: loop(False))
 
 

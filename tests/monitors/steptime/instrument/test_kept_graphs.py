@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -295,15 +294,15 @@ def findings(path: Path, loop: Callable[[], None]) -> list[Finding]:
 
 
 @pytest.mark.parametrize("loop", FAULTS, ids=lambda loop: loop.__name__)
-def test_kept_graphs_are_found_with_their_line(loop: Loop, tmp_path: Path) -> None:
+def test_kept_graphs_are_found_with_their_line(
+    loop: Loop, tmp_path: Path, marked_line: Callable[[Any], str]
+) -> None:
     (found,) = findings(tmp_path / "keeps", lambda: loop(True))
     assert found.severity is Severity.WARNING
     assert "keeps the graphs of" in found.title
     source = {"meter": Meter, "features_of_a_module": Remembering}.get(loop.__name__, loop)
-    lines, first = inspect.getsourcelines(source)
-    (marked,) = (first + n for n, text in enumerate(lines) if "# HERE" in text)
     assert found.subject.line is not None
-    assert found.subject.line.endswith(f"{Path(__file__).name}:{marked}")
+    assert found.subject.line.endswith(marked_line(source))
     assert not findings(tmp_path / "twin", lambda: loop(False))
 
 

@@ -119,15 +119,13 @@ class RepeatedInputs(Check):
         if self._is_over or not inputs or not self.run.scope.holds(optimizer):
             return
         given = [*inputs, *targets]
-        are_followed = len(inputs) == len(self._origins)
-        origins = self._origins if are_followed else [one.origin for one in inputs]
-        is_kept = [
-            are_followed and before() is not None and before() is one.origin()
-            for before, one in zip(origins, inputs, strict=True)
-        ]
-        if are_followed and not all(is_kept):
+        is_kept = [False] * len(inputs)
+        if len(inputs) == len(self._origins):
             arrays = _named_arrays(sys._getframe(1))
-            is_kept = [k or (one.pointer, one.size) in arrays for k, one in zip(is_kept, inputs, strict=True)]
+            is_kept = [
+                (one.pointer, one.size) in arrays or (before() is not None and before() is one.origin())
+                for before, one in zip(self._origins, inputs, strict=True)
+            ]
         self._origins = [one.origin for one in inputs]
         samples = max(one.samples for one in inputs)
         if all(is_kept) or len({one.values.device for one in given}) > 1 or samples < 2:

@@ -39,7 +39,8 @@ class Holder:
     """A name that holds tensors: ``count`` of them in a container, 0 for a tensor computed from itself.
 
     ``size`` is in bytes, estimated from the last items of a container, 0 where it was not asked for. ``key``
-    is that of the object in this process. ``is_bounded``: the script removes items, or the container does.
+    is that of a container in this process. ``is_bounded``: the container drops items by itself;
+    ``is_emptied``: a statement of the script removes some.
     """
 
     name: str
@@ -63,12 +64,12 @@ class Holder:
         }
 
 
-def find_graph_holder(frame: FrameType | None, at_least: int = MIN_HELD) -> Holder | None:
+def find_graph_holder(frame: FrameType | None) -> Holder | None:
     """Return what holds the most graphs among the names of the user's frames from ``frame`` outwards.
 
     A container counts before a variable that is computed from itself. Nothing of a frame is kept.
     """
-    holders = _Search(_has_graph, at_least).holders(frame)
+    holders = _Search(_has_graph, MIN_HELD).holders(frame)
     return max(holders, key=lambda holder: (not holder.is_bounded, holder.count), default=None)
 
 

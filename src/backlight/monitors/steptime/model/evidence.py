@@ -93,10 +93,14 @@ def read_profile(run: Run) -> StoredProfile | None:
     return None
 
 
+def newest_events(run: Run, kind: str) -> list[Event]:
+    """Return the events of a kind of the newest attempt, of all ranks."""
+    return [event for event in run.events(kind) if event.attempt == run.attempts[-1].index]
+
+
 def read_runtime_info(run: Run) -> Event | None:
     """Return the runtime info of the newest attempt, of its lowest rank; None where none was recorded."""
-    found = [event for event in run.events(RUNTIME_INFO) if event.attempt == run.attempts[-1].index]
-    return min(found, key=lambda event: event.rank, default=None)
+    return min(newest_events(run, RUNTIME_INFO), key=lambda event: event.rank, default=None)
 
 
 def peak_memory(run: Run, profile: StoredProfile) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from backlight.monitors.steptime.model.evidence import (
     KEPT_DATA,
     KEPT_GRAPHS,
     info_evidence,
+    newest_events,
     peak_memory,
     percent,
     read_profile,
@@ -54,7 +55,7 @@ def memory(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
 
 def _kept_graphs(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     """Find graphs of earlier steps that are still alive, which is observed and not estimated."""
-    events = [e for e in run.events(KEPT_GRAPHS) if e.attempt == run.attempts[-1].index]
+    events = newest_events(run, KEPT_GRAPHS)
     longest = max(events, key=lambda e: (e.payload["until"] - e.payload["since"], e.step or 0), default=None)
     if longest is None or longest.payload["until"] - longest.payload["since"] < limits.kept_steps:
         return
@@ -96,8 +97,7 @@ _FIXES = {
 
 def _kept_data(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     """Find a container that had more tensors without a graph at each reading of the script's names."""
-    events = [e for e in run.events(KEPT_DATA) if e.attempt == run.attempts[-1].index]
-    last = {event.rank: event for event in events}.values()
+    last = {event.rank: event for event in newest_events(run, KEPT_DATA)}.values()
     most = max(last, key=lambda event: float(event.payload["bytes_per_step"]), default=None)
     if most is None or most.payload["bytes_per_step"] < limits.growth_bytes:
         return
