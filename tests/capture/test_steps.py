@@ -180,7 +180,46 @@ def test_step_that_calls_the_step_of_its_base_class_is_one(fails: bool) -> None:
                 loop(model, optimizer)
             optimizer.broken = False
         loop(model, optimizer)
-    assert len(sink.summaries) == (8 if fails else 4)
+    # The one that failed to update the weights is a step of its own: its loss is not that of the next.
+    assert [s.backwards for s in sink.summaries] == [1] * (9 if fails else 4)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_step_within_a_step_is_seen_where_the_compiler_has_wrapped_it(
+    is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scaled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model, _ = build_with_sgd()
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    if is_wrapped:  # as torch does when it compiles the first function of a process
+        for kind in (Scaled, torch.optim.SGD):
+            monkeypatch.setattr(kind, "step", torch.compiler.disable(kind.step))
+    with tracking(models=[model], optimizers=[optimizer]) as sink:
+        loop(model, optimizer)
+    assert len(sink.summaries) == 4
+
+
+@pytest.mark.parametrize("retries", [False, True])
+def test_step_that_is_interrupted_ends_where_the_next_begins(retries: bool) -> None:
+    """Also with two optimizers, of which no one knows which is the last in a step."""
+
+    class Interrupted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise KeyboardInterrupt
+
+    model, optimizer = build_with_sgd()
+    broken = Interrupted(model.parameters(), lr=0.1)
+    with tracking(models=[model], optimizers=[optimizer, broken]) as sink:
+        loop(model, optimizer)
+        with pytest.raises(KeyboardInterrupt):
+            loop(model, broken)
+        if retries:
+            optimizer.step()
+        loop(model, optimizer)
+    assert [s.backwards for s in sink.summaries] == [1] * 9
 
 
 def test_two_listeners_receive_the_same_data() -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from backlight import clock
+from backlight.capture.open_steps import is_nested
 from backlight.capture.unrecorded import BACKWARDS, NUMBERS, PHASE, PROGRESS, STEPS
 from backlight.records import Phase
 
@@ -342,7 +343,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
         unrecorded = hub.unrecorded
         if hub.training.others and hub.training.is_elsewhere:
             return
-        if unrecorded is None or (unrecorded.may_nest and _is_nested(optimizer)):
+        if unrecorded is None or (unrecorded.may_nest and is_nested(optimizer)):
             observed_end(optimizer)
             return
         board = unrecorded.board
@@ -357,7 +358,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def observed_begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if hub.in_engine or _is_nested(optimizer):
+        if hub.in_engine or is_nested(optimizer):
             return None
         # Inside a backward it may be any thread of autograd.
         is_known = hub.training.ident == threading.get_ident() and id(optimizer) in hub.training.optimizers
@@ -395,36 +396,10 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def observed_end(optimizer: Any) -> None:
-        if hub.active and not hub.in_engine and not _is_nested(optimizer):
+        if hub.active and not hub.in_engine and not is_nested(optimizer):
             hub.emit("optimizer_end", optimizer)
 
     return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
-
-
-def hooked_steps(kind: type[torch.optim.Optimizer]) -> list[Any]:
-    """Return the ``step`` of each class of an optimizer around which torch has put its hooks."""
-    found = []
-    for base in kind.__mro__:
-        step = base.__dict__.get("step")
-        if getattr(step, "hooked", False):
-            found.append(step)
-    return found
-
-
-def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step of ``optimizer`` runs within another: one that calls ``super().step()``.
-
-    torch puts its hooks around the step of every class of which there is an instance.
-    """
-    hooked = hooked_steps(type(optimizer))
-    if len(hooked) < 2:
-        return False
-    code, count = hooked[-1].__code__, 0
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and count < 2:
-        count += frame.f_code is code and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return count > 1
 
 
 def _goes_on(closure: Any) -> bool:

@@ -28,6 +28,7 @@ from backlight.capture import (
     transfers,
 )
 from backlight.capture.engine_hooks import install_engines
+from backlight.capture.open_steps import hooked_steps
 from backlight.capture.outside_modes import count_modes, outside_modes
 from backlight.capture.seen_optimizers import SeenOptimizers
 from backlight.capture.training_threads import TrainingThreads
@@ -255,7 +256,7 @@ class Hub:
             return False
         self.emit("unrecorded_begin")
         call_hooks.HUB_COUNTING[0] = self
-        may_nest = len(hooks.hooked_steps(type(optimizer))) > 1
+        may_nest = len(hooked_steps(type(optimizer))) > 1
         self.unrecorded = UnrecordedSteps(
             id(optimizer), number, steps.start, len(steps), scalars, self.board, ended, may_nest
         )

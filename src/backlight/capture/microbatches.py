@@ -15,6 +15,7 @@ import torch
 
 from backlight import clock
 from backlight.capture.hub import HUB, Listener
+from backlight.capture.open_steps import OpenSteps
 from backlight.capture.outside_modes import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.interrupts import is_interrupt
@@ -47,7 +48,7 @@ class Microbatches(Listener):
         self._sink = sink
         self._handles: list[Any] = []
         self._failed = False
-        self._inside = 0
+        self._inside = OpenSteps()
         self._samples: int | None = None
         self._forwards = 0
         self.backwards = 0
@@ -80,7 +81,9 @@ class Microbatches(Listener):
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Hook the leaves that are wanted."""
         self.backwards += 1
-        self.in_closure = self.in_closure or self._inside > 0
+        if self._inside.begun:
+            self._inside.drop_raised()
+            self.in_closure = self.in_closure or bool(self._inside.begun)
         self._failed = False
         if is_capturing_graph():
             return
@@ -104,11 +107,11 @@ class Microbatches(Listener):
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Note that a backward from here on is one of a closure."""
-        self._inside += 1
+        self._inside.begin(optimizer)
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the optimizer is done."""
-        self._inside = max(0, self._inside - 1)
+        self._inside.end(optimizer)
 
     def take(self, key: int, gradient: torch.Tensor) -> None:
         """Pass a gradient on; an error is reported, and ends this backward's replicate."""

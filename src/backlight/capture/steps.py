@@ -16,25 +16,19 @@ import torch
 from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.loss_nodes import addends, is_divided
+from backlight.capture.open_steps import OpenSteps
 from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseClock
 from backlight.capture.reached_optimizers import ReachedOptimizers
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.capture.stop_training import StopTraining
-from backlight.capture.unrecorded import UnrecordedSteps
+from backlight.capture.unrecorded import COUNTED_STEP_S, PLAIN_STEPS, UnrecordedSteps
 from backlight.capture.updates_by_hand import UpdatesByHand, leaves_below
 from backlight.devices import is_capturing_graph
 from backlight.records import Phase
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import Scope
-
-PLAIN_STEPS = 3
-"""Steps of one optimizer, with a backward and nothing else, after which unrecorded ones are only counted."""
-
-COUNTED_STEP_S = 0.05
-"""Seconds of a step up to which unrecorded ones are only counted: to observe a longer one costs little, and
-locates what hangs in it."""
 
 
 class StepTracker(Listener):
@@ -58,7 +52,7 @@ class StepTracker(Listener):
         self._summary = StepSummary(-1)
         self._stepped: set[int] = set()
         self._collected: set[int] = set()
-        self._inside: list[int] = []
+        self._inside = OpenSteps()
         self._optimizer_began = 0.0
         self._versions: dict[int, int] = {}
         self._reached, self._is_alone = ReachedOptimizers(scope), True
@@ -90,12 +84,13 @@ class StepTracker(Listener):
     @property
     def in_step(self) -> bool:
         """Whether the open step has had a backward or an optimizer step."""
-        return bool(self._summary.backwards or self._stepped or self._inside or HUB.backward_depth)
+        return bool(self._summary.backwards or self._stepped or self._inside.begun or HUB.backward_depth)
 
     def start(self) -> None:
         """Listen to the hub, and open step 0."""
         HUB.add(self)
         if self._index < 0:
+            self._index = 0
             self._open()
 
     def finish(self) -> None:
@@ -134,16 +129,14 @@ class StepTracker(Listener):
         HUB.resume_soon()
 
     def _call_before_step(self) -> None:
-        is_inside = bool(self._inside) or (self._summary.backwards > 0 and not self._stepped)
         action = self._before_steps
-        if action is None or is_inside:
+        if action is None or self._inside.begun or (self._summary.backwards and not self._stepped):
             return
         self._before_steps = None  # it may have backward passes of its own
         action()
         self._before_steps = action
 
     def _open(self) -> None:
-        self._index += 1
         self._stepped.clear()
         self._collected.clear()
         self._versions.clear()
@@ -159,6 +152,13 @@ class StepTracker(Listener):
             self._resumed(self._counted)
         self._recording = self._recording and not is_capturing_graph()
 
+    def _close_complete(self) -> None:
+        """Close the step if it has had its update, or has failed to take it; not within that update."""
+        if self._inside.begun and self._inside.drop_raised():
+            self._stepped.add(0)
+        if self._stepped and not self._inside.begun:
+            self._close()
+
     def _close(self) -> float:
         summary = self._summary
         summary.separated = self._clock.separated
@@ -171,7 +171,12 @@ class StepTracker(Listener):
         self._was_whole = self._is_whole and self._is_alone
         is_plain = self._is_plain and self._summary.backwards > 0 and len(self._stepped) == 1
         self._plain_steps = self._plain_steps + 1 if is_plain else 0
-        self._open()
+        self._index += 1
+        try:
+            self._open()
+        except BaseException:  # an interrupt, that may have come before anything was done
+            self._open()
+            raise
         return summary.seconds
 
     def _count(self, optimizer: torch.optim.Optimizer, seconds: float) -> None:
@@ -188,7 +193,7 @@ class StepTracker(Listener):
             self._counted = HUB.unrecorded
 
     def _resumed(self, counted: UnrecordedSteps) -> None:
-        self._counted, self._index = None, self._index + max(counted.done - 1, 0)
+        self._counted, self._index = None, self._index + counted.done
         self.backwards += counted.backwards
         try:
             self._clock.restart()
@@ -216,8 +221,7 @@ class StepTracker(Listener):
 
     def batch_begin(self, source: int) -> None:
         """Close a step that is complete: the next one begins with data."""
-        if self._stepped and not self._inside:
-            self._close()
+        self._close_complete()
         self._clock.enter(Phase.DATA)
 
     def batch(self, index: int, seconds: float) -> None:
@@ -241,8 +245,7 @@ class StepTracker(Listener):
         if torch.is_grad_enabled():
             if self._is_by_hand:
                 self._note_update_by_hand()
-            if self._stepped and not self._inside:
-                self._close()
+            self._close_complete()
         is_outermost = not self._clock.inside(Phase.FORWARD)
         if torch.is_grad_enabled() and is_outermost and self._summary.forwards is not None:
             self._summary.forwards += 1
@@ -266,8 +269,7 @@ class StepTracker(Listener):
         self.check_limit()
         if self._is_by_hand:
             self._note_update_by_hand()
-        if self._stepped and not self._inside:
-            self._close()
+        self._close_complete()
         if self._recording:
             self._is_by_hand = not self._scope.numbers and not self._scope.optimizers()
             if self._is_by_hand:
@@ -276,7 +278,7 @@ class StepTracker(Listener):
         scaled, self._unscaled_loss = self._unscaled_loss, None
         is_scaled = scaled is not None and len(roots) == 1 and scaled[0] == id(roots[0])
         # A closure that is evaluated again, or after a backward that was whole, is for other weights.
-        is_again = bool(self._inside and self._summary.backwards) and not HUB.optimizers.goes_on
+        is_again = bool(self._inside.begun and self._summary.backwards) and not HUB.optimizers.goes_on
         self._is_whole = self._is_whole and not is_again
         losses = () if is_again else (scaled[1],) if scaled is not None and is_scaled else roots
         self._scalars.add_losses(losses)
@@ -389,11 +391,13 @@ class StepTracker(Listener):
         is_watched = self._scope.holds(optimizer)
         self._is_plain = self._is_plain and is_watched and not has_closure
         if is_watched:
+            if self._inside.begun:
+                self._inside.drop_raised()  # and is tried again
             if id(optimizer) in self._stepped and not HUB.backward_depth:
                 self._close()  # no captured backward in between: gradients by autograd.grad, for instance
-            self._inside.append(id(optimizer))
+            self._inside.begin(optimizer)
         self._clock.enter(Phase.OPTIMIZER)
-        if len(self._inside) == 1:
+        if len(self._inside.begun) == 1:
             self._optimizer_began = self._clock.seconds(Phase.OPTIMIZER)
         if is_watched:
             self._scalars.add_rates(self._scope.number(optimizer), optimizer.param_groups)
@@ -418,12 +422,10 @@ class StepTracker(Listener):
         self._clock.leave(Phase.OPTIMIZER)
         if not self._scope.holds(optimizer):
             return
-        if id(optimizer) in self._inside:
-            self._inside.remove(id(optimizer))
-            if self._recording and not self._inside:
-                number, spent = self._scope.number(optimizer), self._summary.optimizer_seconds
-                since = self._clock.seconds(Phase.OPTIMIZER) - self._optimizer_began
-                spent[number] = spent.get(number, 0.0) + since
+        if self._inside.end(optimizer) and self._recording and not self._inside.begun:
+            number, spent = self._scope.number(optimizer), self._summary.optimizer_seconds
+            since = self._clock.seconds(Phase.OPTIMIZER) - self._optimizer_began
+            spent[number] = spent.get(number, 0.0) + since
         self._stepped.add(id(optimizer))
         if self._recording:
             self._sink.update_ends()
@@ -480,15 +482,13 @@ class StepTracker(Listener):
         *,
         at_step: bool = False,
     ) -> None:
-        fresh = [p for p in parameters if id(p) not in self._collected]
-        if not fresh:
+        if not (fresh := [p for p in parameters if id(p) not in self._collected]):
             return
         self._collected.update(map(id, fresh))
         compares = at_step and scale is None and bool(self._versions)
         missing = []
         for parameter in fresh:
-            gradient = parameter.grad
-            if gradient is None:
+            if (gradient := parameter.grad) is None:
                 missing.append(parameter)
             elif compares and self._versions.get(id(parameter), gradient._version) != gradient._version:
                 self._summary.changed_by_hand += 1

@@ -14,6 +14,13 @@ from backlight.records import Phase
 if TYPE_CHECKING:
     from backlight.capture.step_sink import ScalarSink
 
+PLAIN_STEPS = 3
+"""Steps of one optimizer, with a backward and nothing else, after which unrecorded ones are only counted."""
+
+COUNTED_STEP_S = 0.05
+"""Seconds of a step up to which unrecorded ones are only counted: to observe a longer one costs little, and
+locates what hangs in it."""
+
 PROGRESS, PHASE, STEPS, FORWARDS, BACKWARDS = 0, 1, 3, 4, 5
 """Positions in a board: a count that grows with every call, the number of the phase, and counts of calls."""
 
