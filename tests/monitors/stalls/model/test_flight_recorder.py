@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from backlight.monitors.stalls.model.collective_match import diagnose_collectives, find_mismatches, find_waits
+from backlight.monitors.stalls.model.collective_match import diagnose_collectives
+from backlight.monitors.stalls.model.collective_waits import find_mismatches, find_waits
 from backlight.monitors.stalls.model.flight_recorder import Dump, DumpError, parse_dump, read_dump, read_dumps
 from backlight.records import DiagnosisKind
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from backlight.monitors.stalls.model.collective_match import diagnose_collectives
 from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, Dump, read_dumps
-from backlight.monitors.stalls.model.observation import HIGH, MEDIUM, Diagnosis
+from backlight.monitors.stalls.model.observation import HIGH, LOW, MEDIUM, Diagnosis
 from backlight.records import DiagnosisKind, Finding, Phase
 from backlight.store.read.run import open_run
 
@@ -61,6 +61,18 @@ def attach_dumps(directory: Path, run: Path | None = None) -> AttachedDumps:
 
 def _passed(dumps: dict[int, Dump]) -> Diagnosis:
     count = sum(len(dump.records) for dump in dumps.values())
+    still_open = [(rank, r) for rank, dump in dumps.items() for r in dump.records if not r.completed]
+    if still_open:  # of a group that was made again, for instance
+        rank, first = still_open[0]
+        return Diagnosis(
+            DiagnosisKind.UNKNOWN,
+            Phase.OTHER,
+            f"UNKNOWN: {len(still_open):,} of {count:,} recorded collectives have not completed, and no rank "
+            f"is missing in one; the first: rank {rank}, {first.text}",
+            refuted_if="they complete by themselves",
+            next_check="look for what the hosts do: `backlight attach PID`",
+            confidence=LOW,
+        )
     return Diagnosis(
         DiagnosisKind.PASS,
         Phase.OTHER,

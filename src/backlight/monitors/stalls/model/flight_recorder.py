@@ -12,7 +12,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -42,6 +42,8 @@ MAX_SIZES = 8
 
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 
+_ENDS = re.compile(r"\d{1,9}(?:->|<-)(\d{1,9})")
+
 _BACKWARD_HOOKS = frozenset({"pre_backward", "post_backward", "_root_post_backward_final_callback"})
 
 Sizes = tuple[tuple[int, ...], ...]
@@ -70,16 +72,21 @@ class CollectiveRecord:
     label: str = ""  # description of the group
     phase: Phase | None = None  # in which it was issued, where the stack shows one
     parameters: str = ""  # whose gradients or shards it carries, in words
-
-    @property
-    def is_point_to_point(self) -> bool:
-        """Whether it is between two ranks, which share no number of the group."""
-        return self.operation.startswith(("send", "recv"))
+    is_point_to_point: bool = False  # a send, a receive or a batch of them, which have numbers of their own
+    peer: int | None = None  # rank to which it sends, or from which it receives
+    batch: int | None = None  # place of the entry that ends the batch in which it was issued
 
     @property
     def text(self) -> str:
         """The call in words: ``all_reduce(4x4 float32) #12 of group tp [0, 1]``."""
-        return f"{self.operation}({self.tensors}) #{self.number}{self.group_words}"
+        return f"{self.operation}({self.tensors}){self.peer_words} #{self.number}{self.group_words}"
+
+    @property
+    def peer_words(self) -> str:
+        """The other rank of a send or a receive."""
+        return (
+            "" if self.peer is None else f" {'to' if self.operation == 'send' else 'from'} rank {self.peer}"
+        )
 
     @property
     def issued(self) -> str:
@@ -130,12 +137,29 @@ def parse_dump(rank: int, data: Any, groups: Mapping[str, Iterable[int]] | None 
         once = _Once()
         entries = _list(data["entries"], MAX_DUMP_BYTES)[-MAX_ENTRIES:]
         members = {**_groups(data.get("pg_config")), **{k: tuple(v) for k, v in (groups or {}).items()}}
-        records = tuple(_record(entry, members, once) for entry in entries)
+        records = _in_batches([_record(entry, members, once) for entry in entries])
         first = _number(entries[0].get("record_id", 0)) if entries else 0
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:MAX_TEXT]
         raise DumpError(f"expected `entries` of torch's flight recorder, got {reason}") from None
     return Dump(rank, records, is_whole=first == 0 and len(data["entries"]) <= MAX_ENTRIES)
+
+
+def _in_batches(records: Sequence[CollectiveRecord]) -> tuple[CollectiveRecord, ...]:
+    """Give the calls of a batch the state of the entry that ends it: torch follows that one only."""
+    found = list(records)
+    for place, end in enumerate(records):
+        if not end.operation.endswith("coalesced"):
+            continue
+        for at in range(place - 1, -1, -1):
+            call = records[at]
+            is_of_it = (call.group, call.is_point_to_point, call.number) == (
+                end.group, end.is_point_to_point, end.number,
+            )  # fmt: skip
+            if not is_of_it or call.operation.endswith("coalesced"):
+                break
+            found[at] = replace(call, started=end.started, completed=end.completed, batch=place)
+    return tuple(found)
 
 
 def _groups(config: Any) -> dict[str, tuple[int, ...]]:
@@ -195,15 +219,18 @@ def _record(
     entry: Mapping[str, Any], members: Mapping[str, tuple[int, ...]], once: _Once
 ) -> CollectiveRecord:
     name, label = map(_text, _list(entry["process_group"], 3))
-    backend, _, operation = _text(entry["profiling_name"]).rpartition(":")
+    backend, _, named = _text(entry["profiling_name"]).rpartition(":")
+    operation, _, ends = named.partition(" ")
+    ranks = members.get(name, ())
+    is_paired = bool(entry.get("is_p2p")) or operation in {"send", "recv"}
     state = _text(entry["state"])
     frames = once(_frames, entry.get("frames") or ())
     stack = ThreadStack(0, frames)
     user = user_frame(stack) if frames else None
     return CollectiveRecord(
         group=name,
-        ranks=members.get(name, ()),
-        number=_number(entry["collective_seq_id"]),
+        ranks=ranks,
+        number=_number(entry["p2p_seq_id" if is_paired else "collective_seq_id"]),
         operation=operation,
         inputs=once(_sizes, entry["input_sizes"], once),
         outputs=once(_sizes, entry["output_sizes"], once),
@@ -215,7 +242,18 @@ def _record(
         line=str(user) if user is not None else "",
         label=label,
         phase=_phase_of(stack),
+        is_point_to_point=is_paired,
+        peer=_peer(operation, ends, ranks),
     )
+
+
+def _peer(operation: str, ends: str, ranks: Sequence[int]) -> int | None:
+    """Return the other rank of ``send 0->1`` or ``recv 0<-1``, whose numbers are places in the group."""
+    match = _ENDS.fullmatch(ends)
+    if operation not in {"send", "recv"} or match is None:
+        return None
+    place = int(match[1])
+    return ranks[place] if place < len(ranks) else place
 
 
 def _phase_of(stack: ThreadStack) -> Phase | None:

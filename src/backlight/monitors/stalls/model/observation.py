@@ -114,8 +114,9 @@ class Observation:
     def pending(self) -> str:
         """The first collective that this rank has issued and that has not completed, in words; or empty."""
         records = self.dump.records if self.dump is not None else ()
-        first = next((r for r in records if not r.completed and not r.is_point_to_point), None)
-        if first is not None:
+        still_open = [r for r in records if not r.completed]
+        if still_open:  # a receive may have been posted long before the loop waits for it
+            first = min(still_open, key=lambda r: r.is_point_to_point)
             return f"{first.text}{first.issued}"
         calls = self.state.collectives if self.state is not None else ()
         return next((c.text for c in calls if c.index in self.issued.open_calls), "")
