@@ -39,7 +39,7 @@ def predicted(settings: dict[str, Any], **options: Any) -> PredictedMemory:
         lambda: next(recipe.batches()),
         recipe.loss,
         recipe.build_optimizer,
-        granule=1,
+        device="cpu",
         **options,
     )
 
@@ -113,7 +113,7 @@ def test_kinds_of_a_prediction_match_the_model() -> None:
 def test_sizes_are_rounded_as_by_the_allocator() -> None:
     recipe = read_recipe(RECIPE, {"model": "mlp"})
     given = (recipe.build_model, partial(next, recipe.batches()), recipe.loss, recipe.build_optimizer)
-    prediction = predict_step(*given, granule=512)
+    prediction = predict_step(*given)
     assert prediction.peak % 512 == 0
     assert prediction.peak > prediction.peak_unrounded
 

@@ -60,6 +60,8 @@ def print_predicted(result: PredictedMemory, *, wanted: bool, as_json: bool, ful
         return
     page = Page()
     page.summary(verdict(result), () if full else facts(result))
+    if result.assumed:
+        page.note("; ".join(result.assumed), f"assumed of {result.device}")
     for text in result.too_low:
         page.note(text, "lower bound")
     if full:

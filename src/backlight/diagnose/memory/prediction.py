@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from backlight.capture.modules import named_parameters
+from backlight.diagnose.memory.cuda_rules import CudaRules
 from backlight.diagnose.memory.fake_model import (
     as_fake,
     build_fake,
@@ -44,10 +45,12 @@ def predict_step(
     *,
     checkpoint: Collection[str] = (),
     reentrant: bool = False,
-    granule: int = GRANULE_BYTES,
+    device: str = "cuda",
 ) -> PredictedMemory:
     """Run two steps of bound recipe functions on fake tensors; see :func:`.predictor.predict`."""
     begin = time.perf_counter()
+    granule = GRANULE_BYTES if device == "cuda" else 1
+    rules = CudaRules() if device == "cuda" else None
     mode = fake_mode()
     model, built = build_fake(build_model, mode)
     inputs = as_fake(batch(), mode)
@@ -59,11 +62,13 @@ def predict_step(
         optimizer = None if build_optimizer is None else build_optimizer(model)
         blocks = repeated_blocks(model)
         checkpoint_modules(model, checkpoint, recorder.module, reentrant=reentrant)
-        with recorder, _forward_phases(model, recorder):
+        with rules or contextlib.nullcontext(), recorder, _forward_phases(model, recorder):
             recorder.register_inputs(inputs)
             for _ in range(STEPS):
                 recorder.begin_steps()
                 counter.clear()
+                if rules is not None:
+                    rules.attention.clear()
                 _step(model, inputs, loss, optimizer, recorder)
     if recorder.trouble:
         raise PredictionError(f"the step could not be recorded: {recorder.trouble}")
@@ -81,6 +86,8 @@ def predict_step(
         ddp_bucket_bytes=(0, account.new_gradients()),
         blocks=blocks,
         built=built,
+        device=device,
+        assumed=rules.assumed if rules is not None else (),
         seconds=time.perf_counter() - begin,
     )
 

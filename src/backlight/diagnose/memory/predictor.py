@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from backlight.diagnose.memory.result import GRANULE_BYTES, Fit, PredictedMemory, PredictionError, Saving
+from backlight.diagnose.memory.result import Fit, PredictedMemory, PredictionError, Saving
 from backlight.launch.recipe import Recipe, RecipeError, read_recipe
 from backlight.launch.subprocess import MARK, ProcessTree, start
 
@@ -46,7 +46,7 @@ class Request:
     settings: Mapping[str, Any]
     checkpoint: tuple[str, ...] = ()
     reentrant: bool = False
-    granule: int = GRANULE_BYTES
+    device: str = "cuda"
     accepts: tuple[str, ...] = ()
 
 
@@ -67,16 +67,16 @@ def predict(
     *,
     checkpoint: Collection[str] = (),
     reentrant: bool = False,
-    granule: int = GRANULE_BYTES,
+    device: str = "cuda",
 ) -> PredictedMemory:
     """Return the memory and the operations of one training step of a recipe, with its settings.
 
-    The forwards of the modules ``checkpoint`` are recomputed in backward. Sizes are rounded up to a multiple
-    of ``granule``: 512 as CUDA's caching allocator does, 1 for the CPU. A step that cannot run on fake
-    tensors raises :class:`PredictionError`.
+    The forwards of the modules ``checkpoint`` are recomputed in backward. ``device`` is cuda or cpu: whose
+    autocast and attention are assumed, and how sizes are rounded up (to 512 bytes on cuda). A step that
+    cannot run on fake tensors raises :class:`PredictionError`.
     """
     with Predictor() as predictor:
-        return predictor.predict(recipe, checkpoint=checkpoint, reentrant=reentrant, granule=granule)
+        return predictor.predict(recipe, checkpoint=checkpoint, reentrant=reentrant, device=device)
 
 
 class _Started(Protocol):
@@ -116,12 +116,12 @@ class Predictor(AbstractContextManager["Predictor"]):
         *,
         checkpoint: Collection[str] = (),
         reentrant: bool = False,
-        granule: int = GRANULE_BYTES,
+        device: str = "cuda",
         accepts: Collection[str] = (),
     ) -> PredictedMemory:
         """Return a prediction; see :func:`predict`. PredictionError also if the subprocess died."""
         settings = dict(recipe.settings)
-        request = Request(recipe.path, settings, tuple(checkpoint), reentrant, granule, tuple(accepts))
+        request = Request(recipe.path, settings, tuple(checkpoint), reentrant, device, tuple(accepts))
         try:
             self._pipe.send(request)
             reply = self._pipe.recv()
@@ -264,7 +264,7 @@ def answer(request: Request) -> PredictedMemory | str:
             recipe.build_optimizer if recipe.has("build_optimizer") else None,
             checkpoint=request.checkpoint,
             reentrant=request.reentrant,
-            granule=request.granule,
+            device=request.device,
         )
     except (RecipeError, PredictionError) as error:
         text = str(error)

@@ -40,7 +40,7 @@ NOT_MEASURED = (
 
 NOT_PREDICTED = (
     "workspaces of kernels: their size depends on the device, its instruction set and the number of threads",
-    "other kernels: attention, recurrent and normalisation layers of another device may keep other tensors",
+    "other kernels: recurrent and normalisation layers of another device may keep other tensors",
     "compiled code, which may keep less",
 )
 
@@ -200,12 +200,15 @@ class MeasuredMemory(StepMemory):
 class PredictedMemory(StepMemory):
     """A prediction for a step after the first.
 
-    ``built`` is how the model was built: ``meta``, ``piecewise`` (one parameter at a time) or ``real``. The
-    ranges ``context_bytes``, ``communication_bytes`` and ``ddp_bucket_bytes`` come on top on a GPU, with NCCL
-    and with DDP. ``too_low`` lists kinds of operations with which predictions were too low, and by how much.
+    ``device`` is whose rules were followed, ``assumed`` what was assumed of it beyond the recipe. ``built``
+    is how the model was built: ``meta``, ``piecewise`` (one parameter at a time) or ``real``. The ranges
+    ``context_bytes``, ``communication_bytes`` and ``ddp_bucket_bytes`` come on top on a GPU, with NCCL and
+    with DDP. ``too_low`` lists kinds of operations with which predictions were too low, and by how much.
     """
 
     how: Literal["predicted"] = "predicted"
+    device: str
+    assumed: tuple[str, ...]
     built: str
     seconds: float
     trainable: int
