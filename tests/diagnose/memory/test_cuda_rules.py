@@ -211,3 +211,25 @@ def test_prediction_for_cuda_keeps_no_weights_of_attention() -> None:
 
 def test_a_recipe_for_the_cpu_is_predicted_as_on_cuda() -> None:
     assert predicted("cuda", "cpu").peak == predicted("cuda", "cuda").peak
+
+
+@pytest.mark.parametrize("chosen", [None, False, True])
+def test_optimizer_takes_all_parameters_at_once_where_it_may(chosen: bool | None) -> None:
+    """Adam then makes a copy of all weights at once: the peak of a small batch."""
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), foreach=chosen)
+
+    def prediction(device: str) -> Any:
+        return predict_step(
+            lambda: nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))),
+            lambda: torch.ones(1, 256), lambda m, x: m(x).sum(), optimizer, device=device,
+        )  # fmt: skip
+
+    weights = 8 * 256 * 256 * 4
+    cuda, cpu = prediction("cuda"), prediction("cpu")
+    assert cuda.peak > 4 * weights
+    assert (cuda.peak > 4.9 * weights) is (chosen is not False)
+    assert (cpu.peak > 4.9 * weights) is (chosen is True)
+    words = ("optimizer over all parameters at once (foreach)",) if chosen is None else ()
+    assert cuda.assumed == words

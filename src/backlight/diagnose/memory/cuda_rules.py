@@ -1,9 +1,10 @@
 """What CUDA would do with the tensors of a prediction, which are fake ones of the CPU.
 
-Three rules of the CPU keep other tensors than those of CUDA: ``torch.autocast("cuda")`` is switched off where
-there is no GPU, autocast treats other operations in float32, and attention with dropout takes a kernel that
-keeps all its weights. While :class:`CudaRules` is entered, autocast follows the list of CUDA, which torch's
-dispatcher holds on every machine, and attention takes the kernel that CUDA would choose.
+The rules of the CPU keep other tensors than those of CUDA: ``torch.autocast("cuda")`` is switched off where
+there is no GPU, autocast treats other operations in float32, attention with dropout takes a kernel that keeps
+all its weights, and optimizers go from parameter to parameter. While :class:`CudaRules` is entered, autocast
+follows the list of CUDA, which torch's dispatcher holds on every machine, attention takes the kernel that
+CUDA would choose, and optimizers take all parameters at once where the script leaves it to them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp.autocast_mode import autocast
+from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
@@ -48,12 +51,12 @@ class CudaRules(AbstractContextManager["CudaRules"]):
     """Rules of CUDA, in this process, while it is entered.
 
     ``attention`` counts the calls by the kernel that was assumed, ``autocast`` is whether a region of
-    autocast was entered.
+    autocast was entered, ``foreach`` whether an optimizer was left to choose how it goes over parameters.
     """
 
     def __init__(self) -> None:
         self.attention: Counter[str] = Counter()
-        self.autocast = False
+        self.autocast = self.foreach = False
         self._stack = ExitStack()
 
     def __enter__(self) -> CudaRules:
@@ -67,7 +70,16 @@ class CudaRules(AbstractContextManager["CudaRules"]):
             for key in ("CPU", "AutogradCPU"):
                 library.impl("scaled_dot_product_attention", self._attend, key)
         self._redirect_autocast()
+        for name, replacement in (
+            ("_get_foreach_kernels_supported_devices", self._foreach_devices),
+            ("_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, FakeTensor]),
+        ):
+            self._stack.enter_context(mock.patch.object(optimizers, name, replacement))
         return self
+
+    def _foreach_devices(self) -> list[str]:
+        self.foreach = True
+        return ["cpu"]
 
     def __exit__(self, *exception: object) -> None:
         """Put everything back."""
@@ -77,13 +89,11 @@ class CudaRules(AbstractContextManager["CudaRules"]):
     def assumed(self) -> tuple[str, ...]:
         """What was assumed of the device, in words."""
         calls = ", ".join(f"{kernel} for {count}" for kernel, count in self.attention.most_common())
+        many = "s" if self.attention.total() > 1 else ""
         return (
             *(("autocast by the list of CUDA, not by that of the CPU",) if self.autocast else ()),
-            *(
-                (f"kernels of attention: {calls} call{'s' if self.attention.total() > 1 else ''}",)
-                if calls
-                else ()
-            ),
+            *((f"kernels of attention: {calls} call{many}",) if calls else ()),
+            *(("optimizer over all parameters at once (foreach)",) if self.foreach else ()),
         )
 
     def _redirect_autocast(self) -> None:
