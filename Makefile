@@ -40,8 +40,8 @@ coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 	$(TESTS) $(PARALLEL) -m "not full and not alone" --cov --cov-report=
 	$(BIN)/coverage report
 
-test-gpu: $(VENV)/.dev  ## what needs a GPU, within 9 minutes; writes docs/gpu.md
-	$(ONE_THREAD) $(BIN)/python bench/gpu.py
+test-gpu:  ## what needs a GPU, within 9 minutes; writes docs/gpu.md, which names the packages that it needs
+	$(ONE_THREAD) $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py
 
 docs: $(VENV)/.dev  ## the documentation site in build/site; its commands run while it is built
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

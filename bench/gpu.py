@@ -1,30 +1,62 @@
-"""What needs a device, unattended: the marked tests and the device half of the bench, in 9 minutes.
+"""What needs a device, unattended, in 9 minutes: ``bench/gpu_checks`` and the tests marked ``gpu``.
 
-``make test-gpu``, or ``python bench/gpu.py``. It writes ``docs/gpu.md`` with the device, driver, torch, date
-and figures. Without a device it prints one line, and the page stays as it is.
+``make test-gpu``, or ``python bench/gpu.py``; nothing has to be installed but :data:`WHEELS`. The most
+valuable checks run first, each in a process group of its own. Each prints its result as it ends, and
+``docs/gpu.md`` is written anew, so that a cut leaves what has run. Without a device it prints one line, and
+the page stays as it is. ``--device sim --small`` runs the checks on the simulated accelerator of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gpu.md"
+CHECKS = ROOT / "bench" / "gpu_checks"
 LIMIT_S = 520.0
-"""Seconds for everything; a step that does not fit any more is reported as not run."""
+"""Seconds for everything; a check that does not fit any more is reported as not run."""
 
 MAX_LINES = 40
-"""Last lines of the output of a step that the page shows."""
+"""Last lines of the output of a check that the page shows."""
+
+SKIPPED = 77
+"""Exit code of a check that the device cannot run; its last line is ``skipped: reason``."""
 
 NOT_RUN = "Not yet run on a GPU."
+
+BY_HAND = "## On the simulated device"
+"""From this heading on the page is written by hand, and kept."""
+
+WHEELS = (
+    "torch", "numpy", "pytest", "filelock", "markdown-it-py", "psutil", "pydantic", "rich", "typer",
+)  # fmt: skip
+"""What has to be installed; backlight itself is found on PYTHONPATH."""
+
+MARKED = (
+    "tests/measure/test_accelerator.py",
+    "tests/session/test_no_waiting.py",
+    "tests/diagnose/profile/test_device_phases.py",
+    "tests/measure/spectra/test_measurement.py",
+    "tests/monitors/spectra/instrument/test_step_measurement.py",
+)
+"""Files with tests that are marked ``gpu``: pytest collects no other, which would import more packages."""
+
+PYTEST = (
+    "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--import-mode=importlib",
+    # Without pytest-timeout its option is unknown, which is an error under `--strict-config`.
+    "-o", "addopts=-ra --strict-markers", "-W", "ignore:Unknown config option",
+)  # fmt: skip
 
 _DESCRIBE = """
 import json, torch
@@ -41,22 +73,61 @@ else:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One command: its title, and its limit in seconds."""
+class Check:
+    """One command: what it checks, what is expected, and its limit in seconds."""
 
     title: str
+    expected: str
     command: tuple[str, ...]
     limit_s: float
 
 
 @dataclass(frozen=True)
 class Done:
-    """Outcome of a step in words, the seconds that it took, and its last lines."""
+    """Outcome of a check in words, the seconds that it took, and its last lines."""
 
-    step: Step
+    check: Check
     outcome: str
     seconds: float
     output: str
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended otherwise than expected."""
+        return not self.outcome.startswith(("holds", "skipped"))
+
+
+SUBJECTS: tuple[tuple[str, float], ...] = ()
+"""Files of ``bench/gpu_checks`` with their limits in seconds, the most valuable first."""
+
+SHARED = frozenset({"check.py", "language_model.py"})
+"""Files there that checks share."""
+
+FIRST = 2
+"""Checks that come before the tests."""
+
+
+def checks(kind: str, *, is_small: bool = False) -> list[Check]:
+    """Return what runs on devices of this kind, in order."""
+    python = sys.executable
+    options = ("--device", kind, *(["--small"] if is_small else []))
+    found = []
+    for name, limit_s in SUBJECTS:
+        title, expected = describe(CHECKS / name)
+        found.append(Check(title, expected, (python, f"bench/gpu_checks/{name}", *options), limit_s))
+    tests = [Check(f"Tests of `{file}`", "all pass", (python, *PYTEST, file), 60.0) for file in MARKED]
+    return found[:FIRST] + tests + found[FIRST:]
+
+
+def describe(file: Path) -> tuple[str, str]:
+    """Return the subject of a check and what it expects, without running it."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    (expected,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EXPECTED"
+    )
+    return str(ast.get_docstring(tree)).partition("\n")[0].rstrip("."), str(expected)
 
 
 def describe_device(python: str = sys.executable) -> dict[str, object]:
@@ -78,109 +149,140 @@ def driver() -> str:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else ""
 
 
-def steps(kind: str, results: Path) -> list[Step]:
-    """Return what runs on devices of this kind; the tests write ``results``."""
-    python = sys.executable
-    pytest = (
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        "--junit-xml",
-        str(results),
-    )
-    bench = ("bench/overhead.py", "--device", kind, "--pairs", "40", "--threads", "1")
-    measure = ("bench/measure.py", "--device", kind, "--threads", "1", "--repeats", "10")
-    return [
-        Step("Tests that need a device", (*pytest, "tests"), 240.0),
-        Step("Overhead of a watched step", (python, *bench), 150.0),
-        Step("All statistics of the gradients in one pass", (python, *measure), 120.0),
-    ]
+def environment() -> dict[str, str]:
+    """Return the environment of a check: backlight and the modules of its tests need not be installed."""
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def run(todo: Sequence[Step], limit_s: float = LIMIT_S) -> list[Done]:
-    """Run steps one after the other; each ends at its own limit, and at that of all."""
-    done = []
+def run(todo: Sequence[Check], limit_s: float = LIMIT_S) -> Iterator[Done]:
+    """Run checks one after the other; each ends at its own limit, and at that of all."""
     begin = time.monotonic()
-    for step in todo:
-        left = min(step.limit_s, limit_s - (time.monotonic() - begin))
+    for check in todo:
+        left = min(check.limit_s, limit_s - (time.monotonic() - begin))
         if left <= 0:
-            done.append(Done(step, "not run: no time was left", 0.0, ""))
+            yield Done(check, "not run: no time was left", 0.0, "")
             continue
         started = time.monotonic()
-        try:
-            ended = subprocess.run(
-                step.command,
+        # A file, not a pipe: what was printed before a limit stays, and no process left over keeps it open.
+        with tempfile.TemporaryFile() as file:
+            process = subprocess.Popen(
+                check.command,
                 cwd=ROOT,
-                stdout=subprocess.PIPE,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
                 stderr=subprocess.STDOUT,
-                timeout=left,
-                check=False,
+                start_new_session=True,
             )
-            outcome = "ended" if not ended.returncode else f"failed with exit code {ended.returncode}"
-            output = ended.stdout
-        except subprocess.TimeoutExpired as error:
-            outcome, output = f"ended at its limit of {left:.0f} s", error.stdout or b""
-        lines = output.decode("utf-8", "replace").splitlines()[-MAX_LINES:]
-        done.append(Done(step, outcome, time.monotonic() - started, "\n".join(lines)))
-    return done
+            try:
+                code: int | None = process.wait(left)
+            except subprocess.TimeoutExpired:
+                code = None
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            file.seek(0)
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        yield Done(
+            check, _outcome(code, lines, left), time.monotonic() - started, "\n".join(lines[-MAX_LINES:])
+        )
 
 
-def count_tests(results: Path) -> str:
-    """Return how many tests passed, failed and were skipped, by the file that pytest has written."""
-    if not results.exists():
-        return "no results were written"
-    suite = next(ET.parse(results).getroot().iter("testsuite"))  # pytest has just written it
-    total, failed, skipped = (int(suite.get(name, "0")) for name in ("tests", "failures", "skipped"))
-    failed += int(suite.get("errors", "0"))
-    return f"{total - failed - skipped} passed, {failed} failed, {skipped} skipped"
+def _outcome(code: int | None, lines: list[str], left: float) -> str:
+    last = lines[-1] if lines else ""
+    match code:
+        case None:
+            return f"ended at its limit of {left:.0f} s"
+        case 0 if "skipped" in last and "passed" not in last:  # of pytest, which exits with 0
+            return f"skipped: {last}"
+        case 0:
+            return "holds"
+        case 1:
+            return "does not hold"
+        case _ if code == SKIPPED:
+            return last if last.startswith("skipped: ") else "skipped"
+        case _:
+            return f"failed with exit code {code}"
 
 
-def page(device: dict[str, object], done: Sequence[Done], tests: str, date: str) -> str:
-    """Return the page that states what ran where."""
-    facts = ", ".join(
-        f"{name} {device[key]}"
-        for name, key in (("driver", "driver"), ("runtime", "runtime"), ("torch", "torch"))
-        if device.get(key)
-    )
+def page(
+    device: dict[str, object] | None, todo: Sequence[Check], done: Sequence[Done], date: str, kept: str
+) -> str:
+    """Return the page: what ran where, of all that is to run, and the part that is written by hand."""
+    *all_but_one, last = WHEELS
+    first = f"{NOT_RUN} Without a GPU `make test-gpu` prints one line."
+    if device is not None:
+        facts = ", ".join(f"{key} {device[key]}" for key in ("driver", "runtime", "torch") if device.get(key))
+        first = f"{date}: {device['count']} x {device['device']}, {facts}."
     parts = [
         "# On a GPU",
         "",
-        f"{date}: {device['count']} x {device['device']}, {facts}. Written by `make test-gpu`.",
+        first,
         "",
-        f"Tests that need a device: {tests}.",
+        "`make test-gpu` runs this list within 9 minutes, unattended, and writes this page after each check. "
+        f"It needs {', '.join(all_but_one)} and {last}; backlight itself need not be installed.",
+        "",
+        "| check | expected | result |",
+        "|---|---|---|",
     ]
+    results = {one.check: f"{one.outcome}, {one.seconds:.0f} s" for one in done}
+    for check in todo:
+        cells = (check.title, check.expected, results.get(check, "not run"))
+        parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     for one in done:
-        shown = one.output.replace("```", "'''")
-        parts += ["", f"## {one.step.title}", "", f"{one.outcome.capitalize()} after {one.seconds:.0f} s."]
-        parts += ["", "```text", shown, "```"] if shown else []
-    return "\n".join(parts) + "\n"
+        if one.output:
+            shown = one.output.replace("```", "'''")
+            parts += ["", f"## {one.check.title}", "", "```text", shown, "```"]
+    return "\n".join(parts) + "\n\n" + kept
+
+
+def by_hand(text: str) -> str:
+    """Return the part of a page that is written by hand."""
+    _, heading, after = text.partition(BY_HAND)
+    return heading + after
+
+
+def write(file: Path, text: str) -> None:
+    """Replace a page at once, so that a cut leaves a whole one."""
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--page", type=Path, default=PAGE, help="page that is written")
+    parser.add_argument("--device", default="", help="type of device, instead of the one that torch finds")
+    parser.add_argument("--small", action="store_true", help="small sizes, which show the logic only")
+    parser.add_argument("--only", default="", help="text that the titles or commands of checks contain")
+    parser.add_argument("--list", action="store_true", help="write the list of checks without results")
     options = parser.parse_args(arguments)
+    kept = by_hand(options.page.read_text(encoding="utf-8")) if options.page.exists() else ""
+    if options.list:
+        write(options.page, page(None, checks("cuda"), [], "", kept))
+        return 0
     device = describe_device()
+    if options.device:
+        device = {"count": 1, "device": options.device, **device, "type": options.device}
     if "type" not in device:
         print(
             f"test-gpu: torch {device['torch']} finds no GPU; nothing was run, and {options.page.name} stays"
         )
         return 0
-    results = options.page.with_suffix(".xml")
-    results.unlink(missing_ok=True)
-    done = run(steps(str(device["type"]), results))
-    tests = count_tests(results)
-    results.unlink(missing_ok=True)
-    options.page.write_text(page(device, done, tests, time.strftime("%Y-%m-%d")), encoding="utf-8")
-    for one in done:
-        print(f"{one.step.title}: {one.outcome}, {one.seconds:.0f} s")
-    print(f"tests: {tests}; written: {options.page}")
-    return int(any(one.outcome != "ended" for one in done))
+    todo = [
+        check
+        for check in checks(str(device["type"]), is_small=options.small)
+        if options.only in check.title or options.only in " ".join(check.command)
+    ]
+    done: list[Done] = []
+    for one in run(todo):
+        done.append(one)
+        print(f"{one.check.title}: {one.outcome}, {one.seconds:.0f} s", flush=True)
+        if one.is_failure:
+            print(one.output, flush=True)
+        write(options.page, page(device, todo, done, time.strftime("%Y-%m-%d"), kept))
+    print(f"written: {options.page}")
+    return int(any(one.is_failure for one in done))
 
 
 if __name__ == "__main__":

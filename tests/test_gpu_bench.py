@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
 import sys
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 DEVICE = {
@@ -41,53 +47,149 @@ def test_without_a_device_it_prints_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_page_states_device_tests_and_figures(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_page_states_results_as_they_come(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tests are two of a file here; the bench is a command that prints, and one that hangs."""
-    tests = tmp_path / "test_two.py"
-    marked = "@pytest.mark.gpu\ndef test_{}(): {}\n"
-    tests.write_text("import pytest\n" + marked.format("one", "pass") + marked.format("two", "1 / 0"))
-    python = sys.executable
-
-    def todo(kind: str, results: Path) -> list[object]:
-        pytest_ = (
-            python,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "gpu",
-            "--junit-xml",
-            str(results),
-            "-o",
-            "markers=gpu",
-        )
-        return [
-            gpu.Step("Tests", (*pytest_, "-c", "/dev/null", str(tests)), 120.0),
-            gpu.Step("Figures", (python, "-c", "print('1.01 x')"), 60.0),
-            gpu.Step("Hung", (python, "-c", "print('begun', flush=True); import time; time.sleep(99)"), 2.0),
-        ]
-
+    """A check that is cut leaves the results of those before it, and what it has printed itself."""
+    page, python = tmp_path / "gpu.md", sys.executable
+    programs = {
+        "Figures": "print('1.01 x')",
+        "Wrong": "print('1.5 x'); raise SystemExit(1)",
+        "Lacks": f"print('skipped: no NCCL'); raise SystemExit({gpu.SKIPPED})",
+        "Broken": "raise SystemExit(3)",
+        "Page": f"print(open({str(page)!r}).read().count('not run'))",
+        "Hung": "print('begun', flush=True); import time; time.sleep(99)",
+        "Last": "",
+    }
+    todo = [
+        gpu.Check(title, f"of {title} | all", (python, "-c", program), 2.0 if title == "Hung" else 60.0)
+        for title, program in programs.items()
+    ]
     monkeypatch.setattr(gpu, "describe_device", lambda: DEVICE)
-    monkeypatch.setattr(gpu, "steps", todo)
-    assert gpu.main(["--page", str(tmp_path / "gpu.md")]) == 1
-    text = (tmp_path / "gpu.md").read_text()
-    assert "1 x a device, driver 1.2, runtime 13, torch 2.13.0" in text
-    assert "Tests that need a device: 1 passed, 1 failed, 0 skipped." in text
-    assert "1.01 x" in text
-    assert "Ended at its limit of 2 s" in text
+    monkeypatch.setattr(gpu, "checks", lambda kind, is_small: todo)
+    page.write_text(f"stale\n{gpu.BY_HAND}\nkept\n")
+    assert gpu.main(["--page", str(page)]) == 1
+    text, printed = page.read_text(), "\n" + capsys.readouterr().out
+    assert "1 x a device, driver 1.2, runtime 13, torch 2.13.0." in text
+    for title, result in {
+        "Figures": "holds",
+        "Wrong": "does not hold",
+        "Lacks": "skipped: no NCCL",
+        "Broken": "failed with exit code 3",
+        "Page": "holds",
+        "Hung": "ended at its limit of 2 s",
+        "Last": "holds",
+    }.items():
+        assert f"| {title} | of {title} \\| all | {result}, " in text
+        assert f"\n{title}: {result}, " in printed
+    assert "## Page\n\n```text\n3\n```" in text  # itself and the two behind it
+    assert "## Hung\n\n```text\nbegun\n```" in text
+    assert text.endswith(f"\n{gpu.BY_HAND}\nkept\n")
+    assert "stale" not in text
     assert gpu.NOT_RUN not in text
-    assert not (tmp_path / "gpu.xml").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.md"]
 
 
-def test_steps_fit_into_nine_minutes(gpu: ModuleType, tmp_path: Path) -> None:
-    todo = gpu.steps("cuda", tmp_path / "results.xml")
-    assert sum(step.limit_s for step in todo) <= gpu.LIMIT_S + 20 <= 540
-    for step in todo:
-        assert all((ROOT / part).exists() for part in step.command if part.startswith("bench/"))
-    late = gpu.run([gpu.Step("late", (sys.executable, "-c", ""), 60.0)], limit_s=0.0)
+def test_failed_tests_do_not_hold_and_skipped_ones_are_skipped(gpu: ModuleType, tmp_path: Path) -> None:
+    marked = "import pytest\n@pytest.mark.gpu\ndef test(): {}\n"
+    found = []
+    for body in ("pass", "1 / 0", "pytest.skip('needs a CUDA device')"):
+        file = tmp_path / "test_one.py"
+        file.write_text(marked.format(body))
+        command = (sys.executable, *gpu.PYTEST, "-o", "markers=gpu", "-c", "/dev/null", str(file))
+        found += [one.outcome for one in gpu.run([gpu.Check("", "", command, 60.0)])]
+    assert found[:2] == ["holds", "does not hold"]
+    assert found[2].startswith("skipped: 1 skipped in ")
+
+
+def test_all_ends_within_nine_minutes(gpu: ModuleType) -> None:
+    assert gpu.LIMIT_S <= 9 * 60 - 20
+    late = gpu.run([gpu.Check("late", "", (sys.executable, "-c", ""), 60.0)], limit_s=0.0)
     assert [one.outcome for one in late] == ["not run: no time was left"]
+
+
+def test_all_files_are_listed(gpu: ModuleType) -> None:
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^ *(@|)pytest\.mark\.gpu\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert marked == set(gpu.MARKED)
+    present = {path.name for path in gpu.CHECKS.glob("*.py")} - gpu.SHARED
+    assert [name for name, _ in gpu.SUBJECTS] == list(dict(gpu.SUBJECTS))
+    assert set(dict(gpu.SUBJECTS)) == present
+
+
+def test_page_lists_what_runs(gpu: ModuleType) -> None:
+    """``python bench/gpu.py --list`` writes it."""
+    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    kept = gpu.by_hand(text)
+    assert kept
+    if gpu.NOT_RUN in text:
+        assert text == gpu.page(None, gpu.checks("cuda"), [], "", kept)
+
+
+BARE = """
+import importlib.abc, sys
+allowed = set(sys.argv.pop(1).split(","))
+class Bare(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        top = name.partition(".")[0]
+        if top not in allowed and top not in sys.stdlib_module_names and "site-packages" in where(name):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+def where(name):
+    if "." in name:
+        return ""
+    from importlib.machinery import PathFinder
+    spec = PathFinder.find_spec(name)
+    return str(spec and (spec.origin or list(spec.submodule_search_locations)))
+sys.meta_path.insert(0, Bare())
+import runpy
+del sys.argv[0]
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program where nothing can be imported from site-packages but what is named first."""
+
+
+def installed_by(wheels: Iterable[str]) -> set[str]:
+    """Return the top-level modules that distributions and their requirements install."""
+    modules: set[str] = set()
+    todo, done = list(wheels), set()
+    while todo:
+        name = todo.pop()
+        if name in done:
+            continue
+        done.add(name)
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # for another platform
+            continue
+        modules |= {Path(str(file)).parts[0].removesuffix(".py") for file in distribution.files or ()}
+        for requirement in map(Requirement, distribution.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                todo.append(requirement.name)
+    return modules
+
+
+def test_wheels_are_enough_to_collect(gpu: ModuleType) -> None:
+    """The marked tests, uninstalled: no package is importable but those that the page names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    own = {Requirement(text).name for text in project["dependencies"]}
+    assert set(gpu.WHEELS) == own | {"torch", "pytest"}
+    allowed = ",".join(installed_by(gpu.WHEELS))
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, allowed, *gpu.PYTEST, "--collect-only", *gpu.MARKED],
+        cwd=ROOT, env={**gpu.environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for file in gpu.MARKED:
+        assert f"{file}::" in done.stdout
 
 
 def test_pages_say_that_it_has_not_been_run(gpu: ModuleType) -> None:
