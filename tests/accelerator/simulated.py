@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -103,7 +103,12 @@ def sleep(seconds: float) -> None:
 
 
 class SimulatedGraph:
-    """A graph that captures nothing: the current stream reports meanwhile that it is captured."""
+    """A graph that captures nothing: the current stream reports meanwhile that it is captured.
+
+    ``replay`` calls ``work``.
+    """
+
+    work: Callable[[], None] | None = None
 
     def capture_begin(self) -> None:
         """Begin the capture."""
@@ -112,6 +117,11 @@ class SimulatedGraph:
     def capture_end(self) -> None:
         """End the capture."""
         _library.simulated_capture(0)
+
+    def replay(self) -> None:
+        """Run what stands for the captured kernels."""
+        if self.work is not None:
+            self.work()
 
 
 _graph = SimulatedGraph()

@@ -109,6 +109,9 @@ def install_backward(hub: Hub, patches: Patches) -> None:
                     unrecorded.scalars.after_backward()
                 return
             if not hub.active or torch.compiler.is_compiling():
+                if hub.captured is not None and not torch.compiler.is_compiling():
+                    tensors, roots = _kept(tensors)
+                    hub.captured.add_backward(roots)
                 original(tensors, *args, **kwargs)
                 return
             tensors, roots = _kept(tensors)
@@ -396,6 +399,8 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def observed_end(optimizer: Any) -> None:
+        if hub.captured is not None and not is_nested(optimizer):
+            hub.captured.add_step(optimizer)
         if hub.active and not hub.in_engine and not is_nested(optimizer):
             hub.emit("optimizer_end", optimizer)
 

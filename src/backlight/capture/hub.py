@@ -140,6 +140,9 @@ class Listener:
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step`` is over."""
 
+    def replayed(self, work: graph_capture.CapturedWork) -> None:
+        """A captured graph with backward passes has been launched again; no hook reports what is in it."""
+
     def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """``scaler.step(optimizer)`` starts."""
 
@@ -207,8 +210,9 @@ class Hub:
 
     ``loader_workers`` is the largest number of workers of a DataLoader that was asked for a batch since the
     hooks were installed; None before the first. ``unrecorded`` counts steps while no event is delivered, on
-    ``board``. ``spent`` are the processor seconds that all listeners have taken so far; the step in progress
-    counts for ``timed_steps``, with 0 it is not timed.
+    ``board``; ``captured`` is what the graph in capture holds so far. ``spent`` are the processor seconds
+    that all listeners have taken so far; the step in progress counts for ``timed_steps``, with 0 it is not
+    timed.
     """
 
     def __init__(self) -> None:
@@ -221,6 +225,7 @@ class Hub:
         self._is_emitting = False
         self.loader_workers: int | None = None
         self.unrecorded: UnrecordedSteps | None = None
+        self.captured: graph_capture.CapturedWork | None = None
         self._uses_modes = False
         self.board: Board = [0] * BOARD_LENGTH
         self._epochs = self._since_evaluation = 0

@@ -114,6 +114,9 @@ class StepSink:
     def step_closes(self, summary: StepSummary) -> None:
         """Receive the summary of a recorded step."""
 
+    def step_replayed(self, index: int) -> None:
+        """A step ran in a replayed graph: only its losses and learning rates are known."""
+
     def run_ends(
         self, step: int, parameters: Sequence[torch.Tensor], *, has_begun: bool, is_whole: bool
     ) -> None:

@@ -8,17 +8,16 @@ into the optimizer's step, because after any of them they are no longer what bac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backlight.capture.hooks import scale_of
-from backlight.capture.hub import HUB, Listener
+from backlight.capture.hub import HUB
 from backlight.capture.loss_nodes import addends, is_divided
 from backlight.capture.open_steps import OpenSteps
 from backlight.capture.parameters import settled
-from backlight.capture.phase_clock import PhaseClock
+from backlight.capture.phase_events import PhaseEvents
 from backlight.capture.reached_optimizers import ReachedOptimizers
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.capture.stop_training import StopTraining
@@ -28,10 +27,11 @@ from backlight.devices import is_capturing_graph
 from backlight.records import Phase
 
 if TYPE_CHECKING:
+    from backlight.capture.graph_capture import CapturedWork
     from backlight.capture.parameters import Scope
 
 
-class StepTracker(Listener):
+class StepTracker(PhaseEvents):
     """Follows the events of the optimizers in ``scope``, drives ``sink``, and moves the phase clock.
 
     ``per_backward`` also reports the end of every single backward (accumulation). The script is ended by
@@ -43,6 +43,7 @@ class StepTracker(Listener):
     def __init__(
         self, scope: Scope, sink: StepSink, *, per_backward: bool = False, max_steps: int | None = None
     ) -> None:
+        super().__init__()
         self._scope = scope
         self._sink, self._scalars = sink, sink.scalars
         self._per_backward = per_backward
@@ -57,7 +58,6 @@ class StepTracker(Listener):
         self._versions: dict[int, int] = {}
         self._reached, self._is_alone = ReachedOptimizers(scope), True
         self._unscaled_loss: tuple[int, torch.Tensor] | None = None
-        self._clock = PhaseClock(partial(HUB.emit, "phase_changed"))
         self._before_steps: Callable[[], None] | None = None
         self._made: set[int] = set()
         self._is_by_hand, self._by_hand = False, UpdatesByHand()
@@ -229,14 +229,6 @@ class StepTracker(Listener):
         self._clock.leave(Phase.DATA)
         self._summary.batch = index
 
-    def batch_missing(self) -> None:
-        """Account for a wait that gave no batch."""
-        self._clock.leave(Phase.DATA)
-
-    def batch_raised(self, error: BaseException) -> None:
-        """Account for a wait that failed."""
-        self._clock.leave(Phase.DATA)
-
     def forward_begin(self) -> None:
         """Close a step that is complete, and account for the forward; without gradients it is evaluation."""
         if self._clock.inside(Phase.BACKWARD):
@@ -250,12 +242,6 @@ class StepTracker(Listener):
         if torch.is_grad_enabled() and is_outermost and self._summary.forwards is not None:
             self._summary.forwards += 1
         self._clock.enter(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
-
-    def forward_end(self) -> None:
-        """Account for what follows as the loss, if a backward comes."""
-        if self._clock.inside(Phase.BACKWARD):
-            return
-        self._clock.leave(Phase.FORWARD if self._clock.inside(Phase.FORWARD) else Phase.EVALUATION)
 
     def scaled(self, scaler: Any, loss: torch.Tensor, result: torch.Tensor) -> None:
         """Remember the loss before scaling, to record that instead of the root of backward."""
@@ -328,13 +314,22 @@ class StepTracker(Listener):
             self._note_scale(scaler)
             self._collect(self._scope.parameters_of(optimizer), None)
 
-    def norm_begin(self) -> None:
-        """Account for the norm as a part of clipping."""
-        self._clock.enter(Phase.CLIP)
-
-    def norm_end(self) -> None:
-        """End the time of the norm: clipping itself follows, or nothing of it."""
-        self._clock.leave(Phase.CLIP)
+    def replayed(self, work: CapturedWork) -> None:
+        """Count the backward passes and the steps of a graph of kernels; what it computed is not observed."""
+        self._close_complete()
+        self._is_plain = self._is_whole = False
+        self._scalars.add_losses(work.losses)
+        self._scalars.after_backward()
+        self._summary.backwards += work.backwards
+        self.backwards += work.backwards
+        stepped = [one for one in work.optimizers if self._scope.holds(one)]
+        if not stepped:
+            return
+        for optimizer in stepped:
+            self._scalars.add_rates(self._scope.number(optimizer), optimizer.param_groups)
+        self._recording = False
+        self._sink.step_replayed(self._index)
+        self._close()
 
     def grad_end(self) -> None:
         """Note gradients that the script may set itself."""
@@ -376,10 +371,6 @@ class StepTracker(Listener):
         if parameters:
             self._collect(parameters, None)
         return parameters
-
-    def clip_end(self) -> None:
-        """Account the time, and forget versions that clipping has changed."""
-        self._clock.leave(Phase.CLIP)
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Collect what is left of this optimizer's gradients, and note its learning rates."""

@@ -53,6 +53,13 @@ NO_BACKWARD = (
 """Why loss and backward are not measured where gradients come by a way that has no hooks."""
 
 
+REPLAYED = (
+    "they ran in a replayed graph of kernels (CUDA graph), where no hook is called; loss and learning rate "
+    "are recorded. To measure them, train some steps without the graph"
+)
+"""Why the gradients of a captured step are not measured."""
+
+
 @dataclass
 class Part:
     """Measurement of some rows of the parameter table by one monitor."""
@@ -167,6 +174,7 @@ class StepRecorder(StepSink):
         self._spent_before, self._spent_until = 0.0, HUB.spent
         self._has_gradients = False
         self._without_backward = 0
+        self._has_replayed = False
         self._reported_by_hand = False
         self._reported_missing: set[str] = set()
         self._scalars = StepScalars()
@@ -380,6 +388,13 @@ class StepRecorder(StepSink):
             if self._without_backward == STEPS_WITHOUT_BACKWARD:
                 payload = {"what": "loss and backward", "reason": NO_BACKWARD}
                 self._notifier.event("unmeasured", payload, self._step)
+
+    def step_replayed(self, index: int) -> None:
+        """State once that the gradients of such steps are not measured."""
+        if not self._has_replayed:
+            self._has_replayed = True
+            payload = {"what": f"gradients from step {index} on", "reason": REPLAYED}
+            self._notifier.event("unmeasured", payload, index)
 
     def _report_partial(self) -> None:
         partial = [

@@ -67,10 +67,12 @@ def batches(device: str, count: int) -> list[tuple[Tensor, Tensor]]:
     return [(x.to(device), y.to(device)) for x, y in made]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
     optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
     optimizer.step()
+    return loss.detach()
 
 
 def train(run: Path, device: str, *, busy_s: float = 0.0) -> backlight.Run:
@@ -242,6 +244,59 @@ def test_nothing_runs_during_capture(
     assert asked
     assert not any(asked)
     assert len(backlight.open_run(tmp_path / "run").frame("gradient", "norm").steps) == 4
+
+
+@pytest.mark.parametrize("captured", ["step", "backward"])
+@pytest.mark.parametrize("every", [1, 1000])
+def test_replayed_steps_are_counted_with_their_loss(captured: str, every: int, tmp_path: Path) -> None:
+    """Kernels are replayed without a hook: here a copy that sets the loss, and the gradients or weights."""
+    model, _ = build("sim")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    x, y = batches("sim", 1)[0]
+    graph = simulated.SimulatedGraph()
+    losses = []
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=every, summary=False):
+        for _ in range(8):
+            losses.append(step(model, optimizer, x, y).item())
+        graph.capture_begin()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if captured == "step":
+            optimizer.step()
+        graph.capture_end()
+        for number in range(20):
+            graph.work = lambda value=number: loss.detach().fill_(float(value))
+            graph.replay()
+            losses.append(float(number))
+            if captured == "backward":
+                optimizer.step()
+        for _ in range(3):
+            losses.append(step(model, optimizer, x, y).item())
+    run = backlight.open_run(tmp_path / "run")
+    stored = run.scalar("loss")
+    assert stored.steps.tolist() == list(range(31))
+    assert np.allclose(stored.values, losses, rtol=1e-6)
+    reasons = [e.payload["reason"] for e in run.events("unmeasured")]
+    assert any("replayed graph" in reason for reason in reasons) is (captured == "step")
+    measured = set(run.frame("gradient", "norm").steps)
+    assert measured.isdisjoint(range(8, 28)) is (captured == "step" or every > 1)
+
+
+def test_graphs_without_a_backward_count_nothing(tmp_path: Path) -> None:
+    model, optimizer = build("sim")
+    x, y = batches("sim", 1)[0]
+    graph = simulated.SimulatedGraph()
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, summary=False):
+        step(model, optimizer, x, y)
+        graph.capture_begin()
+        model(x)
+        graph.capture_end()
+        graph.replay()
+        step(model, optimizer, x, y)
+    run = backlight.open_run(tmp_path / "run")
+    assert run.last_step() == 1
+    assert not any("graph" in e.payload["reason"] for e in run.events("unmeasured"))
 
 
 def test_no_thread_queries_an_event_while_the_gate_is_closed() -> None:
