@@ -255,8 +255,18 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def side_stream(device: str | torch.device) -> torch.Stream:
-    """Return a new stream of an accelerator."""
-    return torch.Stream(device)
+    """Return the stream of an accelerator on which backlight works beside the script.
+
+    It is one for each device: the allocator and the libraries keep memory for every stream that is used.
+    """
+    where = torch.device(device)
+    index = torch.accelerator.current_device_index() if where.index is None else where.index
+    return _side_stream(where.type, index)
+
+
+@functools.cache
+def _side_stream(kind: str, index: int) -> torch.Stream:
+    return torch.Stream(torch.device(kind, index))
 
 
 @contextlib.contextmanager
@@ -268,7 +278,7 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_streams(devices: Iterable[str], tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Work on a new stream of each accelerator among ``devices``.
+    """Work on the side stream of each accelerator among ``devices``.
 
     The memory of ``tensors``, which other streams have made, is used again only after that work.
     """
@@ -348,7 +358,7 @@ class CaptureGate:
     def reset(self) -> None:
         """Open the gate, in a forked child: a thread that does not exist there may have held its lock."""
         self._changed = threading.Condition()
-        self._captures = 0
+        self._captures = self._working = 0
 
     @property
     def is_closed(self) -> bool:
@@ -356,8 +366,10 @@ class CaptureGate:
         return self._captures > 0
 
     def close(self) -> None:
-        """Let no further call begin, after the one in progress."""
+        """Let no further call begin, after the work in progress."""
         with self._changed:
+            while self._working:
+                self._changed.wait()
             self._captures += 1
 
     def open(self) -> None:
@@ -365,6 +377,24 @@ class CaptureGate:
         with self._changed:
             self._captures -= 1
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def work(self, devices: Iterable[str]) -> Iterator[None]:
+        """Work on ``devices`` in a thread of backlight: after the captures in progress, and before others.
+
+        Not for work that waits for other ranks, which may wait for a capture here.
+        """
+        on_device = any(map(is_accelerator, devices))
+        with self._changed:
+            while on_device and self._captures:
+                self._changed.wait()
+            self._working += on_device
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._working -= on_device
+                self._changed.notify_all()
 
     def is_done(self, event: torch.Event) -> bool:
         """Return whether an event is over, without waiting; False during a capture."""

@@ -339,6 +339,58 @@ def test_threads_ask_for_an_event_on_its_device() -> None:
     assert torch.accelerator.current_device_index() == 0
 
 
+def test_capture_and_work_of_a_thread_wait_for_each_other() -> None:
+    gate, order = devices.CaptureGate(), []
+    inside, may_end, again = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        with gate.work(["sim"]):
+            inside.set()
+            may_end.wait(30)
+            order.append("work")
+
+    def work_again() -> None:
+        with gate.work(["sim"]):
+            order.append("again")
+        again.set()
+
+    first, second = BackgroundThread(work, "works"), BackgroundThread(work_again, "works again")
+    first.start()
+    assert inside.wait(30)
+    with gate.work(["cpu"]):  # work on the host delays no capture
+        threading.Timer(0.05, may_end.set).start()
+        gate.close()
+        order.append("capture")
+    second.start()
+    assert not again.wait(0.05)
+    gate.open()
+    assert again.wait(30)
+    assert order == ["work", "capture", "again"]
+
+
+def test_spectra_use_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    on_stream = devices.on_stream
+
+    def noted(stream: Any) -> Any:
+        used.append((stream.device_index, stream.stream_id))
+        return on_stream(stream)
+
+    monkeypatch.setattr(devices, "on_stream", noted)
+    model, optimizer = build("sim")
+    options = {"spectra": {"every": 1, "buffer": "device"}}
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "run", monitors=("spectra",), summary=False, **options
+    ):
+        for _ in range(8):
+            optimizer.zero_grad()
+            for x, y in batches("sim", 4):
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    assert len(used) >= 4
+    assert len(set(used)) == 1
+
+
 def test_failed_capture_opens_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any) -> None:
         raise RuntimeError("no capture")

@@ -83,7 +83,8 @@ class StepMeasurement:
                 continue
             if reason and target.name in captured.replicates:
                 report.add(target.name, reason)
-            self._parameter(captured, target, scale, report, echo=not reason)
+            with GATE.work((target.device, self._options.device or "")):
+                self._parameter(captured, target, scale, report, echo=not reason)
         self._writer.event(
             captured.step,
             COST,
