@@ -83,7 +83,7 @@ class StepMeasurement:
                 continue
             if reason and target.name in captured.replicates:
                 report.add(target.name, reason)
-            with GATE.work((target.device, self._options.device or "")):
+            with GATE.work(filter(None, (target.device, self._options.device))):
                 self._parameter(captured, target, scale, report, echo=not reason)
         self._writer.event(
             captured.step,
