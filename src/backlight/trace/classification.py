@@ -93,7 +93,10 @@ _KIND_PATTERNS: tuple[tuple[Kind, str], ...] = (
     ),
     (Kind.HOST_COPY, r"memcpy.*(htod|dtoh|host)|^copy ?(host|device ?to ?host)|pin_memory"),
     (Kind.ATTENTION, r"flash|fmha|attention|attn|sdpa|\bmha_|\bsage_fwd"),
-    (Kind.NORMALISATION, r"(batch|layer|group|instance|rms|weight)_?norm|\bbn_[fb]w|welford|fused_norm"),
+    (
+        Kind.NORMALISATION,
+        r"(batch|layer|group|instance|rms|weight)_?norm|\bbn_[fb]w|welford|fused_norm|rowwisemoments|gammabeta",
+    ),
     (
         Kind.SOFTMAX_LOSS,
         r"softmax|logsumexp|_loss|loss(backward)?\d*$|\bnll|nll_|cross_?entropy|kl_div|\bctc|ctc_",
@@ -116,7 +119,7 @@ _KIND_PATTERNS: tuple[tuple[Kind, str], ...] = (
     (
         Kind.MATMUL,
         r"gemm|gemv|cutlass|nvjet|matmul|conv|winograd|cudnn|cask|xmma|miopen|wgrad|dgrad|splitk|triton_tem_|"
-        r"fused_moe|(\b|_)(mm|bmm|addmm|addbmm|baddbmm)(_|\b|backward)|"
+        r"fused_moe|(im2|vol2|im2d2|col2)(col|im|vol)|epilogue::impl|(\b|_)(mm|bmm|addmm|addbmm|baddbmm)(_|\b|backward)|"
         r"\b(linear|einsum|dot|mv|addmv)(backward)?\d*\b",
     ),
     (
