@@ -39,7 +39,8 @@ BY_HAND = "## On the simulated device"
 """From this heading on the page is written by hand, and kept."""
 
 WHEELS = (
-    "torch", "numpy", "pytest", "filelock", "markdown-it-py", "psutil", "pydantic", "rich", "typer",
+    "torch", "numpy", "pytest", "filelock", "h5py", "markdown-it-py", "psutil", "pydantic", "rich", "scipy",
+    "typer",
 )  # fmt: skip
 """What has to be installed; backlight itself is found on PYTHONPATH."""
 
@@ -97,7 +98,12 @@ class Done:
         return not self.outcome.startswith(("holds", "skipped"))
 
 
-SUBJECTS: tuple[tuple[str, float], ...] = ()
+SUBJECTS: tuple[tuple[str, float], ...] = (
+    ("graph_capture.py", 90.0),
+    ("device_of_threads.py", 60.0),
+    ("step_cost.py", 60.0),
+    ("spectra_memory.py", 60.0),
+)
 """Files of ``bench/gpu_checks`` with their limits in seconds, the most valuable first."""
 
 SHARED = frozenset({"check.py", "language_model.py"})

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
+
+from bare_environment import BARE, gpu_bench, installed_by
 
 ROOT = Path(__file__).parents[1]
 DEVICE = {
@@ -28,13 +27,7 @@ DEVICE = {
 
 @pytest.fixture(scope="module")
 def gpu() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_bench", ROOT / "bench" / "gpu.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return gpu_bench()
 
 
 def test_without_a_device_it_prints_one_line(
@@ -90,7 +83,10 @@ def test_page_states_results_as_they_come(
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.md"]
 
 
-def test_failed_tests_do_not_hold_and_skipped_ones_are_skipped(gpu: ModuleType, tmp_path: Path) -> None:
+def test_failed_tests_do_not_hold_and_skipped_ones_are_skipped(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     marked = "import pytest\n@pytest.mark.gpu\ndef test(): {}\n"
     found = []
     for body in ("pass", "1 / 0", "pytest.skip('needs a CUDA device')"):
@@ -129,58 +125,11 @@ def test_page_lists_what_runs(gpu: ModuleType) -> None:
         assert text == gpu.page(None, gpu.checks("cuda"), [], "", kept)
 
 
-BARE = """
-import importlib.abc, sys
-allowed = set(sys.argv.pop(1).split(","))
-class Bare(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        top = name.partition(".")[0]
-        if top not in allowed and top not in sys.stdlib_module_names and "site-packages" in where(name):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-def where(name):
-    if "." in name:
-        return ""
-    from importlib.machinery import PathFinder
-    spec = PathFinder.find_spec(name)
-    return str(spec and (spec.origin or list(spec.submodule_search_locations)))
-sys.meta_path.insert(0, Bare())
-import runpy
-del sys.argv[0]
-if sys.argv[0] == "-m":
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-else:
-    sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a program where nothing can be imported from site-packages but what is named first."""
-
-
-def installed_by(wheels: Iterable[str]) -> set[str]:
-    """Return the top-level modules that distributions and their requirements install."""
-    modules: set[str] = set()
-    todo, done = list(wheels), set()
-    while todo:
-        name = todo.pop()
-        if name in done:
-            continue
-        done.add(name)
-        try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:  # for another platform
-            continue
-        modules |= {Path(str(file)).parts[0].removesuffix(".py") for file in distribution.files or ()}
-        for requirement in map(Requirement, distribution.requires or ()):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                todo.append(requirement.name)
-    return modules
-
-
 def test_wheels_are_enough_to_collect(gpu: ModuleType) -> None:
     """The marked tests, uninstalled: no package is importable but those that the page names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     own = {Requirement(text).name for text in project["dependencies"]}
-    assert set(gpu.WHEELS) == own | {"torch", "pytest"}
+    assert set(gpu.WHEELS) == own | {"torch", "pytest", "h5py", "scipy"}  # the latter for the monitor spectra
     allowed = ",".join(installed_by(gpu.WHEELS))
     done = subprocess.run(
         [sys.executable, "-c", BARE, allowed, *gpu.PYTEST, "--collect-only", *gpu.MARKED],
