@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight import devices
+from backlight.measure.pinned_block import PINNED
 
 Arrays = tuple[NDArray[np.float64], NDArray[np.int64]]
 """float64 ``[P, F]`` and int64 ``[P, I]``: a row per tensor, a column per number."""
@@ -72,11 +73,10 @@ def start_copy(table: Tensor) -> AsyncCopy:
     """Start the copy of a small table to the host, into pinned memory where possible, and return at once."""
     if table.device.type == "cpu":
         return AsyncCopy(table)
-    pinned = devices.has_async_copies(table.device)
-    host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=pinned)
-    host.copy_(table, non_blocking=pinned)
-    if not pinned:
-        return AsyncCopy(host)
+    if not devices.has_async_copies(table.device):
+        return AsyncCopy(table.cpu())
+    host = PINNED.take(table.shape, table.dtype)
+    host.copy_(table, non_blocking=True)
     return AsyncCopy(host, devices.record_event(table.device), table)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight import devices
+from backlight.measure import pinned_block
 from backlight.threads import BackgroundThread
 from cases import CASES, STEPS, assert_equal
 
@@ -366,6 +367,27 @@ def test_capture_and_work_of_a_thread_wait_for_each_other() -> None:
     gate.open()
     assert again.wait(30)
     assert order == ["work", "capture", "again"]
+
+
+def test_pinned_memory_is_allocated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, sizes = torch.empty, []
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        made = empty(*args, **options)
+        if options.get("pin_memory"):
+            sizes.append(made.nbytes)
+        return made
+
+    devices.has_async_copies(torch.device("sim"))  # asks by an allocation, once
+    pinned_block.PINNED.reset()
+    monkeypatch.setattr(torch, "empty", noted)
+    model, optimizer = build("sim")
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, histogram=True, summary=False):
+        for x, y in batches("sim", 40):
+            simulated.sleep(0.01)  # copies are on their way for long
+            step(model, optimizer, x, y)
+    assert sizes == [pinned_block.BLOCK_BYTES]
+    assert len(backlight.open_run(tmp_path / "run").frame("gradient", "norm").steps) == 40
 
 
 def test_spectra_use_one_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
