@@ -10,6 +10,7 @@ import pytest
 from backlight.monitors.stalls.model.diagnosis import diagnose
 from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, Dump
 from backlight.monitors.stalls.model.observation import (
+    HIGH,
     Diagnosis,
     ExitReason,
     IssuedCollectives,
@@ -244,3 +245,19 @@ def test_wait_in_a_functional_collective_is_recognised() -> None:
     assert not in_collective(ThreadStack(1, (Frame("/u/train.py", 9, "sleep"), *frames)[:1]))
     deep = tuple(Frame("/u/train.py", n, "mine") for n in range(8))
     assert not in_collective(ThreadStack(1, (*deep, *frames)))
+
+
+@pytest.mark.parametrize(
+    ("claim", "expected"),
+    [
+        ("BLOCKED: the main thread waits for rank 10", "BLOCKED: rank 1: the main thread waits for rank 10"),
+        ("BLOCKED: rank 1 waits", "BLOCKED: rank 1 waits"),
+        ("the main thread waits", "rank 1: the main thread waits"),
+    ],
+)
+def test_rank_is_named_once(claim: str, expected: str) -> None:
+    alone = Diagnosis(DiagnosisKind.BLOCKED, Phase.OTHER, claim, "", "", confidence=HIGH, rank=1)
+    observations = [observation(snapshot(rank=rank, world_size=2), rank=rank) for rank in range(2)]
+    found = diagnose_ranks(observations, {0: None, 1: alone}, {}, 2)
+    assert found is not None
+    assert found.claim == expected

@@ -7,6 +7,7 @@ another call, the outlier. "Least progress" is never a reason.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -323,7 +324,7 @@ def _fewer_backwards(cause: Observation, others: Sequence[Observation]) -> str:
 def _named(diagnosis: Diagnosis) -> Diagnosis:
     """Return the diagnosis of one of several ranks with its rank in words."""
     rank = diagnosis.rank
-    if rank is None or f"rank {rank}" in diagnosis.claim:
+    if rank is None or re.search(rf"\brank {rank}\b", diagnosis.claim):  # not that of rank 10
         return diagnosis
     return dataclasses.replace(diagnosis, claim=_with_rank(diagnosis.claim, rank))
 
