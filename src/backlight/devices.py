@@ -396,6 +396,12 @@ class CaptureGate:
                 self._working -= on_device
                 self._changed.notify_all()
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[bool]:
+        """Let no capture begin during a short call; False, so that nothing may be called, during one."""
+        with self._changed:
+            yield not self._captures
+
     def is_done(self, event: torch.Event) -> bool:
         """Return whether an event is over, without waiting; False during a capture."""
         with self._changed:

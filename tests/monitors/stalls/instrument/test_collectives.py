@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from backlight.devices import GATE
 from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace, _add_frames
 from backlight.monitors.stalls.instrument.collectives import Collectives
 from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, parse_dump
@@ -103,6 +104,29 @@ def test_recv_has_a_number_of_its_own(shared_state: SharedState) -> None:
     first, receipt, last = calls(shared_state)
     assert receipt.group != first.group
     assert (first.number, last.number) == (1, 2)
+
+
+def test_nothing_is_asked_while_a_graph_is_captured(shared_state: SharedState, tmp_path: Path) -> None:
+    asked = []
+
+    class Handle:
+        def is_completed(self) -> bool:
+            asked.append(True)
+            return False
+
+    handle, document = Handle(), tmp_path / "collectives.json"
+    trace = CollectiveTrace(document)
+    trace.follow(3, handle)
+    GATE.close()
+    try:
+        trace.write()
+    finally:
+        GATE.open()
+    assert not asked
+    assert not document.exists()
+    trace.write()
+    assert asked
+    assert parse_issued(0, json.loads(document.read_text())).open_calls == (3,)
 
 
 def test_handle_of_an_asynchronous_call_is_followed_to_its_end(tmp_path: Path) -> None:

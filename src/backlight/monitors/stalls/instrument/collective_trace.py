@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from backlight import clock
+from backlight.devices import GATE
 from backlight.monitors.stalls.model.runtime_dir import write_document
 
 PERIOD_S = 1.0
@@ -56,21 +57,29 @@ class CollectiveTrace:
         return [call for call, ref in list(self._handles) if _is_open(ref())]
 
     def write(self) -> None:
-        """Write the document, unless a recent one is there."""
+        """Write the document, unless a recent one is there, or a graph of kernels is being captured.
+
+        To ask whether a collective has completed queries an event, which would end the capture.
+        """
         distributed = sys.modules.get("torch.distributed")
         if distributed is None or not distributed.is_available() or not distributed.is_initialized():
             return
         now = clock.monotonic()
         if now - self._written_at < PERIOD_S:
             return
-        self._written_at = now
+        with GATE.held() as is_open:
+            if is_open:
+                self._written_at = now
+                write_document(self._document, self._content(distributed))
+
+    def _content(self, distributed: Any) -> dict[str, Any]:
         content = {"at": clock.monotonic_ns(), "open": self.open_calls(), "groups": _groups(distributed)}
         dumped = [dump for dump in map(_dump, _NAMES) if dump.get("entries")]
         entries = [e for d in dumped for e in d["entries"][-MAX_ENTRIES:]]
         if not all(map(_is_completed, entries)):
             _add_frames(entries)
         content["dump"] = {"entries": entries} if dumped else None
-        write_document(self._document, content)
+        return content
 
 
 def _is_open(handle: Any) -> bool:
