@@ -209,6 +209,30 @@ def test_prediction_for_cuda_keeps_no_weights_of_attention() -> None:
     assert predicted("cuda", None).assumed == ("kernels of attention: memory-efficient for 2 calls",)
 
 
+@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("train", [True, False])
+def test_dropout_keeps_a_mask_of_bytes(p: float, train: bool) -> None:
+    """Those of the CPU are numbers: a prediction was 27 % too high."""
+    kept: list[Tensor] = []
+    x = torch.ones(4, 8, requires_grad=True)
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with CudaRules(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        dropped = F.dropout(x, p, train)
+    assert {tensor.dtype for tensor in kept if tensor.numel() > 1} == (
+        {torch.bool} if train and p == 0.1 else set()
+    )
+    if not train or p == 0:
+        assert torch.equal(dropped, x)
+    elif p == 1:
+        assert not dropped.any()
+    else:
+        assert set(dropped.unique().tolist()) == {0.0, torch.tensor(1 / 0.9).item()}
+
+
 def test_a_recipe_for_the_cpu_is_predicted_as_on_cuda() -> None:
     assert predicted("cuda", "cpu").peak == predicted("cuda", "cuda").peak
 

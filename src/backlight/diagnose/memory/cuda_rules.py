@@ -2,9 +2,10 @@
 
 The rules of the CPU keep other tensors than those of CUDA: ``torch.autocast("cuda")`` is switched off where
 there is no GPU, autocast treats other operations in float32, attention with dropout takes a kernel that keeps
-all its weights, and optimizers go from parameter to parameter. While :class:`CudaRules` is entered, autocast
-follows the list of CUDA, which torch's dispatcher holds on every machine, attention takes the kernel that
-CUDA would choose, and optimizers take all parameters at once where the script leaves it to them.
+all its weights, dropout keeps its mask as numbers, and optimizers go from parameter to parameter. While
+:class:`CudaRules` is entered, autocast follows the list of CUDA, which torch's dispatcher holds on every
+machine, attention takes the kernel that CUDA would choose, masks of dropout are bytes, and optimizers take
+all parameters at once where the script leaves it to them.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class CudaRules(AbstractContextManager["CudaRules"]):
                 library.impl(name, kernel, "AutocastCPU")
             for key in ("CPU", "AutogradCPU"):
                 library.impl("scaled_dot_product_attention", self._attend, key)
+                library.impl("dropout", _drop, key)
         self._redirect_autocast()
         for name, replacement in (
             ("_get_foreach_kernels_supported_devices", self._foreach_devices),
@@ -150,6 +152,14 @@ class CudaRules(AbstractContextManager["CudaRules"]):
         return aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
+
+
+def _drop(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if not train or p == 0 or not input.numel():
+        return input
+    if p == 1:
+        return input * torch.zeros((), dtype=input.dtype)
+    return aten.native_dropout(input, p, train)[0]  # type: ignore[no-any-return]
 
 
 def attention_kernel(
