@@ -102,11 +102,18 @@ SUBJECTS: tuple[tuple[str, float], ...] = (
     ("graph_capture.py", 90.0),
     ("device_of_threads.py", 60.0),
     ("step_cost.py", 60.0),
+    ("compiled_statistics.py", 40.0),
+    ("nearly_full_memory.py", 60.0),
+    ("forked_children.py", 60.0),
+    ("logged_tensor.py", 40.0),
+    ("collectives.py", 75.0),
     ("spectra_memory.py", 60.0),
+    ("memory_prediction.py", 75.0),
+    ("no_synchronization.py", 40.0),
 )
 """Files of ``bench/gpu_checks`` with their limits in seconds, the most valuable first."""
 
-SHARED = frozenset({"check.py", "language_model.py"})
+SHARED = frozenset({"check.py", "language_model.py", "memory_recipe.py"})
 """Files there that checks share."""
 
 FIRST = 2

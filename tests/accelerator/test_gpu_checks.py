@@ -17,6 +17,13 @@ GPU = gpu_bench()
 LEFT_OUT = {
     "graph_capture.py": ["reduce-overhead: not run: Inductor has no back-end for sim"],
     "device_of_threads.py": ["nvidia-smi: not run: it is missing"],
+    "forked_children.py": [
+        "children on the device: not run: the simulated one works in no forked process; they use the host"
+    ],
+    "collectives.py": ["NCCL: not run: this torch has none for sim; the stall is one of gloo"],
+    "memory_prediction.py": [
+        "autocast and fused attention: not run: predictions follow the rules of CUDA, not of sim"
+    ],
     "step_cost.py": ["cudaHostAlloc: not run: the simulated device counts no pinned memory"],
 }
 """What the simulated device cannot run, with the reason that is printed; all else holds there."""
