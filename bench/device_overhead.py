@@ -1,7 +1,8 @@
-"""What watching adds to a step that keeps a device busy for 10 ms, on the simulated accelerator, interleaved.
+"""What watching adds to a step that keeps a device busy for 10 ms, interleaved.
 
-Run ``python bench/device_overhead.py``. Blocks of watched and unwatched steps alternate in one process, after
-the first steps of the run, which are all recorded. Once the host runs ahead of the device, as in a loop that
+Run ``python bench/device_overhead.py``, on the simulated accelerator; ``bench/gpu_checks/overlap.py`` is the
+same on another device. Blocks of watched and unwatched steps alternate in one process, after the first
+steps of the run, which are all recorded. Once the host runs ahead of the device, as in a loop that
 reads no value; once it waits for the loss of each step, so that all of its own time shows. The figure is the
 median over pairs of neighbouring blocks of the ratio of their times, with quartiles; ``control`` is the same
 of two unwatched blocks. It contains the kernels that a recorded step adds, which run on a core of the host.
@@ -17,11 +18,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "accelerator"))
-
-import simulated
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -37,15 +36,16 @@ SETTLE = 3
 class Training:
     """A small model whose step keeps the device busy."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str, keep_busy: Callable[[float], None]) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to("sim")
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.x, self.y = torch.ones(4, 8, device="sim"), torch.arange(4, device="sim")
+        self.x, self.y = torch.ones(4, 8, device=device), torch.arange(4, device=device)
+        self.keep_busy = keep_busy
 
     def step(self, *, waits: bool) -> None:
         """Train one step; ``waits``: and read its loss."""
-        simulated.sleep(BUSY_S)
+        self.keep_busy(BUSY_S)
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.model(self.x), self.y)
         loss.backward()
@@ -66,9 +66,8 @@ class Training:
         return (time.perf_counter() - wall) / BLOCK, processor / BLOCK
 
 
-def compare(pairs: int, *, waits: bool) -> None:
-    """Print the ratios of one kind of loop."""
-    training = Training()
+def compare(training: Training, pairs: int, *, waits: bool) -> tuple[float, float]:
+    """Print the ratios of one kind of loop; return the median of the watched blocks, and of the control."""
     times: dict[str, list[tuple[float, float]]] = {"watched": [], "unwatched": [], "control": []}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -86,15 +85,18 @@ def compare(pairs: int, *, waits: bool) -> None:
                 times[name].append(training.block(waits=waits))
         for listener in listeners:
             HUB.add(listener)
+    medians = []
     print(f"{'the host waits for each loss' if waits else 'the host runs ahead'}, {pairs} pairs")
     for name in ("watched", "control"):
         ratios = [one[0] / other[0] for one, other in zip(times[name], times["unwatched"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
+        medians.append(middle)
         host = [1e3 * statistics.median(pair[1] for pair in times[n]) for n in (name, "unwatched")]
         print(
             f"  {name} / unwatched: {middle:.4f} (quartiles {low:.4f} to {high:.4f}); "
             f"this thread computes {host[0]:.3f} ms of a step, unwatched {host[1]:.3f} ms"
         )
+    return medians[0], medians[1]
 
 
 def main() -> None:
@@ -102,8 +104,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=24)
     options = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "accelerator"))
+    import simulated
+
+    training = Training("sim", simulated.sleep)
     for waits in (False, True):
-        compare(options.pairs, waits=waits)
+        compare(training, options.pairs, waits=waits)
 
 
 if __name__ == "__main__":

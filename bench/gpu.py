@@ -110,6 +110,9 @@ SUBJECTS: tuple[tuple[str, float], ...] = (
     ("spectra_memory.py", 60.0),
     ("memory_prediction.py", 75.0),
     ("no_synchronization.py", 40.0),
+    ("profile_split.py", 100.0),
+    ("overlap.py", 90.0),
+    ("peers.py", 75.0),
 )
 """Files of ``bench/gpu_checks`` with their limits in seconds, the most valuable first."""
 

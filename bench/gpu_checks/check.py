@@ -8,6 +8,7 @@ accelerator of the tests, ``--small`` asks for sizes that show the logic only.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "accelerator"), str(ROOT / "bench")]
+FOLDERS = [str(ROOT / name) for name in ("src", "tests", "tests/accelerator", ".")]
+sys.path[:0] = FOLDERS
+# Processes that a check starts find the same.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*FOLDERS, os.environ.get("PYTHONPATH")]))
 
 import torch  # noqa: E402 - after the folders
 

@@ -26,8 +26,7 @@ STALL_S, HANG_S, LIMIT_S = 2.0, 30.0, 45.0
 
 PROGRAM = """
 import sys, time
-sys.path.insert(0, sys.argv[1])
-kind, backend, folder, rank, world, seconds = sys.argv[2:]
+kind, backend, folder, rank, world, seconds = sys.argv[1:]
 import torch, torch.distributed as dist
 dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=int(rank), world_size=int(world))
 device = kind if backend == "nccl" else "cpu"
@@ -87,8 +86,7 @@ def stall(check: Check, backend: str) -> None:
     backlight_run = ["-m", "backlight", "run", "--quiet", "--stall", str(STALL_S), "--out", str(run)]
     started = []
     for rank in range(world):
-        tests = next(path for path in sys.path if path.endswith("tests"))
-        arguments = [tests, check.kind, backend, str(check.folder), str(rank), str(world), str(HANG_S)]
+        arguments = [check.kind, backend, str(check.folder), str(rank), str(world), str(HANG_S)]
         environment = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
             "TORCH_FR_BUFFER_SIZE": "2000",

@@ -104,7 +104,7 @@ def ranks(check: Check) -> None:
     lists = shutil.which("nvidia-smi") is not None
     before = processes() if lists else []
     command = [sys.executable, "-c", RANK, check.kind, str(check.folder)]
-    environment = {**os.environ, "WORLD_SIZE": str(RANKS), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "WORLD_SIZE": str(RANKS)}
     started = [
         subprocess.Popen(
             command,

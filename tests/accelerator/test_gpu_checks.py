@@ -24,6 +24,10 @@ LEFT_OUT = {
     "memory_prediction.py": [
         "autocast and fused attention: not run: predictions follow the rules of CUDA, not of sim"
     ],
+    "profile_split.py": [
+        "launch: idle time: not run: torch's profiler records no kernels of sim",
+        "device: idle time: not run: torch's profiler records no kernels of sim",
+    ],
     "step_cost.py": ["cudaHostAlloc: not run: the simulated device counts no pinned memory"],
 }
 """What the simulated device cannot run, with the reason that is printed; all else holds there."""
