@@ -39,8 +39,8 @@ BY_HAND = "## On the simulated device"
 """From this heading on the page is written by hand, and kept."""
 
 WHEELS = (
-    "torch", "numpy", "pytest", "filelock", "h5py", "markdown-it-py", "psutil", "pydantic", "rich", "scipy",
-    "typer",
+    "torch", "numpy", "pytest", "filelock", "h5py", "markdown-it-py", "msgspec", "psutil", "pydantic",
+    "rich", "scipy", "typer",
 )  # fmt: skip
 """What has to be installed; backlight itself is found on PYTHONPATH."""
 
@@ -212,7 +212,8 @@ def _outcome(code: int | None, lines: list[str], left: float) -> str:
         case 0 if "skipped" in last and "passed" not in last:  # of pytest, which exits with 0
             return f"skipped: {last}"
         case 0:
-            return "holds"
+            missing = sum(": not run: " in line for line in lines)
+            return "holds" + (f"; {missing} part{'s' if missing > 1 else ''} not run" if missing else "")
         case 1:
             return "does not hold"
         case _ if code == SKIPPED:

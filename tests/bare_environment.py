@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterable
 from importlib import metadata
@@ -13,27 +14,32 @@ from packaging.requirements import Requirement
 
 BARE = """
 import sys
-allowed = set(sys.argv.pop(1).split(","))
+allowed = {allowed!r}
 class Bare:
     def __init__(self, finder):
         self.finder = finder
+    def __getattr__(self, name):  # versions of distributions
+        return getattr(self.finder, name)
     def find_spec(self, name, path=None, target=None):
         found = self.finder.find_spec(name, path, target)
         if name in allowed or "." in name or found is None:
             return found
         where = str(found.origin or list(found.submodule_search_locations))
-        return None if f"site-packages/{name}" in where else found
+        return None if f"site-packages/{{name}}" in where else found
 sys.meta_path[:] = map(Bare, sys.meta_path)
-import runpy
-del sys.argv[0]
-if sys.argv[0] == "-m":
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-else:
-    sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a program where nothing can be imported from site-packages but what is named first."""
+
+
+def bare_environment(folder: Path, bench: ModuleType) -> dict[str, str]:
+    """Return the environment of ``bench/gpu.py`` in which a process, and those that it starts, find no more.
+
+    Python imports ``sitecustomize`` from ``folder`` as it starts.
+    """
+    allowed = sorted(installed_by(bench.WHEELS))
+    (folder / "sitecustomize.py").write_text(BARE.format(allowed=allowed), encoding="utf-8")
+    found: dict[str, str] = bench.environment()
+    found["PYTHONPATH"] = f"{folder}{os.pathsep}{found['PYTHONPATH']}"
+    return found | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def installed_by(wheels: Iterable[str]) -> set[str]:

@@ -52,6 +52,7 @@ for step in range(6):
 
 def recorder(check: Check) -> None:
     """Read what the flight recorder and RAS know of one collective of this process."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch 2.9 records nothing without it
     dist.init_process_group("nccl", init_method=f"file://{check.folder}/one", rank=0, world_size=1)
     total = torch.ones(4, 5, device=check.kind)
     dist.all_reduce(total)

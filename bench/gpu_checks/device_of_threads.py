@@ -95,7 +95,10 @@ def threads(check: Check, index: int) -> None:
 def processes() -> list[str]:
     """Return a line for each process and GPU that it has a context on."""
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except subprocess.SubprocessError:  # not permitted here
+        return []
     return [line for line in done.stdout.splitlines() if line.strip()]
 
 

@@ -16,8 +16,11 @@ from check import Check
 from torch import Tensor, nn
 
 import backlight
+from backlight.measure.stats.compiled_rows import c_compiler
 
-EXPECTED = "20 of 20 captures end, weights and losses are bit for bit those without a watch"
+EXPECTED = (
+    "20 of 20 captures end; weights and losses are those without a watch, as two unwatched runs have them"
+)
 CAPTURES, REPLAYS = 20, 3
 
 
@@ -123,13 +126,19 @@ def compiled(check: Check, run: str) -> list[float]:
     return [float(loss) for loss in losses]
 
 
+def differs(one: Tensor, other: Tensor) -> bool:
+    """Return whether any bit of two tensors differs."""
+    return not torch.equal(one, other)
+
+
 def main(check: Check) -> None:
     """Compare watched with unwatched."""
-    _, alone = train(check, "")
+    (_, alone), (_, again) = train(check, ""), train(check, "")
     ended, watched = train(check, "run")
     check.expect("captures that ended", ended, str(CAPTURES), holds=ended == CAPTURES)
-    differ = sum(not torch.equal(one, other) for one, other in zip(alone, watched, strict=True))
-    check.expect("parameters that differ", differ, "0", holds=differ == 0)
+    control, differ = (sum(map(differs, alone, other)) for other in (again, watched))
+    check.figure("parameters that differ between two unwatched runs", control)
+    check.expect("parameters that differ", differ, f"{control}, as without a watch", holds=differ <= control)
     recorded = len(backlight.open_run(check.folder / "run").series_steps("gradient"))
     check.expect(
         "recorded steps", recorded, f"at least {3 + 2 * CAPTURES}", holds=recorded >= 3 + 2 * CAPTURES
@@ -137,9 +146,16 @@ def main(check: Check) -> None:
     if check.kind != "cuda":
         check.leave_out("reduce-overhead", f"Inductor has no back-end for {check.kind}")
         return
-    losses = [compiled(check, run) for run in ("", "compiled")]
-    most = max(abs(one - other) for one, other in zip(*losses, strict=True))
-    check.expect("reduce-overhead, largest difference of losses", most, "0", holds=most == 0)
+    if not c_compiler():
+        check.leave_out("reduce-overhead", "Triton needs a C compiler, and there is none")
+        return
+    alone_losses, again_losses, losses = (compiled(check, run) for run in ("", "", "compiled"))
+    control, most = (
+        max(abs(one - other) for one, other in zip(alone_losses, found, strict=True))
+        for found in (again_losses, losses)
+    )
+    expected = f"at most {control}, as between two unwatched runs"
+    check.expect("reduce-overhead, largest difference of losses", most, expected, holds=most <= control)
 
 
 if __name__ == "__main__":

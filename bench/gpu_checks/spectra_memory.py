@@ -24,7 +24,7 @@ JOBS, FIRST, JOB_S, MOST = 64, 3, 20.0, 1.1
 
 def reserved(check: Check, buffer: str) -> list[int]:
     """Return the reserved bytes after each job."""
-    width = check.choose(768, 48)
+    width = check.choose(192, 48)
     model = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width // 2)).to(
         check.kind
     )

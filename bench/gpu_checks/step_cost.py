@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,7 +55,12 @@ def launches(check: Check, training: Training, steps: int) -> list[tuple[int, in
             with torch.profiler.record_function(f"step {number}"):
                 training.step()
         check.synchronize()
-    events = profiler.profiler.kineto_results.events()
+    return counted(profiler.profiler.kineto_results.events(), steps)
+
+
+def counted(events: Iterable[Any], steps: int) -> list[tuple[int, int]]:
+    """Return the launches and the allocations of pinned memory by step, of the events of a profile."""
+    events = [*events]
     spans = {
         int(event.name().removeprefix("step ")): (event.start_ns(), event.end_ns())
         for event in events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_accelerator import pytestmark  # noqa: F401 - where the simulated accelerator can be built
 
-from bare_environment import BARE, gpu_bench, installed_by
+from bare_environment import bare_environment, gpu_bench
 
 ROOT = Path(__file__).parents[2]
 GPU = gpu_bench()
@@ -39,13 +40,65 @@ QUICK = ("graph_capture.py",)
     "name",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name, _ in GPU.SUBJECTS],
 )
-def test_check_holds_or_states_what_is_missing(name: str) -> None:
+def test_check_holds_or_states_what_is_missing(name: str, tmp_path: Path) -> None:
     command = [f"bench/gpu_checks/{name}", "--device", "sim", "--small"]
     done = subprocess.run(
-        [sys.executable, "-c", BARE, ",".join(installed_by(GPU.WHEELS)), *command],
-        cwd=ROOT, env=GPU.environment(), capture_output=True, text=True, check=False,
+        [sys.executable, *command],
+        cwd=ROOT, env=bare_environment(tmp_path, GPU), capture_output=True, text=True, check=False,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     assert lines[0] == f"expected: {GPU.describe(GPU.CHECKS / name)[1]}", done.stderr
     assert [line for line in lines if ": not run: " in line] == LEFT_OUT.get(name, [])
     assert (done.returncode, lines[-1]) == (0, "holds"), done.stdout + done.stderr
+
+
+SMI = """#!/bin/sh
+if [ -e {seen} ]; then
+    for line in {lines}; do echo "GPU-$line, 123, 400 MiB"; done
+fi
+touch {seen}
+"""
+"""Lists no process at the first question, which comes before the ranks start."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("lines", "code"), [("1 2", 0), ("1 2 3", 1)])
+def test_a_rank_that_nvidia_smi_lists_twice_does_not_hold(lines: str, code: int, tmp_path: Path) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI.format(seen=tmp_path / "seen", lines=lines))
+    smi.chmod(0o755)
+    environment = GPU.environment()
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "bench/gpu_checks/device_of_threads.py", "--device", "sim", "--small"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert f"processes of the ranks: {len(lines.split())} (expected: 2)" in done.stdout, done.stderr
+    assert done.returncode == code
+
+
+COUNTED = """
+import torch
+from step_cost import counted
+
+class Event:
+    def __init__(self, name, start, end=0, kind="CPU"):
+        self.name, self.start_ns, self.end_ns = (lambda: name), (lambda: start), (lambda: end)
+        self.device_type = lambda: getattr(torch.autograd.DeviceType, kind)
+
+print(counted([
+    Event("step 0", 0, 10), Event("step 1", 10, 20), Event("step 0", 3, 40, "CUDA"),
+    Event("cudaLaunchKernel", 1), Event("cudaLaunchKernelExC", 2), Event("cuLaunchKernel", 12),
+    Event("cudaHostAlloc", 15), Event("cudaMemcpyAsync", 5), Event("cudaLaunchKernel", 25),
+], 2))
+"""
+
+
+def test_launches_are_counted_by_the_step_that_makes_them() -> None:
+    """What the simulated device has no events for."""
+    environment = GPU.environment()
+    environment["PYTHONPATH"] = f"{GPU.CHECKS}{os.pathsep}{environment['PYTHONPATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[(2, 0), (1, 1)]\n", done.stderr
