@@ -1,7 +1,8 @@
 """All monitors under `set_sync_debug_mode("error")`.
 
 CUDA raises it in every thread. The worker thread of `spectra` reads what it has measured and waits for it: it
-runs under the mode "warn", and only what warns in the training thread counts.
+runs under the mode "warn", and only what warns in the training thread counts. `grokking` reads its gradients
+at the steps that it logs, so that only those between them are compared.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from check import Check
 from torch import nn
 
 import backlight
+from backlight.monitors.grokking.monitor import LOG_SPACING
 
-EXPECTED = "no call of the training thread waits for the device, and all steps are recorded"
+EXPECTED = (
+    "no call of the training thread waits for the device, but for those of `grokking` at the steps that it "
+    "logs; all steps are recorded"
+)
 STEPS = 12
 
 
@@ -71,6 +76,39 @@ def train(check: Check, name: str, mode: Any, **settings: Any) -> None:
     check.figure(f"{name}: not measured", sorted(gaps) or "nothing")
 
 
+def waits_of_grokking(check: Check) -> list[int]:
+    """Return how often the training thread waits for the device, by step."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).to(check.kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(16, 16).to(check.kind), torch.randint(4, (16,)).to(check.kind)
+    found = []
+    with backlight.watch(
+        model,
+        optimizer,
+        run=check.folder / "grokking",
+        every=1,
+        monitors=("grokking",),
+        samples=(lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum"), (x, y)),
+        quiet=True,
+        summary=False,
+    ):
+        for _ in range(STEPS):
+            waits: list[str] = []
+            before = _simulated_waits(check)
+            with contextlib.nullcontext() if check.simulated is not None else counted(check, waits):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            found.append(len(waits) + _simulated_waits(check) - before)
+    return found
+
+
+def _simulated_waits(check: Check) -> int:
+    if check.simulated is None:
+        return 0
+    return int(check.simulated.counts(check.simulated.SYNCHRONIZATION).get("MainThread", 0))
+
+
 def main(check: Check) -> None:
     """Default monitors under "error", then spectra with them under "warn"."""
     try:
@@ -84,6 +122,10 @@ def main(check: Check) -> None:
     check.expect("spectra: waits of the training thread", waits, "[]", holds=not waits)
     measured = len(backlight.open_run(check.folder / "spectra").events("spectra_measured"))
     check.expect("spectra: measured layers", measured, "some", holds=measured > 0)
+    by_step = waits_of_grokking(check)
+    others = sum(count for step, count in enumerate(by_step) if step % LOG_SPACING)
+    check.figure("grokking: waits at step 0 and at the next that it logs", by_step[::LOG_SPACING])
+    check.expect("grokking: waits at other steps", others, "0", holds=others == 0)
 
 
 if __name__ == "__main__":
