@@ -57,7 +57,9 @@ print(number + 1, "forks,", stuck, "stuck")
 """
 
 
-@pytest.mark.parametrize("forks", [100, pytest.param(5000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "forks", [100, pytest.param(5000, marks=[pytest.mark.full, pytest.mark.timeout(3100)])]
+)
 def test_no_child_is_stuck_in_sqlite(forks: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(

@@ -63,7 +63,7 @@ def start(program: Program, folder: Path, *command: str | Path) -> subprocess.Po
 def end(process: subprocess.Popen[str], folder: Path) -> Ended:
     output, errors = (
         re.sub("0x[0-9a-f]+", "0x", text.replace(str(folder), ""))
-        for text in process.communicate(timeout=120)
+        for text in process.communicate(timeout=280)
     )
     files = {
         str(path.relative_to(folder)): path.read_bytes().replace(str(folder).encode(), b"")
