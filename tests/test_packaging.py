@@ -168,5 +168,5 @@ def test_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     ]
     run = backlight.open_run(tmp_path / "demo")
     assert list(run.scalar("loss").steps) == list(range(60))
-    # A busy machine records fewer steps, and nothing is left of the last one: the function of the script is over.
+    # A busy machine records fewer steps; of the last nothing is left once the script's function is over.
     assert 0 in set(run.series_steps("gradient"))
