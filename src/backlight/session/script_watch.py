@@ -35,6 +35,7 @@ class ScriptWatch:
     def __init__(
         self, settings: Settings, run: Path | None, *, script: str, arguments: tuple[str, ...]
     ) -> None:
+        self._pid = os.getpid()
         self.watch: Watch | None = None
         self._settings, self._run = settings, run
         self._script, self._arguments = script, arguments
@@ -80,7 +81,12 @@ class ScriptWatch:
             self.watch.__exit__(kind, error, traceback)
 
     def when_closed(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once the run is closed: now, or when the threads of the script have ended."""
+        """Call ``call`` once the run is closed: now, or when the threads of the script have ended.
+
+        A forked child that goes on as the script has no run, and may hold locks of threads that it lacks.
+        """
+        if os.getpid() != self._pid:
+            return
         if self._is_open:
             atexit.register(self._close_at_exit, call, os.getpid())
         else:
