@@ -399,9 +399,11 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     @_not_compiled
     def observed_end(optimizer: Any) -> None:
-        if hub.captured is not None and not is_nested(optimizer):
+        if (hub.captured is None and not hub.active) or is_nested(optimizer):
+            return
+        if hub.captured is not None:
             hub.captured.add_step(optimizer)
-        if hub.active and not hub.in_engine and not is_nested(optimizer):
+        elif not hub.in_engine:
             hub.emit("optimizer_end", optimizer)
 
     return [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]

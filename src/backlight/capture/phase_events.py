@@ -38,5 +38,5 @@ class PhaseEvents(Listener):
         self._clock.leave(Phase.CLIP)
 
     def clip_end(self) -> None:
-        """Account the time, and forget versions that clipping has changed."""
+        """End the time of clipping."""
         self._clock.leave(Phase.CLIP)
