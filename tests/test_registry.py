@@ -314,3 +314,27 @@ def test_failing_plug_in_panel_is_replaced_by_a_reason(
     assert isinstance(gap, Failed)
     assert "the plug-in 'acme' of acme-tools 1.2 failed: " in gap.reason
     assert any(isinstance(result, Drawn) for result in panels.values())
+
+
+def test_forked_child_needs_no_thread_of_its_parent() -> None:
+    """A thread reads the rules as the process forks; the child reads them as well."""
+    program = (
+        "import os, signal, threading\n"
+        "from backlight.registry import Registry\n"
+        "registry, inside, over = Registry('rule'), threading.Event(), threading.Event()\n"
+        "def read():\n"
+        "    with registry._lock:\n"
+        "        inside.set()\n"
+        "        over.wait()\n"
+        "thread = threading.Thread(target=read)\n"
+        "thread.start()\n"
+        "inside.wait()\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    signal.alarm(20)\n"
+        "    os._exit(len(registry.items()))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "over.set()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "0\n", done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import threading
 import warnings
@@ -94,6 +95,13 @@ class Registry(Generic[T]):
     _discovered: bool = field(default=False, repr=False)
     _plug_ins: list[PlugIn] = field(default_factory=list, repr=False)
     _lock: Any = field(default_factory=threading.RLock, repr=False)
+
+    def __post_init__(self) -> None:
+        os.register_at_fork(after_in_child=self._unlock)
+
+    def _unlock(self) -> None:
+        """Begin with a free lock in a forked child, which lacks the thread that may have held it."""
+        self._lock = threading.RLock()
 
     def add(self, name: str, entry: T) -> T:
         """Register ``entry`` under ``name``."""
