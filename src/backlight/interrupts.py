@@ -6,11 +6,20 @@ raises passes through that code, and plain Python would deliver it to the traini
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import signal
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any
+
+from backlight.threads import BackgroundThread
+
+POLL_S = 0.001
+"""Seconds between two looks at whether a callback has returned."""
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -43,6 +52,37 @@ class suppressed:  # noqa: N801 - used as contextlib.suppress is
         self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
     ) -> bool:
         return isinstance(error, Exception) and not is_interrupt(error)
+
+
+def call_from_callback(function: Callable[[], object]) -> None:
+    """Call ``function`` in a callback of which Python drops every exception: those of a signal handler.
+
+    Such an exception is raised again in this thread, by another one, once the callback has returned.
+    """
+    try:
+        function()
+    except BaseException as error:
+        if isinstance(error, Exception) and not is_interrupt(error):
+            raise
+        arguments = error, threading.get_ident(), sys._getframe()
+        BackgroundThread(target=_raise_outside, name="backlight-interrupt", args=arguments).start()
+
+
+def _raise_outside(error: BaseException, ident: int, callback: FrameType) -> None:
+    def carried(_: type[BaseException]) -> BaseException:
+        return error
+
+    # Python takes a class, and raises what a call of it returns.
+    carrier = type("Carrier", (BaseException,), {"__new__": carried})
+    while any(frame is callback for frame in _stack(sys._current_frames().get(ident))):
+        time.sleep(POLL_S)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(carrier))
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _frames(stack: TracebackType | None) -> Iterator[FrameType]:

@@ -286,7 +286,7 @@ class Monitor:
         """A recorded step ends; scalars added to ``record`` are stored with it."""
 
     def on_gradients_left(self, gradients: Gradients, record: StepRecord) -> None:
-        """The run ends, and its last step, which was not recorded, has left its gradients in ``.grad``."""
+        """The run ends, or a model is freed: the last step, not recorded, has left gradients in ``.grad``."""
 
     # On the writer thread
 

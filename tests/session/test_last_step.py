@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,3 +169,54 @@ def test_a_last_step_that_is_recorded_is_recorded_once(tmp_path: Path) -> None:
             training.optimizer.step()
     run = open_run(tmp_path / "run")
     assert run.series_steps("gradient").tolist() == list(range(20))
+
+
+FREED = """
+import sys
+import torch
+from torch import nn
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, x):
+        return self.inner(x)
+
+def main(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    if kind == "wrapped":
+        model = Wrapper(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(700):
+        x = torch.randn(16, 4)
+        if kind == "wrapped anew":
+            Wrapper(model)(x).square().mean()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+    if kind == "deleted":
+        del model
+    return float(sum(p.grad.double().square().sum() for p in optimizer.param_groups[0]["params"])) ** .5
+
+print(repr([main(sys.argv[1]) for _ in range(int(sys.argv[2]))]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "models"), [("plain", 1), ("wrapped", 1), ("deleted", 1), ("wrapped anew", 1), ("plain", 3)]
+)
+def test_what_is_left_in_a_freed_model_is_recorded(
+    tmp_path: Path, console_script: Callable[..., Any], kind: str, models: int
+) -> None:
+    (tmp_path / "freed.py").write_text(FREED)
+    done = console_script(tmp_path, "run", "--every", EVERY, "--out", "run", "freed.py", kind, models)
+    norms = ast.literal_eval(done.stdout.splitlines()[0])
+    run = open_run(tmp_path / "run")
+    total = run.scalar("total_norm")
+    recorded = dict(zip(total.steps.tolist(), total.values.tolist(), strict=True))
+    lasts = [700 * (number + 1) - 1 for number in range(models)]
+    assert [recorded[step] for step in lasts] == pytest.approx(norms, rel=1e-5)
+    if kind == "wrapped anew":  # each of 700 wrappers is freed
+        assert len(set(recorded) - set(range(0, 700, EVERY))) <= 700 // 16

@@ -99,6 +99,9 @@ class Listener:
     def nested_begin(self) -> None:
         """A further backward, or computation of gradients, starts inside the outermost one."""
 
+    def model_freed(self) -> None:
+        """A model that a step tracker follows is about to be freed; its parameters still exist."""
+
     def grad_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """``torch.autograd.grad`` starts from ``roots``, outside any backward."""
 
@@ -212,7 +215,7 @@ class Hub:
     hooks were installed; None before the first. ``unrecorded`` counts steps while no event is delivered, on
     ``board``; ``captured`` is what the graph in capture holds so far. ``spent`` are the processor seconds
     that all listeners have taken so far; the step in progress counts for ``timed_steps``, with 0 it is not
-    timed.
+    timed. ``is_emitting`` is whether a listener is being called.
     """
 
     def __init__(self) -> None:
@@ -222,7 +225,7 @@ class Hub:
         self.backward_depth = self.grad_depth = self.own_passes = 0
         self.in_engine = self._has_engines = self._has_fsdp = False
         self.spent, self.timed_steps = 0.0, 1
-        self._is_emitting = False
+        self.is_emitting = False
         self.loader_workers: int | None = None
         self.unrecorded: UnrecordedSteps | None = None
         self.captured: graph_capture.CapturedWork | None = None
@@ -371,10 +374,10 @@ class Hub:
             return
         if receivers is None:
             receivers = self._receivers_of(event)
-        weight = 0 if self._is_emitting else self.timed_steps
+        weight = 0 if self.is_emitting else self.timed_steps
         begin = clock.thread_time() if weight else 0.0
         grad_mode, raised = torch.is_grad_enabled(), None
-        is_inner, self._is_emitting = self._is_emitting, True
+        is_inner, self.is_emitting = self.is_emitting, True
         try:
             for listener, method in receivers:
                 try:
@@ -391,7 +394,7 @@ class Hub:
         except UserError as carried:
             raised = carried.error
         finally:
-            self._is_emitting = is_inner
+            self.is_emitting = is_inner
             if torch.is_grad_enabled() is not grad_mode:  # interrupted where a mode is entered or left
                 torch._C._set_grad_enabled(grad_mode)
             if weight:

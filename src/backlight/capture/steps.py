@@ -1,8 +1,8 @@
 """From raw events to steps: which gradients to collect, when, and where one step ends.
 
-A step is the first optimizer step after a backward: two optimizers on one backward are one step.
-Gradients are collected at the first of the end of unscaling, the entry into clipping and the entry
-into the optimizer's step, because after any of them they are no longer what backward gave.
+A step is the first optimizer step after a backward: two optimizers on one backward are one step. Gradients
+are collected at the first of the end of unscaling, the entry into clipping and the entry into the
+optimizer's step, because after any of them they are no longer what backward gave.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.capture.freed_models import FreedModels
 from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB
 from backlight.capture.loss_nodes import addends, is_divided
@@ -64,6 +65,7 @@ class StepTracker(PhaseEvents):
         self._is_plain, self._plain_steps, self._clips, self._has_set = False, 0, 0, False
         self._is_whole = self._was_whole = True
         self._counted: UnrecordedSteps | None = None
+        self._models = FreedModels(scope)
         self.backwards = 0
 
     @property
@@ -100,11 +102,20 @@ class StepTracker(PhaseEvents):
         self._note_update_by_hand()
         if self._stepped:
             self._close()
+        self._measure_left()
+        self._models.forget()
+        HUB.remove(self)
+
+    def _measure_left(self) -> None:
         parameters = self._scope.parameters()
         # Of a model that is gone, nothing is left; of several models, a part would count as the whole.
         is_whole = self._was_whole and len(parameters) == len(self._scope.table)
         self._sink.run_ends(self._index - 1, parameters, has_begun=self.in_step, is_whole=is_whole)
-        HUB.remove(self)
+
+    def model_freed(self) -> None:
+        """Measure what the last step has left in it, before it is gone."""
+        if not is_capturing_graph() and self._models.is_due(self._index):
+            self._measure_left()
 
     def check_limit(self) -> None:
         """Raise :class:`StopTraining` once ``max_steps`` are done."""
@@ -322,8 +333,7 @@ class StepTracker(PhaseEvents):
         self._scalars.after_backward()
         self._summary.backwards += work.backwards
         self.backwards += work.backwards
-        stepped = [one for one in work.optimizers if self._scope.holds(one)]
-        if not stepped:
+        if not (stepped := [one for one in work.optimizers if self._scope.holds(one)]):
             return
         for optimizer in stepped:
             self._scalars.add_rates(self._scope.number(optimizer), optimizer.param_groups)

@@ -377,6 +377,7 @@ class StepRecorder(StepSink):
         )
         record.send()
         self._scalars.close(step, record)
+        self._last_recorded = step
         self._recorded += 1
         self._step, self._record = step + 1, None
 
