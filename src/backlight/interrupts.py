@@ -11,11 +11,11 @@ import inspect
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+from backlight import clock
 from backlight.threads import BackgroundThread
 
 POLL_S = 0.001
@@ -75,7 +75,7 @@ def _raise_outside(error: BaseException, ident: int, callback: FrameType) -> Non
     # Python takes a class, and raises what a call of it returns.
     carrier = type("Carrier", (BaseException,), {"__new__": carried})
     while any(frame is callback for frame in _stack(sys._current_frames().get(ident))):
-        time.sleep(POLL_S)
+        clock.sleep(POLL_S)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(carrier))
 
 

@@ -19,6 +19,9 @@ _lock: Any = getattr(threading, "_active_limbo_lock", None) or threading.Lock()
 
 _running: dict[int, BackgroundThread] = {}
 
+PAUSE_S = 0.01
+"""Seconds of a pause of a thread that computes for longer. Without pauses it holds up each operation of the
+thread that trains for the interpreter's switch interval, 5 ms: one step would take as long as its work."""
 
 UNBLOCKED = (
     sys.executable, "-I", "-S", "-c",

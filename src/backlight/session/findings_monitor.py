@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Self
 
 from backlight import clock
@@ -23,7 +24,7 @@ from backlight.records import Finding, Made, Severity
 from backlight.registry import RULES
 from backlight.store.format.schema import REPORTED
 from backlight.store.read.run import open_run
-from backlight.threads import BackgroundThread
+from backlight.threads import PAUSE_S, BackgroundThread
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -33,10 +34,6 @@ PERIOD_S = 5.0
 
 REST_FACTOR = 200.0
 """Times what an evaluation took that pass before the next one of its kind."""
-
-PAUSE_S = 0.01
-"""Seconds between two rules. A thread that computes without a pause holds up each operation of the one that
-trains for the interpreter's switch interval, 5 ms: one step would take as long as all rules together."""
 
 END_TIMEOUT_S = 10.0
 """Seconds that the end of a run waits for an evaluation, and for what is done with its findings."""
@@ -118,6 +115,8 @@ class FindingsMonitor(Monitor):
 
     def attach(self, run: RunContext) -> None:
         """Begin to wait for the first evaluation."""
+        # numpy.median does it, and would hold up a step for as long: an import has no pause.
+        import_module("numpy.ma")
         self._run = run
         self._ended.clear()
         self._is_late = False

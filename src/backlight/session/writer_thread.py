@@ -17,7 +17,7 @@ from backlight.measure.transfer import AsyncCopy, Slot
 from backlight.monitor import StoredStep
 from backlight.session.step_recorder import StepRecord
 from backlight.store.format.schema import DROPPED, is_of_every_step
-from backlight.threads import BackgroundThread
+from backlight.threads import PAUSE_S, BackgroundThread
 
 if TYPE_CHECKING:
     from backlight.records import ParameterRecord
@@ -37,6 +37,12 @@ SELECTED = (
 
 STOP_TIMEOUT_S = 30.0
 """Seconds that the end of a run waits for the thread."""
+
+ROWS_AT_ONCE = 128
+"""Steps that are written without a pause, in about a millisecond."""
+
+RECORD_ROWS = 16
+"""Steps without a record that take as long to write as one with a record."""
 
 
 class ResultQueue:
@@ -145,6 +151,8 @@ class WriterThread:
                 self._write(wait=stopping or settling)
                 if stopping and self._selection is not None:
                     self.put(self._selection.flush())
+                elif not settling:
+                    clock.sleep(PAUSE_S)
                 self._writer.flush()
                 self._monitors.call("on_flush")
             except Exception as error:  # noqa: BLE001 - never break the user's training
@@ -157,7 +165,12 @@ class WriterThread:
                 return
 
     def _write(self, *, wait: bool) -> None:
+        rows = 0
         while (row := self._recorder.scalars.take(wait=wait)) is not None:
+            rows += 1 if row.record is None else RECORD_ROWS
+            if rows >= ROWS_AT_ONCE and not wait:
+                clock.sleep(PAUSE_S)
+                rows = 0
             scalars = row.scalars()
             self._writer.scalars(row.step, scalars)
             if row.record is not None:

@@ -25,7 +25,7 @@ Marks = Callable[[slice, Integers], tuple[Bools, Bools]]
 TAIL = 4
 """Windows at the end of a run that are looked at first: few columns need what lies before them."""
 
-CHUNK = 4096
+CHUNK = 512
 """Rows whose histories are laid out at once."""
 
 MAD_TO_DEVIATION = 1.4826
