@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -262,8 +263,9 @@ def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParamet
 
 
 class Prefixes:
-    """Names of root modules: a lone root needs none, further ones are numbered by class.
+    """Names of root modules: a lone root needs none, others have that of their variable in the script.
 
+    Without a variable of the main module they have the name of their class, and a number from the second on.
     A root keeps its name, so that parameters do not change theirs when another model joins.
     """
 
@@ -277,10 +279,21 @@ class Prefixes:
         lone = len(roots) == 1 and not taken
         for root in roots:
             if id(root) not in self._given:
-                prefix = "" if lone else _free(kind_of(unwrapped(root)), taken)
+                prefix = "" if lone else _free(_variable(root) or kind_of(unwrapped(root)), taken)
                 taken.add(prefix)
                 self._given[id(root)] = (weakref.ref(root), prefix)
         return [(self._given[id(root)][1], root) for root in roots]
+
+
+def _variable(root: nn.Module) -> str:
+    """Return the first global name of the script for ``root``, empty where there is none.
+
+    Names inside functions are left alone: reading them keeps their objects alive.
+    """
+    inner = unwrapped(root)
+    variables = vars(sys.modules["__main__"]) if "__main__" in sys.modules else {}
+    names = (name for name, value in list(variables.items()) if value is root or value is inner)
+    return next((name for name in names if not name.startswith("_")), "")
 
 
 def _free(kind: str, taken: set[str]) -> str:

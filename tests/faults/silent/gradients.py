@@ -122,6 +122,21 @@ def adversarial_pair() -> None:
 
 
 @control
+def generator_that_gets_no_gradient() -> None:
+    """Train against a detached fake, of which rule ``no_gradient`` has a finding: this is no second one."""
+    generator, critic = nn.Linear(4, 2), nn.Linear(2, 1)
+    of_generator, of_critic = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (generator, critic))
+    for x, _ in batches():
+        fake = generator(x).detach()
+        of_critic.zero_grad()
+        (critic(fake) - critic(torch.randn(8, 2))).mean().backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        (-critic(fake)).mean().backward()
+        of_generator.step()
+
+
+@control
 def gradient_surgery() -> None:
     """The gradients of several tasks are read, cleared, and put back as one."""
     model = perceptron()

@@ -173,7 +173,11 @@ class GradientUse(Check):
             self._closures += has_closure
             self.forget()
         elif self.run.scope.holds(optimizer):
-            held = {id(p) for p in parameters_of(optimizer)}
+            parameters = parameters_of(optimizer)
+            held = {id(p) for p in parameters}
+            if self._fresh and all(p.grad is None for p in parameters):
+                # The backward was for this optimizer and has not reached it, of which there is a finding.
+                self._is_intended = True
             self._report_second_step(optimizer)
             self._report_sums(held)
             self._report_cleared(held)
