@@ -171,6 +171,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "spike": health({"a.weight": LEAP / 8}, scalars={"total_norm": LEAP, "batch": {120: 17.0}}),
     "vanishing": health({f"layer{i}.weight": [1e-12 if i < 2 else 1e-3] * 40 for i in range(12)}),
+    "clipping_order": contradiction("clipping_order", (1, 2, 3), line="train.py:12"),
     "gradients_discarded": contradiction(
         "gradients_discarded", moment="step", parameters=["a.weight", "b.weight"], count=2
     ),

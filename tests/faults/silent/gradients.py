@@ -71,6 +71,95 @@ def zero_grad_after_the_first_microbatch(injected: bool) -> None:
     cleared_between(injected, 2, 1)
 
 
+def clip_step(loop: Loop) -> None:
+    nn.utils.clip_grad_norm_(loop.parameters, 0.1)
+
+
+@fault(rule="clipping_order", severity="warning", step=1, names="tests/faults/silent/gradients.py:")
+def clipped_before_backward(injected: bool) -> None:
+    loop = Loop(perceptron(), clips="")
+    if injected:
+        loop.before_step = lambda _: clip_step(loop)
+    else:
+        loop.before_update = lambda _: (loop.unscale(), clip_step(loop))
+    loop.run()
+
+
+@fault(rule="clipping_order", severity="warning", step=1, names="tests/faults/silent/gradients.py:")
+def clipped_behind_clearing(injected: bool) -> None:
+    """Gradients are None there, or zero."""
+    loop = Loop(perceptron(), clips="", clears="start", microbatches=1)
+    if injected:
+        loop.before_microbatch = lambda _: clip_step(loop)
+    loop.run()
+
+
+@control
+def clipped_in_every_microbatch() -> None:
+    """Clip what was accumulated so far, before each backward but the first."""
+    loop = Loop(perceptron(), clips="", microbatches=2, has_scaler=False)
+    count = itertools.count()
+    loop.before_backward = lambda _: next(count) % 2 and clip_step(loop)
+    loop.run()
+
+
+@control
+def clipped_before_and_after() -> None:
+    """Clip where it changes nothing, and where it does."""
+    loop = Loop(perceptron(), clips="norm")
+    loop.before_step = lambda _: clip_step(loop)
+    loop.run()
+
+
+@control
+def clipped_gradients_of_autograd_grad() -> None:
+    """Clip gradients that the script has set, before a backward adds those of another loss."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(parameters, 0.1)
+        (1e-3 * sum(p.square().sum() for p in parameters)).backward()
+        optimizer.step()
+
+
+@control
+def clipped_gradients_of_the_last_batch() -> None:
+    """Clip and use at the start of a step what the end of the one before has left."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches()):
+        if number:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+
+
+@control
+def two_clipped_models_in_turn() -> None:
+    """Clip each of two models after its own backward."""
+    models = perceptron(), perceptron()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for x, y in batches():
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+
+@control
+def clipped_once_before_the_loop() -> None:
+    model = perceptron()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    train(model)
+
+
 @control
 def zeros_through_data() -> None:
     """``.data.zero_()`` does not change the version of a gradient."""

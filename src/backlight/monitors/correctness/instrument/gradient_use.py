@@ -1,4 +1,4 @@
-"""Whether each gradient is used once: not again in the next step, and not cleared before that."""
+"""Whether each gradient is used once, not cleared before that, and clipped only when it is there."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ class GradientUse(Check):
     ``gradients_not_cleared``: an optimizer used a gradient, the next backward added to the same values, and
     the optimizer used the sum; or its last step used the same values, without a backward in between; or one
     loss was propagated back twice. ``gradients_discarded``: what had been accumulated was cleared before any
-    optimizer used some of it. Steps with a closure, and steps inside a backward, are left out.
+    optimizer used some of it. ``clipping_order``: a step clips before its first backward, where gradients are
+    None, zero or those that the last step used, and not after it. Steps with a closure, and steps inside a
+    backward, are left out.
     """
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
@@ -94,6 +96,7 @@ class GradientUse(Check):
         self._root: weakref.ref[Tensor] | None = None
         self._clipped: list[tuple[_Gradient, Tensor]] = []  # by the clipping in progress, with their values
         self._restart()
+        self._begin_order(is_known=False)
 
     def _restart(self) -> None:
         self._forwards = 0
@@ -102,6 +105,12 @@ class GradientUse(Check):
         self._lines: set[SourceLine | None] = set()
         self._begun: int | None = None  # number of the next node of the graph, as the last one began
         self._is_intended = False
+
+    def _begin_order(self, *, is_known: bool) -> None:
+        """Begin a step in which gradients are to come before they are clipped."""
+        self._is_order_known, self._passes, self._has_clipped = is_known, 0, False
+        # Line of a clipping before all passes, and whether gradients had values that no step has used.
+        self._early_clip: tuple[str, Sequence[Tensor]] | None = None
 
     # Events
 
@@ -141,6 +150,7 @@ class GradientUse(Check):
         if self._closures:
             return
         self._all_backwards += 1
+        self._passes += 1
         for one in self._used.values():
             tensor = one.same()
             if tensor is not None and local(tensor)._version > one.version:
@@ -155,8 +165,19 @@ class GradientUse(Check):
             self._note_values(list(self._fresh.values()))
         self._before = {}
 
-    def clip_begin(self, *_: Any) -> None:
+    def grad_end(self) -> None:
+        """Count gradients that the script may set itself."""
+        self._passes += 1
+
+    def clip_begin(self, kind: str, *_: Any) -> None:
         """Note whether the gradients have values: clipping by a norm that overflows makes them zero."""
+        self._has_clipped = self._has_clipped or self._passes > 0
+        if self.due and self._is_order_known and not self._passes and kind != "refused":
+            now = self._sampled(self.run.scope.optimizers())
+            unused = [
+                g for key, g in now.items() if key not in self._used or not self._used[key].is_untouched()
+            ]
+            self._early_clip = str(user_line() or ""), self._flags(unused)
         followed = [one for one in self._fresh.values() if one.same() is not None] if self.due else []
         self._clipped = list(zip(followed, self._flags(followed), strict=True))
 
@@ -181,6 +202,7 @@ class GradientUse(Check):
             self._report_second_step(optimizer)
             self._report_sums(held)
             self._report_cleared(held)
+            self._report_order()
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the gradients that were used."""
@@ -193,6 +215,7 @@ class GradientUse(Check):
             followed = [(one, tensor) for one in used.values() if (tensor := one.same()) is not None]
             values = [(one, self._values(tensor).clone()) for one, tensor in followed[:COMPARED]]
             self._stepped[id(optimizer)] = self._all_backwards, values
+            self._begin_order(is_known=True)
 
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
         """Gradients that a scaler refuses are not discarded by the script."""
@@ -281,6 +304,19 @@ class GradientUse(Check):
         is_second = before is not None and before is roots[0] and before.numel() == 1
         if self.due and is_second and self._fresh and all(g.is_untouched() for g in self._fresh.values()):
             self.report("gradients_not_cleared", self.run.clock.index, kind="second_backward")
+
+    def _report_order(self) -> None:
+        """Report a clipping that came before the gradients of its step."""
+        if self._early_clip is None or self._has_clipped or not self._passes:
+            return
+        line, flags = self._early_clip
+        step, unused = self.run.clock.index, torch.stack([*flags]) if flags else torch.zeros(1)
+
+        def report(known: NDArray[np.generic]) -> None:
+            if not known.any():
+                self.report("clipping_order", step, line=line)
+
+        self.when_known(unused, report)
 
     def _report_sums(self, held: set[int]) -> None:
         """Report gradients that hold the sum of two steps."""

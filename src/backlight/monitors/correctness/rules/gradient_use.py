@@ -1,4 +1,4 @@
-"""Rules ``gradients_not_cleared`` and ``gradients_discarded``: each gradient is to be used once."""
+"""Rules on the use of gradients: once, not cleared before, and clipped when they are there."""
 
 from __future__ import annotations
 
@@ -159,4 +159,35 @@ def _between(found: Sequence[Event]) -> Finding:
             "after `optimizer.step()`."
         ),
         refuted_if="the script itself uses these gradients before it clears them.",
+    )
+
+
+@dataclass(frozen=True)
+class ClippingOrderLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``clipping_order``."""
+
+    early_clips: int = limit(3, "steps at which it happened: a loop may clip once before it starts", low=1)
+
+
+@rule("clipping_order", monitor="correctness", limits=ClippingOrderLimits)
+def clipping_order(run: Run, limits: ClippingOrderLimits) -> Iterator[Finding]:
+    """Find clipping that comes before the gradients that it is to clip."""
+    found = contradictions(run, "clipping_order")
+    steps = steps_of(found)
+    if len(steps) < limits.early_clips:
+        return
+    line = str(found[0].payload["line"])
+    where = f" at {line}" if line else ""
+    yield Finding(
+        severity=Severity.WARNING,
+        title="Gradients are clipped before backward, which changes nothing",
+        detail=(
+            f"At {observed(steps)} the clipping{where} came before the backward pass of its step, and none "
+            "after it: there were no gradients yet, or those that the last step had used. The optimizer used "
+            "gradients that were not clipped."
+        ),
+        subject=Subject(step=steps[0], line=line or None),
+        evidence=(evidence_of(found, line, "line"),),
+        fix="Move the clipping between `loss.backward()` and `optimizer.step()`.",
+        refuted_if="a parameter has a gradient at that line that no step has used.",
     )
