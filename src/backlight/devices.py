@@ -254,6 +254,11 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+def stream_handle(device: torch.device) -> int:
+    """Return the driver's handle of the stream in which a CUDA device works now."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def side_stream(device: str | torch.device) -> torch.Stream:
     """Return the stream of an accelerator on which backlight works beside the script.
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ import torch
 from torch.utils import cpp_extension
 
 SOURCES = Path(__file__).parent / "backend"
+KERNELS = Path(__file__).parents[2] / "src" / "backlight" / "measure" / "stats" / "rows.cu"
 BUILT = Path(__file__).parents[2] / "build" / "accelerator"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 SYNCHRONIZATION, DEVICE_TO_HOST, KERNEL = range(3)
@@ -30,7 +31,7 @@ SYNCHRONIZATION, DEVICE_TO_HOST, KERNEL = range(3)
 
 def build() -> Path:
     """Return the shared library of this source and torch, compiling it where that has not been done."""
-    files = sorted(SOURCES.iterdir())
+    files = [*sorted(SOURCES.iterdir()), KERNELS]
     content = b"".join(file.read_bytes() for file in files) + torch.__version__.encode()
     library = BUILT / f"backend-{hashlib.sha256(content).hexdigest()[:16]}.so"
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -41,6 +42,7 @@ def build() -> Path:
             subprocess.run(
                 [
                     str(COMPILER), "-std=c++20", "-O1", "-fPIC", "-shared", "-w",
+                    f"-I{KERNELS.parent}",
                     *(f"-isystem{path}" for path in cpp_extension.include_paths()),
                     SOURCES / "backend.cpp", "-o", unfinished,
                     *(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu",
@@ -100,6 +102,20 @@ def set_delay(seconds: float) -> None:
 def sleep(seconds: float) -> None:
     """Keep the current stream busy for a while, without waiting here."""
     _library.simulated_sleep(ctypes.c_int64(round(seconds * 1e6)))
+
+
+def load_kernels(
+    device: torch.device, source: bytes, names: Sequence[str]
+) -> Callable[[str, int, Sequence[int]], None]:
+    """Return what launches the kernels of ``rows.cu`` on a device; they are built with the back-end."""
+    assert source == KERNELS.read_bytes()
+
+    def launch(name: str, blocks: int, arguments: Sequence[int]) -> None:
+        assert name in names
+        given = (ctypes.c_int64 * len(arguments))(*arguments)
+        _library.simulated_launch(device.index, name.encode(), ctypes.c_int64(blocks), given, len(arguments))
+
+    return launch
 
 
 class SimulatedGraph:

@@ -1,7 +1,7 @@
 // Operators of the simulated accelerator: torch's CPU kernels, run later on the memory of the device by the
 // thread of the stream. Memory is passed by address only: as on a real device, a kernel keeps nothing alive.
 
-#include "controls.h"
+#include "kernels.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>

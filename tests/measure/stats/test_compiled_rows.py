@@ -194,7 +194,7 @@ def test_eager_kernels_serve_while_it_compiles(rows, monkeypatch, tmp_path, chec
     rows.spend(COMPILE_S)
     eager = statistics(tensors)
     check(eager, tensors)
-    assert rows._measure is None
+    assert rows._function is None
     assert rows._thread.daemon
     gate.touch()
     rows.wait()

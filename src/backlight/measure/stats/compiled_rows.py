@@ -17,14 +17,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from backlight.interrupts import is_interrupt
 from backlight.threads import UNBLOCKED, BackgroundThread
+
+T = TypeVar("T")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types that it measures, in the order of ``rows.c``: those whose squares float64 always holds. The others
@@ -59,6 +62,11 @@ for kind, minus_one in enumerate((b"\\0\\0\\x80\\xbf", b"\\x80\\xbf", b"\\0\\xbc
 """
 
 
+def is_plain(values: Tensor) -> bool:
+    """Return whether the scalars lie one after another where the address of the tensor is."""
+    return type(values) is Tensor and values.is_contiguous() and not values.is_neg()
+
+
 def c_compiler() -> list[str]:
     """Return the command of the C compiler: ``CC``, or the first of the usual names; empty without one."""
     known = (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"])
@@ -69,26 +77,13 @@ class CompileError(RuntimeError):
     """There is no compiler, or it failed; the message says how."""
 
 
-class CompiledRows:
-    """The compiled pass of a process.
-
-    It is requested once the eager work has taken as long as compiling does, so that the two together never
-    take more than twice the better of them (ski rental). ``reason`` says why there is none; empty while
-    nothing has failed.
-    """
+class CompiledPass:
+    """A pass that a thread compiles. ``reason`` says why there is none; empty while nothing has failed."""
 
     def __init__(self) -> None:
         self.reason = ""
-        self._spent = 0.0
         self._thread: BackgroundThread | None = None
-        self._measure: Any = None
-        self._compiler = 0
-
-    def spend(self, seconds: float) -> None:
-        """Count processor time of eager work; request the compiled pass once it has taken long enough."""
-        self._spent += seconds
-        if self._spent >= COMPILE_S:
-            self.request()
+        self._function: Any = None
 
     def request(self) -> None:
         """Start to compile, on the first call; nothing waits for it."""
@@ -103,11 +98,58 @@ class CompiledRows:
             self._thread.join()
 
     def is_ready(self) -> bool:
-        """Return whether :meth:`measure` can be called here: not where operations are intercepted."""
-        if self._measure is None or self.reason:
+        """Return whether the pass can be called here: not where operations are intercepted."""
+        if self._function is None or self.reason:
             return False
         stacks = ("_len_torch_function_stack", "_len_torch_dispatch_stack")
         return not any(getattr(torch._C, stack, int)() for stack in stacks)
+
+    def spend(self, seconds: float) -> None:
+        """Count processor time of eager work, after which the compiled pass may be worth its cost."""
+        raise NotImplementedError
+
+    def attempt(self, call: Callable[[], T]) -> T | None:
+        """Return what a call of the pass returns; one that fails disables it, and returns None."""
+        try:
+            return call()
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            self.fail(error)
+            return None
+
+    def fail(self, error: Exception) -> None:
+        """Disable the compiled pass for good, and keep the first lines of the reason."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        self.reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
+
+    def forget_thread(self) -> None:
+        """Compile nothing in a forked child, where the thread does not exist."""
+        if self._function is None:
+            self.reason = self.reason or "not compiled in a forked process"
+
+    def _compile(self) -> None:
+        """Set ``_function``, or call :meth:`fail`; on the thread."""
+        raise NotImplementedError
+
+
+class CompiledRows(CompiledPass):
+    """The compiled pass of a process over tensors on the host.
+
+    It is requested once the eager work has taken as long as compiling does, so that the two together never
+    take more than twice the better of them (ski rental).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spent = 0.0
+        self._compiler = 0
+
+    def spend(self, seconds: float) -> None:
+        """Count processor time of eager work; request the compiled pass once it has taken long enough."""
+        self._spent += seconds
+        if self._spent >= COMPILE_S:
+            self.request()
 
     def measure(self, values: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
         """Measure contiguous tensors of one of :data:`DTYPES` on the host.
@@ -122,18 +164,12 @@ class CompiledRows:
         addresses = (ctypes.c_void_p * len(values))(*[tensor.data_ptr() for tensor in values])
         sizes = (ctypes.c_int64 * len(values))(*counts)
         kind = DTYPES.index(values[0].dtype) if values else 0
-        self._measure(kind, len(values), addresses, sizes, ROW, threads, found.data_ptr())
+        self._function(kind, len(values), addresses, sizes, ROW, threads, found.data_ptr())
         return found, rows
 
-    def fail(self, error: Exception) -> None:
-        """Disable the compiled pass for good, and keep the first lines of the reason."""
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        self.reason = f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"
-
     def forget_thread(self) -> None:
-        """Compile nothing in a forked child, where the thread does not exist."""
-        if self._measure is None:
-            self.reason = self.reason or "not compiled in a forked process"
+        """Compile nothing in a forked child; the compiler belongs to the parent."""
+        super().forget_thread()
         self._compiler = 0
 
     def end_compiler(self) -> None:
@@ -159,7 +195,7 @@ class CompiledRows:
 
         atexit.register(remove)
         try:
-            self._measure = self._build(Path(folder) / "rows.so")
+            self._function = self._build(Path(folder) / "rows.so")
         except (OSError, CompileError) as error:
             self.fail(error)
         finally:

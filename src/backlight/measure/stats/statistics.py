@@ -18,8 +18,8 @@ from torch import Tensor
 
 from backlight import clock
 from backlight.devices import widest_float
-from backlight.interrupts import is_interrupt
-from backlight.measure.stats.compiled_rows import COMPILED_ROWS, DTYPES
+from backlight.measure.stats.compiled_rows import COMPILED_ROWS, DTYPES, CompiledRows, is_plain
+from backlight.measure.stats.fused_rows import FusedRows, failures, fused_rows
 from backlight.measure.stats.kernels import max_by, narrow, non_finite, root_sum_squares_by, wide
 from backlight.measure.stats.packed_matrices import Owned, chunk_size, chunks, is_host, matrices, stored
 from backlight.measure.transfer import Arrays, HostParts, Pending, Transfer, TransferBatch, start_copy
@@ -51,10 +51,10 @@ def statistics(
         P local tensors of any floating or complex type, layout, stride and device; None where there is
         nothing to measure.
     tier
-        ``"eager"`` uses torch's own operations. ``"auto"`` starts eagerly and requests the compiled pass over
-        tensors on the host once the eager work of this process has cost as much as compiling would; what
-        is compiled serves from the call after it is there. ``"compiled"`` waits for it (eager where it
-        fails, see :func:`why_not_compiled`).
+        ``"eager"`` uses torch's own operations. ``"auto"`` starts eagerly and requests a compiled pass: over
+        tensors on the host once the eager work of this process has cost as much as compiling would, over
+        those on a device at once. What is compiled serves from the call after it is there. ``"compiled"``
+        waits for it (eager where it fails, see :func:`why_not_compiled`).
     scale
         Divisor of all values, for example a loss scale. The results are divided, not the tensors; a tensor
         on a device is copied to the host with the results.
@@ -88,17 +88,18 @@ def statistics(
             kinds.setdefault((values.device, values.dtype), []).append((position, values))
         for (device, dtype), owned in kinds.items():
             table = _table(tables, device)
-            if tier == "eager" or dtype not in DTYPES or not is_host(device) or COMPILED_ROWS.reason:
+            compiled = None if tier == "eager" or dtype not in DTYPES else _compiled_pass(device)
+            if compiled is None:
                 table.eager(owned)
                 continue
             if tier == "compiled":
-                COMPILED_ROWS.wait()
-            if COMPILED_ROWS.is_ready():
-                table.eager(table.compiled(owned))
+                compiled.wait()
+            if compiled.is_ready():
+                table.eager(table.compiled(owned, compiled))
             else:
                 begin = clock.thread_time()
                 table.eager(owned)
-                COMPILED_ROWS.spend(clock.thread_time() - begin)
+                compiled.spend(clock.thread_time() - begin)
         for device, table in tables.items():
             table.count_non_finite(
                 [pair for kind, owned in kinds.items() if kind[0] == device for pair in owned]
@@ -117,8 +118,13 @@ def statistics(
 
 
 def why_not_compiled() -> str:
-    """Return why the compiled tier is not available in this process; empty while nothing has failed."""
-    return COMPILED_ROWS.reason
+    """Return why a compiled tier is not available in this process; empty while nothing has failed."""
+    return "; ".join(filter(None, (COMPILED_ROWS.reason, *failures())))
+
+
+def _compiled_pass(device: torch.device) -> CompiledRows | FusedRows | None:
+    compiled = COMPILED_ROWS if is_host(device) else fused_rows(device)
+    return None if compiled is None or compiled.reason else compiled
 
 
 def _table(tables: dict[torch.device, _Table], device: torch.device) -> _Table:
@@ -156,20 +162,17 @@ class _Table:
             found = narrow(matrix) if plain else wide(matrix, self._float)
             self._add(found if self._on_host else (*found, *non_finite(matrix)), owners)
 
-    def compiled(self, values: Owned) -> Owned:
-        """Measure contiguous tensors of one dtype in the compiled pass; return what that leaves over."""
-        plain = [pair for pair in values if _is_plain(pair[1])]
-        try:
-            found_N4, rows = COMPILED_ROWS.measure([tensor for _, tensor in plain])
-        except Exception as error:
-            if is_interrupt(error):
-                raise
-            COMPILED_ROWS.fail(error)
+    def compiled(self, values: Owned, compiled: CompiledRows | FusedRows) -> Owned:
+        """Measure contiguous tensors of one dtype in a compiled pass; return what that leaves over."""
+        plain = [pair for pair in values if pair[1].numel() and is_plain(pair[1])]
+        if not plain:
             return values
-        if plain:
-            owners = [owner for owner, _ in plain]
-            self._add(found_N4.unbind(1), list(zip(owners, rows, strict=True)))
-        return [pair for pair in values if not _is_plain(pair[1])] if len(plain) < len(values) else []
+        found = compiled.attempt(lambda: compiled.measure([tensor for _, tensor in plain]))
+        if found is None:
+            return values
+        self._add(found[0].unbind(1), list(zip([owner for owner, _ in plain], found[1], strict=True)))
+        done = {owner for owner, _ in plain}
+        return [pair for pair in values if pair[0] not in done] if len(plain) < len(values) else []
 
     def count_non_finite(self, values: Owned) -> None:
         """Count NaN and infinity where a norm is not finite: elsewhere there are none.
@@ -199,7 +202,8 @@ class _Table:
         scale = [] if self._scale is None else [self._scale]
         if self._on_host:
             return HostParts([*itertools.chain.from_iterable(self._columns), *scale])
-        parts = [torch.cat(column).to(self._float) for column in self._columns if column] + scale
+        columns = (column[0] if len(column) == 1 else torch.cat(column) for column in self._columns if column)
+        parts = [column.to(self._float) for column in columns] + scale
         table = torch.cat(parts) if parts else torch.empty(0, dtype=self._float)
         return start_copy(table) if transfer is None else transfer.add(table)
 
@@ -222,17 +226,6 @@ class _Table:
         for column, values_R in zip(self._columns, columns, strict=False):
             column.append(values_R)
         self._owners += owners
-
-
-def _is_plain(values: Tensor) -> bool:
-    """Return whether the scalars lie one after another where the address of the tensor is."""
-    return (
-        type(values) is Tensor
-        and values.dim() == 1
-        and values.numel() > 0
-        and values.is_contiguous()
-        and not values.is_neg()
-    )
 
 
 def _owner_of_rows(owners: list[tuple[int, int]]) -> NDArray[np.int64]:

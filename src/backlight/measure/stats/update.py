@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.devices import widest_float
+from backlight.measure.stats.compiled_rows import DTYPES, is_plain
+from backlight.measure.stats.fused_rows import AddressTable, Entry, entry, fused_rows
 from backlight.measure.stats.kernels import root_sum_squares_by, row_norms
 from backlight.measure.transfer import Arrays, Pending, TransferBatch, start_copy
 
@@ -170,6 +172,8 @@ class _Kept:
         self._indices: dict[int, tuple[Tensor, ...]] = {}
         widest = widest_float(device)
         self._widest = widest.to_complex() if dtype.is_complex else widest
+        self._addresses = AddressTable()
+        self._fused = fused_rows(device)
         self._norms = row_norms if self._widest.is_complex or dtype is widest else _plain_norms
 
     @property
@@ -192,6 +196,13 @@ class _Kept:
             self._buffer = torch.zeros((self._rows, _ROW), dtype=self._dtype, device=self._device)
             flat = self._buffer.view(-1)
             self._targets = [flat[s.row * _ROW : s.row * _ROW + s.taken] for s in self.slots]
+        kept, entries = self._buffer, self._entries(now)
+        if (
+            (fused := self._fused) is not None
+            and entries is not None
+            and fused.attempt(lambda: fused.keep(self._addresses, entries, kept)) is not None
+        ):
+            return
         weights = [self._sample(tensor, s) for s in self.slots if (tensor := now[s.position]) is not None]
         torch._foreach_copy_(self._targets, weights)
 
@@ -199,6 +210,11 @@ class _Kept:
         """Return the norms of the change and of what was kept, row by row: ``[2 * N]``."""
         if self._buffer is None or not self._rows:
             return torch.empty(0)
+        kept, entries = self._buffer, self._entries(now)
+        if (fused := self._fused) is not None and entries is not None:
+            found = fused.attempt(lambda: fused.compare(self._addresses, entries, kept))
+            if found is not None:
+                return found
         if self._compared is None:
             size = (min(self._rows, _ROWS), _ROW)
             self._compared = torch.empty(size, dtype=self._widest, device=self._device)
@@ -213,6 +229,18 @@ class _Kept:
             weight.append(self._norms(old_RW))
             change.append(self._norms(new_RW.sub_(old_RW)))
         return torch.cat(change + weight)
+
+    def _entries(self, now: Sequence[Tensor | None]) -> list[Entry] | None:
+        """Return the entries of the samples for the fused pass; None where that cannot serve."""
+        if self._fused is None or not self._rows or self._dtype not in DTYPES:
+            return None
+        if not self._fused.is_ready():
+            self._fused.request()
+            return None
+        tensors = [now[s.position] for s in self.slots]
+        if not all(t is None or (t.dtype in DTYPES and is_plain(t)) for t in tensors):
+            return None
+        return [entry(t, s.step, s.taken, s.row) for t, s in zip(tensors, self.slots, strict=True)]
 
     def _cut(self, flat: Tensor) -> Iterator[tuple[int, list[_Cut]]]:
         """Yield first rows, and the weights that are compared together from there, copied into ``flat``."""

@@ -1,0 +1,156 @@
+"""The fused pass over tensors on a device: ``rows.cu``, compiled in a thread and launched by address.
+
+Statistics of all tensors of a type, the sample of all weights and its comparison are one launch each, where
+the eager kernels need hundreds. Those serve until the fused ones are compiled, and wherever they cannot be;
+the numbers agree within rounding. To compile takes neither time of the training thread nor of the device, so
+that it is requested at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backlight import devices
+from backlight.measure.pinned_block import PINNED
+from backlight.measure.stats import cuda_kernels
+from backlight.measure.stats.compiled_rows import DTYPES, ROW, CompiledPass
+from backlight.measure.stats.cuda_kernels import Launch
+
+EXIT_TIMEOUT_S = 10.0
+"""Seconds that the exit of the process waits for a compiler at work, whose library must not end before it."""
+
+KERNELS = ("measure_rows", "keep_rows", "compare_rows")
+"""Names of the kernels of ``rows.cu``."""
+
+LOADERS: dict[str, Callable[[torch.device, bytes, Sequence[str]], Launch]] = {"cuda": cuda_kernels.load}
+"""What compiles and loads kernels, by type of device."""
+
+_SOURCE = Path(__file__).with_name("rows.cu")
+_NUMBERS = 6
+
+Entry = tuple[int, int, int, int, int]
+"""Address, type, step, scalars and first row of a tensor, as in ``rows.cu``."""
+
+
+def entry(tensor: Tensor | None, step: int, count: int, row: int) -> Entry:
+    """Return the entry of a contiguous tensor; of None, one that is left out."""
+    if tensor is None:
+        return 0, 0, step, count, row
+    return tensor.data_ptr(), DTYPES.index(tensor.dtype), step, count, row
+
+
+class AddressTable:
+    """Entries on a device, which are sent again only where one has changed."""
+
+    def __init__(self) -> None:
+        self._content: tuple[bytes, int] | None = None
+        self._table = torch.empty(0)
+        self._sent: deque[tuple[torch.Event, Tensor]] = deque()  # pinned memory that a copy may still read
+
+    def on(self, device: torch.device, entries: NDArray[np.int64]) -> Tensor:
+        """Return the entries on the device, in its current stream."""
+        # A table that another stream has been sent may not be there yet.
+        content = (entries.tobytes(), devices.current_stream(device).stream_id)
+        if content != self._content:
+            while self._sent and devices.GATE.is_done(self._sent[0][0]):
+                self._sent.popleft()
+            host = PINNED.take(entries.shape, torch.int64)
+            host.numpy()[:] = entries
+            self._table = host.to(device, non_blocking=True)
+            self._sent.append((devices.record_event(device), host))
+            self._content = content
+        return self._table
+
+
+class FusedRows(CompiledPass):
+    """The fused pass of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._lock = threading.Lock()
+        self._tables: dict[torch.dtype, AddressTable] = {}
+        atexit.register(self._wait_at_exit)
+
+    def spend(self, seconds: float) -> None:
+        """Request the pass: to compile it takes no time of the training thread and none of the device."""
+        self.request()
+
+    def measure(self, values: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """Measure contiguous tensors of one of :data:`DTYPES`, none of them empty.
+
+        Returns float64 ``[N, 6]``, column after column in memory, in the order of ``statistics.COLUMNS``, for
+        each row of at most :data:`ROW` scalars; and how many of the rows belong to each tensor.
+        """
+        counts = [tensor.numel() for tensor in values]
+        rows = [-(-count // ROW) for count in counts]
+        first = np.cumsum([0, *rows]).tolist()
+        entries = [entry(t, 1, count, row) for t, count, row in zip(values, counts, first, strict=False)]
+        out = torch.empty((_NUMBERS, first[-1]), dtype=torch.float64, device=self._device)
+        table = self._tables.setdefault(values[0].dtype, AddressTable())
+        self._launch("measure_rows", table, entries, (out.data_ptr(), first[-1]), first[-1])
+        return out.t(), rows
+
+    def keep(self, table: AddressTable, entries: Sequence[Entry], kept: Tensor) -> Tensor:
+        """Copy the sampled weights into the rows of ``kept``, and return it."""
+        self._launch("keep_rows", table, entries, (kept.data_ptr(),), len(kept))
+        return kept
+
+    def compare(self, table: AddressTable, entries: Sequence[Entry], kept: Tensor) -> Tensor:
+        """Return the norms of the change and of what was kept, row by row: float64 ``[2 * N]``."""
+        out = torch.empty(2 * len(kept), dtype=torch.float64, device=self._device)
+        arguments = (kept.data_ptr(), DTYPES.index(kept.dtype), out.data_ptr(), len(kept))
+        self._launch("compare_rows", table, entries, arguments, len(kept))
+        return out
+
+    def _launch(
+        self, name: str, table: AddressTable, entries: Sequence[Entry], arguments: Sequence[int], blocks: int
+    ) -> None:
+        with self._lock:
+            sent = table.on(self._device, np.array(entries, dtype=np.int64))
+            self._function(name, blocks, (sent.data_ptr(), len(entries), *arguments))
+
+    # On a thread of its own
+
+    def _compile(self) -> None:
+        load = LOADERS[self._device.type]
+        self._function = self.attempt(lambda: load(self._device, _SOURCE.read_bytes(), KERNELS))
+
+    def _wait_at_exit(self) -> None:
+        if self._thread is not None:
+            self._thread.join(EXIT_TIMEOUT_S)
+
+
+_OF_DEVICE: dict[torch.device, FusedRows] = {}
+
+
+def fused_rows(device: torch.device) -> FusedRows | None:
+    """Return the fused pass of a device; None where its type has none."""
+    if device.type not in LOADERS:
+        return None
+    if device not in _OF_DEVICE:
+        _OF_DEVICE[device] = FusedRows(device)
+    return _OF_DEVICE[device]
+
+
+def failures() -> list[str]:
+    """Return why devices have no fused pass."""
+    return [f"{device}: {one.reason}" for device, one in _OF_DEVICE.items() if one.reason]
+
+
+def _forget_threads() -> None:
+    for one in _OF_DEVICE.values():
+        one.forget_thread()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
