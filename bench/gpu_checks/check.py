@@ -39,7 +39,9 @@ class Check:
         if device == "sim":
             import simulated
 
-            self.simulated = simulated
+            from backlight.measure.stats.fused_rows import LOADERS
+
+            self.simulated, LOADERS["sim"] = simulated, simulated.load_kernels
         elif device != "cpu" and not torch.accelerator.is_available():
             self.skip(f"torch {torch.__version__} finds no {device}")
         torch.manual_seed(0)

@@ -9,9 +9,13 @@ import torch
 from check import Check
 
 from backlight.measure.stats.compiled_rows import COMPILED_ROWS
-from backlight.measure.stats.statistics import statistics, why_not_compiled
+from backlight.measure.stats.fused_rows import failures
+from backlight.measure.stats.statistics import statistics
 
-EXPECTED = "norm, maximum and sum equal those of the device within 1e-6, and all counts are equal"
+EXPECTED = (
+    "the pass of the device compiles; norm, maximum and sum equal those of the device within 1e-6, and all "
+    "counts are equal"
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,12 +34,13 @@ def tensors(check: Check) -> list[torch.Tensor]:
 
 
 def main(check: Check) -> None:
-    """Measure the same values in four ways."""
+    """Measure the same values in five ways."""
     on_host = tensors(check)
     on_device = [tensor.to(check.kind) for tensor in on_host]
     ways = {
         "device, eager": (on_device, "eager"),
-        "device, auto": (on_device, "auto"),
+        "device, compiled, cold": (on_device, "compiled"),
+        "device, compiled, warm": (on_device, "compiled"),
         "host, eager": (on_host, "eager"),
         "host, compiled, cold": (on_host, "compiled"),
         "host, compiled, warm": (on_host, "compiled"),
@@ -54,7 +59,9 @@ def main(check: Check) -> None:
         check.expect(f"{name}, largest difference", f"{off:.1e}", "at most 1e-6", holds=bool(is_equal))
         same = np.array_equal(counts, integers)
         check.expect(f"{name}, counts", "equal" if same else "differ", "equal", holds=same)
-    check.figure("compiled", why_not_compiled() or ("yes" if COMPILED_ROWS.is_ready() else "no"))
+    check.figure("compiled on the host", COMPILED_ROWS.reason or "yes")
+    reasons = "; ".join(failures())
+    check.expect("compiled on the device", reasons or "yes", "yes", holds=not reasons)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One block of pinned memory for small copies to the host: to allocate such memory is slow, and may wait."""
+"""Blocks of pinned memory for small copies: to allocate such memory is slow, and may wait."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from torch import Tensor
 BLOCK_BYTES = 8 * 2**20
 """Size of the block: hundreds of recorded steps of a model with a hundred parameters on their way at once."""
 
+UPLOAD_BYTES = 2**20
+"""Size of the block for copies to a device: tables of a hundred addresses take 4 KiB."""
+
 ALIGNMENT = 64
 
 
@@ -27,7 +30,8 @@ class PinnedBlock:
     table is too large, memory of its own is allocated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = BLOCK_BYTES) -> None:
+        self._size = size
         self.reset()
 
     def reset(self) -> None:
@@ -41,7 +45,7 @@ class PinnedBlock:
         """Return a pinned tensor on the host; its values are arbitrary."""
         nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         with self._lock:
-            part = self._find(nbytes) if 0 < nbytes <= BLOCK_BYTES else None
+            part = self._find(nbytes) if 0 < nbytes <= self._size else None
             if part is None:
                 return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
             # What shares the memory of a tensor, as an array that reads it, holds the array below.
@@ -51,8 +55,8 @@ class PinnedBlock:
 
     def _find(self, nbytes: int) -> tuple[int, int] | None:
         if not len(self._bytes):
-            self._bytes = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
-            self._free = [(0, BLOCK_BYTES)]
+            self._bytes = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
+            self._free = [(0, self._size)]
         if self._returned:
             self._merge()
         for number, (begin, end) in enumerate(self._free):
@@ -74,6 +78,11 @@ class PinnedBlock:
 
 
 PINNED = PinnedBlock()
-"""The block of this process."""
+"""The block of this process for copies to the host. A part may be lent again while a copy that nothing reads
+any more still writes to it: the copies of a stream come in order."""
+
+UPLOADS = PinnedBlock(UPLOAD_BYTES)
+"""That for copies to a device, whose memory the host writes at once: no late copy may write to it."""
 
 os.register_at_fork(after_in_child=PINNED.reset)
+os.register_at_fork(after_in_child=UPLOADS.reset)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight import devices
-from backlight.measure.pinned_block import PINNED
+from backlight.measure.pinned_block import UPLOADS
 from backlight.measure.stats import cuda_kernels
 from backlight.measure.stats.compiled_rows import DTYPES, ROW, CompiledPass
 from backlight.measure.stats.cuda_kernels import Launch
@@ -64,7 +64,7 @@ class AddressTable:
         if content != self._content:
             while self._sent and devices.GATE.is_done(self._sent[0][0]):
                 self._sent.popleft()
-            host = PINNED.take(entries.shape, torch.int64)
+            host = UPLOADS.take(entries.shape, torch.int64)
             host.numpy()[:] = entries
             self._table = host.to(device, non_blocking=True)
             self._sent.append((devices.record_event(device), host))
@@ -123,8 +123,14 @@ class FusedRows(CompiledPass):
     # On a thread of its own
 
     def _compile(self) -> None:
-        load = LOADERS[self._device.type]
-        self._function = self.attempt(lambda: load(self._device, _SOURCE.read_bytes(), KERNELS))
+        self._function = self.attempt(self._load)
+
+    def _load(self) -> Launch:
+        launch = LOADERS[self._device.type](self._device, _SOURCE.read_bytes(), KERNELS)
+        stream = devices.current_stream(self._device)
+        with devices.GATE.work([str(self._device)]), devices.on_stream(stream):
+            UPLOADS.take((1,), torch.int64)  # allocates the block, which the training thread must not do
+        return launch
 
     def _wait_at_exit(self) -> None:
         if self._thread is not None:
