@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 
-from backlight.measure import pinned_block
 from backlight.measure.pinned_block import ALIGNMENT, PinnedBlock
+
+SIZE = 64 * ALIGNMENT
 
 
 @pytest.fixture
@@ -24,12 +25,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return tensor
 
     monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(pinned_block, "BLOCK_BYTES", 64 * ALIGNMENT)
     return sizes
 
 
 def test_parts_do_not_overlap_and_are_lent_again(made: list[int]) -> None:
-    block, draw = PinnedBlock(), random.Random(0)
+    block, draw = PinnedBlock(SIZE), random.Random(0)
     held: dict[int, torch.Tensor] = {}
     for number in range(2000):
         if len(held) > 5 or (held and draw.random() < 0.4):
@@ -37,30 +37,30 @@ def test_parts_do_not_overlap_and_are_lent_again(made: list[int]) -> None:
             assert (held.pop(key) == key).all()
         held[number] = block.take((draw.randint(1, 4), draw.randint(1, 8)), torch.float64).fill_(number)
     assert all((value == key).all() for key, value in held.items())
-    assert made == [pinned_block.BLOCK_BYTES]
+    assert made == [SIZE]
     held.clear()
-    assert block.take((pinned_block.BLOCK_BYTES,), torch.uint8).nbytes == pinned_block.BLOCK_BYTES
-    assert made == [pinned_block.BLOCK_BYTES], "what was returned has not become one part again"
+    assert block.take((SIZE,), torch.uint8).nbytes == SIZE
+    assert made == [SIZE], "what was returned has not become one part again"
 
 
 def test_an_array_keeps_its_part(made: list[int]) -> None:
-    block = PinnedBlock()
+    block = PinnedBlock(SIZE)
     array = block.take((2, 8), torch.float64).fill_(1).numpy()[0]
     gc.collect()
     others = [block.take((8,), torch.float64).fill_(2) for _ in range(62)]
     assert (array == 1).all()
     assert len(others) == 62
-    assert made == [pinned_block.BLOCK_BYTES]
+    assert made == [SIZE]
 
 
-@pytest.mark.parametrize("shape", [(0,), (64 * ALIGNMENT + 1,)])
+@pytest.mark.parametrize("shape", [(0,), (SIZE + 1,)])
 def test_what_does_not_fit_has_memory_of_its_own(shape: tuple[int, ...], made: list[int]) -> None:
-    assert PinnedBlock().take(shape, torch.uint8).shape == shape
+    assert PinnedBlock(SIZE).take(shape, torch.uint8).shape == shape
     assert made == [shape[0]]
 
 
 def test_full_block_lends_no_more(made: list[int]) -> None:
-    block = PinnedBlock()
+    block = PinnedBlock(SIZE)
     held = [block.take((8,), torch.float64) for _ in range(65)]
     assert len({tensor.data_ptr() for tensor in held}) == 65
-    assert made == [pinned_block.BLOCK_BYTES, 64]
+    assert made == [SIZE, 64]
