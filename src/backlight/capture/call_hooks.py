@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from backlight.capture.hooks import uncounted
 from backlight.capture.unrecorded import FORWARDS, NUMBERS, PHASE, PROGRESS
 from backlight.records import Phase
 
@@ -165,7 +166,7 @@ def _patched(kind: type[nn.Module]) -> type[nn.Module]:
         if base in _replaced:
             return base
     original = vars(kind).get("__call__")
-    _replaced[kind] = _reporting(kind, original), original
+    _replaced[kind] = uncounted(_reporting(kind, original)), original
     kind.__call__ = _replaced[kind][0]  # type: ignore[method-assign]
     return kind
 

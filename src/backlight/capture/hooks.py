@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +59,7 @@ class Patches:
         original = vars(owner).get(name)
         if original is None:
             return False
-        replacement = wrap(original)
+        replacement = uncounted(wrap(original))
         places = [(owner, name)]
         home = sys.modules.get(getattr(original, "__module__", None) or "")
         at_home = getattr(original, "__qualname__", "")
@@ -81,6 +81,17 @@ class Patches:
             else:
                 stayed.append(f"{getattr(owner, '__name__', owner)}.{name}")
         return stayed
+
+
+def uncounted(replacement: Any) -> Any:
+    """Return a replacement whose frame warnings do not count: ``stacklevel=2`` is the script's line.
+
+    Python skips the frames of its import system, which it recognises by these words in the name of the file.
+    """
+    code = getattr(replacement, "__code__", None)
+    if isinstance(code, CodeType):
+        replacement.__code__ = code.replace(co_filename=f"{code.co_filename} (importlib._bootstrap)")
+    return replacement
 
 
 def install_backward(hub: Hub, patches: Patches) -> None:
