@@ -236,6 +236,16 @@ def test_operations_that_are_intercepted_stay_eager() -> None:
     assert launches(lambda: statistics(given)) < eager
 
 
+def test_default_device_intercepts_nothing() -> None:
+    given = [torch.full((4,), 2.0, device="sim")]
+    module.fused_rows(torch.device("sim:0")).wait()
+    statistics(given)
+    pending = []
+    with torch.device("sim"):
+        assert launches(lambda: pending.append(statistics(given))) == 3
+    assert pending[0].arrays()[0].tolist() == [[4, 2, 8]]
+
+
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

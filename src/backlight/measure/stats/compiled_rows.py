@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from backlight.interrupts import is_interrupt
 from backlight.threads import UNBLOCKED, BackgroundThread
@@ -73,6 +74,15 @@ def c_compiler() -> list[str]:
     return next((command for command in known if command and shutil.which(command[0])), [])
 
 
+def _is_intercepted() -> bool:
+    """Return whether a mode sees operations of this thread; one that sets the default device changes none."""
+    count = getattr(torch._C, "_len_torch_function_stack", int)()
+    mode_at = getattr(torch._C, "_get_function_stack_at", lambda _: None)
+    return getattr(torch._C, "_len_torch_dispatch_stack", int)() > 0 or not all(
+        type(mode_at(number)) is DeviceContext for number in range(count)
+    )
+
+
 class CompileError(RuntimeError):
     """There is no compiler, or it failed; the message says how."""
 
@@ -99,10 +109,7 @@ class CompiledPass:
 
     def is_ready(self) -> bool:
         """Return whether the pass can be called here: not where operations are intercepted."""
-        if self._function is None or self.reason:
-            return False
-        stacks = ("_len_torch_function_stack", "_len_torch_dispatch_stack")
-        return not any(getattr(torch._C, stack, int)() for stack in stacks)
+        return self._function is not None and not self.reason and not _is_intercepted()
 
     def spend(self, seconds: float) -> None:
         """Count processor time of eager work, after which the compiled pass may be worth its cost."""

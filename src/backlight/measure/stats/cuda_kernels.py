@@ -7,6 +7,7 @@ torch has the same in ``torch.cuda._compile_kernel``: private, with arguments of
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,11 @@ def nvrtc() -> Any:
     try:
         return ctypes.CDLL(f"libnvrtc.so.{version}")
     except OSError:
-        # A wheel of NVRTC lies next to torch, outside of what the loader searches.
-        folder = Path(torch.__file__).parents[1] / "nvidia"
-        libraries = sorted(folder.glob(f"*/lib/libnvrtc.so.{version or '[0-9]*'}"))
+        # The loader does not search the wheels of NVIDIA.
+        spec = importlib.util.find_spec("nvidia")
+        folders = [] if spec is None else spec.submodule_search_locations or []
+        pattern = f"*/lib/libnvrtc.so.{version or '[0-9]*'}"
+        libraries = sorted(path for folder in folders for path in Path(folder).glob(pattern))
         if not libraries:
             raise
         return ctypes.CDLL(str(libraries[-1]))
@@ -58,9 +61,8 @@ def compile_source(source: bytes, architecture: str) -> bytes:
     try:
         option = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
         if library.nvrtcCompileProgram(program, 1, option):
-            raise CompileError(
-                f"NVRTC for {architecture}: {text('ProgramLog').decode(errors='replace')[:500]}"
-            )
+            log = text("ProgramLog").rstrip(b"\0").decode(errors="replace")[:500]
+            raise CompileError(f"NVRTC for {architecture}: {log}")
         return text("CUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))

@@ -54,14 +54,14 @@ class AddressTable:
 
     def __init__(self) -> None:
         self._content: tuple[bytes, int] | None = None
-        self._table = torch.empty(0)
+        self._table: Tensor | None = None
         self._sent: deque[tuple[torch.Event, Tensor]] = deque()  # pinned memory that a copy may still read
 
     def on(self, device: torch.device, entries: NDArray[np.int64]) -> Tensor:
         """Return the entries on the device, in its current stream."""
         # A table that another stream has been sent may not be there yet.
         content = (entries.tobytes(), devices.current_stream(device).stream_id)
-        if content != self._content:
+        if self._table is None or content != self._content:
             while self._sent and devices.GATE.is_done(self._sent[0][0]):
                 self._sent.popleft()
             host = UPLOADS.take(entries.shape, torch.int64)
