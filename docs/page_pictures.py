@@ -149,9 +149,9 @@ def write_spectra(folder: Path) -> None:
     layer = ["--include", "token.weight", "--replicates", "32", "--out", "runs/spectra"]
     command = [PROGRAM, "spectra", "examples/gpt_recipe.py", "--checkpoints", "step-10.pt", *layer]
     subprocess.run(command, check=True, cwd=folder)
-    command = [PROGRAM, "report", "runs/spectra", "--plots", "plots", "--animate"]
+    command = [PROGRAM, "report", "runs/spectra", "--plots", "plots"]
     subprocess.run(command, check=True, cwd=folder)
-    shutil.copy(folder / "plots" / "spectra-token.weight" / "step-00000010.png", IMAGES / "spectra.png")
+    shutil.copy(folder / "plots" / "spectra.png", IMAGES / "spectra.png")
     print("docs/images/spectra.png")
 
 

@@ -164,8 +164,6 @@ class RunContext:
         follows: the rule is evaluated at once.
     abandon:
         ``abandon(reason)`` ends the watch, and nothing of it is kept; the training goes on.
-    publish:
-        ``publish(name, step, value)`` makes a number available on the ``Watch`` while the run goes on.
     before_steps:
         ``before_steps(action)`` calls ``action()`` on the training thread before the first backward of each
         step from here on; a later action replaces it.
@@ -194,7 +192,6 @@ class RunContext:
     alarm: Callable[[int, str], None]
     fact: Callable[[str], None]
     abandon: Callable[[str], None]
-    publish: Callable[[str, int, float], None]
     before_steps: Callable[[Callable[[], None]], None]
     stopped: Callable[[Finding], None]
     deliver: Callable[[Sequence[Finding]], None]

@@ -145,7 +145,6 @@ def test_refusal_ends_the_script_at_its_import_of_torch(tmp_path: Path, console_
         (["--stop-on", "spke"], "--stop-on: no severity or rule is called 'spke'; did you mean 'spike'?"),
         (["--tracker", "wandbb"], "--tracker: no tracker is called 'wandbb'; did you mean 'wandb'?"),
         (["--config", "a.toml"], "a.toml: stop_on: no severity or rule is called 'nam'"),
-        (["--reduce"], "--reduce: needs --every, without which each rank chooses its own steps"),
     ],
 )
 def test_names_are_checked_before_a_script_without_torch(

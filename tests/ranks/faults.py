@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import backlight
-from backlight.session import rank_norm_monitor
 from ranks.network import batch, build, loss_of
 from ranks.training_run import FOLDER, Training, report, sharded
 
@@ -315,28 +314,6 @@ def healthy() -> Training:
 @fault
 def healthy_shard() -> Training:
     return Training(sharded())
-
-
-def _reduced(training: Training) -> Training:
-    training.settings = {"reduce": True}
-    return training
-
-
-@fault
-def reduced_shard() -> Training:
-    return _reduced(Training(sharded()))
-
-
-@fault
-def reduced_ddp() -> Training:
-    return _reduced(Training(wrapped()))
-
-
-@fault
-def reduced_skip() -> Training:
-    """Rank 1 sends one step less; rank 0 times out and continues training."""
-    rank_norm_monitor.TIMEOUT_S = 3.0
-    return _reduced(_Skipping(sharded()))
 
 
 class _Destroyed(Training):

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-import backlight
 from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Finding, Severity
 from backlight.report.panel import PANELS, Drawn
@@ -23,7 +19,6 @@ from backlight.store.read.run import Run, open_run
 from ranks.launching import HERE, torchrun
 
 DIAGONAL = ("nan_ddp", "skip_shard", "thawed", "healthy_shard", "moved", "experts", "same_ddp")
-REDUCED = ("reduced_shard", "reduced_ddp", "reduced_skip")
 REST = (
     "healthy", "nan_shard", "skip_ddp", "unreduced", "nan_unreduced", "cut", "seeded", "rates", "corrupted",
     "plain", "local_sgd", "columns", "uneven",
@@ -39,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     every = any(
         item.get_closest_marker("full") for item in request.session.items if item.fspath == request.fspath
     )
-    names = [*DIAGONAL, *(REST if every else ()), *((*REDUCED, "destroyed") if every else ())]
+    names = [*DIAGONAL, *(REST if every else ()), *(("destroyed",) if every else ())]
     torchrun(2, HERE / "faults.py", made, ",".join(names))
     return made
 
@@ -196,69 +191,6 @@ def test_report_shows_every_rank(folder: Path) -> None:
     skipped = PANELS["ranks"].render(Source(open_run(folder / "skip_shard")))
     assert isinstance(skipped, Drawn)
     assert ("rank 1", "finished after step 4") in {(f.label, f.value) for f in skipped.facts}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["reduced_shard", "reduced_ddp"])
-def test_reduce_joins_the_norm_during_training(name: str, folder: Path) -> None:
-    one, other = (json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2))
-    assert one["same"]
-    assert not one["warnings"]
-    assert other["total_norm"] is None
-    run = open_run(folder / name)
-    joined, live = run.scalar("total_norm"), run.scalar("reduced/total_norm")
-    np.testing.assert_allclose(live.values, joined.values, rtol=1e-12)
-    assert live.steps.tolist() == [0, 1, 2, 3]
-    assert one["total_norm"] == [3, pytest.approx(joined.values[-1], rel=1e-12)]
-    # Only then are these collectives caused by backlight.
-    assert one["collectives"][1] > one["collectives"][0]
-
-
-@pytest.mark.full
-def test_absent_rank_loses_the_joined_norm_only(folder: Path) -> None:
-    one = json.loads((folder / "reduced_skip-0.json").read_text())
-    assert one["same"]
-    assert ["the norm over all ranks while the training runs" in text for text in one["warnings"]] == [True]
-    run = open_run(folder / "reduced_skip")
-    assert run.scalar("reduced/total_norm").steps.tolist() == [0, 1]  # the ranks' steps differ from here on
-    assert run.series_steps("gradient").tolist() == list(range(6))
-
-
-def test_reduce_without_a_process_group_is_rejected(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"reduce: needs every, without which each rank chooses"):
-        backlight.watch(model, optimizer, run=tmp_path / "run", reduce=True)
-    watch = backlight.watch(model, optimizer, run=tmp_path / "run", reduce=True, every=1)
-    with (
-        pytest.raises(RuntimeError, match=r"no process group is initialised; call torch\.distributed"),
-        watch,
-    ):
-        pass
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.full
-def test_script_without_a_process_group_is_warned(tmp_path: Path) -> None:
-    script = tmp_path / "alone.py"
-    script.write_text(
-        "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
-        "for _ in range(3):\n    m(torch.ones(1, 2)).sum().backward(); o.step()\n"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "backlight",
-        "run",
-        "--reduce",
-        "--every",
-        "1",
-        "--out",
-        str(tmp_path / "r"),
-    ]
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0
-    assert "no process group is initialised. Your training continues unchanged" in done.stderr
 
 
 @pytest.mark.full

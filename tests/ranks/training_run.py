@@ -49,7 +49,6 @@ class Training:
         self.shares = dist.get_world_size() if shares is None else shares
         self.share = dist.get_rank() if share is None else share
         self.micro = micro
-        self.settings: dict[str, Any] = {}
         self.losses: list[float] = []
 
     def around(self, step: int, micro: int, last: bool) -> Any:
@@ -354,10 +353,10 @@ def report(name: str, make: Callable[[], Training]) -> None:
     torch.manual_seed(0)
     training = make()
     counts.append(collectives())
-    options = {"every": 1, "exact_updates": 1, **training.settings}
+    options = {"every": 1, "exact_updates": 1}
     with (
         backlight_warnings() as messages,
-        backlight.watch(training.model, training.optimizer, run=FOLDER / name, **options) as watch,
+        backlight.watch(training.model, training.optimizer, run=FOLDER / name, **options),
     ):
         training.loop()
     counts.append(collectives())
@@ -366,7 +365,6 @@ def report(name: str, make: Callable[[], Training]) -> None:
         "same": bool(pairs) and all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in pairs),
         "warnings": messages,
         "losses": training.losses,
-        "total_norm": watch.total_norm,
         "collectives": [counts[1] - counts[0], counts[3] - counts[2]],
     }
     (FOLDER / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(result))

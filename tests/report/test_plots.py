@@ -6,7 +6,6 @@ import builtins
 import errno
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from backlight.report.page import rendered
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
 from backlight.report.plots import panels, writer
 from backlight.report.plots.style import colours
-from backlight.report.plots.writer import write_animations, write_plots
+from backlight.report.plots.writer import write_plots
 from backlight.report.source import Source
 from grokking_runs import Grok, write_grokking_run
 
@@ -128,17 +127,11 @@ def test_colours_match_the_page() -> None:
     assert {f"tone-{name}" for name in (*panels.TONES, "health", "loss", "limit")} <= set(tones)
 
 
-@pytest.mark.parametrize("write", [write_plots, write_animations])
-def test_file_instead_of_directory_is_rejected(full: Source, tmp_path: Path, write: Any) -> None:
+def test_file_instead_of_directory_is_rejected(full: Source, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="is a file; --plots takes a folder"):
-        write(full, tmp_path / "file")
+        write_plots(full, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_run_without_spectra_has_no_animations(tmp_path: Path) -> None:
-    without = write_run(tmp_path / "run", Plan(steps=5))
-    assert write_animations(Source(without), tmp_path / "plots") == ()
 
 
 def test_missing_matplotlib_error_names_the_extra(
@@ -161,25 +154,13 @@ def test_missing_matplotlib_error_names_the_extra(
     assert not (tmp_path / "plots").exists()
 
 
-def test_spectra_are_written_as_gif_and_frames(tmp_path: Path) -> None:
-    from PIL import Image
-
+def test_picture_of_spectra_shows_the_last_step(tmp_path: Path) -> None:
     from backlight.report.plots import spectra as pictures
     from spectra_runs import Injected, write_spectra_run
 
     source = Source(
         write_spectra_run(tmp_path / "run", Injected(steps=(0, 10), shapes={"head.weight": (20, 36)}))
     )
-    written = write_animations(source, tmp_path / "plots")
-    assert [str(file.relative_to(tmp_path / "plots")) for file in written] == [
-        "spectra-head.weight/step-00000000.png",
-        "spectra-head.weight/step-00000010.png",
-        "spectra-head.weight.gif",
-    ]
-    with Image.open(written[-1]) as gif, Image.open(written[0]) as frame:
-        assert gif.n_frames == 2  # type: ignore[attr-defined] # of a GIF
-        assert gif.size == frame.size
-    assert written[0].read_bytes() != written[1].read_bytes()
     panel, result = drawn(source, "spectra")
     figure = pictures.spectra(source, panel.title, result.data)[""]
     figure.draw_without_rendering()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from backlight.monitors.health.model.score import health_series
 from backlight.records import Finding, to_json
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
-from backlight.report.plots.writer import Written, write_animations, write_plots
+from backlight.report.plots.writer import Written, write_plots
 from backlight.report.source import Source
 from backlight.store.read.run import Run, open_run
 
@@ -24,16 +23,9 @@ def write_html(path: Path, target: Path) -> Path:
     return write_page(render_page(source_of(open_run(path))), target)
 
 
-def write_pictures(path: Path, folder: Path, *, animate: bool = False) -> Written:
-    """Write the panels of the run in ``path`` as SVG and PNG into ``folder``; return what was written.
-
-    With ``animate`` also the spectra over the steps, as PNG files and as GIF.
-    """
-    source = source_of(open_run(path))
-    written = write_plots(source, folder)
-    if not animate:
-        return written
-    return dataclasses.replace(written, files=(*written.files, *write_animations(source, folder)))
+def write_pictures(path: Path, folder: Path) -> Written:
+    """Write the panels of the run in ``path`` as SVG and PNG into ``folder``; return what was written."""
+    return write_plots(source_of(open_run(path)), folder)
 
 
 def write_bundle(path: Path, target: Path) -> Path:

@@ -48,8 +48,6 @@ class AttachedRun:
         The findings at the end; None before, and where they were not evaluated.
     stopped_by:
         The finding that ended the run by ``stop_on``; None for any other end.
-    published:
-        Step and value that monitors published last, by name.
     is_abandoned:
         Whether nothing is recorded any more: an internal error, or a training run that was refused.
     refusal, removed:
@@ -81,7 +79,6 @@ class AttachedRun:
         self._attention_rest = settings.detail
         self.found: list[Finding] | None = None
         self.stopped_by: Finding | None = None
-        self.published: dict[str, tuple[int, float]] = {}
         self.sampling = Sampling(settings.every)
         self.recorder = StepRecorder(scope, self.sampling, monitors, notifier)
         self.tracker = StepTracker(
@@ -205,16 +202,12 @@ class AttachedRun:
             alarm=self._alarm,
             fact=self._fact,
             abandon=self._refuse,
-            publish=self._publish,
             before_steps=self.tracker.call_before_steps,
             stopped=self._stopped,
             deliver=self._deliver,
         )
 
     # While it runs
-
-    def _publish(self, name: str, step: int, value: float) -> None:
-        self.published[name] = (step, value)
 
     def _deliver(self, findings: Sequence[Finding]) -> None:
         with running_user_code():

@@ -77,10 +77,6 @@ class Settings:
     decompose:
         Steps whose gradient is decomposed by samples, counted as the run counts them; on an accelerator the
         training process computes their forward passes once more.
-    reduce:
-        Join the total norm over all ranks while the training runs, for ``watch.total_norm`` on rank 0:
-        collectives of backlight, next to those of the training run; needs ``every``, so that all ranks record
-        the same steps.
     detail:
         Steps recorded in full after a finding.
     stall:
@@ -135,7 +131,6 @@ class Settings:
     per_backward: bool = False
     noise_scale: int | None = None
     decompose: tuple[int, ...] = ()
-    reduce: bool = False
     detail: int = 20
     stall: float | None = None
     trace: tuple[str, ...] = ()
@@ -169,10 +164,6 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SettingError(name, f"{value}: expected {least} or more")
-        if self.reduce and self.every is None:
-            raise SettingError("reduce", "needs {every}, without which each rank chooses its own steps")
-        if self.reduce and "health" not in self.monitors:
-            raise SettingError("reduce", "needs the monitor health, which measures norms, in {monitors}")
         if self.decompose and min(self.decompose) < 0:
             raise SettingError("decompose", f"{min(self.decompose)}: expected numbers of steps from 0 on")
         if self.decompose and "health" not in self.monitors:
@@ -286,7 +277,6 @@ class SettingsKeywords(TypedDict, total=False):
     per_backward: bool
     noise_scale: int | None
     decompose: int | Sequence[int]
-    reduce: bool
     detail: int
     stall: float | None
     trace: str | Sequence[str] | None

@@ -295,12 +295,6 @@ class Watch:
         return 0 if self._attached is None or self._abandoned else self._attached.tracker.done
 
     @property
-    def total_norm(self) -> tuple[int, float] | None:
-        """Step and total norm over all ranks that ``reduce=True`` joined last; None on other ranks than 0."""
-        self._require_start("total_norm")
-        return None if self._attached is None else self._attached.published.get("total_norm")
-
-    @property
     def findings(self) -> Findings:
         """Findings of the run so far; while it runs, of what has been flushed."""
         self._require_start("findings")
@@ -356,7 +350,6 @@ def watch(
     per_backward: bool = False,
     noise_scale: int | None = None,
     decompose: int | Sequence[int] = (),
-    reduce: bool = False,
     detail: int = 20,
     stall: float | None = None,
     trace: str | Sequence[str] | None = None,

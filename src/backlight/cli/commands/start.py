@@ -81,9 +81,6 @@ def run(
     decompose: Annotated[
         list[int] | None, Option(metavar="STEP", min=0, help="Step to decompose by samples (repeatable).")
     ] = None,
-    reduce: Annotated[
-        bool, Option("--reduce", help="Reduce the total norm over ranks; needs --every.")
-    ] = False,
     stall: Annotated[
         float | None, Option(metavar="SECONDS", min=0.5, help="Time without progress until a diagnosis.")
     ] = None,
@@ -127,7 +124,7 @@ def run(
     given: dict[str, Any] = {
         "resume": resume, "monitors": monitors, "every": every, "steps": steps, "histogram": histogram,
         "stall": stall, "noise_scale": noise_scale, "decompose": tuple(decompose or ()),
-        "exact_updates": exact_updates, "per_backward": per_backward, "reduce": reduce, "trace": trace,
+        "exact_updates": exact_updates, "per_backward": per_backward, "trace": trace,
         "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
         "quiet": quiet, "stop_on": stop_on, "share": share, "redact": tuple(redact or ()),
         "keep_arguments": keep_arguments,
@@ -349,7 +346,6 @@ def report(
     plots: Annotated[
         Path | None, Option(metavar="DIR", help="Directory for the charts as SVG and PNG.")
     ] = None,
-    animate: Annotated[bool, Option("--animate", help="Animate spectra by layer, with --plots.")] = False,
 ) -> None:
     """Write the report of a run or test matrix as one offline file.
 
@@ -361,8 +357,6 @@ def report(
     from backlight.diagnose.test_matrix import report as matrix_report
     from backlight.store.read.remote import mirror_of
 
-    if animate and plots is None:
-        raise ValueError("report: --animate writes into the folder of --plots; add --plots DIR")
     if plots is not None:
         require("matplotlib")
     if bundle is not None and out is not None:
@@ -385,7 +379,7 @@ def report(
             writer = run_report.write_html if form == "html" else run_report.write_markdown
             write(writer(path, target))
             if plots is not None:
-                pictures = run_report.write_pictures(path, plots, animate=animate)
+                pictures = run_report.write_pictures(path, plots)
                 write(*pictures.files, sep="\n")
                 if pictures.words_only:
                     write(f"no pictures, but words: {', '.join(pictures.words_only)}", file=sys.stderr)

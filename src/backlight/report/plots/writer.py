@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from backlight import atomic_files
 from backlight.registry import warn
 from backlight.report.page import rendered
-from backlight.report.panel import PANELS, Drawn, Panel, PanelWarning, failed
+from backlight.report.panel import Drawn, Panel, PanelWarning, failed
 from backlight.report.plots.style import styled
 from backlight.report.source import Source
 
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 FORMATS = ("svg", "png")
 
 PICTURE_DPI = 150
-FRAME_DPI = 90
-
-STEPS_PER_S = 2
-"""Steps that a GIF shows in a second."""
 
 
 @dataclass(frozen=True)
@@ -67,49 +63,6 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
             except Exception as error:  # noqa: BLE001 - a third-party panel may raise anything
                 warn(f"backlight: {failed(panel, error).reason}", PanelWarning)
     return Written(tuple(files), tuple(words_only))
-
-
-def write_animations(source: Source, folder: Path) -> tuple[Path, ...]:
-    """Write the steps of the layers with the largest share of signal into ``folder``.
-
-    For each layer a GIF and, in a folder of its own, a PNG for each step; both have the same axes
-    throughout. A run without spectra gives nothing.
-    """
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an optional package, wanted only here
-    from PIL import Image  # noqa: PLC0415 - comes with it
-
-    from backlight.report.plots import spectra  # noqa: PLC0415 - needs it as well
-
-    folder = _prepared(folder)
-    result = PANELS["spectra"].render(source)
-    if not isinstance(result, Drawn):
-        return ()
-    written: list[Path] = []
-    with styled():
-        for layer in result.data["layers"][: spectra.PICTURED]:
-            views = spectra.views_of(layer, result.data)
-            limits = spectra.limits_of(views)
-            frames = folder / _file_name("spectra", layer["name"])
-            frames.mkdir(exist_ok=True)
-            figure = Figure(figsize=(spectra.WIDTH, spectra.HEIGHT))
-            pictures = []
-            for view in views:
-                figure.clear()
-                spectra.draw(figure, view, limits)
-                frame = frames / f"step-{view.step:08d}.png"
-                with atomic_files.replacing(frame) as temporary, temporary.open("xb") as file:
-                    figure.savefig(file, format="png", dpi=FRAME_DPI)
-                written.append(frame)
-                with Image.open(frame) as drawn:
-                    pictures.append(drawn.convert("RGB").quantize(64))
-            gif = frames.with_name(f"{frames.name}.gif")
-            with atomic_files.replacing(gif) as temporary, temporary.open("xb") as file:
-                pictures[0].save(
-                    file, "GIF", save_all=True, append_images=pictures[1:],
-                    duration=1000 // STEPS_PER_S, loop=0,
-                )  # fmt: skip
-            written.append(gif)
-    return tuple(written)
 
 
 def _prepared(folder: Path) -> Path:

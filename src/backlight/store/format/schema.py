@@ -142,7 +142,6 @@ SCALARS: dict[str, ScalarSchema] = {
         ScalarSchema("losses", "1", "losses that ``loss`` is the sum of, where nothing divided them"),
         ScalarSchema("lr", "1", "learning rate; one scalar lr/<optimizer>/<group> per group"),
         ScalarSchema("total_norm", "gradient", "L2 norm over all parameters, each tensor once"),
-        ScalarSchema("reduced/total_norm", "gradient", "total norm joined over ranks by reduce, on rank 0"),
         ScalarSchema("clip/norm", "gradient", "total norm before clipping"),
         ScalarSchema("clip/limit", "gradient", "max_norm (or the clip value) in use"),
         ScalarSchema("clip/factor", "1", "factor that clipping applied; 1 where inactive"),
