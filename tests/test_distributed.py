@@ -11,7 +11,7 @@ import torch
 
 import backlight
 from backlight.cli.doctor import examine
-from backlight.distributed import World, launch_id, rank_and_size, slurm_restarts, world
+from backlight.distributed import World, launch_id, rank_and_size, world
 from backlight.store.write.attempt import default_path, job_of
 from backlight.store.write.writer import RunWriter
 from cases import build_with_sgd, loop
@@ -57,16 +57,6 @@ def test_invalid_variables_mean_one_process(variables: dict[str, str]) -> None:
     found = world(variables)
     assert (found.rank, found.size) == (0, 1)
     assert "expected whole numbers with 0 <= RANK < WORLD_SIZE" in found.problem
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"), [("2", 2), ("0", 0), ("", None), ("abc", None), ("-1", None)]
-)
-def test_invalid_slurm_restart_count_is_none(
-    variables: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_RESTART_COUNT", variables)
-    assert slurm_restarts() == expected
 
 
 def test_restart_belongs_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +139,7 @@ def test_doctor_reports_cluster_support(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "--slurm-script" in meaning
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
-    pytest.importorskip("submitit")
-    assert find("Slurm") == ("ok", "backlight run --slurm nodes=2 submits a job")
+    assert find("Slurm")[0] == "ok"
     assert find("ranks")[0] == "ok"
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "x")

@@ -77,11 +77,6 @@ def local_rank() -> int:
     return rank_and_size()[0] if found is None else found
 
 
-def slurm_restarts() -> int | None:
-    """Return how often Slurm has requeued this job, None where its variable holds no number."""
-    return _number(os.environ.get("SLURM_RESTART_COUNT"))
-
-
 def launch_id() -> str | None:
     """Return an id that all ranks of this launch have in common, None for a single process.
 

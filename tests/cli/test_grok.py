@@ -81,7 +81,7 @@ def test_control_runs_alongside_the_run(command: Run, tmp_path: Path) -> None:
     assert not np.array_equal(run, other)
 
 
-@pytest.mark.parametrize("more", [(), ("--seeds", "0-1"), ("--slurm", "cluster=local"), ("--resume",)])
+@pytest.mark.parametrize("more", [(), ("--seeds", "0-1"), ("--slurm", "nodes=1"), ("--resume",)])
 def test_unknown_control_is_refused_before_training(
     refused: Refused, tmp_path: Path, more: tuple[str, ...]
 ) -> None:

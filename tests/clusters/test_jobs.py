@@ -1,9 +1,8 @@
-"""Job parameters, the batch script, and errors that are raised before submission."""
+"""Job parameters, the batch script, and errors of the command."""
 
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from backlight.cli import app as application
-from backlight.launch.slurm import ClusterError, Job, batch_script, minutes_of, parameters, require
+from backlight.launch.slurm import ClusterError, Job, batch_script, minutes_of, parameters
 
 COMMAND = ("-m", "backlight", "run", "--out", "/shared/run", "train.py", "a b", "it's")
 
@@ -25,7 +24,7 @@ def test_parameters_use_the_names_of_sbatch() -> None:
     given = parameters(items)
     assert given == {"nodes": 2, "gpus_per_node": "a100:8", "time": "1-02:00:00", "partition": "gpu"}
     made = job(**given)
-    assert (made.nodes, made.per_node, made.minutes, made.local) == (2, 8, 26 * 60, False)
+    assert (made.nodes, made.per_node, made.minutes) == (2, 8, 26 * 60)
     assert made.directives == {"gpus_per_node": "a100:8", "partition": "gpu"}
     assert made.logs == Path("/shared/run.slurm")
 
@@ -52,7 +51,6 @@ def test_invalid_time_limits_are_rejected(limit: str) -> None:
         ({"nproc_per_node": 0}, "nproc_per_node=0: expected a whole number, at least 1"),
         ({"gpus_per_node": "a100"}, "nproc_per_node=a100: expected a whole number"),
         ({"max_restarts": -1}, "max_restarts=-1: expected a whole number, at least 0"),
-        ({"cluster": "local", "nodes": 2}, "one machine is one node; give nproc_per_node"),
     ],
 )
 def test_invalid_jobs_are_rejected(given: dict[str, object], message: str) -> None:
@@ -116,15 +114,6 @@ def test_arguments_reach_the_nodes_unchanged(tmp_path: Path) -> None:
     assert "--rdzv-conf=is_host=1" in lines
 
 
-def test_missing_slurm_error_names_the_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(ClusterError, match=r"sbatch is not on the path.*--slurm-script FILE.*cluster=local"):
-        require(None)
-    with pytest.raises(ClusterError, match="expected slurm, which is the default, or local"):
-        require("lsf")
-    require("local")
-
-
 def test_values_with_spaces_stay_one_argument(tmp_path: Path) -> None:
     given = {"nodes": 2, "comment": "second try", "constraint": "a100|h100", "mem_gb": 64}
     text = batch_script(Job.of(given, ["train.py"], tmp_path / "my runs" / "big one"))
@@ -144,7 +133,6 @@ def test_command_writes_the_script_or_fails(
 ) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shutil, "which", lambda _: None)
 
     def call(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as leaving:
@@ -182,7 +170,7 @@ def test_command_writes_the_script_or_fails(
     assert "--slurm-script gone/j.sh: cannot be written: No such file or directory" in errors
     code, _, errors = call("--slurm", "nodes=2", "train.py")
     assert code == 2
-    assert errors.startswith("backlight: --slurm: sbatch is not on the path")
+    assert errors.startswith("backlight: --slurm sets options of a batch script: add --slurm-script FILE")
     assert call("--slurm", "nodes", "train.py")[2].startswith(
         "backlight: --slurm 'nodes': expected key=value"
     )

@@ -1,4 +1,4 @@
-"""Sweeps and jobs: one run directory each, shared cores, batch scripts, submitit's local executor."""
+"""Sweeps and jobs: one run directory each, shared cores, batch scripts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from backlight.experiments.sweep import (
     members,
     run_all,
     seeds,
-    submit,
 )
 from backlight.launch.slurm import ClusterError, parameters
 from backlight.monitors.grokking.model.measures import TIERS, Measures
@@ -75,16 +74,3 @@ def test_jobs_request_estimated_resources() -> None:
     assert done.returncode == 0, done.stderr
     with pytest.raises(ClusterError, match="expected key=value, such as partition=gpu"):
         parameters(["partition"])
-
-
-def test_submitit_runs_local_job(tmp_path: Path) -> None:
-    pytest.importorskip("submitit")
-    out = tmp_path / "out"
-    line = [sys.executable, "-c", f"open({str(out)!r}, 'w').write('done')"]
-    jobs = submit({"cluster": "local", "timeout_min": 5}, [line], tmp_path / "logs")
-    assert jobs[0].exception() is None
-    assert out.read_text() == "done"
-    with pytest.raises(ClusterError, match="sbatch is not on the path"):
-        submit({"cluster": "slurm"}, [line], tmp_path / "logs")
-    with pytest.raises(ClusterError, match="the jobs cannot be submitted"):
-        submit({"cluster": "local", "nodes": 2}, [line], tmp_path / "logs")

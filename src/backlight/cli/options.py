@@ -71,11 +71,11 @@ StoreIn = Annotated[
 ]
 Slurm = Annotated[
     list[str] | None,
-    Option("--slurm", metavar="KEY=VALUE", help="Slurm option, as nodes=2 or cluster=local (repeatable)."),
+    Option("--slurm", metavar="KEY=VALUE", help="Slurm option of --slurm-script, as nodes=2 (repeatable)."),
 ]
 SlurmScript = Annotated[
     Path | None,
-    Option("--slurm-script", metavar="FILE", help="Write the batch script instead of submitting it."),
+    Option("--slurm-script", metavar="FILE", help="Write a batch script for sbatch instead of running."),
 ]
 Ray = Annotated[
     list[str] | None,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from backlight import atomic_files
 from backlight.experiments.config import Configuration, ConfigurationError
 from backlight.launch.ray_tasks import RayOptions, run_tasks
-from backlight.launch.slurm import ClusterError, require, sbatch_lines
+from backlight.launch.slurm import sbatch_lines
 from backlight.launch.subprocess import run_in_own_session
 from backlight.processes import available_cores
 from backlight.text import assignment
@@ -154,16 +154,6 @@ def _safe(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._=-]+", "_", name)
 
 
-_SUBMITIT_PARAMETERS = (
-    "timeout_min",
-    "mem_gb",
-    "nodes",
-    "tasks_per_node",
-    "cpus_per_task",
-    "gpus_per_node",
-    "name",
-)
-
 SLACK = 1.5
 """Requested over estimated time and memory."""
 
@@ -185,7 +175,7 @@ def job_parameters(
 
 def batch_script(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> str:
     """Return a batch script; several commands are one job array, one task each."""
-    lines = ["#!/bin/bash", *sbatch_lines({k: v for k, v in given.items() if k != "cluster"})]
+    lines = ["#!/bin/bash", *sbatch_lines(given)]
     array = len(commands) > 1
     lines += sbatch_lines({"output": f"{logs}/%{'A_%a' if array else 'j'}.out"})
     if not array:
@@ -193,32 +183,3 @@ def batch_script(given: Mapping[str, Any], commands: Sequence[Sequence[str]], lo
     lines.append(f"#SBATCH --array=0-{len(commands) - 1}")
     cases = [f"  {i}) {shlex.join(line)} ;;" for i, line in enumerate(commands)]
     return "\n".join([*lines, "", 'case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac", ""])
-
-
-def submit(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> list[Any]:
-    """Submit one job for each command and return submitit's jobs; a ClusterError if that fails."""
-    cluster = given.get("cluster")
-    require(cluster)
-    import submitit  # noqa: PLC0415 - an optional library
-
-    known = {key: value for key, value in given.items() if key in _SUBMITIT_PARAMETERS}
-    if cluster == "local":
-        known.pop("mem_gb", None)
-    others = {
-        (key if key.startswith("slurm_") else f"slurm_{key}"): value
-        for key, value in given.items()
-        if key not in _SUBMITIT_PARAMETERS and key != "cluster"
-    }
-    try:
-        executor = submitit.AutoExecutor(folder=logs, cluster=cluster or "slurm")
-        executor.update_parameters(**known, **(others if cluster in {None, "slurm"} else {}))
-        with executor.batch():
-            return [
-                executor.submit(submitit.helpers.CommandFunction(list(line), verbose=False))
-                for line in commands
-            ]
-    except (NameError, RuntimeError, ValueError) as error:
-        raise ClusterError(
-            f"--slurm: the jobs cannot be submitted: {error}; --slurm cluster=local runs them here, "
-            "--slurm-script FILE writes the batch script"
-        ) from error

@@ -1,17 +1,14 @@
 """A watched run as one job of a Slurm cluster: torchrun on each node, one run directory for all ranks.
 
-The same plan becomes a job of submitit or a batch script. Slurm starts one torchrun per node; the ranks
+The plan becomes a batch script. Slurm starts one torchrun per node; the ranks
 meet on the first node, share one run id and write one run directory. A job that Slurm requeues gets the
 next run id, and so becomes a new attempt of the same run.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,30 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from backlight import atomic_files
-from backlight.distributed import JOB_SEPARATOR, slurm_restarts
+from backlight.distributed import JOB_SEPARATOR
 from backlight.text import assignments
 
-_OWN = ("cluster", "nodes", "nproc_per_node", "max_restarts", "setup", "time", "timeout_min", "name")
+_OWN = ("nodes", "nproc_per_node", "max_restarts", "setup", "time", "timeout_min", "name")
 _REFUSED = {"ntasks", "tasks_per_node", "ntasks_per_node"}
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _PORTS = (20000, 20000)
 """First port and number of ports among which the number of the job chooses where the ranks meet."""
 
-GRACE_S = 30.0
-"""Seconds that torchrun has to end when its job is requeued, as Slurm itself waits."""
-
-
-ENDED = "torchrun ended"
-"""How the message of a failed job begins."""
-
 
 class ClusterError(ValueError):
-    """A job that cannot be created or submitted; the message names the reason and an alternative."""
+    """A job that cannot be created; the message names the reason and an alternative."""
 
 
 def parameters(items: Iterable[str]) -> dict[str, Any]:
     """Return the parameters of ``key=value`` items."""
-    example = "key=value, such as partition=gpu or cluster=local"
+    example = "key=value, such as partition=gpu"
     return {
         key.lstrip("-").replace("-", "_"): int(value) if value.isdigit() else value
         for key, value in assignments(items, "--slurm", example, ClusterError).items()
@@ -51,18 +41,6 @@ def parameters(items: Iterable[str]) -> dict[str, Any]:
 
 _NAMES = {"timeout_min": "time", "mem_gb": "mem", "name": "job-name"}
 """Our names of options of sbatch, where they differ by more than underscores."""
-
-
-def require(cluster: str | None) -> None:
-    """Check that jobs can be submitted from this machine; ``"local"`` runs them here."""
-    if cluster not in {None, "slurm", "local"}:
-        raise ClusterError(f"--slurm cluster={cluster}: expected slurm, which is the default, or local")
-    if cluster != "local" and shutil.which("sbatch") is None:
-        raise ClusterError(
-            "--slurm: sbatch is not on the path, so this machine submits to no Slurm cluster; "
-            "--slurm-script FILE writes the batch script to take there, --slurm cluster=local runs the job "
-            "here"
-        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +59,6 @@ class Job:
     minutes: int | None = None
     restarts: int = 0
     setup: str = ""
-    local: bool = False
     directives: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,12 +82,6 @@ class Job:
             least = int(key != "max_restarts")
             if not isinstance(value, int) or value < least:
                 raise ClusterError(f"--slurm {key}={value}: expected a whole number, at least {least}")
-        local = given.get("cluster") == "local"
-        if local and numbers["nodes"] > 1:
-            raise ClusterError(
-                f"--slurm cluster=local nodes={numbers['nodes']}: one machine is one node; "
-                "give nproc_per_node for more ranks"
-            )
         return cls(
             name=str(given.get("name", out.name)),
             command=tuple(command),
@@ -120,7 +91,6 @@ class Job:
             minutes=None if limit is None else minutes_of(limit),
             restarts=numbers["max_restarts"],
             setup=str(given.get("setup", "")),
-            local=local,
             directives={key: value for key, value in given.items() if key not in _OWN},
         )
 
@@ -172,6 +142,16 @@ def sbatch_lines(options: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def script_for(path: Path | None) -> Path:
+    """Return the path of the batch script; a ClusterError without one."""
+    if path is None:
+        raise ClusterError(
+            "--slurm sets options of a batch script: add --slurm-script FILE, which writes it, and submit it "
+            "with `sbatch FILE`"
+        )
+    return path
+
+
 def write_script(path: Path, text: str, logs: Path) -> None:
     """Write a batch script, then the folder of its logs."""
     try:
@@ -220,83 +200,6 @@ def batch_script(job: Job) -> str:
             "",
         ]
     )
-
-
-def submit(job: Job) -> Any:
-    """Submit the job through submitit and return its handle."""
-    require("local" if job.local else None)
-    import submitit  # noqa: PLC0415 - an optional library
-
-    if "signal" in job.directives:
-        raise ClusterError(
-            "--slurm signal=...: submitit sends a signal of its own before the limit, and requeues the job; "
-            "leave it out, or write the batch script with --slurm-script FILE"
-        )
-    known: dict[str, Any] = {"name": job.name, "nodes": job.nodes, "tasks_per_node": 1}
-    if job.minutes is not None:
-        known["timeout_min"] = job.minutes
-    if job.local:
-        known |= {key: job.directives[key] for key in ("gpus_per_node",) if key in job.directives}
-    else:
-        known["slurm_additional_parameters"] = {
-            ("mem" if key == "mem_gb" else key): (f"{value}G" if key == "mem_gb" else value)
-            for key, value in job.directives.items()
-        }
-        known["slurm_setup"] = [job.setup] if job.setup else []
-    job.logs.mkdir(parents=True, exist_ok=True)
-    try:
-        executor = submitit.AutoExecutor(folder=job.logs, cluster="local" if job.local else "slurm")
-        executor.update_parameters(**known)
-        return executor.submit(NodeJob(job))
-    except (NameError, RuntimeError, ValueError, TypeError, submitit.core.utils.FailedJobError) as error:
-        raise ClusterError(
-            f"--slurm: the job cannot be submitted: {error}; --slurm-script FILE writes the batch script"
-        ) from error
-
-
-class NodeJob:
-    """What submitit pickles and runs on every node: one torchrun."""
-
-    def __init__(self, job: Job, starts: int = 0) -> None:
-        self.job = job
-        self.starts = starts
-
-    def __call__(self) -> None:
-        """Run torchrun to its end."""
-        import submitit  # noqa: PLC0415 - an optional library
-
-        here = submitit.JobEnvironment()
-        number = int("".join(filter(str.isdigit, here.job_id)) or 0)
-        restarts = slurm_restarts()
-        host = here.hostnames[0] if here.num_nodes > 1 else "localhost"
-        line = torchrun(
-            self.job,
-            identifier=here.job_id,
-            endpoint=f"{host}:{_PORTS[0] + number % _PORTS[1]}",
-            is_host=str(int(here.node == 0)),
-        )
-        identifier = (
-            f"{here.cluster}-{here.job_id}{JOB_SEPARATOR}{self.starts if restarts is None else restarts}"
-        )
-        process = subprocess.Popen(line, env={**os.environ, "BACKLIGHT_RUN_ID": identifier})
-        try:
-            code = process.wait()
-        finally:
-            # On a requeue submitit leaves this process by SystemExit: the ranks end before it does.
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-        if code:
-            raise RuntimeError(f"{ENDED} with exit code {code}")
-
-    def checkpoint(self) -> Any:
-        """Return what goes on when the job is requeued: the same command, as the next attempt."""
-        import submitit  # noqa: PLC0415 - an optional library
-
-        return submitit.helpers.DelayedSubmission(NodeJob(self.job, self.starts + 1))
 
 
 def _gpus(given: int | str) -> int | str:

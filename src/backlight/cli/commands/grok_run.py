@@ -75,7 +75,7 @@ def run(
     if seeds is not None or sweep:
         return _sweep(request, seeds, sweep or [], jobs, slurm, slurm_script, ray)
     if slurm is not None or slurm_script is not None:
-        return _submit(request, slurm or [], slurm_script)
+        return _write_job(request, slurm or [], slurm_script)
     return _run_here(request, resume=resume)
 
 
@@ -182,7 +182,7 @@ def _sweep(
         resumed = ["--resume"] if (member.directory / "manifest.json").exists() else []
         commands.append((member.directory, [*command(request.arguments(), member), *resumed]))
     if slurm is not None or script is not None:
-        return _as_jobs(request, configuration, [line for _, line in commands], root, slurm or [], script)
+        return _write_jobs(request, configuration, [line for _, line in commands], root, slurm or [], script)
     threads = configuration.run.threads
 
     def show(folder: Path, code: int) -> None:
@@ -202,45 +202,33 @@ def _sweep(
     return 2 if failed else 0
 
 
-def _submit(request: _Request, slurm: list[str], script: Path | None) -> int:
-    """Submit the run as a job, or write its script; return the exit code."""
+def _write_job(request: _Request, slurm: list[str], script: Path | None) -> int:
+    """Write the batch script of a run; return the exit code."""
     from backlight.experiments.runner import default_directory
     from backlight.experiments.sweep import Member, command
 
     configuration = request.configuration()
     path = request.out if request.out is not None else default_directory(configuration)
     line = command(request.arguments(), Member(path, ()))
-    return _as_jobs(request, configuration, [line], path.parent, slurm, script)
+    return _write_jobs(request, configuration, [line], path.parent, slurm, script)
 
 
-def _as_jobs(
+def _write_jobs(
     request: _Request, configuration: Configuration, commands: list[list[str]], root: Path,
     slurm: list[str], script: Path | None,
 ) -> int:  # fmt: skip
     from backlight.experiments.cost import choose, estimate_of
-    from backlight.experiments.sweep import batch_script, job_parameters, submit
-    from backlight.launch.slurm import parameters, write_script
+    from backlight.experiments.sweep import batch_script, job_parameters
+    from backlight.launch.slurm import parameters, script_for, write_script
 
     found = estimate_of(configuration, root, budget=1.0)
     choice = choose(found, degrade=request.degrade)
     given = job_parameters(parameters(slurm), configuration, found, choice.tier)
     logs = root / "slurm"
-    if script is not None:
-        write_script(script, batch_script(given, commands, logs), logs)
-        write(script)
-        return 0
-    submitted = submit(given, commands, logs)
-    for job in submitted:
-        write(f"job {job.job_id}")
-    if given.get("cluster") != "local":
-        return 0
-    failed = 0
-    for job in submitted:
-        problem = job.exception()
-        if problem is not None:
-            failed += 1
-            write(f"job {job.job_id} failed: {str(problem).strip().splitlines()[-1]}", file=sys.stderr)
-    return 2 if failed else 0
+    script = script_for(script)
+    write_script(script, batch_script(given, commands, logs), logs)
+    write(script)
+    return 0
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:

@@ -138,7 +138,7 @@ def run(
         settings = Settings.read(config, given) if config is not None else Settings.of(given)
         settings.check_names()
         if slurm is not None or slurm_script is not None:
-            return _submit(context, script, arguments, folder, slurm or [], slurm_script)
+            return _write_job(context, script, arguments, folder, slurm or [], slurm_script)
         from backlight.session.script_watch import ScriptWatch
 
         watched = ScriptWatch(settings, folder, script=script, arguments=tuple(arguments))
@@ -184,7 +184,7 @@ def _print_result(watch: Watch | None, script: str) -> None:
 _HERE_ONLY = frozenset({"slurm", "slurm_script", "out", "script"})
 
 
-def _submit(
+def _write_job(
     context: Context,
     target: str,
     arguments: list[str],
@@ -192,17 +192,15 @@ def _submit(
     slurm: list[str],
     script: Path | None,
 ) -> int:
-    """Submit the watched run as one job, or write its batch script; return the exit code."""
-    from backlight.launch.slurm import ENDED, Job, batch_script, parameters, require, submit, write_script
+    """Write the batch script of the watched run; return the exit code."""
+    from backlight.launch.slurm import Job, batch_script, parameters, script_for, write_script
     from backlight.store.platform.filesystem import file_system_type, is_network_type
     from backlight.store.write.attempt import default_path
 
-    given = parameters(slurm)
+    given, script = parameters(slurm), script_for(script)
     path = (out if out is not None else default_path(target)).absolute()
     own = ["-m", "backlight", "run", "--out", str(path), *_options(context)]
     job = Job.of(given, [*own, target, *arguments], path)
-    if script is None:
-        require("local" if job.local else given.get("cluster"))
     kind = file_system_type(path)
     if job.nodes > 1 and not is_network_type(kind):
         write(
@@ -211,23 +209,8 @@ def _submit(
             "(docs/clusters.md)",
             file=sys.stderr,
         )
-    if script is not None:
-        write_script(script, batch_script(job), job.logs)
-        write(script)
-        return 0
-    handle = submit(job)
-    write(f"job {handle.job_id}: run {path}, output in {job.logs}")
-    if not job.local:
-        return 0
-    problem = handle.exception()
-    if problem is not None:
-        lines = [line for line in str(problem).splitlines() if ENDED in line]
-        reason = f": {ENDED}{lines[-1].partition(ENDED)[2]}" if lines else ""
-        write(f"backlight: job {handle.job_id} failed{reason}; its output is in {job.logs}", file=sys.stderr)
-        return 2
-    from backlight.cli.render.report import after_run
-
-    after_run(path)
+    write_script(script, batch_script(job), job.logs)
+    write(script)
     return 0
 
 
