@@ -41,3 +41,19 @@ def test_watching_a_loop_on_the_host_asks_no_driver(asked: list[str], tmp_path: 
     assert not devices.is_in_use()
     assert devices.kind() == "cuda"  # what a command asks
     assert asked == ["is_available"]
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "lacks"), [(60, 500, False), (49, 500, True), (0, 551, False), (None, 500, False)]
+)
+def test_memory_of_one_more_pass(
+    monkeypatch: pytest.MonkeyPatch, free: int | None, reserved: int, lacks: bool
+) -> None:
+    """A pass has taken 40 bytes at most, its gradients are 10 more; what torch has cached is free."""
+    statistics = {
+        "allocated_bytes.all.current": 500, "allocated_bytes.all.peak": 540,
+        "reserved_bytes.all.current": reserved,
+    }  # fmt: skip
+    monkeypatch.setattr(devices, "free_memory", lambda _: free)
+    monkeypatch.setattr(devices, "allocator_statistics", lambda _: statistics)
+    assert devices.lacks_memory_of_a_pass(torch.device("cpu"), 10) is lacks

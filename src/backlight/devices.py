@@ -181,6 +181,19 @@ def free_memory(device: torch.device) -> int | None:
     return None if info is None else info[0]
 
 
+def lacks_memory_of_a_pass(device: torch.device, more: int) -> bool:
+    """Return whether what a pass has taken at most, and ``more`` bytes, are not free; False where unknown.
+
+    Free is what the driver reports, and what the allocator of torch holds without a use.
+    """
+    free, stats = free_memory(device), allocator_statistics(device)
+    allocated = stats.get("allocated_bytes.all.current", 0)
+    if free is None or not allocated:
+        return False
+    cached = stats.get("reserved_bytes.all.current", 0) - allocated
+    return free + cached < stats.get("allocated_bytes.all.peak", 0) - allocated + more
+
+
 def _memory_info(device: torch.device | None) -> tuple[int, int] | None:
     try:
         # torch.accelerator has the function since 2.10; before, and in both, a back-end may lack it.

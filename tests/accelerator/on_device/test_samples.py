@@ -77,3 +77,25 @@ def test_spike_that_was_not_requested_states_how_to_request_it(tmp_path: Path) -
     assert found.payload["calls"][0]["top"] == []
     (spike,) = [f for f in evaluate_rules(run) if f.rule == "spike"]
     assert f"--decompose {SPIKE} " in spike.detail
+
+
+def test_step_is_not_computed_again_without_memory_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backlight.devices.free_memory", lambda _: 0)
+    monkeypatch.setattr(
+        "backlight.devices.allocator_statistics",
+        lambda _=None: dict.fromkeys(
+            (
+                f"{kind}_bytes.all.{which}"
+                for kind in ("allocated", "reserved")
+                for which in ("current", "peak")
+            ),
+            1000,
+        ),
+    )
+    alone = train("sim", plain(), None)
+    assert_equal(alone, train("sim", plain(), tmp_path / "run", 3))
+    found = next(e for e in backlight.open_run(tmp_path / "run").events(SAMPLES) if e.step == 3)
+    assert found.payload["reason"] == "there was too little free memory on sim:0 for a pass more"
+    assert [call["top"] for call in found.payload["calls"]] == [[]]

@@ -23,7 +23,7 @@ import torch
 from backlight.capture.forked_child import ChildError, ForkedChild, silence
 from backlight.capture.model_state import preserve_state
 from backlight.capture.step_inputs import StepInputs
-from backlight.devices import is_accelerator, is_in_use
+from backlight.devices import is_accelerator, is_in_use, lacks_memory_of_a_pass
 from backlight.distributed import world
 from backlight.generators import kept_random
 from backlight.interrupts import is_interrupt
@@ -189,6 +189,13 @@ class SpikeSamplesMonitor(Monitor):
         """Decompose the step in this process, and leave models and random state as they were."""
         if _is_sharded(gradients):
             return {**self._indices(), "reason": SHARDED}
+        tensors = [gradient for gradient in gradients.tensors if gradient is not None]
+        for device in {gradient.device for gradient in tensors if is_accelerator(gradient.device)}:
+            # The pass and its gradients: torch would empty its cache before it gives up.
+            size = sum(gradient.nbytes for gradient in tensors if gradient.device == device)
+            if lacks_memory_of_a_pass(device, size):
+                reason = f"there was too little free memory on {device} for a pass more"
+                return {**self._indices(), "reason": reason}
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(kept_random())
