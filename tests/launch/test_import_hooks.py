@@ -59,14 +59,20 @@ HOOKS = {
 }
 
 
+@pytest.mark.parametrize("place", ["sitecustomize", "pth"])
 @pytest.mark.parametrize("hook", [pytest.param(code, id=name) for name, code in HOOKS.items()])
 def test_torch_is_imported_as_without_backlight(
-    hook: str, tmp_path: Path, console_script: Console, monkeypatch: pytest.MonkeyPatch
+    hook: str, place: str, tmp_path: Path, console_script: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(hook)
+    site = tmp_path / "site"
+    site.mkdir()
+    if place == "pth":  # a line of a file of a directory of packages, as agents install one
+        (site / "agent.py").write_text(hook)
+        (site / "agent.pth").write_text("import agent\n")
+        hook = f"import site; site.addsitedir({str(site)!r})\n"
+    (site / "sitecustomize.py").write_text(hook)
     (tmp_path / "train.py").write_text(TRAIN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("PYTHONPATH", str(site))
     plain = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
