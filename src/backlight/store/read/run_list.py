@@ -120,7 +120,11 @@ def _listed(path: Path) -> ListedRun:
             return ListedRun(path, problem=f"{path}: no process has written to it")
         return _summary(path, manifest)
     except (RunFormatError, OSError) as error:
-        return ListedRun(path, problem=str(error))
+        return ListedRun(path, problem=_reason(path, error))
+
+
+def _reason(path: Path, error: RunFormatError | OSError) -> str:
+    return f"{path}: {error.strerror or error}" if isinstance(error, OSError) else str(error)
 
 
 def _summary(path: Path, manifest: Manifest) -> ListedRun:
@@ -132,7 +136,7 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
     try:
         files = _newest_files(path, newest, manifest.run_id, live=state is RunStatus.RUNNING)
     except (RunFormatError, OSError) as error:
-        files, problem = [], str(error)
+        files, problem = [], _reason(path, error)
     for file in files:
         findings += file.findings()
         if file.rank != WATCHDOG_RANK:
