@@ -187,11 +187,11 @@ def lacks_memory_of_a_pass(device: torch.device, more: int) -> bool:
     Free is what the driver reports, and what the allocator of torch holds without a use.
     """
     free, stats = free_memory(device), allocator_statistics(device)
-    allocated = stats.get("allocated_bytes.all.current", 0)
-    if free is None or not allocated:
-        return False
-    cached = stats.get("reserved_bytes.all.current", 0) - allocated
-    return free + cached < stats.get("allocated_bytes.all.peak", 0) - allocated + more
+    allocated, reserved, peak = (
+        int(stats.get(f"{name}_bytes.all.{which}", 0))
+        for name, which in (("allocated", "current"), ("reserved", "current"), ("allocated", "peak"))
+    )
+    return free is not None and allocated > 0 and free + reserved < peak + more
 
 
 def _memory_info(device: torch.device | None) -> tuple[int, int] | None:
