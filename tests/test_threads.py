@@ -115,7 +115,7 @@ def test_watch_adds_no_thread_that_is_listed_or_takes_signals(tmp_path: Path) ->
     tasks = set(Path("/proc/self/task").iterdir())
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=tmp_path / "run", quiet=True, reduce=False):
+    with backlight.watch(model, optimizer, run=tmp_path / "run", quiet=True):
         for _ in range(30):
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()

@@ -102,7 +102,6 @@ def test_dropped_watch_warns_at_the_line_that_made_it() -> None:
     [
         lambda watch: watch.findings,
         lambda watch: watch.step,
-        lambda watch: watch.total_norm,
         lambda watch: watch.monitors,
         lambda watch: watch.check_limit(),
         lambda watch: watch.stop(),

@@ -170,13 +170,13 @@ def test_lines_and_events_are_stored_when_backward_hangs(tmp_path: Path) -> None
         # Earlier lines are already in the pipe and in the run, without waiting for a flush.
         run = backlight.open_run(tmp_path / "run")
         names = [e.payload["name"] for e in run.events("trace") if e.payload["what"] == "gradient"]
-        assert sorted(names) == ["Linear#2.bias", "Linear#2.weight"]
+        assert sorted(names) == ["last.bias", "last.weight"]
     finally:
         process.send_signal(signal.SIGKILL)
         _, errors = process.communicate(timeout=60)
     assert [line.split(" ms ")[1] for line in errors.splitlines() if "gradient" in line] == [
-        "gradient 1/4 Linear#2.bias [1]",
-        "gradient 2/4 Linear#2.weight [1x3]",
+        "gradient 1/4 last.bias [1]",
+        "gradient 2/4 last.weight [1x3]",
     ]
 
 
