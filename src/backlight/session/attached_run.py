@@ -96,6 +96,7 @@ class AttachedRun:
             # Who gives a spacing has decided how much is stored.
             StepSelection() if settings.every is None else None,
         )
+        self.recorder.on_backlog = self.thread.flush_soon
         monitors.account(self.thread)
         if "health" in settings.monitors:
             self.recorder.scalars.on_leap = self._attend

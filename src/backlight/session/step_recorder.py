@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch, first_num
 from backlight.monitor import Gradients
 from backlight.records import Layout, ParameterRecord
 from backlight.session.sampling import ProcessorTime
-from backlight.session.step_scalars import StepScalars
+from backlight.session.step_scalars import MAX_QUEUED_STEPS, StepScalars
 from backlight.store.format.schema import REQUIRES_GRAD, SERIES
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     from backlight.session.sampling import Sampling
 
 MAX_QUEUED_RECORDS = 512
-"""Records that may wait for a slow disk before further ones are dropped."""
+"""Records of a large model that may wait for a slow disk before further ones are dropped."""
+
+MAX_QUEUED_SMALL_RECORDS, MAX_QUEUED_ROWS = 8192, 2**18
+"""Records that may wait if they are small: so many rows of parameters at most, about 30 MB."""
 
 TIMED_STEPS = 16
 """Observed steps without a record of which one is timed: reading the processor's clock is a system call."""
@@ -147,12 +150,17 @@ class StepRecord:
         return blobs
 
 
+def _ignore() -> None:
+    pass
+
+
 class StepRecorder(StepSink):
     """Turns what the tracker finds into step records.
 
     ``scalars`` holds completed steps, with their records where there is one, and ``logged`` scalars of the
     user by step, for the writer thread. ``dropped`` counts records that were dropped because the disk was too
-    slow, ``stored`` those that the writer thread has taken.
+    slow, ``stored`` those that the writer thread has taken. ``on_backlog`` is called when a quarter of those
+    that may wait for that thread do.
     """
 
     def __init__(
@@ -182,6 +190,7 @@ class StepRecorder(StepSink):
         self._reported_flags: set[tuple[str, bool]] = set()
         self.logged: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped = self.stored = 0
+        self.on_backlog: Callable[[], None] = _ignore
 
     @property
     def scalars(self) -> StepScalars:
@@ -192,6 +201,19 @@ class StepRecorder(StepSink):
     def completed(self) -> int:
         """Number of completed steps, recorded or not."""
         return self._step
+
+    @property
+    def _waiting(self) -> int:
+        return self._recorded - self.dropped - self.stored
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so many steps wait for the writer thread that it should not pause."""
+        return self._waiting > self._room() // 4 or len(self._scalars.queue) > MAX_QUEUED_STEPS // 4
+
+    def _room(self) -> int:
+        small = min(MAX_QUEUED_SMALL_RECORDS, MAX_QUEUED_ROWS // max(1, len(self._scope.table)))
+        return max(MAX_QUEUED_RECORDS, small)
 
     def _spent(self) -> float:
         """Return the seconds that the watch has taken so far; hooks of monitors run inside listeners."""
@@ -353,8 +375,11 @@ class StepRecorder(StepSink):
         if summary.without_gradient:
             self._report_missing(summary.without_gradient)
         self._report_without_backward(summary.backwards)
-        has_room = self._recorded - self.dropped - self.stored < MAX_QUEUED_RECORDS
+        room, waiting = self._room(), self._waiting
+        has_room = waiting < room
         self.dropped += not has_room
+        if waiting == room // 4:
+            self.on_backlog()
         self._scalars.close(self._step, record if has_room else None)
         self._recorded += 1
         self._record = None

@@ -168,7 +168,7 @@ class WriterThread:
         rows = 0
         while (row := self._recorder.scalars.take(wait=wait)) is not None:
             rows += 1 if row.record is None else RECORD_ROWS
-            if rows >= ROWS_AT_ONCE and not wait:
+            if rows >= ROWS_AT_ONCE and not (wait or self._recorder.is_behind):
                 clock.sleep(PAUSE_S)
                 rows = 0
             scalars = row.scalars()
