@@ -191,6 +191,7 @@ class StepRecorder(StepSink):
         self.logged: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped = self.stored = 0
         self.on_backlog: Callable[[], None] = _ignore
+        self._room = MAX_QUEUED_RECORDS
 
     @property
     def scalars(self) -> StepScalars:
@@ -203,17 +204,10 @@ class StepRecorder(StepSink):
         return self._step
 
     @property
-    def _waiting(self) -> int:
-        return self._recorded - self.dropped - self.stored
-
-    @property
     def is_behind(self) -> bool:
         """Whether so many steps wait for the writer thread that it should not pause."""
-        return self._waiting > self._room() // 4 or len(self._scalars.queue) > MAX_QUEUED_STEPS // 4
-
-    def _room(self) -> int:
-        small = min(MAX_QUEUED_SMALL_RECORDS, MAX_QUEUED_ROWS // max(1, len(self._scope.table)))
-        return max(MAX_QUEUED_RECORDS, small)
+        waiting = self._recorded - self.dropped - self.stored
+        return waiting > self._room // 4 or len(self._scalars.queue) > MAX_QUEUED_STEPS // 4
 
     def _spent(self) -> float:
         """Return the seconds that the watch has taken so far; hooks of monitors run inside listeners."""
@@ -276,6 +270,8 @@ class StepRecorder(StepSink):
     def parameters_changed(self) -> None:
         """Record other parameters than before, and the first time that each is frozen or unfrozen."""
         records = self._scope.table.records
+        small = min(MAX_QUEUED_SMALL_RECORDS, MAX_QUEUED_ROWS // max(1, len(records)))
+        self._room = max(MAX_QUEUED_RECORDS, small)
         before, self._trainable = self._trainable, {record.name: record.requires_grad for record in records}
         if before.keys() != self._trainable.keys() and (self._step or self._record is not None):
             self._notifier.event("parameters_changed", {"parameters": len(records)}, self._step)
@@ -375,10 +371,10 @@ class StepRecorder(StepSink):
         if summary.without_gradient:
             self._report_missing(summary.without_gradient)
         self._report_without_backward(summary.backwards)
-        room, waiting = self._room(), self._waiting
-        has_room = waiting < room
+        waiting = self._recorded - self.dropped - self.stored
+        has_room = waiting < self._room
         self.dropped += not has_room
-        if waiting == room // 4:
+        if waiting == self._room // 4:
             self.on_backlog()
         self._scalars.close(self._step, record if has_room else None)
         self._recorded += 1
