@@ -13,7 +13,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 # Directories of the tests marked `alone`, so that pytest collects nothing else (tests/test_architecture.py).
 # They assert on shares of time: each has a core, and one that fails is tried once more, with the machine to itself.
 ALONE_JOBS ?= $(shell echo $$(( $(CORES) > 1 ? 2 : 1 )))
-ALONE := tests/diagnose/test_matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups
+ALONE := tests/diagnose/test_matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups tests/watchdog
 
 .PHONY: demo test test-full test-gpu lint coverage setups compatibility bench docs clean
 .DELETE_ON_ERROR:

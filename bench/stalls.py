@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 import backlight
-from backlight.monitors.stalls.model.shared_state import SharedState, Slot
 from backlight.records import Finding
 from backlight.store.read.run import open_run
+from backlight.watchdog.shared_state import SharedState, Slot
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 

@@ -26,9 +26,6 @@ from backlight.findings.withdrawn import Withdrawn
 from backlight.monitors.grokking.model.lead_lag import LeadLag
 from backlight.monitors.grokking.model.reader import Stated
 from backlight.monitors.grokking.model.verdicts import Detection
-from backlight.monitors.stalls.model.attach import Attached
-from backlight.monitors.stalls.model.attached_dumps import AttachedDumps
-from backlight.monitors.stalls.model.attached_job import AttachedJob
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow
 from backlight.records import Finding
 from backlight.store.format.spectra import NUMBERS
@@ -36,6 +33,9 @@ from backlight.store.read.run_list import ListedRun
 from backlight.strict_json import NOT_FINITE
 from backlight.trace.analysis import Analysis
 from backlight.trace.trace_diff import TraceDiff
+from backlight.watchdog.attach import Attached
+from backlight.watchdog.attached_dumps import AttachedDumps
+from backlight.watchdog.attached_job import AttachedJob
 
 FOLDER = Path(__file__).parent / "schemas"
 

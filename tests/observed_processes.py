@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from backlight import processes
-from backlight.monitors.stalls.model.attach import attach
-from backlight.monitors.stalls.model.observation import Diagnosis
-from backlight.monitors.stalls.model.stacks import dump_by_py_spy
+from backlight.watchdog.attach import attach
+from backlight.watchdog.observation import Diagnosis
+from backlight.watchdog.stacks import dump_by_py_spy
 
 PY_SPY = pytest.mark.skipif(
     shutil.which("py-spy", path=str(Path(sys.executable).parent)) is None,

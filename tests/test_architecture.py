@@ -169,7 +169,7 @@ WRITERS = {
     "diagnose/scaling/worker.py": "a file in a private temporary folder",
     "diagnose/test_matrix/case_run.py": "files in a directory that this process has just made",
     "monitors/health/samples_monitor.py": "a file of the kernel",
-    "monitors/stalls/model/runtime_dir.py": "documents in a directory with mode 0700",
+    "watchdog/runtime_dir.py": "documents in a directory with mode 0700",
     "threads.py": "a file of the kernel",
     "store/read/snapshot.py": "a copy in a private temporary folder",
 }

@@ -281,7 +281,7 @@ APART = {
     "capture/forked_child.py": "in a forked child",
     "store/write/database.py": "reads the text of an error",
     "store/write/watchdog.py": "in the watchdog process",
-    "monitors/stalls/model": "in the watchdog process, or in a command",
+    "watchdog": "in the watchdog process, or in a command",
     "monitors/stalls/instrument/stack_sampler.py": "in a thread",
     "monitors/spectra/instrument/worker_thread.py": "in a thread",
     "session/writer_thread.py": "in a thread",

@@ -18,8 +18,8 @@ from check import Check
 
 import backlight
 from backlight.monitors.stalls.instrument.collective_trace import _NAMES, _dump
-from backlight.monitors.stalls.model.flight_recorder import parse_dump
-from backlight.monitors.stalls.model.nccl_ras import read_ras
+from backlight.watchdog.flight_recorder import parse_dump
+from backlight.watchdog.nccl_ras import read_ras
 
 EXPECTED = "the recorder names the all_reduce with its sizes, RAS answers, and the stall names the all_reduce"
 STALL_S, HANG_S, LIMIT_S = 2.0, 30.0, 45.0

@@ -11,7 +11,7 @@ from torch import nn
 import backlight
 from backlight.capture.hub import HUB
 from backlight.capture.modules import SeenModules
-from backlight.monitors.stalls.model import runtime_dir
+from backlight.watchdog import runtime_dir
 
 
 @pytest.fixture(autouse=True)

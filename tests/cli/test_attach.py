@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from backlight.cli.render.attached import print_attached
-from backlight.monitors.stalls.model.attach import Attached
-from backlight.monitors.stalls.model.observation import Diagnosis
-from backlight.monitors.stalls.model.stacks import Frame, StackSample, ThreadStack
 from backlight.records import DiagnosisKind, Phase
-from monitors.stalls.model.test_flight_recorder import dumped, entry, write
+from backlight.watchdog.attach import Attached
+from backlight.watchdog.observation import Diagnosis
+from backlight.watchdog.stacks import Frame, StackSample, ThreadStack
+from watchdog.test_flight_recorder import dumped, entry, write
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -76,8 +76,8 @@ def run_under(observer: ScriptObserver, train: Train, injected: bool) -> None:
 
 def wait_for_watchdog(timeout_s: float = 60.0) -> None:
     """Wait until the watchdog process of this rank runs: on a busy machine its start takes seconds."""
-    from backlight.monitors.stalls.model import runtime_dir
-    from backlight.monitors.stalls.model.shared_state import RankStatus, read_state
+    from backlight.watchdog import runtime_dir
+    from backlight.watchdog.shared_state import RankStatus, read_state
 
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -12,11 +12,11 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from backlight.monitors.stalls.model.emit import claim_of
-from backlight.monitors.stalls.model.runtime_dir import runtime_directory
 from backlight.records import Finding
 from backlight.store.read.run import open_run
 from backlight.store.write.watchdog import host_name
+from backlight.watchdog.emit import claim_of
+from backlight.watchdog.runtime_dir import runtime_directory
 
 HERE = Path(__file__).parent
 STALL = 1.2

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from backlight.monitors.stalls.model.diagnosis import STARVED
 from backlight.store.read.run import open_run
+from backlight.watchdog.diagnosis import STARVED
 from faults import missing_gradients, non_finite
 from faults.stall_faults import (
     HERE,

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import backlight
-from backlight.monitors.stalls.model import runtime_dir
-from backlight.monitors.stalls.model.shared_state import read_state
+from backlight.watchdog import runtime_dir
+from backlight.watchdog.shared_state import read_state
 
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo")

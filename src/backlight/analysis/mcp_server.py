@@ -179,7 +179,7 @@ def build_server(folder: Path) -> MCPServer[Any]:
     @tool
     def diagnose_process(pid: int, seconds: float = 2.0, full: bool = False) -> Answer:
         """Diagnose a running process of this user: what it does, or what it waits for, with its stacks."""
-        from backlight.monitors.stalls.model.attach import attach  # noqa: PLC0415 - needs no torch
+        from backlight.watchdog.attach import attach  # noqa: PLC0415 - needs no torch
 
         if _owner(pid) != os.geteuid():
             raise ValueError(f"pid {pid}: no process of this user; expected the pid of a training process")

@@ -17,12 +17,12 @@ from backlight import clock
 from backlight.distributed import JOB_SEPARATOR
 from backlight.integrations.hosted import FrameworkError, require
 from backlight.interrupts import is_interrupt
-from backlight.monitors.stalls.model.borrowed_stderr import COLLECTED
-from backlight.monitors.stalls.model.reported_stalls import ReportedStall, newest_stall, stall_events
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import safe_name
 from backlight.store.write.attempt import own_path
 from backlight.terminal import write
+from backlight.watchdog.borrowed_stderr import COLLECTED
+from backlight.watchdog.reported_stalls import ReportedStall, newest_stall, stall_events
 
 VERSION = require("ray", "ray")
 """The release of Ray that is here."""

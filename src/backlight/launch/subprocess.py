@@ -22,7 +22,7 @@ from backlight.processes import Process, send_signal
 MARK = "BACKLIGHT_PROCESS_TREE"
 """Environment variable that marks the processes of one tree; its value is unique to one start."""
 
-WATCHDOG = "backlight.monitors.stalls.model.watchdog"
+WATCHDOG = "backlight.watchdog.watchdog"
 """Part of the command of a watchdog process; it leaves the session of its run, but carries the mark."""
 
 KILL_TIMEOUT_S = 5.0

@@ -23,7 +23,7 @@ from backlight.diagnose.profile.line_samples import (
 from backlight.diagnose.profile.result import ProfileResult
 from backlight.diagnose.profile.step_summary import StepTime, summarize_steps
 from backlight.diagnose.profile.verdict import FACTS, facts, verdict
-from backlight.monitors.stalls.model.stacks import Frame
+from backlight.watchdog.stacks import Frame
 
 # Each slow line is alone in its phase, or shares it with `other_loop`; the script times both by itself.
 SCRIPT = """

@@ -11,10 +11,10 @@ from pydantic import TypeAdapter
 from backlight.diagnose.test_matrix.case_run import Observation, Progress
 from backlight.diagnose.test_matrix.evaluation import CaseResult, Effect, Evaluation, compare, evaluate
 from backlight.diagnose.test_matrix.plan import Case
-from backlight.monitors.stalls.model.attach import Attached
-from backlight.monitors.stalls.model.observation import Diagnosis
 from backlight.records import DiagnosisKind, Finding, Fingerprint, Phase, Severity, Subject
 from backlight.store.write.writer import RunWriter
+from backlight.watchdog.attach import Attached
+from backlight.watchdog.observation import Diagnosis
 
 LINE = "/home/me/ops.py:22"
 

@@ -1,12 +1,10 @@
 """Fixtures of the stall tests: no models of earlier tests, and runtime directories of their own."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from backlight.monitors.stalls.model import runtime_dir
-from observed_processes import Start, starting
+from backlight.watchdog import runtime_dir
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +19,3 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     base.mkdir(mode=0o700)
     monkeypatch.setattr(runtime_dir, "candidates", lambda: [base])
     return base
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Start a script in a process of its own, which ends with the test."""
-    with starting() as start:
-        yield start

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import backlight
-from backlight.monitors.stalls.model.shared_state import StateSnapshot, read_state
 from backlight.records import Phase
+from backlight.watchdog.shared_state import StateSnapshot, read_state
 
 
 @pytest.fixture(autouse=True)

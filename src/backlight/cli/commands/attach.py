@@ -41,9 +41,9 @@ def attach(
     collective. --full prints all threads, Python and native.
     """
     from backlight.cli.render.attached import print_attached, print_dumps, print_job
-    from backlight.monitors.stalls.model.attach import attach as look_into
-    from backlight.monitors.stalls.model.attached_dumps import attach_dumps
-    from backlight.monitors.stalls.model.attached_job import attach_job
+    from backlight.watchdog.attach import attach as look_into
+    from backlight.watchdog.attached_dumps import attach_dumps
+    from backlight.watchdog.attached_job import attach_job
 
     if (pid is None) == (flight_recorder is None):
         raise ValueError("attach: expected either the PID of a process or --flight-recorder DIR")

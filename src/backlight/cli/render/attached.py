@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from backlight.cli.console import Page
-from backlight.monitors.stalls.model.attach import main_thread
-from backlight.monitors.stalls.model.attached_job import span
-from backlight.monitors.stalls.model.emit import claim_of
-from backlight.monitors.stalls.model.stacks import format_sample, strip_backlight
 from backlight.text import count
+from backlight.watchdog.attach import main_thread
+from backlight.watchdog.attached_job import span
+from backlight.watchdog.emit import claim_of
+from backlight.watchdog.stacks import format_sample, strip_backlight
 
 if TYPE_CHECKING:
-    from backlight.monitors.stalls.model.attach import Attached
-    from backlight.monitors.stalls.model.attached_dumps import AttachedDumps
-    from backlight.monitors.stalls.model.attached_job import AttachedJob
-    from backlight.monitors.stalls.model.observation import Diagnosis
-    from backlight.monitors.stalls.model.stacks import StackSample
+    from backlight.watchdog.attach import Attached
+    from backlight.watchdog.attached_dumps import AttachedDumps
+    from backlight.watchdog.attached_job import AttachedJob
+    from backlight.watchdog.observation import Diagnosis
+    from backlight.watchdog.stacks import StackSample
 
 
 FRAMES = 8

@@ -18,10 +18,10 @@ from typing import Any
 from backlight import clock
 from backlight.diagnose.profile.step_summary import StepProfile, StepTime
 from backlight.monitors.stalls.instrument.stack_sampler import no_collection, user_frames
-from backlight.monitors.stalls.model.stacks import Frame
 from backlight.records import Phase
 from backlight.threads import BackgroundThread
 from backlight.user_code import SourceLine, user_line
+from backlight.watchdog.stacks import Frame
 
 PERIOD_S = 0.01
 """Mean time between two samples."""

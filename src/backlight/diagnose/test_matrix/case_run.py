@@ -15,9 +15,6 @@ from pathlib import Path
 from backlight import processes
 from backlight.diagnose.test_matrix.plan import Case, fill
 from backlight.launch.subprocess import ProcessTree, end_marked, is_watchdog, start
-from backlight.monitors.stalls.model import stacks
-from backlight.monitors.stalls.model.attach import Attached, attach
-from backlight.monitors.stalls.model.rank_processes import ProcessNotFoundError
 from backlight.records import Finding
 from backlight.redaction import Redaction
 from backlight.store.errors import StoreError
@@ -25,6 +22,9 @@ from backlight.store.platform.atomic_json import write_document
 from backlight.store.read.run import Run, open_run
 from backlight.threads import executor
 from backlight.user_code import is_user_code
+from backlight.watchdog import stacks
+from backlight.watchdog.attach import Attached, attach
+from backlight.watchdog.rank_processes import ProcessNotFoundError
 
 MAX_WINDOW_S = 10.0
 GRACE_S = 3.0  # between SIGTERM and SIGKILL

@@ -12,10 +12,10 @@ from pathlib import Path, PurePath
 
 from backlight.diagnose.test_matrix.case_run import Observation, open_case_run, read_output
 from backlight.diagnose.test_matrix.plan import UNDECIDED, Case
-from backlight.monitors.stalls.model.attach import Attached
-from backlight.monitors.stalls.model.emit import claim_of
 from backlight.records import DiagnosisKind, to_json
 from backlight.store.read.run import Run
+from backlight.watchdog.attach import Attached
+from backlight.watchdog.emit import claim_of
 
 MAX_DIFFERENCES = 4
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")

@@ -31,13 +31,13 @@ from backlight.monitors.stalls.instrument.collectives import Collectives
 from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrappers
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
-from backlight.monitors.stalls.model import runtime_dir
-from backlight.monitors.stalls.model.borrowed_stderr import hand_over
-from backlight.monitors.stalls.model.observation import ExitReason, exit_reason_of
-from backlight.monitors.stalls.model.shared_state import RankStatus, SharedState, Slot
-from backlight.monitors.stalls.model.stacks import DUMP_SIGNAL
-from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.store.write.watchdog import host_name
+from backlight.watchdog import runtime_dir
+from backlight.watchdog.borrowed_stderr import hand_over
+from backlight.watchdog.observation import ExitReason, exit_reason_of
+from backlight.watchdog.shared_state import RankStatus, SharedState, Slot
+from backlight.watchdog.stacks import DUMP_SIGNAL
+from backlight.watchdog.timeouts import StallLimits
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -315,7 +315,7 @@ class StallMonitor(Monitor):
                     sys.executable,
                     "-P",
                     "-m",
-                    "backlight.monitors.stalls.model.watchdog",
+                    "backlight.watchdog.watchdog",
                     str(self._directory),
                     str(self._writer.path.absolute()),
                     str(folder),

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from backlight.devices import GATE
 from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace, _add_frames
 from backlight.monitors.stalls.instrument.collectives import Collectives
-from backlight.monitors.stalls.model.flight_recorder import CollectiveRecord, parse_dump
-from backlight.monitors.stalls.model.observation import parse_issued
-from backlight.monitors.stalls.model.shared_state import Collective, SharedState, read_state
 from backlight.records import Phase
+from backlight.watchdog.flight_recorder import CollectiveRecord, parse_dump
+from backlight.watchdog.observation import parse_issued
+from backlight.watchdog.shared_state import Collective, SharedState, read_state
 from observed_processes import wait_until
 from ranks.launching import torchrun
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from backlight.capture.parameters import Scope
 from backlight.capture.unrecorded import BACKWARDS, BOARD_LENGTH, NUMBERS, PHASE, PROGRESS
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
-from backlight.monitors.stalls.model.shared_state import SharedState, Slot
 from backlight.records import Phase
+from backlight.watchdog.shared_state import SharedState, Slot
 
 
 def test_every_phase_of_a_counted_step_has_its_whole_timeout(tmp_path: Path) -> None:

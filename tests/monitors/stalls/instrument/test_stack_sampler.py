@@ -13,7 +13,7 @@ import traceback
 import types
 
 from backlight.monitors.stalls.instrument.stack_sampler import probe_bytecode, take_sample
-from backlight.monitors.stalls.model.stacks import StackSample, parse_samples, user_frame
+from backlight.watchdog.stacks import StackSample, parse_samples, user_frame
 
 
 def test_probe_distinguishes_python_from_native_code() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from backlight import clock
 from backlight.devices import GATE
-from backlight.monitors.stalls.model.runtime_dir import write_document
+from backlight.watchdog.runtime_dir import write_document
 
 PERIOD_S = 1.0
 """Time between two dumps: one of a full buffer takes 0.06 s with the interpreter lock held."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from backlight.capture.hooks import Patches
 from backlight.interrupts import is_interrupt
-from backlight.monitors.stalls.model.shared_state import SharedState, Slot
+from backlight.watchdog.shared_state import SharedState, Slot
 
 CALLS = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single",

@@ -30,9 +30,9 @@ from backlight import clock
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.unrecorded import BOARD_LENGTH
-from backlight.monitors.stalls.model.graph_samples import GraphBuild
-from backlight.monitors.stalls.model.shared_state import MAX_ROWS, PHASES, SharedState, Slot
 from backlight.records import Phase
+from backlight.watchdog.graph_samples import GraphBuild
+from backlight.watchdog.shared_state import MAX_ROWS, PHASES, SharedState, Slot
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import Scope

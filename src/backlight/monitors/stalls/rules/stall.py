@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from backlight.monitors.stalls.model.emit import RULE
-from backlight.monitors.stalls.model.peers import EVENT
-from backlight.monitors.stalls.model.rank_diagnosis import UNOBSERVED
-from backlight.monitors.stalls.model.reported_stalls import joint_findings
-from backlight.monitors.stalls.model.timeouts import StallLimits
 from backlight.records import Evidence, Finding
 from backlight.registry import rule
 from backlight.store.read.run import Run
+from backlight.watchdog.emit import RULE
+from backlight.watchdog.peers import EVENT
+from backlight.watchdog.rank_diagnosis import UNOBSERVED
+from backlight.watchdog.reported_stalls import joint_findings
+from backlight.watchdog.timeouts import StallLimits
 
 
 @rule(RULE, monitor="stalls", version=2, limits=StallLimits, restates=True, logged=True)

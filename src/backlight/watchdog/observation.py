@@ -1,0 +1,321 @@
+"""Observations of a rank and the diagnosis that follows from them, as data. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from backlight import clock
+from backlight.records import DiagnosisKind, Phase
+from backlight.redaction import Redaction
+from backlight.watchdog.flight_recorder import CollectiveRecord, Dump, Sizes, parse_dump
+from backlight.watchdog.graph_samples import GraphBuild
+from backlight.watchdog.named_waits import WaitCause
+from backlight.watchdog.shared_state import StateSnapshot
+from backlight.watchdog.stacks import (
+    Frame,
+    StackSample,
+    ThreadStack,
+    in_collective,
+    in_native_backward,
+    user_frame,
+)
+
+HIGH, MEDIUM, LOW = "high", "medium", "low"
+
+MAX_MESSAGE_CHARS = 300
+"""Characters of an exception's message that are kept."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Parameters that collectives carry together.
+
+    ``rows`` and ``numels``: of each bucket of DDP in the order of reduction, the rows of its parameters and
+    its elements. ``shard_rows`` and ``shard_numels``: the same of each group of FSDP2, with the elements that
+    one rank holds.
+    """
+
+    rows: tuple[tuple[int, ...], ...] = ()
+    numels: tuple[int, ...] = ()
+    shard_rows: tuple[tuple[int, ...], ...] = ()
+    shard_numels: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class IssuedCollectives:
+    """Collectives as the process itself has recorded them while it was suspicious."""
+
+    at: int = 0  # monotonic nanoseconds
+    open_calls: tuple[int, ...] = ()  # numbers of asynchronous calls that have not completed
+    dump: Dump | None = None  # of the flight recorder
+
+
+@dataclass(frozen=True)
+class ExitReason:
+    """The exception by which a rank left its training."""
+
+    error: str  # type and message in one line
+    at: float  # monotonic seconds
+    line: str | None = None  # the innermost line of the user's code
+    function: str = ""
+    inside: str = ""  # `a collective` or `backward` where it blames another rank or the network
+    interrupted: bool = False
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Observations of one rank over the last seconds."""
+
+    rank: int
+    snapshots: tuple[StateSnapshot, ...] = ()  # the last moments of this phase, oldest first
+    history: tuple[StateSnapshot, ...] = ()  # all that are kept
+    samples: tuple[StackSample, ...] = ()
+    native_samples: tuple[StackSample, ...] = ()
+    # Cores in use by all its threads, and by the working thread; None where not known.
+    cpu: float | None = None
+    thread_cpu: float | None = None
+    # Share of the time in which the working thread ran or queued for a core, and time slices per second. A
+    # thread that waits does neither; a starved one queues; one that competes for the interpreter lock of its
+    # own process wakes at every switch.
+    scheduled: float | None = None
+    slices_per_s: float | None = None
+    wait: str = ""  # what the working thread sleeps for, as the kernel reports it
+    ended: str = ""  # empty while it lives
+    ended_at: float = 0.0  # monotonic seconds
+    terminated: bool = False  # by a signal that people and launchers use to end a job
+    stopped: bool = False
+    names: tuple[str, ...] = ()  # of its parameters by row
+    not_collected: tuple[str, ...] = ()  # and why
+    workers: str = ""  # state of its child processes, in words
+    graph_build: GraphBuild | None = None
+    buckets: Buckets = Buckets()
+    issued: IssuedCollectives = IssuedCollectives()
+    cause: WaitCause | None = None  # of its wait, by frames and system state
+    reducing: str = "a reduction inside backward"  # for which it would wait
+    exit_reason: ExitReason | None = None
+
+    @property
+    def state(self) -> StateSnapshot | None:
+        """The newest snapshot."""
+        return self.snapshots[-1] if self.snapshots else None
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the newest snapshot, ``OTHER`` without one."""
+        return self.state.phase if self.state is not None else Phase.OTHER
+
+    @property
+    def pending(self) -> str:
+        """The first collective that this rank has issued and that has not completed, in words; or empty."""
+        records = self.dump.records if self.dump is not None else ()
+        still_open = [r for r in records if not r.completed]
+        if still_open:  # a receive may have been posted long before the loop waits for it
+            first = min(still_open, key=lambda r: r.is_point_to_point)
+            return f"{first.text}{first.issued}"
+        calls = self.state.collectives if self.state is not None else ()
+        return next((c.text for c in calls if c.index in self.issued.open_calls), "")
+
+    @property
+    def dump(self) -> Dump | None:
+        """What its flight recorder holds; of open collectives with the parameters that they carry."""
+        dump = self.issued.dump
+        if dump is None:
+            return None
+        return dataclasses.replace(dump, records=tuple(_with_parameters(r, self) for r in dump.records))
+
+    @property
+    def holds_interpreter(self) -> bool:
+        """Whether the sampler thread could not run since the last heartbeat: the interpreter lock is held."""
+        state = self.state
+        return state is not None and all(
+            s.source != "sampler" for s in self.samples if s.at >= state.heartbeat
+        )
+
+    @property
+    def backwards(self) -> int:
+        """Number of completed backward passes."""
+        return self.state.backwards if self.state is not None else 0
+
+    @property
+    def last_parameter(self) -> str | None:
+        """The parameter whose gradient arrived last in the current backward pass."""
+        state = self.state
+        if state is None or state.phase is not Phase.BACKWARD or not 0 <= state.row < len(self.names):
+            return None
+        return self.names[state.row]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A diagnosis with its wording and its refutation; ``waits``: the rank waits for other ranks."""
+
+    kind: DiagnosisKind
+    phase: Phase
+    claim: str
+    refuted_if: str
+    next_check: str
+    confidence: str = MEDIUM
+    rank: int | None = None
+    line: str | None = None
+    parameter: str | None = None
+    module: str | None = None
+    waits: bool = False
+
+
+def in_phase(phase: Phase) -> str:
+    """Return ``in backward``, or ``between phases``."""
+    return "between phases" if phase is Phase.OTHER else f"in {phase}"
+
+
+# Exceptions
+
+_PEER_ERROR = re.compile(
+    r"gloo/transport|connection (closed|reset|refused)|broken pipe|timed? ?out|nccl (error|watchdog)"
+    r"|remote (process|worker)",
+    re.IGNORECASE,
+)
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemory|out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE
+)
+
+
+def exit_reason_of(error: BaseException) -> ExitReason:
+    """Return how ``error`` ends a training run."""
+    frames = [
+        Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    stack = ThreadStack(0, tuple(reversed(frames)))
+    user = user_frame(stack)
+    text = Redaction().text(" ".join(str(error).split())[:MAX_MESSAGE_CHARS])
+    kind = type(error).__name__
+    return ExitReason(
+        error=f"{kind}: {text}" if text else kind,
+        at=clock.monotonic(),
+        line=str(user) if user is not None else None,
+        function=user.qualified_name if user is not None else "",
+        inside=_where_peers_failed(error, stack, text),
+        interrupted=isinstance(error, (KeyboardInterrupt, GeneratorExit)),
+        out_of_memory=isinstance(error, MemoryError) or bool(_OUT_OF_MEMORY.search(f"{kind} {text}")),
+    )
+
+
+def _where_peers_failed(error: BaseException, stack: ThreadStack, text: str) -> str:
+    # A wrong argument raises ValueError or TypeError; errors of the backend are neither.
+    if not isinstance(error, RuntimeError):
+        return ""
+    # DDP's wrapper raises where this rank has left something out, which is an error of its own.
+    if in_collective(stack) and "nn/parallel/" not in stack.frames[0].file.replace("\\", "/"):
+        return "a collective"
+    if _PEER_ERROR.search(text):
+        return "backward" if in_native_backward(stack) else "a collective"
+    return ""
+
+
+# Reductions of DDP: the reducer works in native code and waits for all buckets at the end of backward. A rank
+# starts the reduction of a bucket once it has all its gradients, so a rank waits for the buckets that another
+# lacks.
+
+
+def parse_buckets(data: Any) -> Buckets:
+    """Return the buckets that a rank has written."""
+
+    def rows(name: str) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(map(int, bucket)) for bucket in data[name])
+
+    def numels(name: str) -> tuple[int, ...]:
+        return tuple(map(int, data[name]))
+
+    return Buckets(rows("rows"), numels("numels"), rows("shard_rows"), numels("shard_numels"))
+
+
+def parse_issued(rank: int, data: Any) -> IssuedCollectives:
+    """Return the collectives that a rank has written."""
+    dump = parse_dump(rank, data["dump"], data["groups"]) if data["dump"] is not None else None
+    return IssuedCollectives(int(data["at"]), tuple(map(int, data["open"])), dump)
+
+
+def name_reductions(observations: Sequence[Observation]) -> list[Observation]:
+    """Return the observations with the reduction, in words, for which each rank may wait."""
+    return [
+        dataclasses.replace(obs, reducing=words) if (words := _reduction(obs, observations)) else obs
+        for obs in observations
+    ]
+
+
+def _reduction(obs: Observation, observations: Sequence[Observation]) -> str:
+    buckets, state = obs.buckets.rows, obs.state
+    if state is None or state.phase is not Phase.BACKWARD or not buckets:
+        return ""
+    started = [i for i, bucket in enumerate(buckets) if _is_complete(bucket, state.arrived)]
+    if not started:
+        return ""
+    pending = _pending_bucket(obs)
+    if pending in started:
+        return f"the reduction of {_bucket_words(obs, pending)}"
+    lacking = [i for i in started if any(_lacks(other, obs, buckets[i]) for other in observations)]
+    if lacking or len(started) == 1:
+        return f"the reduction of {_bucket_words(obs, (lacking or started)[0])}"
+    return f"a reduction inside backward (of {len(started)} buckets of DDP that have all their gradients)"
+
+
+def _pending_bucket(obs: Observation) -> int:
+    """Return the bucket whose all-reduce is recorded as open, -1 if that is not known."""
+    records = obs.issued.dump.records if obs.issued.dump is not None else ()
+    pending = next((r for r in records if not r.completed and r.operation == "all_reduce"), None)
+    return _only(obs.buckets.numels, pending.inputs) if pending is not None else -1
+
+
+def _only(numels: Sequence[int], sizes: Sizes) -> int:
+    """Return the index of the only one of ``numels`` that a flat tensor of these sizes has, else -1."""
+    flat = len(sizes) == 1 and len(sizes[0]) == 1
+    found = [i for i, numel in enumerate(numels) if flat and numel == sizes[0][0]]
+    return found[0] if len(found) == 1 else -1
+
+
+def _with_parameters(record: CollectiveRecord, obs: Observation) -> CollectiveRecord:
+    """Return an open collective with the parameters that it carries, where its size shows that."""
+    if record.completed:
+        return record
+    buckets, name = obs.buckets, record.operation
+    if name == "all_reduce" and (index := _only(buckets.numels, record.inputs)) >= 0:
+        # DDP alone reduces what has the size of a bucket, and in backward.
+        return dataclasses.replace(
+            record, phase=record.phase or Phase.BACKWARD, parameters=_bucket_words(obs, index)
+        )
+    shard = record.inputs if "gather" in name else record.outputs if "reduce_scatter" in name else ()
+    if (index := _only(buckets.shard_numels, shard)) >= 0:
+        words = f"the shards of {_names(obs, buckets.shard_rows[index])}"
+        return dataclasses.replace(record, parameters=words)
+    return record
+
+
+def _bucket_words(obs: Observation, index: int) -> str:
+    rows = obs.buckets.rows
+    return f"bucket {index + 1} of {len(rows)} ({_names(obs, rows[index])})"
+
+
+def _names(obs: Observation, rows: Sequence[int]) -> str:
+    names = [obs.names[row] if row < len(obs.names) else f"parameter {row}" for row in rows]
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}, {len(names)} parameters"
+
+
+def _is_complete(bucket: Sequence[int], arrived: bytes) -> bool:
+    return bool(bucket) and all(row < len(arrived) and arrived[row] for row in bucket)
+
+
+def _lacks(other: Observation, obs: Observation, bucket: Sequence[int]) -> bool:
+    """Return whether ``other`` has not reached the reduction in which ``obs`` is."""
+    theirs, mine = other.state, obs.state
+    if other.rank == obs.rank or theirs is None or mine is None or not theirs.arrived:
+        return False
+    done = theirs.backwards + (theirs.phase is Phase.BACKWARD)
+    if done != mine.backwards + 1:
+        return done < mine.backwards + 1
+    return not _is_complete(bucket, theirs.arrived)
