@@ -13,7 +13,7 @@ from backlight.records import DiagnosisKind, Phase
 from backlight.watchdog.attach import Attached
 from backlight.watchdog.observation import Diagnosis
 from backlight.watchdog.stacks import Frame, StackSample, ThreadStack
-from watchdog.test_flight_recorder import dumped, entry, write
+from flight_dumps import dumped, entry, write
 
 Command = Callable[..., tuple[int, str, str]]
 

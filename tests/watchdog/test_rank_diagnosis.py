@@ -20,7 +20,7 @@ from backlight.watchdog.observation import (
 from backlight.watchdog.rank_diagnosis import diagnose_ranks
 from backlight.watchdog.shared_state import Collective, RankStatus
 from backlight.watchdog.stacks import Frame, ThreadStack, in_collective
-from watchdog.test_diagnosis import LIMITS, TOP, S, observation, samples, snapshot
+from recorded_observations import LIMITS, TOP, S, observation, samples, snapshot
 
 WORLD = 3
 GROUP = 5

@@ -17,11 +17,11 @@ from backlight.cli.console import FACTS, Page, make_table
 from backlight.records import Fingerprint
 from backlight.text import told_apart
 from backlight.user_code import SourceLine
+from flight_dumps import dumped, entry
+from flight_dumps import write as write_dump
 from grokking_runs import Grok, write_grokking_run
 from monitors.steptime.rules.conftest import write as write_times
 from observed_processes import PY_SPY
-from watchdog.test_flight_recorder import dumped, entry
-from watchdog.test_flight_recorder import write as write_dump
 
 from .eighty_columns import broken
 
