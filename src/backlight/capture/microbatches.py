@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from backlight import clock
+from backlight.capture.batches import samples
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.open_steps import OpenSteps
 from backlight.capture.outside_modes import outside_modes
@@ -76,7 +77,7 @@ class Microbatches(Listener):
         """Note how many samples an outermost module was called with."""
         if torch.is_grad_enabled():
             self._forwards += 1
-            self._samples = _samples((args, kwargs))
+            self._samples = samples((args, kwargs))
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Hook the leaves that are wanted."""
@@ -132,11 +133,3 @@ def _passed(microbatches: Microbatches, key: int, gradient: torch.Tensor) -> Non
     if not torch.compiler.is_compiling():
         with outside_modes():
             microbatches.take(key, gradient)
-
-
-def _samples(batch: Any) -> int | None:
-    """Return the length of the first tensor that has one."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else None
-    held = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    return next((n for one in held if (n := _samples(one)) is not None), None)

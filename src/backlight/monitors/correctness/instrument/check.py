@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from backlight import devices
 from backlight.capture.hub import Listener
 from backlight.measure.transfer import AsyncCopy, start_copy
 from backlight.monitors.correctness.instrument.loaded_weights import LoadedWeights
+from backlight.monitors.correctness.instrument.samples import Snapshot
 from backlight.monitors.correctness.model.contradictions import KIND
 
 if TYPE_CHECKING:
@@ -34,26 +37,93 @@ MAX_REPORTS = 16
 """Contradictions of one kind that a process records."""
 
 
+@dataclass
+class _Batch:
+    """Values that one copy takes to the host together, behind the work of their stream."""
+
+    stream: torch.Stream | None
+    values: list[torch.Tensor] = field(default_factory=list)
+    copy: AsyncCopy | None = None
+
+    def add(self, value: torch.Tensor) -> _Slot:
+        """Add a value, which nothing may change until the copy has started."""
+        value = value.detach()
+        begin = sum(one.nbytes for one in self.values)
+        self.values.append(value)
+        return _Slot(self, slice(begin, begin + value.nbytes), value.dtype, value.shape)
+
+    def start(self) -> None:
+        """Start the copy."""
+        with devices.on_stream(self.stream):
+            parts = [value.reshape(-1).view(torch.uint8) for value in self.values]
+            self.copy = start_copy(torch.cat(parts) if len(parts) > 1 else parts[0])
+        self.values = []
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a value in the copy of its batch."""
+
+    batch: _Batch
+    part: slice
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def is_done(self) -> bool:
+        """Return whether the host may read."""
+        return self.batch.copy is not None and self.batch.copy.done()
+
+    def read(self) -> NDArray[np.generic]:
+        """Wait for the copy, and return a value of its own."""
+        assert self.batch.copy is not None
+        content = self.batch.copy.read()[self.part].tobytes()
+        value = torch.frombuffer(bytearray(content), dtype=self.dtype) if content else torch.empty(0)
+        return _array(value.reshape(self.shape))
+
+
+def _array(value: torch.Tensor) -> NDArray[np.generic]:
+    """Return a tensor on the host as an array; NumPy has no bfloat16."""
+    array: NDArray[np.generic] = (value.float() if value.dtype is torch.bfloat16 else value.detach()).numpy()
+    return array
+
+
 class PendingCopies:
-    """Copies on their way from a device, with what is done with each, in order; the checks share one."""
+    """Values on their way from a device, with what is done with each, in order; the checks share one.
+
+    Those of a step are copied together, when the next one begins.
+    """
 
     def __init__(self) -> None:
-        self._copies: deque[tuple[AsyncCopy, Callable[[NDArray[np.generic]], None]]] = deque()
+        self._batches: dict[tuple[torch.device, int], _Batch] = {}
+        self._waiting: deque[tuple[list[_Slot | NDArray[np.generic]], Callable[..., None]]] = deque()
 
-    def add(self, values: torch.Tensor, then: Callable[[NDArray[np.generic]], None]) -> None:
-        """Call ``then`` with the host copy of ``values`` as soon as it is there."""
-        # NumPy has no bfloat16.
-        copy = start_copy(values.float() if values.dtype is torch.bfloat16 else values)
-        if copy.event is None:
-            then(copy.read())
+    def add(self, then: Callable[..., None], *values: torch.Tensor) -> None:
+        """Call ``then`` with the values on the host, as soon as they and all earlier ones are there."""
+        slots = [self._slot(value) for value in values]
+        if not self._waiting and not any(isinstance(slot, _Slot) for slot in slots):
+            then(*slots)
         else:
-            self._copies.append((copy, then))
+            self._waiting.append((slots, then))
+
+    def _slot(self, value: torch.Tensor) -> _Slot | NDArray[np.generic]:
+        if value.device.type == "cpu":
+            return _array(value)
+        stream = devices.current_stream(value.device) if devices.has_async_copies(value.device) else None
+        key = value.device, 0 if stream is None else stream.stream_id
+        return self._batches.setdefault(key, _Batch(stream)).add(value)
 
     def settle(self, *, wait: bool) -> None:
-        """Use the copies that have arrived; ``wait`` for the others as well."""
-        while self._copies and (wait or self._copies[0][0].done()):
-            copy, then = self._copies.popleft()
-            then(copy.read())
+        """Use the values that have arrived; ``wait`` for the others as well."""
+        if self._batches and (wait or not devices.GATE.is_closed):
+            batches, self._batches = self._batches, {}
+            for batch in batches.values():
+                batch.start()
+        while self._waiting:
+            slots, then = self._waiting[0]
+            if not wait and not all(slot.is_done() for slot in slots if isinstance(slot, _Slot)):
+                return
+            self._waiting.popleft()
+            then(*[slot.read() if isinstance(slot, _Slot) else slot for slot in slots])
 
 
 class Schedule:
@@ -119,9 +189,22 @@ class Check(Listener):
             self.run.notifier.event(KIND, {"rule": rule, **facts}, step)
             self.run.fact(rule)
 
-    def when_known(self, values: torch.Tensor, then: Callable[[NDArray[np.generic]], None]) -> None:
-        """Call ``then`` with the host copy of ``values`` as soon as it is there."""
-        self.schedule.copies.add(values, then)
+    def when_known(self, then: Callable[..., None], *values: torch.Tensor) -> None:
+        """Call ``then`` with the arrays of ``values``, as soon as they and all earlier ones are on the host.
+
+        Nothing may change the values until the step is over.
+        """
+        self.schedule.copies.add(then, *values)
+
+    def snapshot(
+        self,
+        samples: Sequence[torch.Tensor],
+        change: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Snapshot:
+        """Copy samples of tensors; they are on the host when a later :meth:`when_known` calls back."""
+        taken = Snapshot(samples, change)
+        self.when_known(taken.arrive, *taken.tables)
+        return taken
 
     def name(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter, empty where the table does not hold it."""

@@ -6,9 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from backlight.capture.dropout_calls import DropoutCalls
@@ -119,23 +117,18 @@ class EvaluationModes(Check):
         ][:NORMS]
         if not norms:
             return
-        with torch.no_grad():
-            pairs = [(module.running_mean, module.running_var) for _, module in norms]
-            flags = [
-                torch.eq(mean, 0).all() & torch.eq(variance, 1).all()
-                for mean, variance in pairs
-                if mean is not None and variance is not None
-            ]
-            known = torch.stack([flag.to(flags[0].device) for flag in flags])
+        statistics = [s for _, module in norms for s in (module.running_mean, module.running_var)]
+        values = self.snapshot([s.reshape(-1) for s in statistics if s is not None])
         names, step, kind = [name for name, _ in norms], self.run.clock.index, kind_of(model)
 
-        def report(values: NDArray[np.generic]) -> None:
-            initial = [name for name, one in zip(names, values, strict=True) if one]
+        def report() -> None:
+            pairs = zip(names, values.arrays[::2], values.arrays[1::2], strict=True)
+            initial = [name for name, mean, variance in pairs if not mean.any() and (variance == 1).all()]
             if initial:
                 facts = {"model": kind, "modules": initial[:NAMED], "count": len(initial)}
                 self.report("module_modes", step, kind="initial_statistics", **facts)
 
-        self.when_known(known, report)
+        self.when_known(report)
 
     def _report_training_mode(self, models: Sequence[nn.Module]) -> None:
         for model in models:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.capture.hub import HUB
@@ -17,19 +17,15 @@ from backlight.capture.loss_nodes import sequence_number
 from backlight.capture.parameters import local
 from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.monitors.correctness.instrument.samples import Snapshot, first_values, thinned
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from backlight.monitor import RunContext
     from backlight.monitors.correctness.instrument.check import Schedule
 
 MAX_PARAMETERS = 64
 """Parameters of one optimizer that are followed, evenly over its list."""
-
-VALUES = 256
-"""Values of a gradient that are compared with zero."""
 
 MAX_NODES = 256
 """Nodes of a graph that are visited to tell whether its forward is that of the backward before."""
@@ -40,14 +36,17 @@ COMPARED = 4
 
 @dataclass
 class _Gradient:
-    """The gradient of a parameter as it was at some moment; no reference keeps it alive."""
+    """The gradient of a parameter as it was at some moment; no reference keeps it alive.
+
+    ``tests`` are whether it had values at each moment that it was looked at, once the host knows.
+    """
 
     parameter: weakref.ref[Tensor]
     tensor: weakref.ref[Tensor]
     version: int
     weight_version: int
     was_added_to: bool = False
-    had_values: Tensor | None = None
+    tests: list[Callable[[], bool]] = field(default_factory=list)
 
     @classmethod
     def of(cls, parameter: Tensor) -> _Gradient | None:
@@ -63,10 +62,35 @@ class _Gradient:
         parameter, tensor = self.parameter(), self.tensor()
         return tensor if parameter is not None and parameter.grad is tensor else None
 
+    def had_values(self) -> bool:
+        """Return whether there was something to add to; for :meth:`Check.when_known`."""
+        return all(test() for test in self.tests)
+
     def is_untouched(self) -> bool:
         """Return whether it is the same tensor, in which nothing has been written."""
         tensor = self.same()
         return tensor is not None and local(tensor)._version == self.version
+
+
+class _Flags:
+    """Whether each of some gradients has a value that is not zero; one that is None has none."""
+
+    def __init__(self, check: Check, gradients: Sequence[Tensor | None]) -> None:
+        present = [(row, local(one)) for row, one in enumerate(gradients) if one is not None]
+        self._rows = [row for row, _ in present]
+        self._snapshot = check.snapshot([first_values(one) for _, one in present], lambda x: x.ne(0))
+
+    def are_there(self, row: int) -> bool:
+        """Return whether a gradient has values; for :meth:`Check.when_known`."""
+        return row in self._rows and bool(self._snapshot.arrays[self._rows.index(row)].any())
+
+    def any(self) -> bool:
+        """Return whether any gradient has."""
+        return any(array.any() for array in self._snapshot.arrays)
+
+
+def _is_kept(before: _Flags, after: _Flags, row: int) -> bool:
+    return after.are_there(row) or not before.are_there(row)
 
 
 class GradientUse(Check):
@@ -92,16 +116,16 @@ class GradientUse(Check):
         self._before: dict[int, _Gradient] = {}  # when the backward in progress began
         self._fresh: dict[int, _Gradient] = {}  # of the last backward, used by no optimizer
         # By optimizer, of its last step: the number of backwards until then, and some of its gradients.
-        self._stepped: dict[int, tuple[int, list[tuple[_Gradient, Tensor]]]] = {}
+        self._stepped: dict[int, tuple[int, list[_Gradient], Snapshot]] = {}
         self._root: weakref.ref[Tensor] | None = None
-        self._clipped: list[tuple[_Gradient, Tensor]] = []  # by the clipping in progress, with their values
+        self._clipped: tuple[list[_Gradient], _Flags] | None = None  # by the clipping in progress
         self._restart()
         self._begin_order(is_known=False)
 
     def _restart(self) -> None:
         self._forwards = 0
         # By backward since the last step of an optimizer: whether its gradients were cleared, None if kept.
-        self._cleared: list[Tensor | None] = []
+        self._cleared: list[Callable[[], bool] | None] = []
         self._lines: set[SourceLine | None] = set()
         self._begun: int | None = None  # number of the next node of the graph, as the last one began
         self._is_intended = False
@@ -110,7 +134,7 @@ class GradientUse(Check):
         """Begin a step in which gradients are to come before they are clipped."""
         self._is_order_known, self._passes, self._has_clipped = is_known, 0, False
         # Line of a clipping before all passes, and whether gradients had values that no step has used.
-        self._early_clip: tuple[str, Sequence[Tensor]] | None = None
+        self._early_clip: tuple[str, _Flags] | None = None
 
     # Events
 
@@ -130,8 +154,8 @@ class GradientUse(Check):
         if self._closures:
             return
         self._report_second_backward(roots)
-        self._used = {key: one for key, one in self._used.items() if one.is_untouched()}
-        self._note_values(list(self._used.values()))
+        self._used = {key: used for key, used in self._used.items() if used.is_untouched()}
+        self._note_values(self._used.values())
         if self._fresh:
             cleared = self._cleared_of(self._fresh.values())
             self._cleared.append(cleared)
@@ -162,7 +186,7 @@ class GradientUse(Check):
                 for key, one in now.items()
                 if (before := self._before.get(key)) is None or not before.is_untouched()
             }
-            self._note_values(list(self._fresh.values()))
+            self._note_values(self._fresh.values())
         self._before = {}
 
     def grad_end(self) -> None:
@@ -178,15 +202,19 @@ class GradientUse(Check):
                 g for key, g in now.items() if key not in self._used or not self._used[key].is_untouched()
             ]
             self._early_clip = str(user_line() or ""), self._flags(unused)
-        followed = [one for one in self._fresh.values() if one.same() is not None] if self.due else []
-        self._clipped = list(zip(followed, self._flags(followed), strict=True))
+        if self.due and self._fresh:
+            followed = list(self._fresh.values())
+            self._clipped = followed, self._flags(followed)
 
     def clip_end(self) -> None:
         """Count gradients that clipping has made zero as zero: the script has not cleared them."""
-        followed = [(one, had) for one, had in self._clipped if one.same() is not None]
-        for (one, had), has in zip(followed, self._flags([one for one, _ in followed]), strict=True):
-            one.had_values = (has | ~had) if one.had_values is None else one.had_values & (has | ~had)
-        self._clipped = []
+        clipped, self._clipped = self._clipped, None
+        if clipped is not None:
+            followed, before = clipped
+            after = self._flags(followed)
+            for row, gradient in enumerate(followed):
+                if gradient.same() is not None:
+                    gradient.tests.append(partial(_is_kept, before, after, row))
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Compare what the optimizer is about to use with what backward left."""
@@ -212,9 +240,8 @@ class GradientUse(Check):
         elif self.due and not HUB.backward_depth and self.run.scope.holds(optimizer):
             used = self._sampled([optimizer])
             self._used.update(used)
-            followed = [(one, tensor) for one in used.values() if (tensor := one.same()) is not None]
-            values = [(one, self._values(tensor).clone()) for one, tensor in followed[:COMPARED]]
-            self._stepped[id(optimizer)] = self._all_backwards, values
+            compared = list(used.values())[:COMPARED]
+            self._stepped[id(optimizer)] = self._all_backwards, compared, self._snapshot_of(compared)
             self._begin_order(is_known=True)
 
     def scaler_end(self, scaler: Any, optimizer: torch.optim.Optimizer, *, stepped: bool) -> None:
@@ -229,72 +256,60 @@ class GradientUse(Check):
         found = {}
         for optimizer in optimizers:
             parameters = parameters_of(optimizer)
-            for parameter in parameters[:: -(-len(parameters) // MAX_PARAMETERS) or 1]:
+            for parameter in thinned(parameters, MAX_PARAMETERS):
                 if (one := _Gradient.of(parameter)) is not None:
                     found[id(parameter)] = one
         return found
 
-    @staticmethod
-    def _values(gradient: Tensor) -> Tensor:
-        return local(gradient).detach().reshape(-1)[:VALUES]
+    def _flags(self, gradients: Iterable[_Gradient]) -> _Flags:
+        return _Flags(self, [gradient.same() for gradient in gradients])
 
-    @staticmethod
-    def _has_values(gradients: Sequence[Tensor]) -> Tensor:
-        """Return, per gradient, whether one of its first values is not zero; all on one device."""
-        with torch.no_grad():
-            flags = [GradientUse._values(g).ne(0).any() for g in gradients]
-            return torch.stack([flag.to(flags[0].device) for flag in flags])
+    def _snapshot_of(self, gradients: Iterable[_Gradient]) -> Snapshot:
+        tensors = [tensor for gradient in gradients if (tensor := gradient.same()) is not None]
+        return self.snapshot([first_values(local(tensor)) for tensor in tensors])
 
-    def _note_values(self, gradients: Sequence[_Gradient]) -> None:
+    def _note_values(self, gradients: Collection[_Gradient]) -> None:
         """Note whether there is something to add to: ``.data.zero_()`` leaves no trace but the zeros."""
-        for one, flag in zip(gradients, self._flags(gradients) if gradients else (), strict=True):
-            one.had_values = flag if one.had_values is None else one.had_values & flag
+        if gradients:
+            values = self._flags(gradients)
+            for row, gradient in enumerate(gradients):
+                gradient.tests.append(partial(values.are_there, row))
 
-    def _flags(self, gradients: Sequence[_Gradient]) -> Sequence[Tensor]:
-        """Return, per gradient that is still that of its parameter, whether it has values."""
-        held = [tensor for one in gradients if (tensor := one.same()) is not None]
-        return self._has_values(held).unbind() if held else ()
-
-    def _cleared_of(self, gradients: Iterable[_Gradient]) -> Tensor | None:
+    def _cleared_of(self, gradients: Collection[_Gradient]) -> Callable[[], bool] | None:
         """Return whether all of these gradients were cleared, None where some were kept or used by hand.
 
         Gradients that backward left at zero lost nothing, whatever was written to them, as by clipping.
         """
-        gradients = list(gradients)
         written = []
-        for one in gradients:
-            parameter = one.parameter()
-            if parameter is None or parameter._version != one.weight_version or one.is_untouched():
+        for gradient in gradients:
+            parameter = gradient.parameter()
+            if parameter is None or parameter._version != gradient.weight_version or gradient.is_untouched():
                 return None
             if parameter.grad is not None:
-                if one.same() is None:
+                if gradient.same() is None:
                     return None
                 written.append(parameter.grad)
-        had = [one.had_values for one in gradients if one.had_values is not None]
-        if not had:
+        noted = [gradient.had_values for gradient in gradients if gradient.tests]
+        if not noted:
             return None
-        lost = torch.stack([flag.to(had[0].device) for flag in had]).any()
-        return lost & ~self._has_values(written).any().to(lost.device) if written else lost
+        values = _Flags(self, written)
+        return lambda: any(had() for had in noted) and not values.any()
 
     def _report_second_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Report a step with the gradients of the step before, which no backward followed."""
-        backwards, before = self._stepped.pop(id(optimizer), (-1, []))
-        if backwards != self._all_backwards or not before or not all(one.is_untouched() for one, _ in before):
+        backwards, before, values = self._stepped.pop(id(optimizer), (-1, [], None))
+        is_same = backwards == self._all_backwards and all(gradient.is_untouched() for gradient in before)
+        if values is None or not before or not is_same:
             return
-        step, kind = self.run.clock.index, type(optimizer).__name__
-        pairs = [
-            (self._values(tensor), values) for one, values in before if (tensor := one.same()) is not None
-        ]
-        # `.data` can be written without a trace: the values have to be the same ones.
-        with torch.no_grad():
-            same = [(now == values).all() & (now != 0).any() for now, values in pairs]
-            known = torch.stack([flag.to(same[0].device) for flag in same])
+        step, kind, now = self.run.clock.index, type(optimizer).__name__, self._snapshot_of(before)
 
-        def report(flags: NDArray[np.generic]) -> None:
-            if flags.all():
+        def report() -> None:
+            # `.data` can be written without a trace: the values have to be the same ones.
+            pairs = zip(now.arrays, values.arrays, strict=True)
+            if all(np.array_equal(new, old) and (new != 0).any() for new, old in pairs):
                 self.report("gradients_not_cleared", step, kind="second_step", optimizer=kind)
 
-        self.when_known(known, report)
+        self.when_known(report)
 
     def _report_second_backward(self, roots: Sequence[Tensor]) -> None:
         """Report a loss that is propagated back again, onto gradients that are still there."""
@@ -309,32 +324,31 @@ class GradientUse(Check):
         """Report a clipping that came before the gradients of its step."""
         if self._early_clip is None or self._has_clipped or not self._passes:
             return
-        line, flags = self._early_clip
-        step, unused = self.run.clock.index, torch.stack([*flags]) if flags else torch.zeros(1)
+        line, unused = self._early_clip
+        step = self.run.clock.index
 
-        def report(known: NDArray[np.generic]) -> None:
-            if not known.any():
+        def report() -> None:
+            if not unused.any():
                 self.report("clipping_order", step, line=line)
 
-        self.when_known(unused, report)
+        self.when_known(report)
 
     def _report_sums(self, held: set[int]) -> None:
         """Report gradients that hold the sum of two steps."""
         step = self.run.clock.index
-        own = [self._used.pop(key) for key in held & self._used.keys()]
+        own = [self._used.pop(key) for key in list(self._used) if key in held]
         summed = [one for one in own if one.was_added_to and one.same() is not None]
         if not summed:
             return
         names = [self.name(p) for one in summed if (p := one.parameter()) is not None]
-        flags = torch.stack([one.had_values for one in summed if one.had_values is not None])
 
-        def report(known: NDArray[np.generic]) -> None:
-            added = [name for name, flag in zip(names, known, strict=True) if flag]
+        def report() -> None:
+            added = [name for name, one in zip(names, summed, strict=True) if one.had_values()]
             if added:
                 facts = {"parameters": added[:NAMED], "count": len(added), "followed": len(own)}
                 self.report("gradients_not_cleared", step, **facts)
 
-        self.when_known(flags, report)
+        self.when_known(report)
 
     def _report_cleared(self, held: set[int]) -> None:
         """Report backward passes whose gradients never reached an optimizer."""
@@ -350,19 +364,20 @@ class GradientUse(Check):
         each = [*self._cleared, last]
         self._fresh = {}
         self._restart()
-        if any(flag is not None for flag in each):
-            device = next(flag.device for flag in each if flag is not None)
-            none = torch.zeros((), dtype=torch.bool, device=device)
-            table = torch.stack([none if flag is None else flag.to(device) for flag in each])
-            self.when_known(table, lambda known: self._report_discarded(step, known, names, is_meant, lines))
+        self.when_known(lambda: self._report_discarded(step, each, names, is_meant, lines))
 
     def _report_discarded(
-        self, step: int, cleared: NDArray[np.generic], names: list[str], is_meant: bool, lines: int
+        self,
+        step: int,
+        cleared: Sequence[Callable[[], bool] | None],
+        names: Sequence[str],
+        is_meant: bool,
+        lines: int,
     ) -> None:
         """Report the backward passes whose gradients were cleared; with them go those of earlier ones."""
         facts: dict[str, Any]
         backwards = len(cleared)
-        ends = [number for number, flag in enumerate(cleared, start=1) if flag]
+        ends = [number for number, test in enumerate(cleared, start=1) if test is not None and test()]
         discarded = max(ends, default=0)
         if discarded == backwards:
             facts = {"moment": "step", "parameters": names[:NAMED], "count": len(names)}

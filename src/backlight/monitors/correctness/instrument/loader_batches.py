@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from backlight.capture.batches import tensors
 from backlight.monitors.correctness.instrument.check import NAMED, Check
 from backlight.monitors.correctness.instrument.copied_generators import copied_generator
-from backlight.monitors.correctness.instrument.tensor_samples import digest
+from backlight.monitors.correctness.instrument.samples import digest
 
 if TYPE_CHECKING:
     from backlight.monitor import RunContext

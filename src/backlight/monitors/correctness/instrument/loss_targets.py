@@ -41,24 +41,29 @@ class LossTargets(Check):
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
         self._class: int | None = None
+        self._is_classified = False
         self._steps = self._targets = 0
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Compare the targets of the losses below."""
-        found = [
-            _extent(node)
+        losses = [
+            node
             for root in roots
             for kind, node in terms(root.grad_fn)
             if kind in CLASS_LOSSES and are_plain(node, "target") and _is_classifier(node)
         ]
-        if found:
-            known = torch.stack([one.to(found[0].device) for one in found])
-            self.when_known(known, functools.partial(self._note, self.run.clock.index))
-        elif roots and self._class is None:
+        if losses:
+            self._is_classified = True
+            filled = [node for node in losses if node._saved_target.numel()]
+            sizes = [node._saved_target.numel() for node in filled]
+            values = [value for node in filled for value in _extent(node)]
+            self.when_known(functools.partial(self._note, self.run.clock.index, sizes), *values)
+        elif roots and not self._is_classified:
             HUB.remove(self)  # another loss
 
-    def _note(self, step: int, known: NDArray[np.generic]) -> None:
-        extents = known.astype(np.int64)
+    def _note(self, step: int, sizes: Sequence[int], *values: NDArray[np.generic]) -> None:
+        extents = np.array(values, np.int64).reshape(-1, 3)  # lowest and highest class, and how many targets
+        extents[:, 2] = sizes - extents[:, 2]
         extents = extents[extents[:, 2] > 0]
         if not len(extents):
             return
@@ -88,11 +93,12 @@ def _is_classifier(loss: Node) -> bool:
 
 
 @torch.no_grad()
-def _extent(loss: Node) -> Tensor:
-    """Return the lowest and the highest class among the targets, and how many count, ``[3]``."""
+def _extent(loss: Node) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the lowest and the highest class among the targets, and how many do not count."""
     targets: Tensor = loss._saved_target.detach()
-    valid = targets != loss._saved_ignore_index
-    limits = torch.iinfo(torch.int64)
-    low = targets.where(valid, limits.max).amin() if targets.numel() else valid.sum()
-    high = targets.where(valid, limits.min).amax() if targets.numel() else valid.sum()
-    return torch.stack([low, high, valid.sum()])
+    index, limits = loss._saved_ignore_index, torch.iinfo(targets.dtype)
+    ignored = targets == index
+    low = targets.masked_fill(ignored, limits.max).amin()
+    # What is ignored is mostly below all classes; torch shows it without its sign.
+    high = targets.amax() if not 0 <= index < 2**63 else targets.masked_fill(ignored, limits.min).amax()
+    return low, high, ignored.sum()

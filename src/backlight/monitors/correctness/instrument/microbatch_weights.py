@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -88,26 +87,28 @@ class MicrobatchWeights(Check):
             self.run.notifier.unmeasured("uneven_microbatches", reason)
         if not is_plain or not known or len(known) < len(parts) or not self.run.scope.holds(optimizer):
             return
-        with torch.no_grad():
-            table_P2 = torch.stack(
-                [torch.stack((p.gradients[0].reshape(()), p.targets)).float() for p in known]
-            )
-            factor = known[-1].gradients[0] / (1.0 if scale is None else scale)
-        if not self._has_classes and known[-1].is_mean and known[-1].is_whole:
-            self._has_classes = True
-            classes = known[-1].classes
-            self.when_known(factor.reshape(1), lambda value: self._record(classes, float(value[0])))
-        if len(known) > 1 and len({(part.classes, part.is_mean) for part in known}) == 1:
-            self._comparisons += 1
-            then = functools.partial(self._compare, self.run.clock.index, self._comparisons, known[0].is_mean)
-            self.when_known(table_P2, then)
+        numbers = [number.reshape(1) for p in known for number in (p.gradients[0], p.targets)]
+        values = self.snapshot(numbers if scale is None else [*numbers, scale.detach().reshape(1)])
+        has_classes = not self._has_classes and known[-1].is_mean and known[-1].is_whole
+        self._has_classes = self._has_classes or has_classes
+        is_compared = len(known) > 1 and len({(part.classes, part.is_mean) for part in known}) == 1
+        self._comparisons += is_compared
+        step, comparisons = self.run.clock.index, self._comparisons
 
-    def _record(self, classes: int, factor: float) -> None:
-        self.run.notifier.event(CLASSES, {"classes": classes, "factor": factor}, self.run.clock.index)
+        def use() -> None:
+            flat = [float(value[0]) for value in values.arrays]
+            if has_classes:
+                factor = flat[2 * len(known) - 2] / (1.0 if scale is None else flat[-1])
+                self.run.notifier.event(CLASSES, {"classes": known[-1].classes, "factor": factor}, step)
+            if is_compared:
+                table_P2 = np.array(flat[: 2 * len(known)]).reshape(-1, 2)
+                self._compare(step, comparisons, known[0].is_mean, table_P2)
 
-    def _compare(self, step: int, comparisons: int, is_mean: bool, table_P2: NDArray[np.generic]) -> None:
-        gradients, targets = table_P2.astype(float).T
-        if not np.isfinite(table_P2.astype(float)).all() or not (gradients > 0).all() or not targets.all():
+        self.when_known(use)
+
+    def _compare(self, step: int, comparisons: int, is_mean: bool, table_P2: NDArray[np.float64]) -> None:
+        gradients, targets = table_P2.T
+        if not np.isfinite(table_P2).all() or not (gradients > 0).all() or not targets.all():
             return
         weights = gradients / targets if is_mean else gradients
         ratio, counts = float(weights.max() / weights.min()), [round(n) for n in targets]

@@ -82,7 +82,7 @@ class MixedPrecision(Check):
         step = self.run.clock.index
 
         def report(known: NDArray[np.generic]) -> None:
-            if float(known[0]) != 1.0:
-                self.report("mixed_precision", step, kind=kind, scale=float(known[0]), **facts)
+            if (value := float(known.reshape(()))) != 1.0:
+                self.report("mixed_precision", step, kind=kind, scale=value, **facts)
 
-        self.when_known(scale.clone().reshape(1), report)
+        self.when_known(report, scale.clone())

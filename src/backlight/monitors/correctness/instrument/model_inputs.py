@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from backlight.capture.batches import plain_tensors
 from backlight.capture.hooks import is_transforming
@@ -20,7 +19,7 @@ from backlight.capture.replicas import averaged_over
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import FIRST_STEPS, Check
 from backlight.monitors.correctness.instrument.loader_batches import data_of, length
-from backlight.monitors.correctness.instrument.tensor_samples import sampled
+from backlight.monitors.correctness.instrument.samples import sampled
 from backlight.monitors.correctness.model.contradictions import INPUT
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class ModelInputs(Check):
         if self.run.clock.done > FIRST_STEPS:
             return
         plain = [x for x in plain_tensors(batch) if x.device.type == "cpu"]
-        self._latest = tuple(sample.numpy().tobytes() for sample in _samples(plain))
+        self._latest = tuple(sampled(x).float().numpy().tobytes() for x in plain)
         self._given += 1
         if self._given == 1:
             self._data = data_of(iterator)
@@ -82,30 +81,25 @@ class ModelInputs(Check):
         given = plain_tensors((*args, *kwargs.values()))[:TENSORS]
         if not given or len({x.device for x in given}) > 1:
             return
-        with torch.no_grad():
-            samples = _samples(given)
-            sizes = [len(sample) for sample in samples]
-            shapes = [tuple(x.shape) for x in given]
-            known = torch.cat([sample.to(given[0].device, torch.float32) for sample in samples])
+        shapes, values = [tuple(x.shape) for x in given], self.snapshot([sampled(x) for x in given])
         given_now = (self._given, self._latest)
-        self.when_known(known, functools.partial(self._compare, step, given_now, sizes[0], shapes))
+        self.when_known(lambda: self._compare(step, given_now, shapes, values.arrays))
 
     def _compare(
         self,
         step: int,
         given: tuple[int, Known],
-        size: int,
-        shapes: list[tuple[int, ...]],
-        known: NDArray[np.generic],
+        shapes: Sequence[tuple[int, ...]],
+        values: Sequence[NDArray[np.generic]],
     ) -> None:
         """Compare the first tensor of a forward with the first batch, and with the latest."""
         if self.run.world_size > 1:
-            content = hashlib.blake2b(repr(shapes).encode() + known.tobytes(), digest_size=8).hexdigest()
+            content = hashlib.blake2b(repr(shapes).encode() + b"".join(map(_bytes, values)), digest_size=8)
             trained = {id(parameter) for parameter in self.run.scope.parameters()}
             models = holding([*self.run.scope.models, *HUB.seen.roots()], trained)
-            facts = {"digest": content, "ranks": averaged_over(models)}
+            facts = {"digest": content.hexdigest(), "ranks": averaged_over(models)}
             self.run.notifier.event(INPUT, facts, step)
-        (batches, latest), own = given, known[:size].tobytes()
+        (batches, latest), own = given, _bytes(values[0])
         # Some tensors, such as masks, are the same in every batch.
         if own not in self._first or (batches > 1 and own in latest):
             self._held = []
@@ -126,5 +120,5 @@ def is_last_step(step: int, observed: int) -> bool:
     return step == FIRST_STEPS - 1 and observed >= FIRST_STEPS - 1
 
 
-def _samples(given: Sequence[Tensor]) -> list[Tensor]:
-    return [sampled(x).float() for x in given]
+def _bytes(values: NDArray[np.generic]) -> bytes:
+    return values.astype(np.float32).tobytes()

@@ -44,13 +44,13 @@ class Probabilities(Check):
         super().__init__(run, schedule)
         self._calls = CrossEntropyCalls()
         self._left = LOOKS
-        self._flags: list[Tensor] = []
+        self._found: list[tuple[float, list[Tensor]]] = []  # tolerance, lowest value, extent of the sums
         self._steps: list[int] = []  # at which all inputs were probabilities
 
     def forget(self) -> None:
         """Observe no longer."""
         self._calls.stop()
-        self._flags = []
+        self._found = []
 
     def forward_begin(self) -> None:
         """Observe the loss of this forward."""
@@ -68,25 +68,29 @@ class Probabilities(Check):
             return
         with torch.no_grad():
             values = given.detach().float()
-            sums = values.sum(1).sub(1.0).abs().amax()
-            limit = TOLERANCE.get(given.dtype, HALF_TOLERANCE)
-            self._flags.append((values.amin() >= 0) & (sums <= limit))
+            extent = [values.amin(), *torch.aminmax(values.sum(1))]
+            self._found.append((TOLERANCE.get(given.dtype, HALF_TOLERANCE), extent))
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Report the losses of the step."""
-        flags, self._flags = self._flags, []
+        found, self._found = self._found, []
         self._calls.stop()
-        if not flags or not self._left:
+        if not found or not self._left:
             return
         self._left -= 1
         kinds = {kind for root in roots for kind, _ in contradictions_below(root.grad_fn)}
         if not kinds & SHOWN_BY_THE_GRAPH:
-            known = torch.stack([flag.to(flags[0].device) for flag in flags])
-            self.when_known(known, functools.partial(self._note, self.run.clock.index))
+            tolerances = [tolerance for tolerance, _ in found]
+            then = functools.partial(self._note, self.run.clock.index, tolerances)
+            self.when_known(then, *[value for _, extent in found for value in extent])
 
-    def _note(self, step: int, known: NDArray[np.generic]) -> None:
+    def _note(self, step: int, tolerances: Sequence[float], *values: NDArray[np.generic]) -> None:
         """Report steps from the second one on: at the first, the output of a model may be constant."""
-        if known.all():
+        extents = np.array(values, np.float64).reshape(-1, 3)
+        if all(
+            lowest >= 0 and max(abs(low - 1), abs(high - 1)) <= tolerance
+            for tolerance, (lowest, low, high) in zip(tolerances, extents, strict=True)
+        ):
             self._steps.append(step)
             for one in self._steps if len(self._steps) == STEPS else self._steps[STEPS:][-1:]:
                 self.report("loss_input", one, kind="probabilities")

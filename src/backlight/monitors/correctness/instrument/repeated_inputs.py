@@ -21,7 +21,7 @@ from backlight.capture.loss_terms import are_plain, terms
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import FIRST_STEPS, Check
 from backlight.monitors.correctness.instrument.model_inputs import is_last_step
-from backlight.monitors.correctness.instrument.tensor_samples import places, sampled
+from backlight.monitors.correctness.instrument.samples import Snapshot, sampled
 from backlight.user_code import user_scopes
 
 if TYPE_CHECKING:
@@ -44,21 +44,26 @@ class _Sampled:
     ``pointer`` is its address in the memory of the host, 0 on a device.
     """
 
+    snapshot: Snapshot
+    row: int  # of the snapshot
     origin: weakref.ref[Tensor]
-    values: Tensor
+    device: torch.device
     size: int
     samples: int
     pointer: int
 
     @classmethod
-    @torch.no_grad()
-    def of(cls, tensor: Tensor) -> Self:
+    def of(cls, tensor: Tensor, snapshot: Snapshot, row: int) -> Self:
         base = tensor._base if tensor._is_view() else None
         origin = weakref.ref(tensor if base is None else base)
         pointer = tensor.data_ptr() if tensor.device.type == "cpu" else 0
-        return cls(
-            origin, sampled(tensor).float(), tensor.numel(), len(tensor) if tensor.ndim else 0, pointer
-        )
+        samples = len(tensor) if tensor.ndim else 0
+        return cls(snapshot, row, origin, tensor.device, tensor.numel(), samples, pointer)
+
+    def values(self) -> NDArray[np.float32]:
+        """Return a sample of its values, once the host has it."""
+        values: NDArray[np.float32] = self.snapshot.arrays[self.row].astype(np.float32)
+        return values
 
 
 class RepeatedInputs(Check):
@@ -101,7 +106,7 @@ class RepeatedInputs(Check):
             self.forget()
         else:
             given = plain_tensors((*args, *kwargs.values()))[: TENSORS - len(self._inputs)]
-            self._inputs += map(_Sampled.of, given)
+            self._note(given, self._inputs)
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Note the targets of the losses below."""
@@ -110,7 +115,12 @@ class RepeatedInputs(Check):
                 # Of the class: to read it from the node computes a checkpointed region again.
                 if hasattr(type(node), "_saved_target") and are_plain(node, "target"):
                     given = plain_tensors(node._saved_target)[: TENSORS - len(self._targets)]
-                    self._targets += map(_Sampled.of, given)
+                    self._note(given, self._targets)
+
+    def _note(self, given: Sequence[Tensor], noted: list[_Sampled]) -> None:
+        if given:
+            snapshot = self.snapshot([sampled(x) for x in given])
+            noted += [_Sampled.of(x, snapshot, row) for row, x in enumerate(given)]
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Compare the tensors of the step with those of the first one."""
@@ -128,31 +138,27 @@ class RepeatedInputs(Check):
             ]
         self._origins = [one.origin for one in inputs]
         samples = max(one.samples for one in inputs)
-        if all(is_kept) or len({one.values.device for one in given}) > 1 or samples < 2:
+        if all(is_kept) or len({one.device for one in given}) > 1 or samples < 2:
             self.forget()
             return
-        values = torch.cat([one.values for one in given])
-        sizes = [one.size for one in inputs]
         facts = {
             "samples": samples,
             "has_targets": bool(targets),
             "is_kept": is_kept,
-            "is_copied": inputs[0].values.device.type != "cpu",
+            "is_copied": inputs[0].device.type != "cpu",
         }
-        self.when_known(values, functools.partial(self._compare, self.run.clock.index, sizes, facts))
+        self.when_known(functools.partial(self._compare, self.run.clock.index, inputs, targets, facts))
 
     def _compare(
-        self, step: int, sizes: Sequence[int], facts: Mapping[str, Any], values: NDArray[np.generic]
+        self, step: int, inputs: Sequence[_Sampled], targets: Sequence[_Sampled], facts: Mapping[str, Any]
     ) -> None:
-        content = repr(sizes).encode() + values.tobytes()
+        content = repr([one.size for one in inputs]).encode()
+        content += b"".join(one.values().tobytes() for one in [*inputs, *targets])
         if self._first is None:
             self._first = content
-            self._is_over = self._is_over or all(_are_grids(values.astype(float), sizes))
+            self._is_over = self._is_over or all(_is_grid(one.values()) for one in inputs)
         elif any(facts["is_kept"]) and all(
-            is_kept or is_grid
-            for is_kept, is_grid in zip(
-                facts["is_kept"], _are_grids(values.astype(float), sizes), strict=True
-            )
+            is_kept or _is_grid(one.values()) for is_kept, one in zip(facts["is_kept"], inputs, strict=True)
         ):
             self.forget()
         elif content != self._first and self._equal == 1 and not self._is_renewed:
@@ -178,15 +184,8 @@ def _named_arrays(frame: FrameType | None) -> set[tuple[int, int]]:
     }
 
 
-def _are_grids(values: NDArray[np.float64], sizes: Sequence[int]) -> list[bool]:
-    """Return, per tensor, whether its sampled values are at equal distances, or all the same."""
-    found, begin = [], 0
-    for size in sizes:
-        index = places(size).numpy()
-        own = values[begin : begin + len(index)]
-        begin += len(index)
-        low, high = int(np.argmin(index)), int(np.argmax(index))
-        slope = (own[high] - own[low]) / max(int(index[high] - index[low]), 1)
-        line = own[low] + slope * (index - index[low])
-        found.append(bool(np.all(np.abs(own - line) <= GRID * max(float(np.ptp(own)), 1e-12))))
-    return found
+def _is_grid(values: NDArray[np.float32]) -> bool:
+    """Return whether the sampled values of a tensor are at equal distances, or all the same."""
+    exact = values.astype(np.float64)
+    line = np.linspace(exact[0], exact[-1], len(exact))
+    return bool(np.all(np.abs(exact - line) <= GRID * max(float(np.ptp(exact)), 1e-12)))

@@ -150,7 +150,7 @@ class ReplicaDigests(Check):
             norms_P[here] = norms_of(known[1])
             self.run.notifier.event(DIGESTS, {**facts, **encoded(digests_P, norms_P)}, step)
 
-        self.when_known(table, store)
+        self.when_known(store, table)
 
 
 def _comparable(parameter: Tensor) -> Tensor | None:

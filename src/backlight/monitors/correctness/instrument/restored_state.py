@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from backlight.capture.modules import kind_of
 from backlight.capture.parameters import local
 from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.monitors.correctness.instrument.samples import Snapshot, sampled, thinned
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
@@ -59,6 +60,14 @@ class _SavedState:
         ) and all(not s or tuple(p.shape) in s for s, p in zip(self.shapes, parameters, strict=True))
 
 
+class _Matrix(NamedTuple):
+    """A loaded matrix, of ``size`` elements."""
+
+    name: str
+    parameter: weakref.ref[Tensor]
+    size: int
+
+
 class RestoredState(Check):
     """``not_restored``: parts of a checkpoint that the training run does not begin with.
 
@@ -75,7 +84,7 @@ class RestoredState(Check):
         self._states: list[_SavedState] = []
         self._begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._loaded: dict[int, weakref.ref[Tensor]] = {}  # parameters that a state was loaded into
-        self._values: dict[int, tuple[weakref.ref[Tensor], str, Tensor, Tensor]] = {}
+        self._values: list[tuple[Snapshot, list[_Matrix]]] = []
         self._refused: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
         self._tied: set[tuple[tuple[str, ...], int]] = set()  # names of one tensor in a checkpoint
         self._untied: list[tuple[tuple[weakref.ref[Tensor], ...], dict[str, Any]]] = []
@@ -121,12 +130,9 @@ class RestoredState(Check):
                 facts = {"model": kind_of(module), "parameters": list(names), "line": str(user_line() or "")}
                 self._untied.append((tuple(map(weakref.ref, tensors.values())), facts))
         matrices = [(name, p) for name, p in own if p.ndim > 1 and local(p).numel() and not p.is_meta]
-        with torch.no_grad():
-            for name, parameter in matrices[:: -(-len(matrices) // MAX_PARAMETERS) or 1]:
-                part = local(parameter).detach()
-                index = torch.linspace(0, part.numel() - 1, VALUES, dtype=torch.float64).long()
-                values = part.reshape(-1)[index.to(part.device)].float()
-                self._values[id(parameter)] = weakref.ref(parameter), name, index, values
+        if chosen := thinned(matrices, MAX_PARAMETERS):
+            values = self.snapshot([sampled(local(p), VALUES) for _, p in chosen])
+            self._values.append((values, [_Matrix(name, weakref.ref(p), p.numel()) for name, p in chosen]))
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Compare what the first step of an optimizer finds with what was loaded."""
@@ -173,27 +179,32 @@ class RestoredState(Check):
         self._untied = []
 
     def _report_values(self, held: set[int]) -> None:
-        pairs = []
-        with torch.no_grad():
-            for key in [key for key in self._values if key in held]:
-                reference, name, index, values = self._values.pop(key)
-                parameter = reference()
-                part = None if parameter is None else local(parameter).detach()
-                if part is not None and part.numel() > int(index[-1]):
-                    now = part.reshape(-1)[index.to(part.device)].float()
-                    pairs.append((name, torch.stack((now, values.to(now.device, non_blocking=True)))))
-            if len(pairs) < 2 or len({pair.device for _, pair in pairs}) > 1:
-                return
-            now_PW, loaded_PW = torch.stack([pair for _, pair in pairs], dim=1)
-            cosines = torch.cosine_similarity(now_PW, loaded_PW, dim=1)
-        names, step = [name for name, _ in pairs], self.run.clock.index
+        now: dict[int, tuple[str, Tensor, Snapshot, int]] = {}
+        for loaded, matrices in self._values:  # of several states, the last one counts
+            for row, matrix in enumerate(matrices):
+                parameter = matrix.parameter()
+                if parameter is not None and id(parameter) in held and parameter.numel() == matrix.size:
+                    now[id(parameter)] = matrix.name, local(parameter), loaded, row
+        self._values = []
+        if len(now) < 2:
+            return
+        step = self.run.clock.index
+        values = self.snapshot([sampled(part, VALUES) for _, part, *_ in now.values()])
 
-        def report(known: NDArray[np.generic]) -> None:
-            if bool(np.all(known.astype(float) < UNRELATED)):  # part of a model is often initialised again
-                facts = {"parameters": names[:NAMED], "count": len(names), "cosine": float(np.max(known))}
+        def report() -> None:
+            names = [name for name, *_ in now.values()]
+            before = [loaded.arrays[row] for *_, loaded, row in now.values()]
+            cosine = max(map(_cosine, before, values.arrays))
+            if cosine < UNRELATED:  # part of a model is often initialised again
+                facts = {"parameters": names[:NAMED], "count": len(names), "cosine": cosine}
                 self.report("not_restored", step, kind="overwritten", **facts)
 
-        self.when_known(cosines, report)
+        self.when_known(report)
+
+
+def _cosine(first: NDArray[np.generic], second: NDArray[np.generic]) -> float:
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    return float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-8))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

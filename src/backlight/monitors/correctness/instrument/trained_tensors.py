@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from backlight.capture.parameters import local
 from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import FIRST_STEPS, NAMED, Check, Schedule
 from backlight.monitors.correctness.instrument.configured_ties import by_configuration
+from backlight.monitors.correctness.instrument.samples import Snapshot, first_values
 from backlight.user_code import SourceLine, user_line
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class TrainedTensors(Check):
         )
         self._trained: dict[int, weakref.ref[torch.Tensor]] = {}
         self._untied: set[tuple[str, ...]] = set()
-        self._copies: dict[int, weakref.ref[nn.Module]] = {}  # of trained models, by id
+        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of trained models
         self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters that were frozen at some look
         self._outside: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # reported ones, and their model
 
@@ -151,15 +153,14 @@ class TrainedTensors(Check):
         kind, step = type(optimizer).__name__, self.run.clock.index
         with torch.no_grad():
             flags = [gradient.detach().ne(0).any() for gradient in gradients]
-            has_values = torch.stack([flag.to(flags[0].device) for flag in flags])
 
-        def report(values: NDArray[np.generic]) -> None:
+        def report(*values: NDArray[np.generic]) -> None:
             frozen = [name for name, one in zip(names, values, strict=True) if one]
             if frozen:
                 facts = {"parameters": frozen[:NAMED], "count": len(frozen)}
                 self.report("trained_tensors", step, kind="frozen", optimizer=kind, **facts)
 
-        self.when_known(has_values, report)
+        self.when_known(report, *flags)
 
     def _report_untied(self, own: Sequence[torch.Tensor], step: int) -> None:
         trained = {id(p) for p in own if p.grad is not None}
@@ -202,7 +203,9 @@ class TrainedTensors(Check):
         before, self._others = self._others, {}
         for model in HUB.seen.roots():
             others = [named for named in named_parameters(model) if _is_trained(named.parameter, held)]
-            now = [Seen.of(named.parameter) for named in others]
+            weights = [first_values(local(named.parameter), SAMPLE) for named in others]
+            values = self.snapshot(weights)
+            now = [Seen.of(named.parameter, values, row) for row, named in enumerate(others)]
             self._others |= {id(named.parameter): seen for named, seen in zip(others, now, strict=True)}
             if others and not step:
                 self._note_copy(model, own)
@@ -232,46 +235,35 @@ class TrainedTensors(Check):
     def _note_copy(self, model: nn.Module, own: Sequence[torch.Tensor]) -> None:
         """Note that a model has the weights of a trained one, as the target network of an agent does."""
         held = {id(p) for p in own}
-        mine = [local(n.parameter.detach()).reshape(-1)[:SAMPLE] for n in named_parameters(model)]
+        mine = [first_values(local(n.parameter), SAMPLE) for n in named_parameters(model)]
         for other in holding(HUB.seen.roots(), held):
             if other is model or type(other) is not type(model):
                 continue
-            theirs = [local(n.parameter.detach()).reshape(-1)[:SAMPLE] for n in named_parameters(other)]
-            forms = [[(one.shape, one.device) for one in each] for each in (mine, theirs)]
-            if forms[0] != forms[1] or len({device for _, device in forms[0]}) > 1:
+            theirs = [first_values(local(n.parameter), SAMPLE) for n in named_parameters(other)]
+            if [x.shape for x in mine] != [x.shape for x in theirs]:
                 continue
-            reference = weakref.ref(model)
+            values = self.snapshot([*mine, *theirs])
+            self.when_known(functools.partial(self._note_equal, weakref.ref(model), values))
 
-            def note(values: NDArray[np.generic], reference: weakref.ref[nn.Module] = reference) -> None:
-                if values.all() and (known := reference()) is not None:
-                    self._copies[id(known)] = reference
-
-            self.when_known(torch.stack([a.eq(b).all() for a, b in zip(mine, theirs, strict=True)]), note)
+    def _note_equal(self, reference: weakref.ref[nn.Module], values: Snapshot) -> None:
+        half, model = len(values.arrays) // 2, reference()
+        if model is not None and all(map(np.array_equal, values.arrays[:half], values.arrays[half:])):
+            self._copies.add(model)
 
     def _report_left(
         self, model: nn.Module, new: Sequence[Left], step: int, kind: str, facts: dict[str, Any]
     ) -> None:
         """Report parameters with a gradient that no optimizer holds, unless the script updates them."""
+        looks = [(one.before, one.now) for one in new]
         with torch.no_grad():
-            flags = [
-                torch.stack(
-                    (
-                        one.before.weights.ne(one.now.weights).any(),
-                        local(one.named.parameter.grad).detach().ne(0).any(),
-                    )
-                )
-                for one in new
-                if one.named.parameter.grad is not None
-            ]
-            known = torch.stack([flag.to(flags[0].device) for flag in flags])
+            gradients = [one.named.parameter.grad for one in new]
+            flags = [local(gradient).detach().ne(0).any() for gradient in gradients if gradient is not None]
         names = [self.name(one.named.parameter) or one.named.name for one in new]
         references: list[weakref.ref[torch.Tensor]] = [weakref.ref(one.named.parameter) for one in new]
-        copied = self._copies.get(id(model))
-        is_copy = kind == "outside" and copied is not None and copied() is model
+        reference = weakref.ref(model)
 
-        def report(values: NDArray[np.generic]) -> None:
-            changed, has_values = values.T
-            if changed.any():
+        def report(*has_values: NDArray[np.generic]) -> None:
+            if not all(np.array_equal(before.weights(), now.weights()) for before, now in looks):
                 return
             left = [number for number, flag in enumerate(has_values) if flag]
             if left:
@@ -279,9 +271,11 @@ class TrainedTensors(Check):
                 for number in left:
                     if (parameter := references[number]()) is not None:
                         self._outside[id(parameter)] = (references[number], facts["model"])
+                target = reference()
+                is_copy = kind == "outside" and target is not None and target in self._copies
                 self.report("trained_tensors", step, kind="target" if is_copy else kind, **more)
 
-        self.when_known(known, report)
+        self.when_known(report, *flags)
 
 
 @dataclass(frozen=True)
@@ -299,15 +293,20 @@ class Seen:
 
     gradient: weakref.ref[torch.Tensor]
     version: int
-    weights: torch.Tensor
+    values: Snapshot
+    row: int
 
     @classmethod
-    def of(cls, parameter: torch.Tensor) -> Self:
-        """Return it for a parameter with a gradient."""
-        gradient, weights = parameter.grad, local(parameter.detach())
+    def of(cls, parameter: torch.Tensor, values: Snapshot, row: int) -> Self:
+        """Return it for a parameter with a gradient, whose weights are in a row of ``values``."""
+        gradient = parameter.grad
         if gradient is None:
             raise ValueError("the parameter has no gradient, expected one")
-        return cls(weakref.ref(gradient), gradient._version, weights.reshape(-1)[:SAMPLE].clone())
+        return cls(weakref.ref(gradient), gradient._version, values, row)
+
+    def weights(self) -> NDArray[np.generic]:
+        """Return some of its weights, once the host has them."""
+        return self.values.arrays[self.row]
 
     def gradient_differs(self, later: Seen) -> bool:
         """Return whether a backward has written another gradient since."""

@@ -76,4 +76,4 @@ class TransferDigests(Check):
                 TRANSFER, {**facts, "digest": f"{digest & 2**64 - 1:x}", "norm": norm}, step
             )
 
-        self.when_known(digests_and_norms(tensors), store)
+        self.when_known(store, digests_and_norms(tensors))

@@ -115,16 +115,15 @@ class UnpreparedModules(Check):
                 u, v = (getattr(module, f"{hook.name}_{one}") for one in "uv")
                 image = torch.mv(weight, v)
                 shares.append(torch.dot(u, image) / image.norm().clamp(min=1e-30))
-            known = torch.stack([share.to(shares[0].device) for share in shares])
         names, step, kind = [name for name, *_ in found], self.run.clock.index, kind_of(model)
 
-        def report(values: NDArray[np.generic]) -> None:
+        def report(*values: NDArray[np.generic]) -> None:
             random = [name for name, one in zip(names, values, strict=True) if abs(float(one)) < ESTIMATED]
             if random:
                 facts = {"model": kind, "modules": random[:NAMED], "count": len(random)}
                 self.report("module_modes", step, kind="random_spectral_norm", **facts)
 
-        self.when_known(known, report)
+        self.when_known(report, *shares)
 
 
 def names_in(code: CodeType, owner: type) -> set[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from backlight.capture.parameters import local
 from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.monitors.correctness.instrument.samples import Snapshot, sampled, thinned
 from backlight.monitors.correctness.model.number_spacings import SPACING
 from backlight.records import Layout
 
@@ -28,7 +30,7 @@ MAX_PARAMETERS = 12
 """Parameters that are followed, evenly over those that the optimizers train."""
 
 VALUES = 64
-"""Weights of a parameter that are compared."""
+"""Weights of a parameter that are compared, at least."""
 
 UNCHANGED = 0.5
 """Share of the weights with a gradient that a step leaves as they were, from which on that is reported."""
@@ -38,6 +40,16 @@ INEFFECTIVE_STEPS = 5
 
 TOLERANCE = 1e-3
 """Relative deviation from a common factor up to which weights count as rescaled."""
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """A parameter that is followed: its row in the table, and its size."""
+
+    name: str
+    row: int
+    size: int
+    device: torch.device
 
 
 class WeightChanges(Check):
@@ -51,13 +63,11 @@ class WeightChanges(Check):
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         super().__init__(run, schedule)
         self._table: ParameterTable | None = None
-        self._followed: list[
-            tuple[str, int, int, Tensor]
-        ] = []  # name, row of the table, size, index of weights
-        self._before: Tensor | None = None  # the step that is in progress, or the last one
-        self._after: Tensor | None = None  # that step; None once compared
-        self._forward: Tensor | None = None
-        self._has_gradient = np.zeros(0, np.bool_)  # of those that are followed, as the optimizer began
+        self._followed: list[_Followed] = []
+        self._before: Snapshot | None = None  # the step that is in progress, or the last one
+        self._after: Snapshot | None = None  # that step; None once compared
+        self._forward: Snapshot | None = None
+        self._has_gradient: list[bool] = []  # of those that are followed, as the optimizer began
         self._step = 0
         self._comparisons = 0
         self._steps = 0
@@ -74,44 +84,45 @@ class WeightChanges(Check):
         self._after = self._forward = None
         is_plain = not has_closure and not HUB.backward_depth and self.run.scope.holds(optimizer)
         self._before = self._read() if self.due and is_plain else None
-        tensors = [self._tensor(row) for _, row, *_ in self._followed] if self._before is not None else []
-        self._has_gradient = np.array([p is not None and p.grad is not None for p in tensors], np.bool_)
+        if self._before is not None:
+            tensors = [self._tensor(followed) for followed in self._followed]
+            self._has_gradient = [p is not None and p.grad is not None for p in tensors]
         self._step = self.run.clock.index
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the weights that the optimizer leaves."""
-        before = self._before
-        self._after = after = self._read() if before is not None else None
-        if before is not None and after is not None and before.shape == after.shape:
-            self._compare_over_step(optimizer, before, after)
+        self._after = self._read() if self._before is not None else None
+        if self._before is not None and self._after is not None:
+            self._compare_over_step(optimizer, self._before, self._after)
 
     def forward_begin(self) -> None:
         """Compare with the last step, and read the weights of this forward."""
         if torch.is_grad_enabled() and not HUB.backward_depth and not is_transforming():
-            self._compare_with_step()
+            now = self._compare_with_step()
             if self._forward is None and self.due:
-                self._forward = self._read()
+                self._forward = now or self._read()
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Compare with the forward."""
-        self._compare_with_step()  # where no forward was reported
-        forward, self._forward = self._forward, None
-        now = self._read() if forward is not None else None
-        if forward is None or now is None or now.shape != forward.shape:
+        now = self._compare_with_step()  # where no forward was reported
+        forward, self._forward, followed = self._forward, None, self._followed
+        now = (now or self._read()) if forward is not None else None
+        if forward is None or now is None or self._followed is not followed:
             return
-        step, names = self.run.clock.index, [name for name, *_ in self._followed]
+        step, names = self.run.clock.index, [followed.name for followed in self._followed]
 
-        def report(known: NDArray[np.generic]) -> None:
-            changed = [name for name, one in zip(names, known, strict=True) if one]
+        def report() -> None:
+            pairs = zip(names, _finite(forward), _finite(now), strict=True)
+            changed = [name for name, before, after in pairs if (before != after).any()]
             if changed:
                 facts = {"moment": "backward", "parameters": changed[:NAMED], "count": len(changed)}
                 self.report("weights_changed", step, **facts, followed=len(names))
 
-        self.when_known((now != forward).any(dim=1), report)
+        self.when_known(report)
 
     # Comparison
 
-    def _compare_over_step(self, optimizer: torch.optim.Optimizer, before: Tensor, after: Tensor) -> None:
+    def _compare_over_step(self, optimizer: torch.optim.Optimizer, before: Snapshot, after: Snapshot) -> None:
         """Count the weights with a gradient that the step left as they were."""
         # A tensor as rate, or a fused step that is skipped on the device, is not read here.
         if getattr(optimizer, "found_inf", None) is not None:
@@ -122,31 +133,24 @@ class WeightChanges(Check):
             if isinstance(group.get("lr"), float) and group["lr"] > 0
             for p in group["params"]
         }
-        rows, counts = [], []
-        with torch.no_grad():
-            for number, (name, row, _, index) in enumerate(self._followed):
-                parameter = self._tensor(row)
-                gradient = None if parameter is None or parameter.grad is None else local(parameter.grad)
-                if gradient is None or id(parameter) not in rates:
-                    continue
-                if gradient.layout is not torch.strided or not gradient.is_contiguous():
-                    continue
-                values = gradient.detach().reshape(-1)[index].float()
-                # What is 0 before and after may be a weight that is not finite.
-                used = (values != 0) & values.isfinite() & ((before[number] != 0) | (after[number] != 0))
-                same = used & (before[number] == after[number])
-                size = before[number].abs().mean()
-                squares = values.masked_fill(~used, 0.0).square().sum()
-                counts.append(torch.stack((used.sum(), same.sum(), size, squares)))
-                rows.append((name, rates[id(parameter)], str(gradient.dtype).removeprefix("torch.")))
-            if not counts:
-                return
-            known = torch.stack(counts)
+        rows, samples = [], []
+        for number, followed in enumerate(self._followed):
+            parameter = self._tensor(followed)
+            gradient = None if parameter is None or parameter.grad is None else local(parameter.grad)
+            if gradient is None or id(parameter) not in rates or gradient.numel() != followed.size:
+                continue
+            if gradient.layout is torch.strided and gradient.is_contiguous():
+                samples.append(sampled(gradient, VALUES))
+                dtype = str(gradient.dtype).removeprefix("torch.")
+                rows.append(_Row(number, followed.name, rates[id(parameter)], dtype))
+        if not rows:
+            return
+        gradients = self.snapshot(samples)
         self._steps += 1
         step, steps = self._step, self._steps
 
-        def report(known: NDArray[np.generic]) -> None:
-            facts = _unchanged(known.astype(float), rows)
+        def report() -> None:
+            facts = _unchanged(rows, _finite(before), _finite(after), gradients.arrays)
             if facts is not None and facts["kind"] == "no_effect":
                 self._ineffective.append((step, {"comparisons": steps, **facts}))
                 if len(self._ineffective) < INEFFECTIVE_STEPS:
@@ -159,61 +163,56 @@ class WeightChanges(Check):
             if facts is not None:
                 self.report("weights_unchanged", step, comparisons=steps, **facts)
 
-        self.when_known(known, report)
+        self.when_known(report)
 
-    def _tensor(self, row: int) -> Tensor | None:
-        return None if self._table is None else self._table.tensor(row)
+    def _tensor(self, followed: _Followed) -> Tensor | None:
+        return None if self._table is None else self._table.tensor(followed.row)
 
-    def _compare_with_step(self) -> None:
-        before, after = self._before, self._after
+    def _compare_with_step(self) -> Snapshot | None:
+        """Compare the weights with those that the last step left; return them, if they were read."""
+        before, after, followed = self._before, self._after, self._followed
         self._before = self._after = None
         now = self._read() if after is not None else None
-        if before is None or after is None or now is None or not before.shape == after.shape == now.shape:
-            return
+        if before is None or after is None or now is None or self._followed is not followed:
+            return now
         self._comparisons += 1
         step, comparisons = self._step, self._comparisons
         # Weights without a gradient may be those of an average that the script keeps.
         trained = self._has_gradient
-        names = [name for (name, *_), one in zip(self._followed, trained, strict=True) if one]
-        with torch.no_grad():
-            table = _comparison(before, after, now)
 
-        def report(known: NDArray[np.generic]) -> None:
-            if (facts := _described(known.astype(float)[trained], names)) is not None:
-                self.report(
-                    "weights_changed",
-                    step,
-                    moment="step",
-                    comparisons=comparisons,
-                    followed=len(names),
-                    **facts,
-                )
+        def report() -> None:
+            pairs = zip(followed, trained, _finite(before), _finite(after), _finite(now), strict=True)
+            facts = _described([(one.name, *weights) for one, is_trained, *weights in pairs if is_trained])
+            if facts is not None:
+                shared = {"comparisons": comparisons, "followed": sum(trained)}
+                self.report("weights_changed", step, moment="step", **shared, **facts)
 
-        self.when_known(table, report)
+        self.when_known(report)
+        return now
 
     # Sample
 
-    def _read(self) -> Tensor | None:
-        """Return ``[P, VALUES]`` weights, None where they cannot be read."""
+    def _read(self) -> Snapshot | None:
+        """Return samples of the weights, None where they cannot be read."""
         if is_capturing_graph() or is_transforming():
             return None
         if self._table is not self.run.scope.table:
             self._table = self.run.scope.table
             self._followed = self._chosen()
-        rows = []
-        with torch.no_grad():
-            for _, row, size, index in self._followed:
-                parameter = self._table.tensor(row)
-                part = None if parameter is None else local(parameter).detach()
-                if part is None or part.numel() != size or part.device != index.device:
-                    return None
-                # NaN is not equal to itself: weights that are not finite count as 0.
-                rows.append(part.reshape(-1)[index].float().nan_to_num(0.0, 0.0, 0.0))
-        return torch.stack(rows) if rows else None
+            self.forget()
+        samples = []
+        for followed in self._followed:
+            parameter = self._table.tensor(followed.row)
+            part = None if parameter is None else local(parameter)
+            if part is None or part.numel() != followed.size or part.device != followed.device:
+                return None
+            samples.append(sampled(part, VALUES))
+        return self.snapshot(samples) if samples else None
 
-    def _chosen(self) -> list[tuple[str, int, int, Tensor]]:
+    def _chosen(self) -> list[_Followed]:
         """Return what is followed: contiguous weights on one device, none that a flat parameter holds."""
-        table, found = self.run.scope.table, []
+        table = self.run.scope.table
+        candidates = []
         for optimizer in self.run.scope.optimizers():
             for parameter in parameters_of(optimizer):
                 row, part = table.row(parameter), local(parameter)
@@ -222,80 +221,78 @@ class WeightChanges(Check):
                 record = table.records[row]
                 is_flat = record.placement.layout is Layout.SHARD and part is parameter
                 # A forward of an embedding with a largest norm rescales its rows.
-                if (
-                    part.numel()
-                    and part.is_contiguous()
-                    and not is_flat
-                    and "Embedding" not in record.module_type
-                ):
-                    found.append((record.name, row, part))
-        found = [
-            one
-            for one in found[:: -(-len(found) // MAX_PARAMETERS) or 1]
-            if one[2].device == found[0][2].device
-        ]
-        return [
-            (name, row, part.numel(), _spread(part.numel()).to(part.device, non_blocking=True))
-            for name, row, part in found
-        ]
+                is_plain = part.is_contiguous() and not is_flat and "Embedding" not in record.module_type
+                if part.numel() and is_plain:
+                    candidates.append(_Followed(record.name, row, part.numel(), part.device))
+        chosen = thinned(candidates, MAX_PARAMETERS)
+        return [followed for followed in chosen if followed.device == chosen[0].device]
 
 
-def _spread(size: int) -> Tensor:
-    """Return ``[VALUES]`` places, evenly over a tensor of ``size`` elements."""
-    return torch.linspace(0, size - 1, VALUES, dtype=torch.float64).long()
+def _finite(moment: Snapshot) -> list[NDArray[np.float64]]:
+    """Return the weights of a moment; NaN is not equal to itself, so what is not finite counts as 0."""
+    values = [array.astype(np.float64) for array in moment.arrays]
+    return [np.nan_to_num(one, copy=False, nan=0.0, posinf=0.0, neginf=0.0) for one in values]
 
 
-def _comparison(before_PW: Tensor, after_PW: Tensor, now_PW: Tensor) -> Tensor:
-    """Return per parameter what :func:`_described` reads: ``[P, 8]``."""
-    update, change = after_PW - before_PW, now_PW - after_PW
-    is_changed = change != 0
-    size = now_PW.abs()
-    factor = (now_PW * after_PW).sum(1) / (after_PW * after_PW).sum(1).clamp_min(1e-30)
-    return torch.stack(
-        (
-            is_changed.sum(1).to(now_PW.dtype),
-            (change * update).sum(1),
-            (update * update).sum(1),
-            (change * change).sum(1),
-            size.masked_fill(~is_changed, torch.inf).amin(1),
-            size.masked_fill(~is_changed, 0.0).amax(1),
-            (now_PW - factor[:, None] * after_PW).abs().amax(1),
-            after_PW.abs().amax(1),
-        ),
-        dim=1,
-    )
+def _described(changes: Sequence[tuple[Any, ...]]) -> dict[str, object] | None:
+    """Return the facts of a change, None where every change is of a kind that loops make on purpose.
 
-
-def _described(table_PK: NDArray[np.float64], names: Sequence[str]) -> dict[str, object] | None:
-    """Return the facts of a change, None where every change is of a kind that loops make on purpose."""
-    changed, cu, uu, cc, low, high, residual, largest = table_PK.T
-    is_constant = (high - low) <= 1e-6 * high
-    is_rescaled = residual <= TOLERANCE * largest
-    rows = np.flatnonzero((changed > 0) & ~is_constant & ~is_rescaled)
-    if not len(rows):
+    ``changes`` are name, weights before the step, after it, and now.
+    """
+    moves = []
+    for name, before, after, now in changes:
+        update, change, size = after - before, now - after, np.abs(now)
+        written = size[change != 0]
+        if not len(written):
+            continue
+        factor = (now @ after) / max(float(after @ after), 1e-30)
+        is_constant = np.ptp(written) <= 1e-6 * written.max()
+        is_rescaled = np.abs(now - factor * after).max() <= TOLERANCE * np.abs(after).max()
+        if not is_constant and not is_rescaled:
+            # Means: each parameter counts the same.
+            means = [float(np.mean(one)) for one in (change * change, change * update, update * update)]
+            moves.append((name, *means))
+    if not moves:
         return None
-    order = rows[np.argsort(-cc[rows])]
-    moved = float(uu[rows].sum())
+    updated = sum(update_square for *_, update_square in moves)
     return {
-        "parameters": [names[row] for row in order[:NAMED]],
-        "count": len(rows),
-        "reverted": -float(cu[rows].sum()) / moved if moved > 0 else 0.0,
+        "parameters": [name for name, *_ in sorted(moves, key=lambda move: -move[1])][:NAMED],
+        "count": len(moves),
+        "reverted": -sum(product for _, _, product, _ in moves) / updated if updated > 0 else 0.0,
     }
 
 
+class _Row(NamedTuple):
+    """A parameter whose gradient an optimizer used, by its number among those that are followed."""
+
+    number: int
+    name: str
+    rate: float
+    dtype: str
+
+
 def _unchanged(
-    table_PK: NDArray[np.float64], rows: Sequence[tuple[str, float, str]]
+    rows: Sequence[_Row],
+    before: Sequence[NDArray[np.float64]],
+    after: Sequence[NDArray[np.float64]],
+    gradients: Sequence[NDArray[np.generic]],
 ) -> dict[str, object] | None:
     """Return the facts of a step that left most weights as they were, None for one that did not.
 
     A step is at least the rate times the smaller of 1 and the gradient, whatever the optimizer.
     """
-    used_P, same_P, size_P, squares_P = table_PK.T
+    used_P, same_P, size_P, gradient_P = (np.zeros(len(rows)) for _ in range(4))
+    for p, row in enumerate(rows):
+        old, new, values = before[row.number], after[row.number], gradients[p].astype(np.float64)
+        # What is 0 before and after may be a weight that is not finite.
+        used = (values != 0) & np.isfinite(values) & ((old != 0) | (new != 0))
+        # Means: each parameter counts the same.
+        used_P[p], same_P[p], size_P[p] = used.mean(), (used & (old == new)).mean(), np.abs(old).mean()
+        gradient_P[p] = np.sqrt(np.square(values[used]).mean()) if used.any() else 0.0
     if not used_P.sum() or same_P.sum() < UNCHANGED * used_P.sum():
         return None
-    gradient_P = np.sqrt(squares_P / np.maximum(used_P, 1))
-    spacing_P = size_P * np.array([SPACING.get(dtype, SPACING["float32"]) for *_, dtype in rows])
-    rate_P = np.array([rate for _, rate, _ in rows])
+    spacing_P = size_P * np.array([SPACING.get(row.dtype, SPACING["float32"]) for row in rows])
+    rate_P = np.array([row.rate for row in rows])
     is_large_P = (rate_P * np.minimum(gradient_P, 1.0) > spacing_P) & (used_P > 0)
     has_no_effect = bool((same_P == used_P).all() and is_large_P.any())
     most = int(np.argmax(same_P))
@@ -303,8 +300,8 @@ def _unchanged(
         "kind": "no_effect" if has_no_effect else "rounded",
         "share": float(same_P.sum() / used_P.sum()),
         "rate": float(rate_P[most]),
-        "dtype": rows[most][2],
+        "dtype": rows[most].dtype,
         "size": float(size_P[most]),
         "gradient": float(gradient_P[most]),
-        "parameters": [name for (name, *_), one in zip(rows, same_P > 0, strict=True) if one][:NAMED],
+        "parameters": [row.name for row, same in zip(rows, same_P, strict=True) if same][:NAMED],
     }
