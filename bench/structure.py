@@ -1,13 +1,15 @@
-"""The size of the code base, and how much of it one recorded step and one report execute.
+"""The size of the code base, its modules and options, and what one recorded step and one report execute.
 
 python bench/structure.py
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import sqlite3
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,6 +28,64 @@ def lines_of(folder: str) -> dict[str, int]:
     """Return the number of lines of every Python file below a folder, by path."""
     files = sorted((ROOT / folder).rglob("*.py"))
     return {str(file.relative_to(ROOT)): len(file.read_text(encoding="utf-8").splitlines()) for file in files}
+
+
+def imports() -> tuple[int, dict[str, set[str]]]:
+    """Return the lines of import statements of the package, and who imports each module, types included."""
+    lines, importers = 0, {}
+    names = {}
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        parts = file.relative_to(ROOT / "src").with_suffix("").parts
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    for name, file in names.items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                lines += (node.end_lineno or node.lineno) - node.lineno + 1
+                base = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+                for alias in node.names:
+                    for target in (f"{base}.{alias.name}", base) if base else (alias.name,):
+                        if target in names and target != name:
+                            importers.setdefault(target, set()).add(name)
+                            break
+    # An entry of a registry is imported by its name in a pattern, and a package by what is inside.
+    return lines, {name: importers.get(name, set()) for name in names if names[name].name != "__init__.py"}
+
+
+def options_shown() -> tuple[int, int]:
+    """Return how many commands there are, and how many options their help shows."""
+    import typer
+
+    from backlight.cli import app
+
+    app.load_commands()
+    commands = dict(typer.main.get_command(app.app).commands)
+    group = commands.pop("grok")
+    every = [*commands.values(), *group.commands.values()]
+    shown = [p for each in every for p in each.params if p.opts[0].startswith("-") and not p.hidden]
+    return len(every), len(shown)
+
+
+def modules_of_a_report(run: Path) -> tuple[int, int]:
+    """Return how many modules of the package ``report RUN`` imports, and how many functions it enters."""
+    code = """
+import sys
+functions = set()
+def note(frame, event, _):
+    if event == "call" and "/backlight/" in frame.f_code.co_filename:
+        functions.add(frame.f_code)
+sys.setprofile(note)
+from backlight.cli.app import main
+try:
+    main(["report", sys.argv[1], "--out", sys.argv[2]])
+except SystemExit:
+    pass
+sys.setprofile(None)
+print(len([name for name in sys.modules if name.startswith("backlight")]), len(functions))
+"""
+    command = [sys.executable, "-c", code, str(run), str(run.with_name("page.html"))]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    modules, functions = out.split()[-2:]
+    return int(modules), int(functions)
 
 
 def percentile(values: list[int], share: float) -> int:
@@ -124,6 +184,12 @@ def main() -> None:
         )
         largest = sorted(lengths, key=lambda name: -lengths[name])[:LARGEST_SHOWN]
         print("  largest: " + ", ".join(f"{name} {lengths[name]}" for name in largest))
+    lines, importers = imports()
+    total = sum(lines_of("src").values())
+    single = sum(len(who) == 1 for who in importers.values())
+    print(f"imports: {lines / total:.1%} of the lines; {single} modules with one importer")
+    commands, options = options_shown()
+    print(f"{commands} commands, {options} options shown in help")
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step, run = one_step(Path(folder) / "run")
@@ -133,6 +199,8 @@ def main() -> None:
             print(f"  {step.calls[name]:4d} {name}")
         report, connections = one_report(run, Path(folder) / "report.html")
         print(f"one report: {len(report.calls)} files, {connections} SQLite connections")
+        modules, functions = modules_of_a_report(run)
+        print(f"backlight report RUN: {modules} modules imported, {functions} functions entered")
 
 
 if __name__ == "__main__":
