@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from backlight.monitors.correctness.model.digests import DIGESTS, FOLLOWED, MOMENTS, encoded
+from backlight.monitors.correctness.model.facts import Fact, Names, encode
+from backlight.monitors.correctness.model.replicas import MOMENTS, Digests, Followed, Promise, encoded
+from backlight.monitors.correctness.rules.gradient_use import ClearedBeforeStep, EarlyClip, SummedGradients
+from backlight.monitors.correctness.rules.loss_input import SoftmaxTwice
+from backlight.monitors.correctness.rules.mixed_precision import ClippedBeforeUnscale
+from backlight.monitors.correctness.rules.module_modes import Active, TrainedInEvaluation
+from backlight.monitors.correctness.rules.recomputation import OtherRandomNumbers
+from backlight.monitors.correctness.rules.repeated_data import SameOrder
+from backlight.monitors.correctness.rules.restored_state import OptimizerState
+from backlight.monitors.correctness.rules.schedule_steps import PerBatch
+from backlight.monitors.correctness.rules.trained_tensors import Replaced
+from backlight.monitors.correctness.rules.uneven_microbatches import Classes, UnevenMicrobatches
+from backlight.monitors.correctness.rules.weight_changes import ChangedAfterStep, RoundedStep
 from backlight.records import Evidence, Finding, Made, ParameterRecord, Severity, Subject
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
@@ -88,13 +101,20 @@ def stall(path: Path) -> Run:
     return open_run(path)
 
 
-def contradiction(rule: str, steps: tuple[int, ...] = (0, 1, 2), **facts: Any) -> Fault:
+def write(writer: RunWriter, fact: Fact) -> None:
+    writer.event(fact.step, fact.event, encode(fact))
+
+
+AB = Names.of(["a.weight", "b.weight"])
+
+
+def contradiction(fact: Fact, steps: tuple[int, ...] = (0, 1, 2)) -> Fault:
     """Return a function that writes a run of the monitor correctness with one contradiction per step."""
 
     def make(path: Path) -> Run:
         writer = RunWriter.create(path, monitors=("correctness",))
         for step in steps:
-            writer.event(step, "contradiction", {"rule": rule, **facts})
+            write(writer, replace(fact, step=step))
         writer.close()
         return open_run(path)
 
@@ -103,7 +123,7 @@ def contradiction(rule: str, steps: tuple[int, ...] = (0, 1, 2), **facts: Any) -
 
 def guessing(path: Path) -> Run:
     writer = RunWriter.create(path, monitors=("correctness",))
-    writer.event(0, "classes", {"classes": 10, "factor": 1.0})
+    write(writer, Classes(0, classes=10, factor=1.0))
     for step in range(0, 1200, 10):
         writer.scalars(step, {"loss": 2.3026 + 0.01 * (step % 3)})
     writer.close()
@@ -112,9 +132,8 @@ def guessing(path: Path) -> Run:
 
 def uneven(path: Path) -> Run:
     writer = RunWriter.create(path, monitors=("correctness",))
-    for step, targets in enumerate(([812, 96], [455, 701], [230, 948])):
-        facts = {"targets": targets, "ratio": max(targets) / min(targets), "comparisons": step + 1}
-        writer.event(step, "contradiction", {"rule": "uneven_microbatches", **facts})
+    for step, targets in enumerate(((812, 96), (455, 701), (230, 948))):
+        write(writer, UnevenMicrobatches(step, targets, max(targets) / min(targets), step + 1))
     writer.close()
     return open_run(path)
 
@@ -128,15 +147,15 @@ def replicas(
         RunWriter.create(path, rank=rank, world_size=2, run_id="one", monitors=("correctness",))
         for rank in (0, 1)
     ]
-    promise = {"by": by, "ranks": [0, 1], "exact": exact, "rows": [0, 1]}
+    promises = (Promise(by, (0, 1), exact, rows=(0, 1)),) if by else ()
     for rank in (1, 0):  # an attempt ends with its rank 0
         writer = writers[rank]
-        writer.event(0, FOLLOWED, {"names": ["a.weight", "b.weight"], "promises": [promise] if by else []})
+        write(writer, Followed(0, ("a.weight", "b.weight"), promises))
         for step, norm in enumerate((weights, other)[rank]):
             for moment in MOMENTS:
                 norms = np.array([norm if moment == "weights" else 1.0, 2.0 + step], np.float32)
-                facts = {"moment": moment, "backwards": step + (moment == "gradients"), "unsynced": unsynced}
-                writer.event(step, DIGESTS, {**facts, **encoded(norms.view(np.int32).astype(int), norms)})
+                content = encoded(norms.view(np.int32).astype(int), norms)
+                write(writer, Digests(step, moment, step + (moment == "gradients"), unsynced, *content))
         writer.close()
     return open_run(path)
 
@@ -171,72 +190,29 @@ FAULTS: dict[str, Fault] = {
     ),
     "spike": health({"a.weight": LEAP / 8}, scalars={"total_norm": LEAP, "batch": {120: 17.0}}),
     "vanishing": health({f"layer{i}.weight": [1e-12 if i < 2 else 1e-3] * 40 for i in range(12)}),
-    "clipping_order": contradiction("clipping_order", (1, 2, 3), line="train.py:12"),
-    "gradients_discarded": contradiction(
-        "gradients_discarded", moment="step", parameters=["a.weight", "b.weight"], count=2
-    ),
-    "gradients_not_cleared": contradiction(
-        "gradients_not_cleared", (1, 2, 3), parameters=["a.weight", "b.weight"], count=2, followed=2
-    ),
-    "loss_input": contradiction("loss_input", kind="softmax_twice"),
+    "clipping_order": contradiction(EarlyClip(0, line="train.py:12"), (1, 2, 3)),
+    "gradients_discarded": contradiction(ClearedBeforeStep(0, AB)),
+    "gradients_not_cleared": contradiction(SummedGradients(0, AB, followed=2), (1, 2, 3)),
+    "loss_input": contradiction(SoftmaxTwice(0)),
     "loss_not_falling": guessing,
     "schedule": contradiction(
-        "schedule",
-        (11,),
-        kind="per_batch",
-        schedule="CosineAnnealingLR",
-        taken=11,
-        batches=500,
-        is_past=True,
-        rate=0.0024,
+        PerBatch(0, "CosineAnnealingLR", taken=11, batches=500, is_past=True, rate=0.0024), (11,)
     ),
     "trained_tensors": contradiction(
-        "trained_tensors",
-        (0,),
-        kind="replaced",
-        optimizer="AdamW",
-        line="train.py:12",
-        parameters=["head.weight", "head.bias"],
-        count=2,
-        stale=2,
+        Replaced(0, "AdamW", Names.of(["head.weight", "head.bias"]), "train.py:12", stale=2), (0,)
     ),
-    "mixed_precision": contradiction(
-        "mixed_precision", kind="clipped_before_unscale", clipping="norm", limit=1.0, scale=65536.0
-    ),
-    "repeated_data": contradiction(
-        "repeated_data", kind="order", sampler="RandomSampler", data="Images", batches=8, epochs=2
-    ),
-    "not_restored": contradiction(
-        "not_restored", (0,), kind="optimizer_state", optimizer="AdamW", count=4, line="train.py:12"
-    ),
+    "mixed_precision": contradiction(ClippedBeforeUnscale(0, "norm", limit=1.0, scale=65536.0)),
+    "repeated_data": contradiction(SameOrder(0, "RandomSampler", "Images", batches=8, epochs=2)),
+    "not_restored": contradiction(OptimizerState(0, "AdamW", count=4, line="train.py:12"), (0,)),
     "module_modes": contradiction(
-        "module_modes",
-        kind="trained_in_evaluation",
-        model="Classifier",
-        modules=["drop", "norm"],
-        kinds={"Dropout": 1, "BatchNorm1d": 1},
+        TrainedInEvaluation(0, "Classifier", Active(("drop", "norm"), {"Dropout": 1, "BatchNorm1d": 1}, 1))
     ),
-    "recomputation_differs": contradiction("recomputation_differs", line="train.py:12 (forward)"),
+    "recomputation_differs": contradiction(OtherRandomNumbers(0, line="train.py:12 (forward)")),
     "uneven_microbatches": uneven,
     "weights_unchanged": contradiction(
-        "weights_unchanged",
-        kind="rounded",
-        parameters=["a.weight"],
-        share=0.97,
-        rate=1e-5,
-        dtype="bfloat16",
-        size=0.05,
-        gradient=0.01,
-        comparisons=3,
+        RoundedStep(0, "a.weight", 0.97, 1e-5, "bfloat16", 0.05, 0.01, comparisons=3)
     ),
-    "weights_changed": contradiction(
-        "weights_changed",
-        moment="step",
-        parameters=["a.weight", "b.weight"],
-        count=2,
-        reverted=0.99,
-        comparisons=3,
-    ),
+    "weights_changed": contradiction(ChangedAfterStep(0, AB, reverted=0.99, comparisons=3)),
     "bottleneck": steptime(
         PHASES | {"data": 0.02, "optimizer": 0.012},
         runtime_info=LOOP | {"cores": 16, "threads": 16, "local_ranks": 8, "workers": 2},

@@ -13,7 +13,7 @@ import torch
 from packaging.version import Version
 
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.correctness.model.contradictions import contradictions
+from backlight.monitors.correctness.model.facts import facts_by_kind
 from backlight.store.read.run import Run, open_run
 from ranks.launching import HERE, torchrun
 from ranks.network import Whole
@@ -125,7 +125,7 @@ def test_joined_statistics_equal_those_of_the_whole_batch(setup: str, ranks: int
     if "clipped" in setup:
         np.testing.assert_allclose(run.scalar("clip/norm").values, expected.total, rtol=tolerance)
         assert set(run.scalar("clip/factor").values) == {1.0}
-    assert not contradictions(run, "repeated_data")
+    assert not facts_by_kind(run, "repeated_data")
     assert not [finding for finding in evaluate_rules(run) if finding.rule == "repeated_data"]
     if setup == "sequence":
         unmeasured = [e.payload for e in run.events("unmeasured")]

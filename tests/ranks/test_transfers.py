@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.correctness.model.transfers import TRANSFER, differing
+from backlight.monitors.correctness.model.replicas import Transferred, differing
 from backlight.records import Severity
 from backlight.store.read.run import Run, open_run
 from ranks.launching import HERE, torchrun
@@ -60,4 +60,4 @@ def test_sound_transfers_have_no_finding(name: str, folder: Path) -> None:
     assert evaluate_rules(run) == []
     assert differing(run)[1] > 0
     assert not run.events("unmeasured")
-    assert {event.step for event in run.events(TRANSFER)} == set(range(STEPS))
+    assert {event.step for event in run.events(Transferred.event)} == set(range(STEPS))

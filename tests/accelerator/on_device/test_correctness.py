@@ -13,8 +13,7 @@ from torch import nn
 
 import backlight
 from backlight.measure.stats import fused_rows
-from backlight.monitors.correctness.instrument.check import PendingCopies
-from backlight.monitors.correctness.instrument.samples import Snapshot, first_values, sampled
+from backlight.monitors.correctness.instrument.samples import PendingCopies, Snapshot, first_values, sampled
 from faults.silent import FAULTS
 
 ERRORS = (
@@ -39,6 +38,8 @@ def facts(path: Path, name: str, device: str, *, is_wrong: bool) -> list[tuple[A
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
     return sorted(value) if isinstance(value, list) else None if isinstance(value, float) else value
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import backlight
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.correctness.model.contradictions import CLASSES
+from backlight.monitors.correctness.rules.uneven_microbatches import Classes
 from backlight.store.read.run import Run
 from faults.silent.loop import perceptron, train
 from faults.silent.microbatches import accumulate, mean_of_means
@@ -51,7 +51,7 @@ def test_classes_of_a_loss(
     loss_of: Callable[[Tensor, Tensor], Tensor], expected: list[dict[str, float]], tmp_path: Path
 ) -> None:
     run = watched(tmp_path / "run", lambda: train(perceptron(), loss_of=loss_of))
-    assert [event.payload for event in run.events(CLASSES)] == expected
+    assert [event.payload for event in run.events(Classes.event)] == expected
 
 
 def test_loss_in_a_checkpoint_is_computed_again_once_per_backward(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_loss_in_a_checkpoint_is_computed_again_once_per_backward(tmp_path: Path
 def test_microbatches_that_torch_does_not_show_are_stated_as_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backlight.monitors.correctness.instrument.microbatch_weights.SHOWS_HOOKS", False)
+    monkeypatch.setattr("backlight.monitors.correctness.instrument.uneven_microbatches.SHOWS_HOOKS", False)
     monkeypatch.setattr("backlight.capture.loss_terms.SHOWS_HOOKS", False)
     with backlight.watch(run=tmp_path / "run", monitors=("correctness",)):
         accumulate(mean_of_means)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import backlight
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.correctness.instrument.copied_generators import copied_generator
+from backlight.monitors.correctness.instrument.loader_batches import copied_generator
 from backlight.monitors.correctness.instrument.samples import VALUES, digest, sampled
 from faults.silent.batches import Numbers, Stream, epochs
 

@@ -13,7 +13,7 @@ from backlight.capture.hub import HUB
 from backlight.monitors.correctness.instrument.check import Schedule
 from backlight.monitors.correctness.instrument.gradient_use import GradientUse
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
-from backlight.monitors.correctness.model.contradictions import observed_steps
+from backlight.monitors.correctness.model.facts import observed_steps
 from backlight.report.verdict import outcome
 
 

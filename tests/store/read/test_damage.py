@@ -72,8 +72,8 @@ def read_everything(run: Run) -> None:
         (b'{"kind": "backlight run"}', "has format None, expected a number"),
         (b'{"kind": "backlight run", "format": true}', "has format True, expected a number"),
         (
-            b'{"kind": "backlight run", "format": 4}',
-            r"format 4, this release reads formats 1, 2 and 3\. Upgrade",
+            b'{"kind": "backlight run", "format": 5}',
+            r"format 5, this release reads formats 1, 2, 3 and 4\. Upgrade",
         ),
         (
             b'{"kind": "backlight run", "format": 0}',

@@ -4,52 +4,8 @@ from __future__ import annotations
 
 from backlight.capture.hub import HUB
 from backlight.monitor import Monitor, RunContext
-from backlight.monitors.correctness.instrument.autocast_effect import AutocastEffect
-from backlight.monitors.correctness.instrument.check import Check, Schedule
-from backlight.monitors.correctness.instrument.evaluation_modes import EvaluationModes
-from backlight.monitors.correctness.instrument.gradient_use import GradientUse
-from backlight.monitors.correctness.instrument.loader_batches import LoaderBatches
-from backlight.monitors.correctness.instrument.loss_graph import LossGraph
-from backlight.monitors.correctness.instrument.loss_targets import LossTargets
-from backlight.monitors.correctness.instrument.microbatch_weights import MicrobatchWeights
-from backlight.monitors.correctness.instrument.mixed_precision import MixedPrecision
-from backlight.monitors.correctness.instrument.model_inputs import ModelInputs
-from backlight.monitors.correctness.instrument.module_modes import ModuleModes
-from backlight.monitors.correctness.instrument.probabilities import Probabilities
-from backlight.monitors.correctness.instrument.recomputation import Recomputation
-from backlight.monitors.correctness.instrument.repeated_inputs import RepeatedInputs
-from backlight.monitors.correctness.instrument.replicas import ReplicaDigests
-from backlight.monitors.correctness.instrument.restored_state import RestoredState
-from backlight.monitors.correctness.instrument.schedule_steps import ScheduleSteps
-from backlight.monitors.correctness.instrument.trained_tensors import TrainedTensors
-from backlight.monitors.correctness.instrument.transfers import TransferDigests
-from backlight.monitors.correctness.instrument.unprepared_modules import UnpreparedModules
-from backlight.monitors.correctness.instrument.weight_changes import WeightChanges
-from backlight.monitors.correctness.model.contradictions import OBSERVED
-
-CHECKS: tuple[type[Check], ...] = (
-    AutocastEffect,
-    EvaluationModes,
-    GradientUse,
-    LoaderBatches,
-    LossGraph,
-    LossTargets,
-    MicrobatchWeights,
-    MixedPrecision,
-    ModelInputs,
-    ModuleModes,
-    Probabilities,
-    Recomputation,
-    RepeatedInputs,
-    ReplicaDigests,
-    RestoredState,
-    ScheduleSteps,
-    TrainedTensors,
-    TransferDigests,
-    UnpreparedModules,
-    WeightChanges,
-)
-"""The checks, each of which listens to the events of the process."""
+from backlight.monitors.correctness.instrument.check import CHECKS, Schedule
+from backlight.monitors.correctness.model.facts import Observed, encode
 
 
 class CorrectnessMonitor(Monitor):
@@ -61,7 +17,7 @@ class CorrectnessMonitor(Monitor):
     def attach(self, run: RunContext) -> None:
         """Start every check."""
         self._run, self._schedule = run, Schedule()
-        self._checks = [check(run, self._schedule) for check in CHECKS]
+        self._checks = [check(run, self._schedule) for _, check in CHECKS.items()]
         run.listen(self._schedule.loaded)
         for check in self._checks:
             run.listen(check)
@@ -73,7 +29,8 @@ class CorrectnessMonitor(Monitor):
             check.forget()
         self._schedule.copies.settle(wait=True)
         if self._schedule.observed:
-            self._run.notifier.event(OBSERVED, {"steps": self._schedule.observed})
+            observed = Observed(step=0, steps=self._schedule.observed)
+            self._run.notifier.event(observed.event, encode(observed))
 
     def next_step(self, step: int) -> int:
         """Return the next step that is near an observation."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backlight.monitors.correctness.model.contradictions import observed_steps
+from backlight.monitors.correctness.model.facts import observed_steps
 from backlight.report.panel import Drawn, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
 from backlight.text import count, number

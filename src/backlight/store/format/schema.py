@@ -10,10 +10,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Format that this release writes."""
 
-READABLE_FORMATS = (1, 2, FORMAT_VERSION)
+READABLE_FORMATS = (1, 2, 3, FORMAT_VERSION)
 """Formats that this release reads. In format 1 only rows of series had checksums."""
 
 

@@ -1,22 +1,20 @@
-"""What every check shares: the steps that it observes, reports, and values that are still on a device."""
+"""What checks share: the steps that are observed, facts that are recorded, and weights from files."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import nn
 
-from backlight import devices
-from backlight.capture.hub import Listener
-from backlight.measure.transfer import AsyncCopy, start_copy
-from backlight.monitors.correctness.instrument.loaded_weights import LoadedWeights
-from backlight.monitors.correctness.instrument.samples import Snapshot
-from backlight.monitors.correctness.model.contradictions import KIND
+from backlight.capture.hub import HUB, Listener
+from backlight.capture.modules import named_parameters
+from backlight.monitors.correctness.instrument.samples import PendingCopies, Snapshot
+from backlight.monitors.correctness.model.facts import Fact, encode
+from backlight.registry import Registry
 
 if TYPE_CHECKING:
     from backlight.monitor import RunContext
@@ -30,100 +28,55 @@ GROWTH = 1.6
 WINDOW_STEPS = 2
 """Steps in a row of a later observation: many facts compare one step with the next."""
 
-NAMED = 5
-"""Parameters or modules that a report names."""
-
 MAX_REPORTS = 16
 """Contradictions of one kind that a process records."""
 
 
-@dataclass
-class _Batch:
-    """Values that one copy takes to the host together, behind the work of their stream."""
-
-    stream: torch.Stream | None
-    values: list[torch.Tensor] = field(default_factory=list)
-    copy: AsyncCopy | None = None
-
-    def add(self, value: torch.Tensor) -> _Slot:
-        """Add a value, which nothing may change until the copy has started."""
-        value = value.detach()
-        begin = sum(one.nbytes for one in self.values)
-        self.values.append(value)
-        return _Slot(self, slice(begin, begin + value.nbytes), value.dtype, value.shape)
-
-    def start(self) -> None:
-        """Start the copy."""
-        with devices.on_stream(self.stream):
-            parts = [value.reshape(-1).view(torch.uint8) for value in self.values]
-            self.copy = start_copy(torch.cat(parts) if len(parts) > 1 else parts[0])
-        self.values = []
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """The place of a value in the copy of its batch."""
-
-    batch: _Batch
-    part: slice
-    dtype: torch.dtype
-    shape: torch.Size
-
-    def is_done(self) -> bool:
-        """Return whether the host may read."""
-        return self.batch.copy is not None and self.batch.copy.done()
-
-    def read(self) -> NDArray[np.generic]:
-        """Wait for the copy, and return a value of its own."""
-        assert self.batch.copy is not None
-        content = self.batch.copy.read()[self.part].tobytes()
-        value = torch.frombuffer(bytearray(content), dtype=self.dtype) if content else torch.empty(0)
-        return _array(value.reshape(self.shape))
-
-
-def _array(value: torch.Tensor) -> NDArray[np.generic]:
-    """Return a tensor on the host as an array; NumPy has no bfloat16."""
-    array: NDArray[np.generic] = (value.float() if value.dtype is torch.bfloat16 else value.detach()).numpy()
-    return array
-
-
-class PendingCopies:
-    """Values on their way from a device, with what is done with each, in order; the checks share one.
-
-    Those of a step are copied together, when the next one begins.
-    """
+class TensorSet:
+    """Tensors by identity, none of which it keeps alive."""
 
     def __init__(self) -> None:
-        self._batches: dict[tuple[torch.device, int], _Batch] = {}
-        self._waiting: deque[tuple[list[_Slot | NDArray[np.generic]], Callable[..., None]]] = deque()
+        self._references: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def add(self, then: Callable[..., None], *values: torch.Tensor) -> None:
-        """Call ``then`` with the values on the host, as soon as they and all earlier ones are there."""
-        slots = [self._slot(value) for value in values]
-        if not self._waiting and not any(isinstance(slot, _Slot) for slot in slots):
-            then(*slots)
-        else:
-            self._waiting.append((slots, then))
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a tensor."""
+        if tensor not in self:
+            self._references[id(tensor)] = weakref.ref(tensor)
 
-    def _slot(self, value: torch.Tensor) -> _Slot | NDArray[np.generic]:
-        if value.device.type == "cpu":
-            return _array(value)
-        stream = devices.current_stream(value.device) if devices.has_async_copies(value.device) else None
-        key = value.device, 0 if stream is None else stream.stream_id
-        return self._batches.setdefault(key, _Batch(stream)).add(value)
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        reference = self._references.get(id(tensor))
+        return reference is not None and reference() is tensor
 
-    def settle(self, *, wait: bool) -> None:
-        """Use the values that have arrived; ``wait`` for the others as well."""
-        if self._batches and (wait or not devices.GATE.is_closed):
-            batches, self._batches = self._batches, {}
-            for batch in batches.values():
-                batch.start()
-        while self._waiting:
-            slots, then = self._waiting[0]
-            if not wait and not all(slot.is_done() for slot in slots if isinstance(slot, _Slot)):
-                return
-            self._waiting.popleft()
-            then(*[slot.read() if isinstance(slot, _Slot) else slot for slot in slots])
+
+class LoadedWeights(Listener):
+    """Remembers the parameters that a state was loaded into; checks share one.
+
+    Transformers puts the tensors of a file in place without ``load_state_dict``: its models name the file.
+    """
+
+    every_step = False
+
+    def __init__(self) -> None:
+        self._loaded = TensorSet()
+
+    def state_loaded(self, module: nn.Module, state: Mapping[str, Any], result: Any) -> None:
+        """Remember the parameters of a module that its state names."""
+        missing = set(getattr(result, "missing_keys", ()))
+        for name, parameter in module.named_parameters():
+            if name in state and name not in missing:
+                self._loaded.add(parameter)
+
+    def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether the values of one of these parameters come from a file."""
+        wanted = list(parameters)
+        if any(parameter in self._loaded for parameter in wanted):
+            return True
+        keys = set(map(id, wanted))
+        return any(
+            getattr(vars(root).get("config"), "_name_or_path", "")
+            and any(id(named.parameter) in keys for named in named_parameters(root))
+            for root in HUB.seen.roots()
+        )
 
 
 class Schedule:
@@ -155,18 +108,24 @@ class Schedule:
 
 
 class Check(Listener):
-    """Compares facts of one kind as a run goes on, and reports those that contradict each other.
+    """Observes facts of one kind as a run goes on, and reports those that contradict each other.
 
     What is compared on a device is copied from there without waiting; the report follows when the copy has
-    arrived. One that ``is_windowed`` gets events of observed steps and of the steps beside them only.
+    arrived. One that ``is_windowed`` gets events of observed steps and of the steps beside them only. The
+    facts, with the rule that reads them and its limits, are in the module of ``rules`` that has no torch.
     """
 
+    name: ClassVar[str]
     is_windowed = True
     every_step = False
 
     def __init__(self, run: RunContext, schedule: Schedule) -> None:
         self.run, self.schedule = run, schedule
-        self._reports: Counter[str] = Counter()
+        self._reports: Counter[type[Fact]] = Counter()
+        self._start()
+
+    def _start(self) -> None:
+        """Prepare; no event has come."""
 
     @property
     def reads_gradients(self) -> bool:
@@ -181,13 +140,21 @@ class Check(Listener):
     def forget(self) -> None:
         """Drop what waits for a later event: the next events are not delivered."""
 
-    def report(self, rule: str, step: int, **facts: Any) -> None:
-        """Record a contradiction."""
-        case = f"{rule} {facts.get('kind', '')}"
-        self._reports[case] += 1
-        if self._reports[case] <= MAX_REPORTS:
-            self.run.notifier.event(KIND, {"rule": rule, **facts}, step)
-            self.run.fact(rule)
+    def record(self, fact: Fact) -> None:
+        """Record a fact."""
+        self.run.notifier.event(fact.event, encode(fact), fact.step)
+
+    def report(self, fact: Fact) -> None:
+        """Record a contradiction, unless there are many of its kind."""
+        self._reports[type(fact)] += 1
+        if self._reports[type(fact)] <= MAX_REPORTS:
+            self.record(fact)
+            self.run.fact(fact.rule)
+
+    @property
+    def step(self) -> int:
+        """The step in progress."""
+        return self.run.clock.index
 
     def when_known(self, then: Callable[..., None], *values: torch.Tensor) -> None:
         """Call ``then`` with the arrays of ``values``, as soon as they and all earlier ones are on the host.
@@ -206,8 +173,14 @@ class Check(Listener):
         self.when_known(taken.arrive, *taken.tables)
         return taken
 
-    def name(self, parameter: torch.Tensor) -> str:
+    def name_of(self, parameter: torch.Tensor) -> str:
         """Return the name of a parameter, empty where the table does not hold it."""
         table = self.run.scope.table
         row = table.row(parameter)
         return "" if row is None else table.records[row].name
+
+
+CHECKS: Registry[type[Check]] = Registry(
+    "check", modules=("monitors/correctness/instrument/*.py",), holds=Check
+)
+"""The checks, each of which listens to the events of the process."""

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +16,11 @@ from backlight.capture.hub import HUB
 from backlight.capture.loss_nodes import sequence_number
 from backlight.capture.parameters import local
 from backlight.capture.seen_optimizers import parameters_of
-from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.samples import Snapshot, first_values, thinned
+from backlight.monitors.correctness.model.facts import Names
+from backlight.monitors.correctness.rules import gradient_use as facts
 from backlight.user_code import SourceLine, user_line
-
-if TYPE_CHECKING:
-    from backlight.monitor import RunContext
-    from backlight.monitors.correctness.instrument.check import Schedule
 
 MAX_PARAMETERS = 64
 """Parameters of one optimizer that are followed, evenly over its list."""
@@ -96,16 +94,12 @@ def _is_kept(before: _Flags, after: _Flags, row: int) -> bool:
 class GradientUse(Check):
     """Follows the gradients of a sample of parameters from backward to the optimizer and back.
 
-    ``gradients_not_cleared``: an optimizer used a gradient, the next backward added to the same values, and
-    the optimizer used the sum; or its last step used the same values, without a backward in between; or one
-    loss was propagated back twice. ``gradients_discarded``: what had been accumulated was cleared before any
-    optimizer used some of it. ``clipping_order``: a step clips before its first backward, where gradients are
-    None, zero or those that the last step used, and not after it. Steps with a closure, and steps inside a
-    backward, are left out.
+    Steps with a closure, and steps inside a backward, are left out.
     """
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    name = "gradient_use"
+
+    def _start(self) -> None:
         self._closures = 0
         self._all_backwards = 0
         self.forget()
@@ -301,13 +295,13 @@ class GradientUse(Check):
         is_same = backwards == self._all_backwards and all(gradient.is_untouched() for gradient in before)
         if values is None or not before or not is_same:
             return
-        step, kind, now = self.run.clock.index, type(optimizer).__name__, self._snapshot_of(before)
+        step, kind, now = self.step, type(optimizer).__name__, self._snapshot_of(before)
 
         def report() -> None:
             # `.data` can be written without a trace: the values have to be the same ones.
             pairs = zip(now.arrays, values.arrays, strict=True)
             if all(np.array_equal(new, old) and (new != 0).any() for new, old in pairs):
-                self.report("gradients_not_cleared", step, kind="second_step", optimizer=kind)
+                self.report(facts.SecondStep(step, kind))
 
         self.when_known(report)
 
@@ -318,35 +312,34 @@ class GradientUse(Check):
         # Of several values, each backward may be for one of them.
         is_second = before is not None and before is roots[0] and before.numel() == 1
         if self.due and is_second and self._fresh and all(g.is_untouched() for g in self._fresh.values()):
-            self.report("gradients_not_cleared", self.run.clock.index, kind="second_backward")
+            self.report(facts.SecondBackward(self.step))
 
     def _report_order(self) -> None:
         """Report a clipping that came before the gradients of its step."""
         if self._early_clip is None or self._has_clipped or not self._passes:
             return
         line, unused = self._early_clip
-        step = self.run.clock.index
+        step = self.step
 
         def report() -> None:
             if not unused.any():
-                self.report("clipping_order", step, line=line)
+                self.report(facts.EarlyClip(step, line))
 
         self.when_known(report)
 
     def _report_sums(self, held: set[int]) -> None:
         """Report gradients that hold the sum of two steps."""
-        step = self.run.clock.index
+        step = self.step
         own = [self._used.pop(key) for key in list(self._used) if key in held]
         summed = [one for one in own if one.was_added_to and one.same() is not None]
         if not summed:
             return
-        names = [self.name(p) for one in summed if (p := one.parameter()) is not None]
+        names = [self.name_of(p) for one in summed if (p := one.parameter()) is not None]
 
         def report() -> None:
             added = [name for name, one in zip(names, summed, strict=True) if one.had_values()]
             if added:
-                facts = {"parameters": added[:NAMED], "count": len(added), "followed": len(own)}
-                self.report("gradients_not_cleared", step, **facts)
+                self.report(facts.SummedGradients(step, Names.of(added), len(own)))
 
         self.when_known(report)
 
@@ -355,12 +348,12 @@ class GradientUse(Check):
         own = [one for key, one in self._fresh.items() if key in held]
         if not own:
             return
-        step, last = self.run.clock.index, self._cleared_of(own)
+        step, last = self.step, self._cleared_of(own)
         is_by_hand = any(
             one.same() is None and (p := one.parameter()) is not None and p.grad is not None for one in own
         )
         is_meant, lines = self._is_intended or is_by_hand, 0 if None in self._lines else len(self._lines)
-        names = [self.name(p) for one in own if (p := one.parameter()) is not None]
+        names = [self.name_of(p) for one in own if (p := one.parameter()) is not None]
         each = [*self._cleared, last]
         self._fresh = {}
         self._restart()
@@ -375,16 +368,13 @@ class GradientUse(Check):
         lines: int,
     ) -> None:
         """Report the backward passes whose gradients were cleared; with them go those of earlier ones."""
-        facts: dict[str, Any]
         backwards = len(cleared)
         ends = [number for number, test in enumerate(cleared, start=1) if test is not None and test()]
         discarded = max(ends, default=0)
         if discarded == backwards:
-            facts = {"moment": "step", "parameters": names[:NAMED], "count": len(names)}
-            self.report("gradients_discarded", step, **facts)
+            self.report(facts.ClearedBeforeStep(step, Names.of(names)))
         elif discarded and not is_meant:
-            facts = {"moment": "backward", "discarded": discarded, "backwards": backwards, "lines": lines}
-            self.report("gradients_discarded", step, **facts)
+            self.report(facts.DiscardedBackwards(step, discarded, backwards, lines))
 
 
 def next_node() -> int | None:

@@ -2,22 +2,64 @@
 
 from __future__ import annotations
 
+import dis
+import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import CodeType
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from backlight.capture.batches import tensors
-from backlight.monitors.correctness.instrument.check import NAMED, Check
-from backlight.monitors.correctness.instrument.copied_generators import copied_generator
+from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.samples import digest
+from backlight.monitors.correctness.model.facts import NAMED
+from backlight.monitors.correctness.rules import repeated_data as facts
 
-if TYPE_CHECKING:
-    from backlight.monitor import RunContext
-    from backlight.monitors.correctness.instrument.check import Schedule
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+"""Types of such sources."""
+
+SEEDING = frozenset({"seed", "manual_seed", "setstate", "set_state", "default_rng", "RandomState", "Random"})
+"""Names by which code gives a generator another state."""
+
+
+def copied_generator(data: Any) -> str:
+    """Return the generator from which a data set draws for its samples, as ``rng`` or ``transform.rng``.
+
+    Empty where there is none, or where the code that draws also gives it another state. Workers that share
+    the order of a stream need equal generators: iterable data sets are left out.
+    """
+    if issubclass(type(data), IterableDataset):
+        return ""
+    held = getattr(data, "__dict__", {})
+    owners = [("", data, "__getitem__"), *((f"{name}.", one, "__call__") for name, one in held.items())]
+    for prefix, owner, entry in owners:
+        codes = list(_reachable(type(owner), entry))
+        steps = [step for code in codes for step in dis.get_instructions(code)]
+        names = {str(step.argval) for step in steps}
+        stored = {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, GENERATORS) and name in names - stored and not SEEDING & names:
+                return f"{prefix}{name}"
+    return ""
+
+
+def _reachable(kind: type, entry: str) -> Iterator[CodeType]:
+    """Yield the code of a method, and of the methods of its class that it names."""
+    pending, done = [entry], set()
+    while pending:
+        name = pending.pop()
+        code = getattr(getattr(kind, name, None), "__code__", None)
+        if isinstance(code, CodeType) and name not in done:
+            done.add(name)
+            yield code
+            pending += code.co_names
+
 
 EPOCHS = 5
 """Epochs of a loader that are compared."""
@@ -53,10 +95,10 @@ class LoaderBatches(Check):
     A loader is identified by its sampler of indices, which it keeps over all epochs.
     """
 
+    name = "loader_batches"
     is_windowed = False
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    def _start(self) -> None:
         self._loaders: dict[int, _Loader] = {}
         self._latest: _Loader | None = None
 
@@ -109,35 +151,31 @@ class LoaderBatches(Check):
         this, last = loader.this, loader.last
         if this != last:
             return
-        facts = {
-            "sampler": kind_of_sampler(loader.sampler()),
-            "data": data_of(iterator),
-            "batches": len(this),
-        }
+        step, sampler, data = self.step, kind_of_sampler(loader.sampler()), data_of(iterator)
         if len(this) > 1 and len(set(this)) > 1:
-            if facts["sampler"] in SHUFFLING:
-                self._report("order", epochs=loader.epochs, **facts)
+            if sampler in SHUFFLING:
+                self.report(facts.SameOrder(step, sampler, data, len(this), loader.epochs))
         elif len(this) == 1 and length(loader.sampler()) > 1:
             loader.single += 1
             if loader.single == REPEATS - 1:
-                self._report("first", epochs=REPEATS, **facts)
+                self.report(facts.FirstBatchOnly(step, sampler, data, REPEATS))
 
     def _compare_batches(self, loader: _Loader, iterator: Any, workers: int, batch: Any) -> None:
         """Compare the batches of the first epoch with one another."""
         this, data = loader.this, getattr(iterator, "_dataset", None)
         if loader.epochs > 1:
             return
-        facts = {"data": data_of(iterator), "batches": len(this), "workers": workers}
+        step, kind = self.step, data_of(iterator)
         groups = [set(this[i : i + workers]) for i in range(0, len(this), max(workers, 1))]
         if len(this) == REPEATS and len(set(this)) == 1 and has_equal_samples(batch):
-            self._report("constant", **facts)
+            self.report(facts.ConstantSamples(step, kind, len(this)))
         is_stream = workers > 1 and issubclass(type(data), IterableDataset)
         is_repeated = [len(group) for group in groups] == [1, 1] and groups[0] != groups[1]
         if is_stream and len(this) == 2 * workers and is_repeated:
-            self._report("workers", **facts)
+            self.report(facts.EqualWorkers(step, kind, len(this), workers))
         is_split = workers > 1 and getattr(iterator, "_worker_init_fn", None) is None
         if len(this) == 2 and is_split and (name := copied_generator(data)):
-            self._report("generator", attribute=name, **facts)
+            self.report(facts.CopiedGenerator(step, kind, workers, name))
 
     def _look_at_rows(self, loader: _Loader, iterator: Any, index: int, batch: Any) -> None:
         """Report fields of one row among fields with as many rows as the loader puts into a batch.
@@ -155,12 +193,10 @@ class LoaderBatches(Check):
         if len(whole) < 2 or len(whole) + len(single) != len(shapes):
             return
         before, loader.rows = loader.rows, {str(key): digest(batch[key]) for key in single}
-        for key, found in loader.rows.items():
-            if index == 1 and before.get(key, found) != found:
-                self._report("row", field=key, samples=size, others=[str(one) for one in whole[:NAMED]])
-
-    def _report(self, kind: str, **facts: Any) -> None:
-        self.report("repeated_data", self.run.clock.index, kind=kind, **facts)
+        others = tuple(map(str, whole[:NAMED]))
+        for key, row in loader.rows.items():
+            if index == 1 and before.get(key, row) != row:
+                self.report(facts.SingleRow(self.step, key, size, others))
 
 
 def data_of(iterator: Any) -> str:

@@ -1,24 +1,35 @@
-"""The mode, training or evaluation, of the modules of a model that an optimizer trains."""
+"""The mode of modules in training and in evaluations, and calls that were to prepare them."""
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Mapping, Sequence
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.spectral_norm import SpectralNorm
 
+from backlight.capture.dropout_calls import DropoutCalls
+from backlight.capture.hooks import is_transforming
+from backlight.capture.hub import HUB
 from backlight.capture.modules import kind_of, named_parameters, walk
 from backlight.capture.seen_optimizers import parameters_of
-from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.devices import is_capturing_graph
+from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.model.facts import NAMED, Names
+from backlight.monitors.correctness.rules import module_modes as facts
+from backlight.user_code import definition
 
 if TYPE_CHECKING:
-    from backlight.monitor import RunContext
-    from backlight.monitors.correctness.instrument.check import Schedule
+    from backlight.capture.parameters import ParameterTable
 
 TRAINED_SHARE = 0.5
 """Share of the weights of a model that the optimizer holds, below which evaluation mode may be intended."""
@@ -32,10 +43,10 @@ class ModuleModes(Check):
     purpose. It may be meant as well where weights come from a file, and only batch norms are concerned.
     """
 
+    name = "module_modes"
     is_windowed = False
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    def _start(self) -> None:
         self._rows: dict[int, int] | None = None
         self._models: list[weakref.ref[nn.Module]] = []
         self._modes: list[bool] = []
@@ -79,17 +90,9 @@ class ModuleModes(Check):
             if not drops or not part:
                 return
         is_loaded = self.schedule.loaded.holds(named.parameter for named in named_parameters(model))
-        self.report(
-            "module_modes",
-            self.run.clock.index,
-            kind="trained_in_evaluation",
-            model=kind_of(model),
-            part=part,
-            may_be_meant=bool(part) or (is_loaded and not drops and not self._has_changed),
-            modules=[name for name, _ in relevant[:NAMED]],
-            kinds=kinds_of(relevant),
-            dropouts=sum(is_dropout(module) for _, module in relevant),
-        )
+        may_be_meant = bool(part) or (is_loaded and not drops and not self._has_changed)
+        active = _active(relevant)
+        self.report(facts.TrainedInEvaluation(self.step, kind_of(model), active, part, may_be_meant))
 
 
 def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:
@@ -102,6 +105,222 @@ def is_batch_norm(module: nn.Module) -> TypeGuard[_NormBase]:
     return isinstance(module, _NormBase) and module.running_mean is not None
 
 
-def kinds_of(modules: Sequence[tuple[str, nn.Module]]) -> dict[str, int]:
-    """Return how many modules there are of each class."""
-    return dict(Counter(kind_of(module) for _, module in modules))
+def _active(modules: Sequence[tuple[str, nn.Module]]) -> facts.Active:
+    """Return what modules of dropout and batch norm there are."""
+    kinds = dict(Counter(kind_of(module) for _, module in modules))
+    names = tuple(name for name, _ in modules[:NAMED])
+    return facts.Active(names, kinds, sum(is_dropout(module) for _, module in modules))
+
+
+BATCHES = 2
+"""Batches in a row without a backward that make an evaluation."""
+
+NORMS = 8
+"""Batch norms, or spectral norms, of a model that are read."""
+
+
+class EvaluationModes(Check):
+    """Observes forwards without gradients of a model that is being trained.
+
+    A model in training mode is reported where no backward follows the batches of the data set: those of the
+    training set may serve to estimate statistics, and several forwards of one batch to sample from dropout.
+    Of batch norms, those with trained weights that are in training mode when the model trains are read.
+    """
+
+    name = "evaluation_modes"
+    is_windowed = False
+
+    def _start(self) -> None:
+        self._source = 0  # the data set of the last batch
+        self._trained: set[int] = set()
+        self._trained_norms: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._batches = 0  # of that data set, each with a forward, in a row and without a backward
+        self._called: list[weakref.ref[nn.Module]] | None = []  # for the last batch; None with gradients
+        self._evaluations = 0
+        self._calls = DropoutCalls()
+        self._model: nn.Module | None = None  # whose dropout is observed
+        self._depth = 0
+
+    # Events
+
+    def batch_begin(self, source: int) -> None:
+        """Count the batch before, whose backward would have come by now."""
+        called = [module for one in self._called or () if (module := one()) is not None]
+        is_once = len({id(module) for module in called}) == len(called)
+        self._batches = self._batches + 1 if called and is_once else 0
+        if self._batches == BATCHES and self._trained and self._source not in self._trained:
+            self._report_training_mode(called)
+        if source != self._source:
+            self._batches = 0
+        self._source, self._called = source, []
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        """The last batch is one to learn from."""
+        self._trained.add(self._source)
+        self._called = None
+
+    def forward_begin(self) -> None:
+        """Count the calls that are in progress: one may be inside the other."""
+        self._depth += 1
+
+    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note which model is evaluated, and observe it at the first evaluations and then ever fewer."""
+        if torch.is_grad_enabled():
+            self._called = None
+            if self._depth == 1 and self.schedule.due:
+                self._trained_norms.update(m for _, m in walk(module) if is_batch_norm(m) and m.training)
+        elif self._depth == 1 and self.run.clock.done and not HUB.backward_depth:
+            if module.training:
+                if self._called is not None:
+                    self._called.append(weakref.ref(module))
+            elif not is_capturing_graph() and not is_transforming():
+                self._evaluations += 1
+                if self._evaluations & (self._evaluations - 1) == 0:
+                    self._observe(module)
+
+    def forward_end(self) -> None:
+        """Report the dropout of the forward that was observed."""
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0 and (model := self._model) is not None:
+            self._model = None
+            self._calls.stop()
+            calls, self._calls.found = self._calls.found, []
+            for function, p, line in calls[:1]:
+                kind = kind_of(model)
+                self.report(facts.DropoutInEvaluation(self.step, kind, function, float(p), str(line or "")))
+
+    # Comparisons
+
+    def _observe(self, model: nn.Module) -> None:
+        modules = [module for _, module in walk(model)]
+        if not any(module.training for module in modules) and self._calls.start():
+            self._model = model
+        held = {id(p) for one in self.run.scope.optimizers() for p in parameters_of(one)}
+        norms = [
+            (name, module)
+            for name, module in walk(model)
+            if is_batch_norm(module)
+            and module in self._trained_norms
+            and not module.training
+            and id(module.weight) in held
+        ][:NORMS]
+        if not norms:
+            return
+        statistics = [s for _, module in norms for s in (module.running_mean, module.running_var)]
+        values = self.snapshot([s.reshape(-1) for s in statistics if s is not None])
+        names, step, kind = [name for name, _ in norms], self.step, kind_of(model)
+
+        def report() -> None:
+            pairs = zip(names, values.arrays[::2], values.arrays[1::2], strict=True)
+            initial = [name for name, mean, variance in pairs if not mean.any() and (variance == 1).all()]
+            if initial:
+                self.report(facts.InitialStatistics(step, kind, Names.of(initial)))
+
+        self.when_known(report)
+
+    def _report_training_mode(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            active = [
+                (name, module)
+                for name, module in walk(model)
+                if module.training and (is_dropout(module) or is_batch_norm(module))
+            ]
+            # Without a momentum, batch norm averages over all batches: statistics are being estimated.
+            if active and all(getattr(module, "momentum", 0.0) is not None for _, module in active):
+                self.report(facts.EvaluatedInTraining(self.step, kind_of(model), _active(active)))
+
+
+ESTIMATED = 0.5
+"""Share of its norm that a weight's vector has along its power iteration, below which none has run: after one
+iteration it is 1, and of two random vectors near 0."""
+
+
+class UnpreparedModules(Check):
+    """Looks for a ``train()`` that was not called, and for power iterations that have not run."""
+
+    name = "unprepared_modules"
+    is_windowed = False
+
+    def _start(self) -> None:
+        self._table: ParameterTable | None = None
+        self._depth = self._evaluations = 0
+
+    # Events
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Look once at the classes of each model that is trained."""
+        if self._table is self.run.scope.table or not self.due:
+            return
+        self._table = self.run.scope.table
+        held = {id(p) for p in parameters_of(optimizer)}
+        for model in self.run.scope.roots(held):
+            for name, module in walk(model):
+                if type(module).train is not nn.Module.train and HUB.seen.is_modeless(module):
+                    self._report_train(name, module)
+
+    def forward_begin(self) -> None:
+        """Count the calls that are in progress: one may be inside the other."""
+        self._depth += 1
+
+    def forward_end(self) -> None:
+        """Count them."""
+        self._depth = max(self._depth - 1, 0)
+
+    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Read the spectral norms of a model at its first evaluations, and then at ever fewer."""
+        if self._depth == 1 and not module.training and not is_capturing_graph() and not is_transforming():
+            self._evaluations += 1
+            if self._evaluations & (self._evaluations - 1) == 0:
+                self._compare_norms(module)
+
+    # Comparisons
+
+    def _report_train(self, name: str, module: nn.Module) -> None:
+        own = type(module).train
+        if not isinstance(own, FunctionType) or "train" not in own.__code__.co_names:
+            return  # one that does not call that of its base class leaves no trace
+        called = names_in(own.__code__, type(module))
+        parameters, below = list(module.parameters()), [m for m in module.modules() if m is not module]
+        does = []
+        if called & {"requires_grad", "requires_grad_"} and all(p.requires_grad for p in parameters):
+            does.append("freezes parameters")
+        if "eval" in called and all(m.training for m in below):
+            does.append("puts modules into evaluation mode")
+        if does and parameters:
+            line = str(definition(own) or "")
+            self.report(facts.TrainNotCalled(self.step, kind_of(module), name, " and ".join(does), line))
+
+    def _compare_norms(self, model: nn.Module) -> None:
+        found = [
+            (name, hook, module)
+            for name, module in walk(model)
+            for hook in module._forward_pre_hooks.values()
+            if isinstance(hook, SpectralNorm)
+        ][:NORMS]
+        if not found:
+            return
+        with torch.no_grad():
+            shares = []
+            for _, hook, module in found:
+                weight = hook.reshape_weight_to_matrix(getattr(module, f"{hook.name}_orig"))
+                u, v = (getattr(module, f"{hook.name}_{one}") for one in "uv")
+                image = torch.mv(weight, v)
+                shares.append(torch.dot(u, image) / image.norm().clamp(min=1e-30))
+        names, step, kind = [name for name, *_ in found], self.step, kind_of(model)
+
+        def report(*values: NDArray[np.generic]) -> None:
+            random = [name for name, one in zip(names, values, strict=True) if abs(float(one)) < ESTIMATED]
+            if random:
+                self.report(facts.RandomSpectralNorm(step, kind, Names.of(random)))
+
+        self.when_known(report, *shares)
+
+
+def names_in(code: CodeType, owner: type) -> set[str]:
+    """Return the names that a method uses, and those of the methods of ``owner`` that it names."""
+    names = set(code.co_names)
+    for name in code.co_names:
+        method = inspect.getattr_static(owner, name, None)
+        if isinstance(method, FunctionType) and not method.__module__.startswith("torch."):
+            names |= set(method.__code__.co_names)
+    return names

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from backlight import devices
 from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.rules.recomputation import OtherRandomNumbers
 from backlight.user_code import user_line
-
-if TYPE_CHECKING:
-    from backlight.monitor import RunContext
-    from backlight.monitors.correctness.instrument.check import Schedule
 
 
 class Recomputation(Check):
     """``recomputation_differs``: a region draws random numbers that its recomputation cannot draw again."""
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    name = "recomputation"
+
+    def _start(self) -> None:
         self._states: list[list[torch.Tensor]] = []
 
     def forget(self) -> None:
@@ -42,7 +39,7 @@ class Recomputation(Check):
             return
         before = self._states.pop()
         if any(not torch.equal(one, other) for one, other in zip(before, _random_states(), strict=True)):
-            self.report("recomputation_differs", self.run.clock.index, line=str(user_line() or ""))
+            self.report(OtherRandomNumbers(self.step, str(user_line() or "")))
 
 
 def _random_states() -> list[torch.Tensor]:

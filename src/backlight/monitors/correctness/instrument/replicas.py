@@ -1,8 +1,9 @@
-"""Digests of the weights and gradients that other ranks may hold as well."""
+"""Digests of what other ranks may hold as well: weights, gradients, and what was transferred."""
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,43 @@ from backlight.capture.replicas import replicas, wrappers
 from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
-from backlight.monitors.correctness.instrument.tensor_digests import digests_and_norms
-from backlight.monitors.correctness.model.digests import ABSENT, DIGESTS, FOLLOWED, encoded, norms_of
+from backlight.monitors.correctness.model import replicas as facts
 from backlight.records import Layout
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
-    from backlight.monitor import RunContext
-    from backlight.monitors.correctness.instrument.check import Schedule
+    from backlight.capture.transfers import Transfer
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digests_and_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return ``[2, P]``: the digest of each tensor of one device, and the bits of its fp32 norm."""
+    with torch.no_grad():
+        return torch.stack((_digests(tensors), _norms(tensors)))
+
+
+def _digests(tensors: Sequence[Tensor]) -> Tensor:
+    """Return ``[P]``: the sum of the bits of each tensor, read as integers, in wrap-around arithmetic."""
+    found = []
+    for one in tensors:
+        values = torch.view_as_real(one) if one.is_complex() else one
+        size = values.element_size()
+        # int32 into int64 is seven times slower on a CPU.
+        found.append(values.view(_BITS[size]).sum(dtype=torch.int64 if size == 8 else torch.int32).long())
+    return torch.stack(found)
+
+
+def _norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return ``[P]``: the bits of the fp32 norm of each tensor."""
+    floating = [_floating(one) for one in tensors]
+    return torch.stack([n.float() for n in torch._foreach_norm(floating, 2)]).view(torch.int32).long()
+
+
+def _floating(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.abs().float()
+    return tensor if tensor.is_floating_point() and tensor.element_size() > 1 else tensor.float()
 
 
 class ReplicaDigests(Check):
@@ -35,10 +65,10 @@ class ReplicaDigests(Check):
     as the optimizer meets them. Ranks are compared by the rule ``replicas_differ``: no collective is needed.
     """
 
+    name = "replicas"
     is_windowed = False
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    def _start(self) -> None:
         self._table: ParameterTable | None = None
         self._rows: list[int] = []  # of the table
         self._wrappers: list[weakref.ref[Any]] = []
@@ -46,7 +76,7 @@ class ReplicaDigests(Check):
         self._backwards = 0
         self._step = -1  # whose weights have been read
         self._is_unsynced = False
-        self._is_off = run.world_size < 2
+        self._is_off = self.run.world_size < 2
 
     def forward_begin(self) -> None:
         """Read the weights of this step."""
@@ -72,7 +102,7 @@ class ReplicaDigests(Check):
         )
 
     def _read_weights(self) -> None:
-        step = self.run.clock.index
+        step = self.step
         if self._is_off or not self.due or step == self._step or is_transforming():
             return
         self._step = step
@@ -108,17 +138,11 @@ class ReplicaDigests(Check):
         for number, row in enumerate(self._rows):
             if (promise := found.get(id(table.tensor(row)))) is not None:
                 promises.setdefault(promise, []).append(number)
-        self.run.notifier.event(
-            FOLLOWED,
-            {
-                "names": [table.records[row].name for row in self._rows],
-                "promises": [
-                    {"by": one.by, "ranks": one.ranks, "exact": one.is_exact, "rows": rows}
-                    for one, rows in promises.items()
-                ],
-            },
-            self._step,
+        names = tuple(table.records[row].name for row in self._rows)
+        kept = tuple(
+            facts.Promise(p.by, tuple(p.ranks), p.is_exact, tuple(rows)) for p, rows in promises.items()
         )
+        self.record(facts.Followed(self._step, names, kept))
 
     def _has_joined_again(self) -> bool:
         """Return whether a second context of uneven inputs has begun."""
@@ -140,15 +164,14 @@ class ReplicaDigests(Check):
         if not rows:
             return
         table = digests_and_norms([one for _, one in rows])
-        facts = {"moment": moment, "backwards": self._backwards, "unsynced": self._is_unsynced}
-        step, size = self.run.clock.index, len(tensors)
+        step, size, backwards, unsynced = self.step, len(tensors), self._backwards, self._is_unsynced
 
         def store(known: NDArray[np.generic]) -> None:
-            digests_P, norms_P = np.zeros(size, np.int64), np.full(size, ABSENT, np.float32)
+            digests_P, norms_P = np.zeros(size, np.int64), np.full(size, facts.ABSENT, np.float32)
             here = [row for row, _ in rows]
             digests_P[here] = known[0].astype(np.int64)
-            norms_P[here] = norms_of(known[1])
-            self.run.notifier.event(DIGESTS, {**facts, **encoded(digests_P, norms_P)}, step)
+            norms_P[here] = facts.norms_of(known[1])
+            self.record(facts.Digests(step, moment, backwards, unsynced, *facts.encoded(digests_P, norms_P)))
 
         self.when_known(store, table)
 
@@ -159,3 +182,53 @@ def _comparable(parameter: Tensor) -> Tensor | None:
     if gradient is None or getattr(gradient, "placements", None) is not None:
         return None
     return gradient
+
+
+CHANNEL_CALLS = 16
+"""Transfers of one channel that are read at one step."""
+
+STEP_CALLS = 48
+"""Transfers of all channels that are read at one step."""
+
+EXACT = ("gloo",) if torch.version.hip else ("gloo", "nccl")
+"""Backends that compute each sum once: others may round on each rank, as RCCL, which has the name of NCCL."""
+
+
+class TransferDigests(Check):
+    """Reads the first transfers of observed steps, where there are several ranks, which the rule compares."""
+
+    name = "transfers"
+
+    def _start(self) -> None:
+        self._step = -1
+        self._calls: Counter[str] = Counter()
+
+    def transferred(self, transfer: Transfer) -> None:
+        """Read the tensors of a transfer."""
+        if self.run.world_size < 2 or not self.due or is_transforming() or is_capturing_graph():
+            return
+        if transfer.call == "all_reduce" and not any(one in transfer.backend for one in EXACT):
+            return
+        step = self.step
+        if step != self._step:
+            self._step, self._calls = step, Counter()
+        self._calls[transfer.channel] += 1
+        if self._calls[transfer.channel] > CHANNEL_CALLS or self._calls.total() > STEP_CALLS:
+            return
+        tensors = [one.detach() for one in transfer.tensors if one.numel()]
+        if not tensors or any(one.layout is not torch.strided for one in tensors):
+            return
+        if len({one.device for one in tensors}) > 1:
+            return
+        form = tuple(f"{one.numel()} {str(one.dtype).removeprefix('torch.')}" for one in tensors[:4])
+        call, end, channel, number = transfer.call, transfer.end, transfer.channel, transfer.number
+
+        def store(known: NDArray[np.generic]) -> None:
+            # Tensors that changed places count as a difference.
+            order = np.arange(1, known.shape[1] + 1)
+            digest = int((known[0].astype(np.int64) * order).sum())
+            norm = float(np.sqrt(np.square(facts.norms_of(known[1]).astype(np.float64)).sum()))
+            coded = f"{digest & 2**64 - 1:x}"
+            self.record(facts.Transferred(step, call, end, channel, number, form, coded, norm))
+
+        self.when_known(store, digests_and_norms(tensors))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,13 +16,11 @@ from backlight.capture.hub import HUB
 from backlight.capture.modules import kind_of
 from backlight.capture.parameters import local
 from backlight.capture.seen_optimizers import parameters_of
-from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.monitors.correctness.instrument.check import Check, TensorSet
 from backlight.monitors.correctness.instrument.samples import Snapshot, sampled, thinned
+from backlight.monitors.correctness.model.facts import Names
+from backlight.monitors.correctness.rules import restored_state as facts
 from backlight.user_code import SourceLine, user_line
-
-if TYPE_CHECKING:
-    from backlight.monitor import RunContext
-    from backlight.monitors.correctness.instrument.check import Schedule
 
 MAX_PARAMETERS = 12
 """Matrices of a loaded module that are followed, evenly over it."""
@@ -69,25 +67,19 @@ class _Matrix(NamedTuple):
 
 
 class RestoredState(Check):
-    """``not_restored``: parts of a checkpoint that the training run does not begin with.
+    """Compares a checkpoint that is loaded with what the training run begins with."""
 
-    ``nothing_loaded``: no key of a state belongs to the module that loads it. ``overwritten``: weights are
-    unrelated to those that were loaded, at the first step. ``optimizer_state``: an optimizer without a state
-    begins to train loaded weights, and the state in the same checkpoint has its settings and shapes.
-    ``untied``: two parameters are one tensor in the checkpoint, and two in the module that loads it.
-    """
-
+    name = "restored_state"
     is_windowed = False
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    def _start(self) -> None:
         self._states: list[_SavedState] = []
         self._begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._loaded: dict[int, weakref.ref[Tensor]] = {}  # parameters that a state was loaded into
+        self._loaded = TensorSet()  # parameters that a state was loaded into
         self._values: list[tuple[Snapshot, list[_Matrix]]] = []
-        self._refused: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
+        self._refused: list[tuple[weakref.ref[nn.Module], facts.NothingLoaded]] = []
         self._tied: set[tuple[tuple[str, ...], int]] = set()  # names of one tensor in a checkpoint
-        self._untied: list[tuple[tuple[weakref.ref[Tensor], ...], dict[str, Any]]] = []
+        self._untied: list[tuple[tuple[weakref.ref[Tensor], ...], facts.UntiedWhenLoaded]] = []
 
     # Events
 
@@ -112,23 +104,20 @@ class RestoredState(Check):
         if self.run.clock.done or HUB.own_passes:
             return
         if missing and len(unexpected) == len(state) > 0:
-            facts = {
-                "model": kind_of(module),
-                "count": len(state),
-                "given": next(iter(unexpected)),
-                "expected": min(missing),
-                "line": str(user_line() or ""),
-            }
-            self._refused.append((weakref.ref(module), facts))
+            first, line = str(next(iter(unexpected))), str(user_line() or "")
+            fact = facts.NothingLoaded(0, kind_of(module), len(state), first, min(missing), line)
+            self._refused.append((weakref.ref(module), fact))
             return
         own = [(name, p) for name, p in module.named_parameters() if name in state and name not in missing]
-        self._loaded.update({id(p): weakref.ref(p) for _, p in own})
+        for _, parameter in own:
+            self._loaded.add(parameter)
         named = dict(module.named_parameters(remove_duplicate=False))
         for names, _ in self._tied & set(_ties(state)):
             tensors = {id(named[name]): named[name] for name in names if name in named}
             if len(tensors) == len(names):
-                facts = {"model": kind_of(module), "parameters": list(names), "line": str(user_line() or "")}
-                self._untied.append((tuple(map(weakref.ref, tensors.values())), facts))
+                line = str(user_line() or "")
+                tie = facts.UntiedWhenLoaded(0, kind_of(module), names, line)
+                self._untied.append((tuple(map(weakref.ref, tensors.values())), tie))
         matrices = [(name, p) for name, p in own if p.ndim > 1 and local(p).numel() and not p.is_meta]
         if chosen := thinned(matrices, MAX_PARAMETERS):
             values = self.snapshot([sampled(local(p), VALUES) for _, p in chosen])
@@ -149,33 +138,28 @@ class RestoredState(Check):
     # Comparisons
 
     def _report_state(self, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> None:
-        is_loaded = [(found := self._loaded.get(id(p))) is not None and found() is p for p in own]
-        if optimizer.state or not all(is_loaded):
+        if optimizer.state or not all(parameter in self._loaded for parameter in own):
             return
         for saved in self._states:
             if saved.fits(optimizer):
-                facts = {
-                    "optimizer": type(optimizer).__name__,
-                    "count": len(own),
-                    "line": str(saved.line or ""),
-                }
-                self.report("not_restored", self.run.clock.index, kind="optimizer_state", **facts)
+                kind, line = type(optimizer).__name__, str(saved.line or "")
+                self.report(facts.OptimizerState(self.step, kind, len(own), line))
                 self._states.remove(saved)
                 return
 
     def _report_refused(self, held: set[int]) -> None:
-        for reference, facts in self._refused:
+        for reference, fact in self._refused:
             module = reference()
-            own = {id(p) for p in module.parameters()} if module is not None else set()
-            if own and held <= own and not own & self._loaded.keys():
-                self.report("not_restored", self.run.clock.index, kind="nothing_loaded", **facts)
+            own = [] if module is None else list(module.parameters())
+            if own and held <= set(map(id, own)) and not any(p in self._loaded for p in own):
+                self.report(replace(fact, step=self.step))
         self._refused = []
 
     def _report_untied(self, held: set[int]) -> None:
-        for references, facts in self._untied:
+        for references, fact in self._untied:
             # Where the module ties its parameters after loading, one of them is gone.
             if all((p := reference()) is not None and id(p) in held for reference in references):
-                self.report("not_restored", self.run.clock.index, kind="untied", **facts)
+                self.report(replace(fact, step=self.step))
         self._untied = []
 
     def _report_values(self, held: set[int]) -> None:
@@ -188,7 +172,7 @@ class RestoredState(Check):
         self._values = []
         if len(now) < 2:
             return
-        step = self.run.clock.index
+        step = self.step
         values = self.snapshot([sampled(part, VALUES) for _, part, *_ in now.values()])
 
         def report() -> None:
@@ -196,8 +180,7 @@ class RestoredState(Check):
             before = [loaded.arrays[row] for *_, loaded, row in now.values()]
             cosine = max(map(_cosine, before, values.arrays))
             if cosine < UNRELATED:  # part of a model is often initialised again
-                facts = {"parameters": names[:NAMED], "count": len(names), "cosine": cosine}
-                self.report("not_restored", step, kind="overwritten", **facts)
+                self.report(facts.Overwritten(step, Names.of(names), cosine))
 
         self.when_known(report)
 

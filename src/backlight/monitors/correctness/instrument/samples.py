@@ -1,9 +1,11 @@
-"""Samples of the values of tensors and batches, small enough to be compared at every step."""
+"""Samples of tensors and batches, small enough to be compared at every step, and their way to the host."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backlight import devices
 from backlight.capture.batches import leaves
 from backlight.measure.stats.update import stride
+from backlight.measure.transfer import AsyncCopy, start_copy
 
 T = TypeVar("T")
 
@@ -89,3 +93,92 @@ def digest(batch: Any) -> str | None:
         else:
             return None
     return found.hexdigest()
+
+
+@dataclass
+class _Batch:
+    """Values that one copy takes to the host together, behind the work of their stream."""
+
+    stream: torch.Stream | None
+    values: list[Tensor] = field(default_factory=list)
+    copy: AsyncCopy | None = None
+
+    def add(self, value: Tensor) -> _Slot:
+        """Add a value, which nothing may change until the copy has started."""
+        value = value.detach()
+        begin = sum(one.nbytes for one in self.values)
+        self.values.append(value)
+        return _Slot(self, slice(begin, begin + value.nbytes), value.dtype, value.shape)
+
+    def start(self) -> None:
+        """Start the copy."""
+        with devices.on_stream(self.stream):
+            parts = [value.reshape(-1).view(torch.uint8) for value in self.values]
+            self.copy = start_copy(torch.cat(parts) if len(parts) > 1 else parts[0])
+        self.values = []
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a value in the copy of its batch."""
+
+    batch: _Batch
+    part: slice
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def is_done(self) -> bool:
+        """Return whether the host may read."""
+        return self.batch.copy is not None and self.batch.copy.done()
+
+    def read(self) -> NDArray[np.generic]:
+        """Wait for the copy, and return a value of its own."""
+        assert self.batch.copy is not None
+        content = self.batch.copy.read()[self.part].tobytes()
+        value = torch.frombuffer(bytearray(content), dtype=self.dtype) if content else torch.empty(0)
+        return _array(value.reshape(self.shape))
+
+
+def _array(value: Tensor) -> NDArray[np.generic]:
+    """Return a tensor on the host as an array; NumPy has no bfloat16."""
+    array: NDArray[np.generic] = (value.float() if value.dtype is torch.bfloat16 else value.detach()).numpy()
+    return array
+
+
+class PendingCopies:
+    """Values on their way from a device, with what is done with each, in order; the checks share one.
+
+    Those of a step are copied together, when the next one begins.
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[tuple[torch.device, int], _Batch] = {}
+        self._waiting: deque[tuple[list[_Slot | NDArray[np.generic]], Callable[..., None]]] = deque()
+
+    def add(self, then: Callable[..., None], *values: Tensor) -> None:
+        """Call ``then`` with the values on the host, as soon as they and all earlier ones are there."""
+        slots = [self._slot(value) for value in values]
+        if not self._waiting and not any(isinstance(slot, _Slot) for slot in slots):
+            then(*slots)
+        else:
+            self._waiting.append((slots, then))
+
+    def _slot(self, value: Tensor) -> _Slot | NDArray[np.generic]:
+        if value.device.type == "cpu":
+            return _array(value)
+        stream = devices.current_stream(value.device) if devices.has_async_copies(value.device) else None
+        key = value.device, 0 if stream is None else stream.stream_id
+        return self._batches.setdefault(key, _Batch(stream)).add(value)
+
+    def settle(self, *, wait: bool) -> None:
+        """Use the values that have arrived; ``wait`` for the others as well."""
+        if self._batches and (wait or not devices.GATE.is_closed):
+            batches, self._batches = self._batches, {}
+            for batch in batches.values():
+                batch.start()
+        while self._waiting:
+            slots, then = self._waiting[0]
+            if not wait and not all(slot.is_done() for slot in slots if isinstance(slot, _Slot)):
+                return
+            self._waiting.popleft()
+            then(*[slot.read() if isinstance(slot, _Slot) else slot for slot in slots])

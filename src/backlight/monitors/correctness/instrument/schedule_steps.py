@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStepLR, StepLR
 
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.loader_batches import length
-
-if TYPE_CHECKING:
-    from backlight.monitor import RunContext
-    from backlight.monitors.correctness.instrument.check import Schedule
+from backlight.monitors.correctness.rules.schedule_steps import BeforeOptimizer, PerBatch
 
 DECAY = 1e-3
 """Share of the first learning rate, below which a schedule has ended."""
 
 
 class ScheduleSteps(Check):
-    """``schedule``: ``before_optimizer``, the first step of a schedule comes before that of its optimizer.
+    """Counts the steps of schedules and optimizers, and where the loader is in its epoch.
 
-    ``per_batch``: the schedule takes a step with every step of the optimizer, and in the first epoch of the
-    loader a cosine is past its minimum, or by its middle a decay has all but ended. Schedules are counted
-    from scratch: none of it is evidence where a state was loaded.
+    Schedules are counted from scratch: none of it is evidence where a state was loaded.
     """
 
+    name = "schedule_steps"
     is_windowed = False
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    def _start(self) -> None:
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of schedules
         self._reported: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizer_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
@@ -70,7 +65,7 @@ class ScheduleSteps(Check):
         self._reported.add(optimizer)
         early = [one for one, count in self._steps.items() if one.optimizer is optimizer and count == 1]
         if early and not self._has_loaded and self.run.scope.holds(optimizer):
-            self._report("before_optimizer", early[0])
+            self.report(BeforeOptimizer(self.step, type(early[0]).__name__))
 
     def schedule_end(self, schedule: Any) -> None:
         """Compare the schedule with the epoch."""
@@ -94,9 +89,5 @@ class ScheduleSteps(Check):
         is_past = issubclass(type(schedule), CosineAnnealingLR) and schedule.last_epoch > schedule.T_max
         if has_ended or is_past:
             self._reported.add(schedule)
-            self._report(
-                "per_batch", schedule, taken=steps, batches=batches, is_past=is_past, rate=float(rate)
-            )
-
-    def _report(self, kind: str, schedule: Any, **facts: Any) -> None:
-        self.report("schedule", self.run.clock.index, kind=kind, schedule=type(schedule).__name__, **facts)
+            name = type(schedule).__name__
+            self.report(PerBatch(self.step, name, steps, batches, is_past, float(rate)))

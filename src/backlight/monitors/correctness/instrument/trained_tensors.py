@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,13 +18,12 @@ from backlight.capture.hub import HUB
 from backlight.capture.modules import NamedParameter, holding, kind_of, named_parameters, table_of, walk
 from backlight.capture.parameters import local
 from backlight.capture.seen_optimizers import parameters_of
-from backlight.monitors.correctness.instrument.check import FIRST_STEPS, NAMED, Check, Schedule
-from backlight.monitors.correctness.instrument.configured_ties import by_configuration
+from backlight.interrupts import is_interrupt
+from backlight.monitors.correctness.instrument.check import FIRST_STEPS, Check, TensorSet
 from backlight.monitors.correctness.instrument.samples import Snapshot, first_values
+from backlight.monitors.correctness.model.facts import Names
+from backlight.monitors.correctness.rules import trained_tensors as facts
 from backlight.user_code import SourceLine, user_line
-
-if TYPE_CHECKING:
-    from backlight.monitor import RunContext
 
 FIRST_LOOKS = 4
 """Steps at the start at which all modules are looked at, which is then done at later observations."""
@@ -34,29 +33,22 @@ SAMPLE = 64
 
 
 class TrainedTensors(Check):
-    """``trained_tensors``: gradients that no optimizer uses, tensors of optimizers that no module uses.
+    """Compares tensors that have a gradient with those that optimizers hold and modules use.
 
-    ``unregistered``: modules in plain containers. ``copy``: the optimizer has no gradient at all, and a model
-    of the same shapes has them. ``outside``: a whole model in training mode has gradients, nothing updates
-    it; ``target`` if it began as a copy of a trained one. ``left_out``: the same of parameters of a model
-    that is trained; ``joined`` once an optimizer holds them. ``replaced``: the optimizer holds tensors
-    without a gradient that no module uses, and parameters of the model have one and are in no optimizer.
-    ``frozen``: a tensor that was trained does not require a gradient any more, and the optimizer goes on with
-    the gradient that it had. ``shared``: one module is several children of one container. ``untied``: two
-    parameters are trained apart that were one, or that the configuration of the model ties.
+    ``FIRST_LOOKS`` steps, and later observations, look at all modules.
     """
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    name = "trained_tensors"
+
+    def _start(self) -> None:
         self._has_backward = False
         self._others: dict[int, Seen] = {}  # at the last look
         self._lines: weakref.WeakKeyDictionary[torch.optim.Optimizer, SourceLine] = (
             weakref.WeakKeyDictionary()
         )
-        self._trained: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._trained, self._frozen = TensorSet(), TensorSet()  # at some look
         self._untied: set[tuple[str, ...]] = set()
         self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of trained models
-        self._frozen: dict[int, weakref.ref[torch.Tensor]] = {}  # parameters that were frozen at some look
         self._outside: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # reported ones, and their model
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -76,18 +68,17 @@ class TrainedTensors(Check):
             return
         own = parameters_of(optimizer)
         self._report_frozen(optimizer, own)
-        if FIRST_LOOKS <= self.run.clock.index < FIRST_STEPS:
+        if FIRST_LOOKS <= self.step < FIRST_STEPS:
             return
         held = {id(p) for one in HUB.optimizers.known() for p in parameters_of(one)}
-        step = self.run.clock.index
+        step = self.step
         parts: set[int] = set()
         replaced: set[int] = set()
         for model in holding(HUB.seen.roots(), {id(p) for p in own}):
             lost = [(name, module) for name, module in unregistered(model) if trained(module, held)]
             if lost:
                 names = [name for name, _ in lost]
-                facts = {"model": kind_of(model), "modules": names[:NAMED], "count": len(names)}
-                self.report("trained_tensors", step, kind="unregistered", **facts)
+                self.report(facts.Unregistered(step, kind_of(model), Names.of(names)))
                 parts |= {id(module) for _, module in lost}
             self._note_frozen(model)
             if self._report_replaced(optimizer, model, held, step):
@@ -108,57 +99,42 @@ class TrainedTensors(Check):
         used = {id(n.parameter) for root in HUB.seen.roots() for n in named_parameters(root)}
         stale = [p for p in unused if id(p) not in used]
         if stale:
-            names = [self.name(n.parameter) or n.name for n in lost]
-            self.report(
-                "trained_tensors",
-                step,
-                kind="replaced",
-                optimizer=type(optimizer).__name__,
-                line=str(self._lines.get(optimizer, "")),
-                parameters=names[:NAMED],
-                count=len(names),
-                stale=len(stale),
-            )
+            names = [self.name_of(n.parameter) or n.name for n in lost]
+            kind, line = type(optimizer).__name__, str(self._lines.get(optimizer, ""))
+            self.report(facts.Replaced(step, kind, Names.of(names), line, len(stale)))
         return bool(stale)
 
     def _note_frozen(self, model: nn.Module) -> None:
         for named in named_parameters(model):
-            if not named.parameter.requires_grad and id(named.parameter) not in self._frozen:
-                self._frozen[id(named.parameter)] = weakref.ref(named.parameter)
-
-    def _was_frozen(self, parameter: torch.Tensor) -> bool:
-        known = self._frozen.get(id(parameter))
-        return known is not None and known() is parameter
+            if not named.parameter.requires_grad:
+                self._frozen.add(named.parameter)
 
     def _report_joined(self, held: set[int], step: int) -> None:
         """Report that an optimizer now holds what was reported as outside of all."""
         joined = [key for key, (ref, _) in self._outside.items() if key in held and ref() is not None]
         for model, amount in Counter(self._outside.pop(key)[1] for key in joined).items():
-            self.report("trained_tensors", step, kind="joined", model=model, count=amount)
+            self.report(facts.Joined(step, model, amount))
 
     def _report_frozen(self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor]) -> None:
         names, gradients = [], []
         for parameter in own:
             if parameter.grad is None:
                 continue
-            known = self._trained.get(id(parameter))
             if parameter.requires_grad:
-                if known is None or known() is not parameter:
-                    self._trained[id(parameter)] = weakref.ref(parameter)
-            elif known is not None and known() is parameter:
-                names.append(self.name(parameter))
+                self._trained.add(parameter)
+            elif parameter in self._trained:
+                names.append(self.name_of(parameter))
                 gradients.append(local(parameter.grad))
         if not names:
             return
-        kind, step = type(optimizer).__name__, self.run.clock.index
+        kind, step = type(optimizer).__name__, self.step
         with torch.no_grad():
             flags = [gradient.detach().ne(0).any() for gradient in gradients]
 
         def report(*values: NDArray[np.generic]) -> None:
             frozen = [name for name, one in zip(names, values, strict=True) if one]
             if frozen:
-                facts = {"parameters": frozen[:NAMED], "count": len(frozen)}
-                self.report("trained_tensors", step, kind="frozen", optimizer=kind, **facts)
+                self.report(facts.FrozenParameters(step, kind, Names.of(frozen)))
 
         self.when_known(report, *flags)
 
@@ -166,11 +142,11 @@ class TrainedTensors(Check):
         trained = {id(p) for p in own if p.grad is not None}
         models = holding(HUB.seen.roots(), trained)
         for pair, setting in [*((pair, "") for pair in HUB.seen.untied()), *by_configuration(models)]:
-            names = sorted({self.name(one) for one in pair})
+            names = sorted({self.name_of(one) for one in pair})
             is_new = tuple(names) not in self._untied
             if is_new and len(names) == 2 and all(names) and all(id(one) in trained for one in pair):
                 self._untied.add(tuple(names))
-                self.report("trained_tensors", step, kind="untied", parameters=names, setting=setting)
+                self.report(facts.Untied(step, Names.of(names), setting))
 
     def _report_shared(self, model: nn.Module) -> None:
         for name, container in walk(model):
@@ -184,8 +160,7 @@ class TrainedTensors(Check):
                 if one is not None and counts[id(one)] > 1 and next(named_parameters(one), None) is not None
             }
             for key, child in several.items():
-                facts = {"container": name or kind_of(container), "module": kind_of(child)}
-                self.report("trained_tensors", 0, kind="shared", count=counts[key], **facts)
+                self.report(facts.SharedModule(0, name or kind_of(container), kind_of(child), counts[key]))
 
     def _report_others(
         self,
@@ -217,20 +192,23 @@ class TrainedTensors(Check):
             ]
             if not new:
                 continue
-            facts = {"model": kind_of(model), "count": len(others)}
             is_trained = any(id(named.parameter) in held for named in named_parameters(model))
             if is_idle and not is_trained and {tuple(one.parameter.shape) for one in others} <= shapes:
-                self.report("trained_tensors", step, kind="copy", optimizer=type(optimizer).__name__, **facts)
+                kind, name = kind_of(model), type(optimizer).__name__
+                self.report(facts.TrainedCopy(step, kind, len(others), name))
                 return
-            facts["is_loaded"] = self.schedule.loaded.holds(one.parameter for one in others)
+            is_loaded = self.schedule.loaded.holds(one.parameter for one in others)
             # In evaluation mode a network in the loss is meant to stay as it is.
             if not is_trained and model.training and id(model) not in parts:
-                self._report_left(model, new, step, "outside", facts)
+                outside = facts.OutsideModel(step, kind_of(model), is_loaded, Names((), 0))
+                self._report_left(model, new, outside)
             elif is_trained and id(model) not in replaced:
                 modes = {name: module.training for name, module in walk(model)}
-                facts["is_evaluated"] = not any(modes.get(one.named.module) for one in new)
-                facts["is_unfrozen"] = any(self._was_frozen(one.named.parameter) for one in new)
-                self._report_left(model, new, step, "left_out", facts)
+                is_evaluated = not any(modes.get(one.named.module) for one in new)
+                is_unfrozen = any(one.named.parameter in self._frozen for one in new)
+                nothing = Names((), 0)
+                left_out = facts.LeftOut(step, kind_of(model), is_loaded, nothing, is_evaluated, is_unfrozen)
+                self._report_left(model, new, left_out)
 
     def _note_copy(self, model: nn.Module, own: Sequence[torch.Tensor]) -> None:
         """Note that a model has the weights of a trained one, as the target network of an agent does."""
@@ -243,7 +221,7 @@ class TrainedTensors(Check):
             if [x.shape for x in mine] != [x.shape for x in theirs]:
                 continue
             values = self.snapshot([*mine, *theirs])
-            self.when_known(functools.partial(self._note_equal, weakref.ref(model), values))
+            self.when_known(partial(self._note_equal, weakref.ref(model), values))
 
     def _note_equal(self, reference: weakref.ref[nn.Module], values: Snapshot) -> None:
         half, model = len(values.arrays) // 2, reference()
@@ -251,14 +229,17 @@ class TrainedTensors(Check):
             self._copies.add(model)
 
     def _report_left(
-        self, model: nn.Module, new: Sequence[Left], step: int, kind: str, facts: dict[str, Any]
+        self,
+        model: nn.Module,
+        new: Sequence[Left],
+        fact: facts.OutsideModel | facts.LeftOut,
     ) -> None:
         """Report parameters with a gradient that no optimizer holds, unless the script updates them."""
         looks = [(one.before, one.now) for one in new]
         with torch.no_grad():
             gradients = [one.named.parameter.grad for one in new]
             flags = [local(gradient).detach().ne(0).any() for gradient in gradients if gradient is not None]
-        names = [self.name(one.named.parameter) or one.named.name for one in new]
+        names = [self.name_of(one.named.parameter) or one.named.name for one in new]
         references: list[weakref.ref[torch.Tensor]] = [weakref.ref(one.named.parameter) for one in new]
         reference = weakref.ref(model)
 
@@ -267,13 +248,14 @@ class TrainedTensors(Check):
                 return
             left = [number for number, flag in enumerate(has_values) if flag]
             if left:
-                more = {"parameters": [names[number] for number in left[:NAMED]], **facts, "count": len(left)}
                 for number in left:
                     if (parameter := references[number]()) is not None:
-                        self._outside[id(parameter)] = (references[number], facts["model"])
-                target = reference()
-                is_copy = kind == "outside" and target is not None and target in self._copies
-                self.report("trained_tensors", step, kind="target" if is_copy else kind, **more)
+                        self._outside[id(parameter)] = (references[number], fact.model)
+                left_names, target = Names.of([names[number] for number in left]), reference()
+                if isinstance(fact, facts.OutsideModel) and target is not None and target in self._copies:
+                    self.report(facts.TargetModel(fact.step, fact.model, fact.is_loaded, left_names))
+                else:
+                    self.report(replace(fact, names=left_names))
 
         self.when_known(report, *flags)
 
@@ -337,3 +319,30 @@ def unregistered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             for key, item in items:
                 if issubclass(type(item), nn.Module) and id(item) not in known:
                     yield f"{name}.{attribute}[{key!r}]" if name else f"{attribute}[{key!r}]", item
+
+
+SETTING = "tie_word_embeddings"
+
+
+def by_configuration(models: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Parameter, nn.Parameter], str]]:
+    """Yield the weights of input and output embeddings that differ although ``tie_word_embeddings`` is True.
+
+    Models that name no tied weights do not follow this setting.
+    """
+    for _, module in (found for model in models for found in walk(model)):
+        own = vars(module)
+        if getattr(own.get("config"), SETTING, None) is not True:
+            continue
+        if not getattr(type(module), "_tied_weights_keys", None):
+            continue
+        ends = [getattr(module, f"get_{end}_embeddings", None) for end in ("input", "output")]
+        if not all(map(callable, ends)):
+            continue
+        try:
+            first, second = (table_of(end(), "_parameters").get("weight") for end in ends if end is not None)
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            continue
+        if first is not None and second is not None and first is not second:
+            yield (first, second), f"config.{SETTING}"

@@ -16,15 +16,14 @@ from backlight.capture.hub import HUB
 from backlight.capture.parameters import local
 from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
-from backlight.monitors.correctness.instrument.check import NAMED, Check
+from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.samples import Snapshot, sampled, thinned
-from backlight.monitors.correctness.model.number_spacings import SPACING
+from backlight.monitors.correctness.model.facts import Names
+from backlight.monitors.correctness.rules import weight_changes as facts
 from backlight.records import Layout
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
-    from backlight.monitor import RunContext
-    from backlight.monitors.correctness.instrument.check import Schedule
 
 MAX_PARAMETERS = 12
 """Parameters that are followed, evenly over those that the optimizers train."""
@@ -53,15 +52,14 @@ class _Followed:
 
 
 class WeightChanges(Check):
-    """``weights_changed``: weights differ between an optimizer's step, the next forward and its backward.
+    """Compares samples of the weights before and after a step, at the next forward and at its backward.
 
-    ``weights_unchanged``: weights with a gradient are the same before and after the step, because it is
-    smaller than the spacing of their type (``rounded``) or does nothing (``no_effect``). Weights that were
-    clipped to a constant, set to zero or rescaled as a whole are not reported as changed.
+    Weights that were clipped to a constant, set to zero or rescaled as a whole are not reported as changed.
     """
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    name = "weight_changes"
+
+    def _start(self) -> None:
         self._table: ParameterTable | None = None
         self._followed: list[_Followed] = []
         self._before: Snapshot | None = None  # the step that is in progress, or the last one
@@ -71,7 +69,7 @@ class WeightChanges(Check):
         self._step = 0
         self._comparisons = 0
         self._steps = 0
-        self._ineffective: list[tuple[int, dict[str, Any]]] = []  # steps in a row that changed nothing
+        self._ineffective: list[facts.StepWithoutEffect] = []  # steps in a row that changed nothing
 
     def forget(self) -> None:
         """Drop the weights of the last step."""
@@ -87,7 +85,7 @@ class WeightChanges(Check):
         if self._before is not None:
             tensors = [self._tensor(followed) for followed in self._followed]
             self._has_gradient = [p is not None and p.grad is not None for p in tensors]
-        self._step = self.run.clock.index
+        self._step = self.step
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the weights that the optimizer leaves."""
@@ -109,14 +107,13 @@ class WeightChanges(Check):
         now = (now or self._read()) if forward is not None else None
         if forward is None or now is None or self._followed is not followed:
             return
-        step, names = self.run.clock.index, [followed.name for followed in self._followed]
+        step, names = self.step, [followed.name for followed in self._followed]
 
         def report() -> None:
             pairs = zip(names, _finite(forward), _finite(now), strict=True)
             changed = [name for name, before, after in pairs if (before != after).any()]
             if changed:
-                facts = {"moment": "backward", "parameters": changed[:NAMED], "count": len(changed)}
-                self.report("weights_changed", step, **facts, followed=len(names))
+                self.report(facts.ChangedBeforeBackward(step, Names.of(changed)))
 
         self.when_known(report)
 
@@ -150,18 +147,18 @@ class WeightChanges(Check):
         step, steps = self._step, self._steps
 
         def report() -> None:
-            facts = _unchanged(rows, _finite(before), _finite(after), gradients.arrays)
-            if facts is not None and facts["kind"] == "no_effect":
-                self._ineffective.append((step, {"comparisons": steps, **facts}))
+            fact = _unchanged(rows, _finite(before), _finite(after), gradients.arrays, step, steps)
+            if isinstance(fact, facts.StepWithoutEffect):
+                self._ineffective.append(fact)
                 if len(self._ineffective) < INEFFECTIVE_STEPS:
                     return  # the optimizer may collect gradients
                 is_first = len(self._ineffective) == INEFFECTIVE_STEPS
-                for at, at_facts in self._ineffective[0 if is_first else -1 :]:
-                    self.report("weights_unchanged", at, **at_facts)
+                for ineffective in self._ineffective[0 if is_first else -1 :]:
+                    self.report(ineffective)
                 return
             self._ineffective = []
-            if facts is not None:
-                self.report("weights_unchanged", step, comparisons=steps, **facts)
+            if fact is not None:
+                self.report(fact)
 
         self.when_known(report)
 
@@ -182,10 +179,9 @@ class WeightChanges(Check):
 
         def report() -> None:
             pairs = zip(followed, trained, _finite(before), _finite(after), _finite(now), strict=True)
-            facts = _described([(one.name, *weights) for one, is_trained, *weights in pairs if is_trained])
-            if facts is not None:
-                shared = {"comparisons": comparisons, "followed": sum(trained)}
-                self.report("weights_changed", step, moment="step", **shared, **facts)
+            changes = [(one.name, *weights) for one, is_trained, *weights in pairs if is_trained]
+            if (fact := _described(changes, step, comparisons)) is not None:
+                self.report(fact)
 
         self.when_known(report)
         return now
@@ -234,8 +230,10 @@ def _finite(moment: Snapshot) -> list[NDArray[np.float64]]:
     return [np.nan_to_num(one, copy=False, nan=0.0, posinf=0.0, neginf=0.0) for one in values]
 
 
-def _described(changes: Sequence[tuple[Any, ...]]) -> dict[str, object] | None:
-    """Return the facts of a change, None where every change is of a kind that loops make on purpose.
+def _described(
+    changes: Sequence[tuple[Any, ...]], step: int, comparisons: int
+) -> facts.ChangedAfterStep | None:
+    """Return the fact of a change, None where every change is of a kind that loops make on purpose.
 
     ``changes`` are name, weights before the step, after it, and now.
     """
@@ -255,11 +253,9 @@ def _described(changes: Sequence[tuple[Any, ...]]) -> dict[str, object] | None:
     if not moves:
         return None
     updated = sum(update_square for *_, update_square in moves)
-    return {
-        "parameters": [name for name, *_ in sorted(moves, key=lambda move: -move[1])][:NAMED],
-        "count": len(moves),
-        "reverted": -sum(product for _, _, product, _ in moves) / updated if updated > 0 else 0.0,
-    }
+    names = [name for name, *_ in sorted(moves, key=lambda move: -move[1])]
+    reverted = -sum(product for _, _, product, _ in moves) / updated if updated > 0 else 0.0
+    return facts.ChangedAfterStep(step, Names.of(names), reverted, comparisons)
 
 
 class _Row(NamedTuple):
@@ -276,8 +272,10 @@ def _unchanged(
     before: Sequence[NDArray[np.float64]],
     after: Sequence[NDArray[np.float64]],
     gradients: Sequence[NDArray[np.generic]],
-) -> dict[str, object] | None:
-    """Return the facts of a step that left most weights as they were, None for one that did not.
+    step: int,
+    comparisons: int,
+) -> facts.RoundedStep | facts.StepWithoutEffect | None:
+    """Return the fact of a step that left most weights as they were, None for one that did not.
 
     A step is at least the rate times the smaller of 1 and the gradient, whatever the optimizer.
     """
@@ -291,17 +289,19 @@ def _unchanged(
         gradient_P[p] = np.sqrt(np.square(values[used]).mean()) if used.any() else 0.0
     if not used_P.sum() or same_P.sum() < UNCHANGED * used_P.sum():
         return None
-    spacing_P = size_P * np.array([SPACING.get(row.dtype, SPACING["float32"]) for row in rows])
+    spacing_P = size_P * np.array([facts.SPACING.get(row.dtype, facts.SPACING["float32"]) for row in rows])
     rate_P = np.array([row.rate for row in rows])
     is_large_P = (rate_P * np.minimum(gradient_P, 1.0) > spacing_P) & (used_P > 0)
     has_no_effect = bool((same_P == used_P).all() and is_large_P.any())
     most = int(np.argmax(same_P))
-    return {
-        "kind": "no_effect" if has_no_effect else "rounded",
-        "share": float(same_P.sum() / used_P.sum()),
-        "rate": float(rate_P[most]),
-        "dtype": rows[most].dtype,
-        "size": float(size_P[most]),
-        "gradient": float(gradient_P[most]),
-        "parameters": [row.name for row, same in zip(rows, same_P, strict=True) if same][:NAMED],
-    }
+    first = next(row.name for row, same in zip(rows, same_P, strict=True) if same)
+    return (facts.StepWithoutEffect if has_no_effect else facts.RoundedStep)(
+        step=step,
+        parameter=first,
+        share=float(same_P.sum() / used_P.sum()),
+        rate=float(rate_P[most]),
+        dtype=rows[most].dtype,
+        size=float(size_P[most]),
+        gradient=float(gradient_P[most]),
+        comparisons=comparisons,
+    )

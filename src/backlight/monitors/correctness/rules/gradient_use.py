@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.correctness.model.contradictions import (
-    contradictions,
-    evidence_of,
+from backlight.monitors.correctness.model.facts import (
+    Fact,
+    Names,
+    facts_of,
+    finding_on,
     observed,
     steps_of,
 )
-from backlight.records import Finding, Severity, Subject
+from backlight.records import Finding, Severity
 from backlight.registry import rule
-from backlight.store.read.run import Event, Run
+from backlight.store.read.run import Run
 
 
 @dataclass(frozen=True)
@@ -31,72 +34,67 @@ class GradientsNotClearedLimits(Limits, monitor="correctness"):
 @rule("gradients_not_cleared", monitor="correctness", limits=GradientsNotClearedLimits)
 def gradients_not_cleared(run: Run, limits: GradientsNotClearedLimits) -> Iterator[Finding]:
     """Find gradients that an optimizer used, and used again together with those of the next backward."""
-    events = contradictions(run, "gradients_not_cleared")
-    for kind, of in _TWICE.items():
-        same = [event for event in events if event.payload.get("kind") == kind]
-        if len(steps_of(same)) >= limits.not_cleared_steps:
-            yield of(same)
-    found = [event for event in events if event.payload.get("kind") not in _TWICE]
-    steps = steps_of(found)
-    if len(steps) < limits.not_cleared_steps:
-        return
-    facts = found[0].payload
-    names, count, followed = facts["parameters"], int(facts["count"]), int(facts["followed"])
-    yield Finding(
-        severity=Severity.ERROR,
-        title=(
-            "Gradients are not cleared between optimizer steps"
-            if count == followed
-            else f"The gradient{'s' if count > 1 else ''} of {phrases.parameters(names, count)} "
-            f"{'are' if count > 1 else 'is'} not cleared"
-        ),
-        detail=(
-            f"At {observed(steps)} the optimizer used gradients that still contained those of the step "
-            f"before, in {phrases.parameters(names, count)}: "
-            f"{phrases.share(count, followed, 'followed parameters')}. Each step then follows the sum of all "
-            "gradients so far."
-        ),
-        subject=Subject(parameter=None if count == followed else names[0], step=steps[0]),
-        evidence=(evidence_of(found, count, "parameters"),),
-        fix="Call `optimizer.zero_grad()` once per optimizer step, before backward, for every optimizer.",
-        refuted_if="the gradients before backward are None or zero at these steps.",
-    )
+    for kind in (SecondStep, SecondBackward, SummedGradients):
+        facts = facts_of(run, kind)
+        if len(steps_of(facts)) >= limits.not_cleared_steps:
+            yield finding_on(facts)
 
 
-def _second_step(found: Sequence[Event]) -> Finding:
-    steps, optimizer = steps_of(found), found[0].payload["optimizer"]
-    return Finding(
-        severity=Severity.WARNING,
-        title=f"{optimizer} takes two steps with the same gradients",
-        detail=(
-            f"At {observed(steps)} {optimizer} began another step without a backward since its last one. The "
-            "gradients had the same values: the second step belongs to weights that no longer exist."
-        ),
-        subject=Subject(step=steps[0]),
-        evidence=(evidence_of(found, optimizer, "optimizer"),),
-        fix="Call `optimizer.step()` once per backward, or `optimizer.zero_grad()` after it.",
-        refuted_if="the second step is meant, as a line search may.",
-    )
+class SecondStep(Fact, rule="gradients_not_cleared", kind="second_step"):
+    """An optimizer took another step with the values that its last step had used."""
+
+    optimizer: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.optimizer} takes two steps with the same gradients",
+            f"At {observed(facts)} {self.optimizer} began another step without a backward since its last "
+            "one. The gradients had the same values: the second step belongs to weights that no longer "
+            "exist.",
+            evidence=(self.optimizer, "optimizer"),
+            fix="Call `optimizer.step()` once per backward, or `optimizer.zero_grad()` after it.",
+            refuted_if="the second step is meant, as a line search may.",
+        )
 
 
-def _second_backward(found: Sequence[Event]) -> Finding:
-    steps = steps_of(found)
-    return Finding(
-        severity=Severity.WARNING,
-        title="The same loss is propagated back twice per step",
-        detail=(
-            f"At {observed(steps)} backward began a second time at the same tensor, while the gradients of "
-            "the first time were still there: they count twice."
-        ),
-        subject=Subject(step=steps[0]),
-        evidence=(evidence_of(found, 2, "backward passes"),),
-        fix="Call `loss.backward()` once. `retain_graph=True` is often a sign of a second call.",
-        refuted_if="the gradients of the first backward are read and cleared before the second one.",
-    )
+class SecondBackward(Fact, rule="gradients_not_cleared", kind="second_backward"):
+    """A loss was propagated back again, onto the gradients of the first time."""
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            "The same loss is propagated back twice per step",
+            f"At {observed(facts)} backward began a second time at the same tensor, while the gradients of "
+            "the first time were still there: they count twice.",
+            evidence=(2, "backward passes"),
+            fix="Call `loss.backward()` once. `retain_graph=True` is often a sign of a second call.",
+            refuted_if="the gradients of the first backward are read and cleared before the second one.",
+        )
 
 
-_TWICE = {"second_step": _second_step, "second_backward": _second_backward}
-"""Gradients that are used twice in one step, by kind."""
+class SummedGradients(Fact, rule="gradients_not_cleared"):
+    """An optimizer used the sum of gradients of two steps in ``count`` of the ``followed`` parameters."""
+
+    names: Names
+    followed: int
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        names, count, is_every = self.names, self.names.count, self.names.count == self.followed
+        return self.finding(
+            (
+                "Gradients are not cleared between optimizer steps"
+                if is_every
+                else f"The {names.verb('gradient', 'gradients')} of {names} "
+                f"{names.verb('is', 'are')} not cleared"
+            ),
+            f"At {observed(facts)} the optimizer used gradients that still contained those of the step "
+            f"before, in {names}: {phrases.share(count, self.followed, 'followed parameters')}. Each "
+            "step then follows the sum of all gradients so far.",
+            parameter="" if is_every else names.first[0],
+            severity=Severity.ERROR,
+            evidence=(count, "parameters"),
+            fix="Call `optimizer.zero_grad()` once per optimizer step, before backward, for every optimizer.",
+            refuted_if="the gradients before backward are None or zero at these steps.",
+        )
 
 
 @dataclass(frozen=True)
@@ -111,55 +109,56 @@ class GradientsDiscardedLimits(Limits, monitor="correctness"):
 @rule("gradients_discarded", monitor="correctness", limits=GradientsDiscardedLimits)
 def gradients_discarded(run: Run, limits: GradientsDiscardedLimits) -> Iterator[Finding]:
     """Find backward passes whose gradients were cleared before any optimizer used them."""
-    found = contradictions(run, "gradients_discarded")
-    for moment in ("step", "backward"):
-        of_moment = [event for event in found if event.payload["moment"] == moment]
-        if len(steps_of(of_moment)) >= limits.discarded_steps:
-            yield _before_step(of_moment) if moment == "step" else _between(of_moment)
+    for kind in (ClearedBeforeStep, DiscardedBackwards):
+        facts = facts_of(run, kind)
+        if len(steps_of(facts)) >= limits.discarded_steps:
+            yield finding_on(facts)
             return  # one cause
 
 
-def _before_step(found: Sequence[Event]) -> Finding:
-    steps, facts = steps_of(found), found[0].payload
-    count = int(facts["count"])
-    return Finding(
-        severity=Severity.ERROR,
-        title="Gradients are cleared between backward and the optimizer step",
-        detail=(
-            f"At {observed(steps)} backward gave gradients, and those of "
-            f"{phrases.parameters(facts['parameters'], count)} were None or zero when the optimizer began "
-            "its step. Nothing is learned from them."
-        ),
-        subject=Subject(step=steps[0]),
-        evidence=(evidence_of(found, count, "parameters"),),
-        fix="Move `optimizer.zero_grad()` before `loss.backward()`, or behind `optimizer.step()`.",
-        refuted_if="the gradients are not zero directly before `optimizer.step()`.",
-    )
+class ClearedBeforeStep(Fact, rule="gradients_discarded", kind="step"):
+    """All gradients of the step were cleared when its optimizer began."""
+
+    names: Names
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            "Gradients are cleared between backward and the optimizer step",
+            f"At {observed(facts)} backward gave gradients, and those of {self.names} were None or zero when "
+            "the optimizer began its step. Nothing is learned from them.",
+            severity=Severity.ERROR,
+            evidence=(self.names.count, "parameters"),
+            fix="Move `optimizer.zero_grad()` before `loss.backward()`, or behind `optimizer.step()`.",
+            refuted_if="the gradients are not zero directly before `optimizer.step()`.",
+        )
 
 
-def _between(found: Sequence[Event]) -> Finding:
-    """Report the most common count; backward passes of several lines may serve several purposes."""
-    counted = [(int(e.payload.get("discarded", 0)), int(e.payload["backwards"])) for e in found]
-    (discarded, backwards), _ = Counter(counted).most_common(1)[0]
-    same = [e for e, counts in zip(found, counted, strict=True) if counts == (discarded, backwards)]
-    steps, used = steps_of(same), backwards - discarded
-    is_accumulation = all(event.payload.get("lines") == 1 for event in same)
-    return Finding(
-        severity=Severity.ERROR if is_accumulation else Severity.WARNING,
-        title=f"{discarded} of {backwards} backward passes per step are discarded",
-        detail=(
-            f"At {observed(steps)} the gradients of {discarded} of {backwards} backward passes were cleared "
+class DiscardedBackwards(Fact, rule="gradients_discarded", kind="backward"):
+    """Gradients of so many backward passes of a step were cleared; ``lines`` call backward, 0 if unknown."""
+
+    discarded: int
+    backwards: int
+    lines: int
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        """Report the most common count; backward passes of several lines may serve several purposes."""
+        counted = Counter((fact.discarded, fact.backwards) for fact in facts)
+        (discarded, backwards), _ = counted.most_common(1)[0]
+        same = [fact for fact in facts if (fact.discarded, fact.backwards) == (discarded, backwards)]
+        used = backwards - discarded
+        return same[0].finding(
+            f"{discarded} of {backwards} backward passes per step are discarded",
+            f"At {observed(same)} the gradients of {discarded} of {backwards} backward passes were cleared "
             f"before any optimizer used them. The step learned from {'the last' if used == 1 else used} "
-            f"{'one' if used == 1 else 'of them'} only."
-        ),
-        subject=Subject(step=steps[0]),
-        evidence=(evidence_of(same, discarded, "backward passes"),),
-        fix=(
-            "To accumulate, call `optimizer.zero_grad()` once per step: before its first backward, or right "
-            "after `optimizer.step()`."
-        ),
-        refuted_if="the script itself uses these gradients before it clears them.",
-    )
+            f"{'one' if used == 1 else 'of them'} only.",
+            severity=Severity.ERROR if all(fact.lines == 1 for fact in same) else Severity.WARNING,
+            evidence=(discarded, "backward passes"),
+            fix=(
+                "To accumulate, call `optimizer.zero_grad()` once per step: before its first backward, or "
+                "right after `optimizer.step()`."
+            ),
+            refuted_if="the script itself uses these gradients before it clears them.",
+        )
 
 
 @dataclass(frozen=True)
@@ -169,25 +168,27 @@ class ClippingOrderLimits(Limits, monitor="correctness"):
     early_clips: int = limit(3, "steps at which it happened: a loop may clip once before it starts", low=1)
 
 
+class EarlyClip(Fact, rule="clipping_order"):
+    """A clipping came before the gradients of its step."""
+
+    line: str
+
+
 @rule("clipping_order", monitor="correctness", limits=ClippingOrderLimits)
 def clipping_order(run: Run, limits: ClippingOrderLimits) -> Iterator[Finding]:
     """Find clipping that comes before the gradients that it is to clip."""
-    found = contradictions(run, "clipping_order")
-    steps = steps_of(found)
-    if len(steps) < limits.early_clips:
+    facts = facts_of(run, EarlyClip)
+    if len(steps_of(facts)) < limits.early_clips:
         return
-    line = str(found[0].payload["line"])
+    line = facts[0].line
     where = f" at {line}" if line else ""
-    yield Finding(
-        severity=Severity.WARNING,
-        title="Gradients are clipped before backward, which changes nothing",
-        detail=(
-            f"At {observed(steps)} the clipping{where} came before the backward pass of its step, and none "
-            "after it: there were no gradients yet, or those that the last step had used. The optimizer used "
-            "gradients that were not clipped."
-        ),
-        subject=Subject(step=steps[0], line=line or None),
-        evidence=(evidence_of(found, line, "line"),),
+    yield facts[0].finding(
+        "Gradients are clipped before backward, which changes nothing",
+        f"At {observed(facts)} the clipping{where} came before the backward pass of its step, and none "
+        "after it: there were no gradients yet, or those that the last step had used. The optimizer used "
+        "gradients that were not clipped.",
+        line=line,
+        evidence=(line, "line"),
         fix="Move the clipping between `loss.backward()` and `optimizer.step()`.",
         refuted_if="a parameter has a gradient at that line that no step has used.",
     )

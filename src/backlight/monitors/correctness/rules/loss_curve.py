@@ -13,7 +13,8 @@ from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.findings.losses import sole_loss
 from backlight.findings.step_weights import equal_parts
-from backlight.monitors.correctness.model.contradictions import CLASSES
+from backlight.monitors.correctness.model.facts import facts_of
+from backlight.monitors.correctness.rules.uneven_microbatches import Classes
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -61,7 +62,7 @@ def loss_not_falling(run: Run, limits: LossLimits) -> Iterator[Finding]:
         f"{phrases.number(first)}, the last {phrases.number(last)}"
     )
     if chance and _is_near(medians[1:], chance, limits):
-        evidence.append(Evidence(f"events/{CLASSES}", None, classes, "classes"))
+        evidence.append(Evidence(f"events/{Classes.event}", None, classes, "classes"))
         title = f"The loss is that of guessing among {classes} classes"
         detail = (
             f"{stated}; equal probabilities for all classes give {phrases.number(chance)}. So far the model "
@@ -111,11 +112,10 @@ def _medians(
 
 def _chance(run: Run) -> tuple[float, int]:
     """Return the loss of equal probabilities, as it is recorded, and the classes; 0 where unknown."""
-    found = run.events(CLASSES)
-    if not found:
+    facts = facts_of(run, Classes)
+    if not facts:
         return 0.0, 0
-    classes, factor = int(found[-1].payload["classes"]), float(found[-1].payload["factor"])
-    return max(factor, 0.0) * math.log(max(classes, 1)), classes
+    return max(facts[-1].factor, 0.0) * math.log(max(facts[-1].classes, 1)), facts[-1].classes
 
 
 def _is_near(medians: NDArray[np.float64], chance: float, limits: LossLimits) -> bool:

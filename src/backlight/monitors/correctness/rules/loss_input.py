@@ -2,125 +2,188 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Self
 
 from backlight.findings.limits import Limits
-from backlight.monitors.correctness.model.contradictions import contradictions, evidence_of, steps_of
-from backlight.records import Finding, Severity, Subject
+from backlight.monitors.correctness.model.facts import Fact, facts_of, finding_on, steps_of
+from backlight.records import Finding, Severity
 from backlight.registry import rule
 from backlight.store.read.run import Run
-
-
-class Misuse(NamedTuple):
-    """How a misuse of a loss function is reported."""
-
-    severity: Severity
-    title: str
-    detail: str
-    fix: str
-
-
-MISUSES = {
-    "softmax_twice": Misuse(
-        Severity.WARNING,
-        "Cross-entropy is given the output of softmax",
-        "The input of the log-softmax inside the loss is made by a softmax. Cross-entropy expects logits: of "
-        "probabilities, its loss cannot approach 0, and its gradients are small.",
-        "Return the logits from the model, and apply softmax only where probabilities are needed.",
-    ),
-    "probabilities": Misuse(
-        Severity.WARNING,
-        "Cross-entropy is given probabilities",
-        "At {steps} steps every row of its input was between 0 and 1 and added up to 1, as a mixture "
-        "of softmaxes does. Cross-entropy expects logits: of probabilities, its loss cannot approach 0, and "
-        "its gradients are small.",
-        "Use `F.nll_loss(torch.log(p), target)` on the probabilities `p`, or mix the logits.",
-    ),
-    "sigmoid_before_softmax": Misuse(
-        Severity.WARNING,
-        "Cross-entropy is given the output of a sigmoid",
-        "The input of the log-softmax inside the loss is made by a sigmoid. Cross-entropy expects logits: of "
-        "values between 0 and 1, its loss cannot approach 0.",
-        "Remove the sigmoid. For several labels per sample, use `binary_cross_entropy_with_logits`.",
-    ),
-    "sigmoid_twice": Misuse(
-        Severity.WARNING,
-        "The loss applies a sigmoid to the output of a sigmoid",
-        "The input of `binary_cross_entropy_with_logits` is made by a sigmoid, and the loss applies another: "
-        "no prediction leaves the range from 0.5 to 0.73.",
-        "Remove the sigmoid before the loss, or use `binary_cross_entropy`.",
-    ),
-    "nll_of_probabilities": Misuse(
-        Severity.WARNING,
-        "`nll_loss` is given probabilities instead of their logarithms",
-        "The input of `nll_loss` is made by {made_by}. The loss is then minus the probability of the class.",
-        "Use `log_softmax`, or give the logits to `cross_entropy`.",
-    ),
-    "nll_of_scores": Misuse(
-        Severity.ERROR,
-        "`nll_loss` is given raw outputs instead of log-probabilities",
-        "The input of `nll_loss` is made by {made_by}, without a log-softmax. The loss has no lower bound, "
-        "and no class is compared with another.",
-        "Use `log_softmax`, or `cross_entropy` in place of `nll_loss`.",
-    ),
-    "softmax_dimension": Misuse(
-        Severity.ERROR,
-        "The softmax before `nll_loss` runs over dimension {dimension} instead of the classes",
-        "The log-softmax of shape {shape} runs over dimension {dimension}, and `nll_loss` takes its classes "
-        "from dimension 1: the probabilities that add up to 1 are those of one class over different samples.",
-        "Use `log_softmax(x, dim=1)`, or give the logits to `cross_entropy`.",
-    ),
-    "one_class": Misuse(
-        Severity.WARNING,
-        "Every target is class {class_index}",
-        "All {targets:,} targets of the {losses} losses that were looked at are class {class_index}. A model "
-        "learns to answer it whatever the input is, and its loss falls to 0.",
-        "Look at the labels: where they are read, a comparison that is never true, an index that is cut to "
-        "an integer, a data set that is sorted by class and not shuffled.",
-    ),
-    "broadcast": Misuse(
-        Severity.ERROR,
-        "The loss compares every prediction with every target",
-        "A prediction of shape {prediction} was broadcast against its target to a difference of shape "
-        "{difference}. The best constant is then the mean of all targets.",
-        "Give both the same shape: `prediction.squeeze(1)`, or `target.unsqueeze(1)`.",
-    ),
-    "sizes": Misuse(
-        Severity.ERROR,
-        "The inputs and targets of a batch differ in their number of samples",
-        "The tensors of a batch have {samples[0]} and {samples[1]} samples. A prediction of shape "
-        "{prediction} was broadcast against its target to a difference of shape {difference}.",
-        "Let the data set give one target per input, and both sides of the loss the same shape.",
-    ),
-}
-"""Kinds of contradictions, as the instrument names them."""
-
-
-_REFUTED = {
-    "probabilities": "a row of the input does not add up to 1.",
-    "one_class": "a batch has a target of another class.",
-}
 
 
 @rule("loss_input", monitor="correctness")
 def loss_input(run: Run, _limits: Limits) -> Iterator[Finding]:
     """Find losses whose first nodes show an input that the loss function does not expect."""
-    found = contradictions(run, "loss_input")
-    for kind, misuse in MISUSES.items():
-        of_kind = [event for event in found if event.payload["kind"] == kind]
-        if not of_kind:
-            continue
-        if kind == "one_class" and any(event.payload["kind"] == "several_classes" for event in found):
-            continue
-        steps = steps_of(of_kind)
-        facts = {**of_kind[-1].payload, "steps": len(steps)}
-        yield Finding(
-            severity=misuse.severity,
-            title=misuse.title.format_map(facts),
-            detail=misuse.detail.format_map(facts),
-            subject=Subject(step=steps[0]),
-            evidence=(evidence_of(of_kind, kind),),
-            fix=misuse.fix,
-            refuted_if=_REFUTED.get(kind, "the autograd graph of the loss begins with other operations."),
+    for kind in _Misuse.__subclasses__():
+        facts = facts_of(run, kind)
+        if facts and not (kind is OneClass and facts_of(run, SeveralClasses)):
+            yield finding_on(facts)
+
+
+class _Misuse(Fact):
+    """A misuse of a loss function, with the texts of its finding: fields of the last fact are filled in."""
+
+    severity: ClassVar[Severity] = Severity.WARNING
+    title: ClassVar[str]
+    detail: ClassVar[str]
+    fix: ClassVar[str]
+    refuted_if: ClassVar[str] = "the autograd graph of the loss begins with other operations."
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        values = {**vars(facts[-1]), "steps": len(steps_of(facts))}
+        return self.finding(
+            self.title.format_map(values),
+            self.detail.format_map(values),
+            severity=self.severity,
+            evidence=(self.kind,),
+            fix=self.fix,
+            refuted_if=self.refuted_if,
         )
+
+
+class SoftmaxTwice(_Misuse, rule="loss_input", kind="softmax_twice"):
+    """The input of cross-entropy is made by a softmax."""
+
+    title = "Cross-entropy is given the output of softmax"
+    detail = (
+        "The input of the log-softmax inside the loss is made by a softmax. Cross-entropy expects logits: of "
+        "probabilities, its loss cannot approach 0, and its gradients are small."
+    )
+    fix = "Return the logits from the model, and apply softmax only where probabilities are needed."
+
+
+class ProbabilitiesGiven(_Misuse, rule="loss_input", kind="probabilities"):
+    """All values that cross-entropy was given were probabilities."""
+
+    title = "Cross-entropy is given probabilities"
+    detail = (
+        "At {steps} steps every row of its input was between 0 and 1 and added up to 1, as a mixture "
+        "of softmaxes does. Cross-entropy expects logits: of probabilities, its loss cannot approach 0, and "
+        "its gradients are small."
+    )
+    fix = "Use `F.nll_loss(torch.log(p), target)` on the probabilities `p`, or mix the logits."
+    refuted_if = "a row of the input does not add up to 1."
+
+
+class SigmoidBeforeSoftmax(_Misuse, rule="loss_input", kind="sigmoid_before_softmax"):
+    """The input of cross-entropy is made by a sigmoid."""
+
+    title = "Cross-entropy is given the output of a sigmoid"
+    detail = (
+        "The input of the log-softmax inside the loss is made by a sigmoid. Cross-entropy expects logits: of "
+        "values between 0 and 1, its loss cannot approach 0."
+    )
+    fix = "Remove the sigmoid. For several labels per sample, use `binary_cross_entropy_with_logits`."
+
+
+class SigmoidTwice(_Misuse, rule="loss_input", kind="sigmoid_twice"):
+    """The input of ``binary_cross_entropy_with_logits`` is made by a sigmoid."""
+
+    title = "The loss applies a sigmoid to the output of a sigmoid"
+    detail = (
+        "The input of `binary_cross_entropy_with_logits` is made by a sigmoid, and the loss applies another: "
+        "no prediction leaves the range from 0.5 to 0.73."
+    )
+    fix = "Remove the sigmoid before the loss, or use `binary_cross_entropy`."
+
+
+class NllOfProbabilities(_Misuse, rule="loss_input", kind="nll_of_probabilities"):
+    """The input of ``nll_loss`` is made by what gives probabilities."""
+
+    made_by: str
+
+    title = "`nll_loss` is given probabilities instead of their logarithms"
+    detail = (
+        "The input of `nll_loss` is made by {made_by}. The loss is then minus the probability of the class."
+    )
+    fix = "Use `log_softmax`, or give the logits to `cross_entropy`."
+
+
+class NllOfScores(_Misuse, rule="loss_input", kind="nll_of_scores"):
+    """The input of ``nll_loss`` is made by what gives no log-probabilities."""
+
+    made_by: str
+
+    severity = Severity.ERROR
+    title = "`nll_loss` is given raw outputs instead of log-probabilities"
+    detail = (
+        "The input of `nll_loss` is made by {made_by}, without a log-softmax. The loss has no lower bound, "
+        "and no class is compared with another."
+    )
+    fix = "Use `log_softmax`, or `cross_entropy` in place of `nll_loss`."
+
+
+class SoftmaxDimension(_Misuse, rule="loss_input", kind="softmax_dimension"):
+    """The log-softmax before ``nll_loss`` runs over another dimension than that of the classes."""
+
+    dimension: int
+    shape: list[int]
+
+    severity = Severity.ERROR
+    title = "The softmax before `nll_loss` runs over dimension {dimension} instead of the classes"
+    detail = (
+        "The log-softmax of shape {shape} runs over dimension {dimension}, and `nll_loss` takes its classes "
+        "from dimension 1: the probabilities that add up to 1 are those of one class over different samples."
+    )
+    fix = "Use `log_softmax(x, dim=1)`, or give the logits to `cross_entropy`."
+
+
+class OneClass(_Misuse, rule="loss_input", kind="one_class"):
+    """All ``targets`` of so many losses are one class."""
+
+    class_index: int
+    targets: int
+    losses: int
+
+    title = "Every target is class {class_index}"
+    detail = (
+        "All {targets:,} targets of the {losses} losses that were looked at are class {class_index}. A model "
+        "learns to answer it whatever the input is, and its loss falls to 0."
+    )
+    fix = (
+        "Look at the labels: where they are read, a comparison that is never true, an index that is cut to "
+        "an integer, a data set that is sorted by class and not shuffled."
+    )
+    refuted_if = "a batch has a target of another class."
+
+
+class Broadcast(_Misuse, rule="loss_input", kind="broadcast"):
+    """A prediction was broadcast against its target to a matrix of differences."""
+
+    prediction: list[int]
+    difference: list[int]
+
+    severity = Severity.ERROR
+    title = "The loss compares every prediction with every target"
+    detail = (
+        "A prediction of shape {prediction} was broadcast against its target to a difference of shape "
+        "{difference}. The best constant is then the mean of all targets."
+    )
+    fix = "Give both the same shape: `prediction.squeeze(1)`, or `target.unsqueeze(1)`."
+
+
+class DifferentSizes(_Misuse, rule="loss_input", kind="sizes"):
+    """The same, of a prediction and a target with different numbers of samples."""
+
+    prediction: list[int]
+    difference: list[int]
+    samples: list[int]
+
+    severity = Severity.ERROR
+    title = "The inputs and targets of a batch differ in their number of samples"
+    detail = (
+        "The tensors of a batch have {samples[0]} and {samples[1]} samples. A prediction of shape "
+        "{prediction} was broadcast against its target to a difference of shape {difference}."
+    )
+    fix = "Let the data set give one target per input, and both sides of the loss the same shape."
+
+
+class SeveralClasses(Fact, rule="loss_input", kind="several_classes"):
+    """A target of another class came after :class:`OneClass` was reported."""
+
+
+class LossWithoutParameters(Fact, rule="no_gradient", kind="leaf"):
+    """A loss is a number that was made to require gradients: the rule belongs to the monitor ``health``."""
+
+    line: str

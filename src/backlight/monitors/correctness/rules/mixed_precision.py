@@ -3,95 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits
-from backlight.monitors.correctness.model.contradictions import (
-    contradictions,
-    evidence_of,
-    observed,
-    steps_of,
-)
-from backlight.records import Finding, Severity, Subject
+from backlight.monitors.correctness.model.facts import Fact, findings_by_kind, observed
+from backlight.records import Finding
 from backlight.registry import rule
-from backlight.store.read.run import Event, Run
+from backlight.store.read.run import Run
 from backlight.text import count
 
 
 @rule("mixed_precision", monitor="correctness")
 def mixed_precision(run: Run, _limits: Limits) -> Iterator[Finding]:
     """Find scaled gradients that are clipped or used as they are, and autocast that changes no product."""
-    found = contradictions(run, "mixed_precision")
-    for kind in dict.fromkeys(event.payload["kind"] for event in found):
-        yield _CASES[kind]([event for event in found if event.payload["kind"] == kind])
+    yield from findings_by_kind(run, "mixed_precision")
 
 
-def _clipped_before_unscale(found: Sequence[Event]) -> Finding:
-    steps, facts = steps_of(found), found[0].payload
-    limit, scale = float(facts["limit"]), float(facts["scale"])
-    return Finding(
-        severity=Severity.WARNING,
-        title="Gradients are clipped before they are unscaled",
-        detail=(
-            f"At step {steps[0]} gradients were clipped to {phrases.number(limit)} while they contained the "
-            f"loss scale {phrases.number(scale)}. The limit on the true gradients was "
-            f"{phrases.number(limit / scale)}."
-        ),
-        subject=Subject(step=steps[0]),
-        evidence=(evidence_of(found, scale, "loss scale"),),
-        fix="Call `scaler.unscale_(optimizer)` before clipping.",
-        refuted_if="the script divides the gradients by the scale itself before it clips them.",
-    )
+class ClippedBeforeUnscale(Fact, rule="mixed_precision", kind="clipped_before_unscale"):
+    """Gradients were clipped to ``limit`` while they contained the loss scale."""
+
+    clipping: str
+    limit: float
+    scale: float
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            "Gradients are clipped before they are unscaled",
+            f"At step {self.step} gradients were clipped to {phrases.number(self.limit)} while they "
+            f"contained the loss scale {phrases.number(self.scale)}. The limit on the true gradients was "
+            f"{phrases.number(self.limit / self.scale)}.",
+            evidence=(self.scale, "loss scale"),
+            fix="Call `scaler.unscale_(optimizer)` before clipping.",
+            refuted_if="the script divides the gradients by the scale itself before it clips them.",
+        )
 
 
-def _scaler_bypassed(found: Sequence[Event]) -> Finding:
-    steps, facts = steps_of(found), found[0].payload
-    optimizer, scale = facts["optimizer"], float(facts["scale"])
-    return Finding(
-        severity=Severity.WARNING,
-        title=f"{optimizer} takes steps with scaled gradients",
-        detail=(
-            f"At {observed(steps)} the loss was multiplied by the scale {phrases.number(scale)}, and "
-            f"{optimizer} took the gradients as they were, without the scaler. They are too large by that "
-            "factor, and a step with infinite values is not skipped."
-        ),
-        subject=Subject(step=steps[0]),
-        evidence=(evidence_of(found, scale, "loss scale"),),
-        fix="Call `scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`.",
-        refuted_if="the script divides the gradients by the scale itself.",
-    )
+class ScalerBypassed(Fact, rule="mixed_precision", kind="scaler_bypassed"):
+    """An optimizer used gradients with the loss scale in them."""
+
+    optimizer: str
+    scale: float
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.optimizer} takes steps with scaled gradients",
+            f"At {observed(facts)} the loss was multiplied by the scale {phrases.number(self.scale)}, and "
+            f"{self.optimizer} took the gradients as they were, without the scaler. They are too large by "
+            "that factor, and a step with infinite values is not skipped.",
+            evidence=(self.scale, "loss scale"),
+            fix="Call `scaler.step(optimizer)` and `scaler.update()` in place of `optimizer.step()`.",
+            refuted_if="the script divides the gradients by the scale itself.",
+        )
 
 
-def _autocast_without_effect(found: Sequence[Event]) -> Finding:
-    steps, facts = steps_of(found), found[0].payload
-    inside, dtype = int(facts["inside"]), facts["dtype"]
-    return Finding(
-        severity=Severity.WARNING,
-        title=f"Autocast to {dtype} has no effect on what is trained",
-        detail=(
-            f"At step {steps[0]} autocast ({facts['device']}, {dtype}) was entered, and the matrix products "
-            "below the loss are in float32: "
-            + (
-                f"so are all {count(inside, 'product')} in it."
-                if inside
-                else "none of them was computed in it."
-            )
-            + " Training is as slow, and takes as much memory, as without autocast."
-        ),
-        subject=Subject(step=steps[0]),
-        evidence=(evidence_of(found, inside, "products inside"),),
-        fix=(
-            "Compare the device type of autocast with that of the model, and look for "
-            "`autocast(enabled=False)` and fp64 inputs inside."
-            if inside
-            else "Call the model inside of `with torch.autocast(...)`, not only the loss function."
-        ),
-        refuted_if="the output of the model's layers has the type of autocast.",
-    )
+class AutocastWithoutEffect(Fact, rule="mixed_precision", kind="autocast_without_effect"):
+    """Autocast was entered, and all matrix products below the loss are in fp32: ``inside`` of its region."""
 
+    device: str
+    dtype: str
+    inside: int
 
-_CASES = {
-    "clipped_before_unscale": _clipped_before_unscale,
-    "scaler_bypassed": _scaler_bypassed,
-    "autocast_without_effect": _autocast_without_effect,
-}
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        products = (
+            f"so are all {count(self.inside, 'product')} in it."
+            if self.inside
+            else "none of them was computed in it."
+        )
+        return self.finding(
+            f"Autocast to {self.dtype} has no effect on what is trained",
+            f"At step {self.step} autocast ({self.device}, {self.dtype}) was entered, and the matrix "
+            f"products below the loss are in float32: {products} Training is as slow, and takes as much "
+            "memory, as without autocast.",
+            evidence=(self.inside, "products inside"),
+            fix=(
+                "Compare the device type of autocast with that of the model, and look for "
+                "`autocast(enabled=False)` and fp64 inputs inside."
+                if self.inside
+                else "Call the model inside of `with torch.autocast(...)`, not only the loss function."
+            ),
+            refuted_if="the output of the model's layers has the type of autocast.",
+        )

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.correctness.model.contradictions import contradictions, evidence_of, steps_of
-from backlight.records import Finding, Severity, Subject
+from backlight.monitors.correctness.model.facts import (
+    Fact,
+    Names,
+    facts_by_kind,
+    finding_on,
+    steps_of,
+)
+from backlight.records import Finding, Severity
 from backlight.registry import rule
-from backlight.store.read.run import Event, Run
+from backlight.store.read.run import Run
 from backlight.text import listed
 
 
@@ -24,150 +31,168 @@ class ModuleModesLimits(Limits, monitor="correctness"):
 @rule("module_modes", monitor="correctness", limits=ModuleModesLimits)
 def module_modes(run: Run, limits: ModuleModesLimits) -> Iterator[Finding]:
     """Find models that are trained in evaluation mode, or evaluated with what is meant for training."""
-    found = contradictions(run, "module_modes")
-    for model, kind in dict.fromkeys((event.payload["model"], event.payload["kind"]) for event in found):
-        same = [e for e in found if (e.payload["model"], e.payload["kind"]) == (model, kind)]
-        if kind != "trained_in_evaluation" or len(steps_of(same)) >= limits.eval_mode_steps:
-            yield _CASES[kind](model, same)
+    for facts in facts_by_kind(run, "module_modes"):
+        for model in dict.fromkeys(fact.model for fact in facts):
+            same = [fact for fact in facts if fact.model == model]
+            if not isinstance(same[0], TrainedInEvaluation) or len(steps_of(same)) >= limits.eval_mode_steps:
+                yield finding_on(same)
 
 
-def _trained_in_evaluation(model: str, found: Sequence[Event]) -> Finding:
-    step, facts = steps_of(found)[0], found[0].payload
-    part = facts.get("part", "")
-    who = f"`{part}` of {model}" if part else model
-    return Finding(
-        severity=Severity.WARNING if facts.get("may_be_meant") else Severity.ERROR,
-        title=f"{who} is trained in evaluation mode",
-        detail=(
-            f"From step {step} on, the optimizer updates {who} while the module and its "
-            f"{_kinds(found[0])} are in evaluation mode. "
-            f"{_effects(found[0], 'dropout drops nothing', 'batch norm does not update its statistics')}."
-        ),
-        subject=Subject(module=facts["modules"][0] or None, step=step),
-        evidence=(evidence_of(found, ", ".join(facts["modules"]), "modules"),),
-        fix=(
-            f"Call `model.{part}.train()` before the training loop: it keeps the mode that it was "
-            "built or loaded in."
-            if part
-            else "Call `model.train()` before the training loop, and again after each evaluation."
-        ),
-        refuted_if="`model.training` is True at these steps, or evaluation mode is what you want here.",
-    )
+@dataclass(frozen=True)
+class Active:
+    """Modules of dropout and batch norm: the first names, how many of each class, and of dropout."""
+
+    names: tuple[str, ...]
+    kinds: dict[str, int]
+    dropouts: int
+
+    def __str__(self) -> str:
+        return listed([f"{amount} {kind}" for kind, amount in sorted(self.kinds.items())])
+
+    def effects(self, dropout: str, norm: str) -> str:
+        """Return what those do that are there, as the begin of a sentence."""
+        effects = [dropout] * (self.dropouts != 0) + [norm] * (self.dropouts != sum(self.kinds.values()))
+        sentence = ", and ".join(effects)
+        return f"{sentence[:1].upper()}{sentence[1:]}"
 
 
-def _evaluated_in_training(model: str, found: Sequence[Event]) -> Finding:
-    step, facts = steps_of(found)[0], found[0].payload
-    return Finding(
-        severity=Severity.WARNING,
-        title=f"{model} is evaluated in training mode",
-        detail=(
-            f"At step {step} batches of a data set that nothing is learned from went through {model} "
-            f"without gradients, while its {_kinds(found[0])} were in training mode. "
-            f"{_effects(found[0], 'dropout drops values', 'batch norm mixes each batch into its statistics')}"
-            ": the figures are not those of the model."
-        ),
-        subject=Subject(module=facts["modules"][0] or None, step=step),
-        evidence=(evidence_of(found, ", ".join(facts["modules"]), "modules"),),
-        fix="Call `model.eval()` before the evaluation and `model.train()` after it.",
-        refuted_if="these forwards are no evaluation, for instance samples from dropout.",
-    )
+class TrainedInEvaluation(Fact, rule="module_modes", kind="trained_in_evaluation"):
+    """Dropout and batch norm of a model, or of a ``part`` of it, are in evaluation mode in training."""
+
+    model: str
+    active: Active
+    part: str = ""
+    may_be_meant: bool = False
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        who = f"`{self.part}` of {self.model}" if self.part else self.model
+        effects = self.active.effects("dropout drops nothing", "batch norm does not update its statistics")
+        return self.finding(
+            f"{who} is trained in evaluation mode",
+            f"From step {self.step} on, the optimizer updates {who} while the module and its {self.active} "
+            f"are in evaluation mode. {effects}.",
+            module=self.active.names[0],
+            severity=Severity.WARNING if self.may_be_meant else Severity.ERROR,
+            evidence=(", ".join(self.active.names), "modules"),
+            fix=(
+                f"Call `model.{self.part}.train()` before the training loop: it keeps the mode that it was "
+                "built or loaded in."
+                if self.part
+                else "Call `model.train()` before the training loop, and again after each evaluation."
+            ),
+            refuted_if="`model.training` is True at these steps, or evaluation mode is what you want here.",
+        )
 
 
-def _dropout_in_evaluation(model: str, found: Sequence[Event]) -> Finding:
-    step, facts = steps_of(found)[0], found[0].payload
-    function, p = facts["function"], float(facts["p"])
-    where = f" at `{facts['line']}`" if facts["line"] else ""
-    is_attention = function == "scaled_dot_product_attention"
-    return Finding(
-        severity=Severity.WARNING,
-        title=f"Dropout is active while {model} is evaluated",
-        detail=(
-            f"At step {step} every module of {model} was in evaluation mode, and `F.{function}`{where} "
-            f"dropped values with probability {phrases.number(p)}: a function does not know of the mode."
-        ),
-        subject=Subject(step=step, line=facts["line"] or None),
-        evidence=(evidence_of(found, p, "probability"),),
-        fix=(
-            f"Write `dropout_p={phrases.number(p)} if self.training else 0.0`."
-            if is_attention
-            else f"Write `F.dropout(x, {phrases.number(p)}, self.training)`, or use `nn.Dropout`."
-        ),
-        refuted_if="the evaluation samples from dropout on purpose.",
-    )
+class EvaluatedInTraining(Fact, rule="module_modes", kind="evaluated_in_training"):
+    """Dropout and batch norm of a model are in training mode while it is evaluated."""
+
+    model: str
+    active: Active
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        effects = self.active.effects(
+            "dropout drops values", "batch norm mixes each batch into its statistics"
+        )
+        return self.finding(
+            f"{self.model} is evaluated in training mode",
+            f"At step {self.step} batches of a data set that nothing is learned from went through "
+            f"{self.model} without gradients, while its {self.active} were in training mode. {effects}: the "
+            "figures are not those of the model.",
+            module=self.active.names[0],
+            evidence=(", ".join(self.active.names), "modules"),
+            fix="Call `model.eval()` before the evaluation and `model.train()` after it.",
+            refuted_if="these forwards are no evaluation, for instance samples from dropout.",
+        )
 
 
-def _initial_statistics(model: str, found: Sequence[Event]) -> Finding:
-    step, facts = steps_of(found)[0], found[0].payload
-    names, count = facts["modules"], int(facts["count"])
-    return Finding(
-        severity=Severity.WARNING,
-        title=f"{model} is evaluated with the initial statistics of batch norm",
-        detail=(
-            f"At step {step} the running mean of {phrases.parameters(names, count)} is 0 and the running "
-            "variance 1, as they were built, although the model is being trained. The evaluation normalises "
-            "with other statistics than training."
-        ),
-        subject=Subject(module=names[0] or None, step=step),
-        evidence=(evidence_of(found, count, "modules"),),
-        fix="Train with batch norm in training mode and a momentum above 0, or load its statistics.",
-        refuted_if="`running_mean` and `running_var` of these modules differ from 0 and 1.",
-    )
+class DropoutInEvaluation(Fact, rule="module_modes", kind="dropout_in_evaluation"):
+    """Functional dropout was active although every module was in evaluation mode."""
+
+    model: str
+    function: str
+    p: float
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        p, where = phrases.number(self.p), f" at `{self.line}`" if self.line else ""
+        return self.finding(
+            f"Dropout is active while {self.model} is evaluated",
+            f"At step {self.step} every module of {self.model} was in evaluation mode, and "
+            f"`F.{self.function}`{where} dropped values with probability {p}: a function does not know of "
+            "the mode.",
+            line=self.line,
+            evidence=(self.p, "probability"),
+            fix=(
+                f"Write `dropout_p={p} if self.training else 0.0`."
+                if self.function == "scaled_dot_product_attention"
+                else f"Write `F.dropout(x, {p}, self.training)`, or use `nn.Dropout`."
+            ),
+            refuted_if="the evaluation samples from dropout on purpose.",
+        )
 
 
-def _train_not_called(model: str, found: Sequence[Event]) -> Finding:
-    step, facts = steps_of(found)[0], found[0].payload
-    where = f" at `{facts['line']}`" if facts["line"] else ""
-    does = " and ".join(facts["does"])
-    return Finding(
-        severity=Severity.INFO,
-        title=f"`{model}.train()` was not called before training",
-        detail=(
-            f"{model} defines a `train()` of its own{where}, which {does}. At step {step} neither it nor "
-            "`eval()` had been called since the module was built, and nothing in it was in that state."
-        ),
-        subject=Subject(module=facts["modules"][0] or model, step=step, line=facts["line"] or None),
-        evidence=(evidence_of(found, does),),
-        fix="Call `model.train()` once before the optimizer is created.",
-        refuted_if=f"`train()` changes nothing with the options of this {model}.",
-    )
+class InitialStatistics(Fact, rule="module_modes", kind="initial_statistics"):
+    """Batch norms of a trained model use the statistics that they were built with."""
+
+    model: str
+    names: Names
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.model} is evaluated with the initial statistics of batch norm",
+            f"At step {self.step} the running mean of {self.names} is 0 "
+            "and the running variance 1, as they were built, although the model is being trained. The "
+            "evaluation normalises with other statistics than training.",
+            module=self.names.first[0],
+            evidence=(self.names.count, "modules"),
+            fix="Train with batch norm in training mode and a momentum above 0, or load its statistics.",
+            refuted_if="`running_mean` and `running_var` of these modules differ from 0 and 1.",
+        )
 
 
-def _random_spectral_norm(model: str, found: Sequence[Event]) -> Finding:
-    step, facts = steps_of(found)[0], found[0].payload
-    names, count = facts["modules"], int(facts["count"])
-    return Finding(
-        severity=Severity.INFO,
-        title=f"{model} is evaluated before its spectral norm is estimated",
-        detail=(
-            f"At step {step} {model} ran in evaluation mode, and the power iteration of "
-            f"{phrases.parameters(names, count)} had never run: the weights were divided by an estimate from "
-            "two random vectors, which makes them too large."
-        ),
-        subject=Subject(module=names[0] or None, step=step),
-        evidence=(evidence_of(found, count, "modules"),),
-        fix="Use `torch.nn.utils.parametrizations.spectral_norm`, or run one batch in training mode first.",
-        refuted_if="the results of this evaluation are not used.",
-    )
+class TrainNotCalled(Fact, rule="module_modes", kind="train_not_called"):
+    """A class ``does`` something in a ``train`` of its own, which was never called."""
+
+    model: str
+    module: str
+    does: str
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        where = f" at `{self.line}`" if self.line else ""
+        return self.finding(
+            f"`{self.model}.train()` was not called before training",
+            f"{self.model} defines a `train()` of its own{where}, which {self.does}. At step {self.step} "
+            "neither it nor `eval()` had been called since the module was built, and nothing in it was in "
+            "that state.",
+            module=self.module or self.model,
+            line=self.line,
+            severity=Severity.INFO,
+            evidence=(self.does,),
+            fix="Call `model.train()` once before the optimizer is created.",
+            refuted_if=f"`train()` changes nothing with the options of this {self.model}.",
+        )
 
 
-_CASES = {
-    "trained_in_evaluation": _trained_in_evaluation,
-    "evaluated_in_training": _evaluated_in_training,
-    "dropout_in_evaluation": _dropout_in_evaluation,
-    "initial_statistics": _initial_statistics,
-    "train_not_called": _train_not_called,
-    "random_spectral_norm": _random_spectral_norm,
-}
+class RandomSpectralNorm(Fact, rule="module_modes", kind="random_spectral_norm"):
+    """A model is evaluated before a power iteration of these spectral norms has run."""
 
+    model: str
+    names: Names
 
-def _effects(event: Event, dropout: str, norm: str) -> str:
-    """Return what those modules do in their mode that are there."""
-    total = sum(event.payload["kinds"].values())
-    dropouts = event.payload.get("dropouts")
-    said = [dropout] * (dropouts != 0) + [norm] * (dropouts != total)
-    sentence = ", and ".join(said)
-    return f"{sentence[:1].upper()}{sentence[1:]}"
-
-
-def _kinds(event: Event) -> str:
-    return listed([f"{amount} {kind}" for kind, amount in sorted(event.payload["kinds"].items())])
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.model} is evaluated before its spectral norm is estimated",
+            f"At step {self.step} {self.model} ran in evaluation mode, and the power iteration of "
+            f"{self.names} had never run: the weights were divided by an "
+            "estimate from two random vectors, which makes them too large.",
+            module=self.names.first[0],
+            severity=Severity.INFO,
+            evidence=(self.names.count, "modules"),
+            fix=(
+                "Use `torch.nn.utils.parametrizations.spectral_norm`, or run one batch in training mode "
+                "first."
+            ),
+            refuted_if="the results of this evaluation are not used.",
+        )

@@ -5,101 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, Self
 
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.correctness.model.contradictions import INPUT, contradictions, evidence_of
+from backlight.monitors.correctness.model.facts import Fact, facts_of, finding_on
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.read.run import Event, Run
+from backlight.store.read.run import Run
 from backlight.text import listed
-
-
-class Repetition(NamedTuple):
-    """How a repetition within one process is reported."""
-
-    severity: Severity
-    title: str
-    detail: str
-    fix: str
-    refuted_if: str
-
-
-REPETITIONS = {
-    "stale": Repetition(
-        Severity.ERROR,
-        "Every step trains on the first batch, while the loader moves on",
-        "Up to step {step} the model was given the first batch of the loader of {data} at every step, "
-        "although the loader gave {batches} batches by then.",
-        "Give the model the batch of the loop: a name from outside the loop holds the first one.",
-        "the inputs of two steps differ.",
-    ),
-    "first": Repetition(
-        Severity.WARNING,
-        "Every step trains on the first batch of the loader",
-        "The loader of {data} was started anew at least {epochs} times, and each time gave the same batch, "
-        "of which it has more than one.",
-        "Iterate over the loader, `for batch in loader`, instead of calling `next(iter(loader))`.",
-        "only one batch is to be learned, as in a test of the model.",
-    ),
-    "constant": Repetition(
-        Severity.WARNING,
-        "All samples of the loader are the same",
-        "The first {batches} batches of {data} hold one sample, again and again.",
-        "Let `__getitem__` of {data} use its index.",
-        "the data is a placeholder, as in a benchmark.",
-    ),
-    "workers": Repetition(
-        Severity.WARNING,
-        "Each of the {workers} workers gives the same batches",
-        "The first {batches} batches of {data} are two batches, each given {workers} times: once by each "
-        "worker. An epoch then holds every sample {workers} times.",
-        "Split the stream in `__iter__` by `torch.utils.data.get_worker_info()`, as with "
-        "`itertools.islice(samples, info.id, None, info.num_workers)`.",
-        "an epoch is to hold every sample that often.",
-    ),
-    "generator": Repetition(
-        Severity.WARNING,
-        "The {workers} workers draw the same random numbers",
-        "The samples of {data} draw from `{attribute}`, a generator that it holds. Each of the {workers} "
-        "workers has a copy in the same state, and a new one in every epoch if workers are not persistent.",
-        "Seed it per worker in a `worker_init_fn`, or draw from the global generator of torch or NumPy, "
-        "which the loader seeds.",
-        "the numbers that two workers draw differ.",
-    ),
-    "row": Repetition(
-        Severity.INFO,
-        "`{field}` has one row for the {samples} samples of a batch",
-        "In the batches of the loader {others} have {samples} rows, and `{field}` has one: an operation with "
-        "both uses it for every sample.",
-        "Look at what makes a batch of the samples, a `collate_fn` or a processor, for `{field}`.",
-        "`{field}` is the same for all samples.",
-    ),
-    "same": Repetition(
-        Severity.WARNING,
-        "Every step trains on the same batch",
-        "At {equal} of the first {steps} steps the model was given the same values, {samples} samples, in "
-        "tensors that were made anew, and the loss the same targets.",
-        "Let the code that makes a batch draw other indices at each step.",
-        "only one batch is to be learned, or it holds all of the data.",
-    ),
-    "perhaps_same": Repetition(
-        Severity.INFO,
-        "Every step gives the model the same values",
-        "At {equal} of the first {steps} steps the model was given the same values, {samples} samples, in "
-        "tensors that were made anew.",
-        "If there are more samples, let the code that makes a batch draw other indices at each step.",
-        "only one batch is to be learned, or it holds all of the data.",
-    ),
-    "held": Repetition(
-        Severity.INFO,
-        "The run trains on one batch",
-        "The first {steps} steps used one batch of the loader of {data}, which has {batches}.",
-        "Iterate over the loader in the training loop.",
-        "only one batch is to be learned, as in a test of the model.",
-    ),
-}
-"""Kinds of contradictions, as the instruments name them."""
 
 
 @dataclass(frozen=True)
@@ -118,47 +31,219 @@ class RepeatedDataLimits(Limits, monitor="correctness"):
 def repeated_data(run: Run, limits: RepeatedDataLimits) -> Iterator[Finding]:
     """Find data that a run trains on more often than its author meant."""
     yield from _ranks(run, limits)
-    found = contradictions(run, "repeated_data")
-    for kind, words in REPETITIONS.items():
-        of_kind = [event for event in found if event.payload["kind"] == kind]
-        if of_kind:
-            first = of_kind[0]
-            facts = {**first.payload, "step": first.step, "steps": 1 + (first.step or 0)}
-            if "others" in facts:
-                facts["others"] = listed([f"`{name}`" for name in facts["others"]])
-            value = next(
-                str(facts[n]) for n in ("sampler", "data", "batches", "field", "samples") if n in facts
-            )
-            yield Finding(
-                severity=words.severity,
-                title=words.title.format_map(facts),
-                detail=words.detail.format_map(facts),
-                subject=Subject(step=first.step),
-                evidence=(evidence_of(of_kind, value, kind),),
-                fix=words.fix.format_map(facts),
-                refuted_if=words.refuted_if,
-            )
-    yield from _order([event for event in found if event.payload["kind"] == "order"], limits)
+    for kind in _Repetition.__subclasses__():
+        if facts := facts_of(run, kind):
+            yield finding_on(facts)
+    yield from _order(facts_of(run, SameOrder), limits)
 
 
-def _order(found: Sequence[Event], limits: RepeatedDataLimits) -> Iterator[Finding]:
-    for sampler in dict.fromkeys(event.payload["sampler"] for event in found):
-        equal = [event for event in found if event.payload["sampler"] == sampler]
+class _Repetition(Fact):
+    """A repetition within one process, with the texts of its finding: fields of the first fact are filled in.
+
+    ``cited`` is the field that the evidence gives.
+    """
+
+    severity: ClassVar[Severity] = Severity.WARNING
+    cited: ClassVar[str]
+    title: ClassVar[str]
+    detail: ClassVar[str]
+    fix: ClassVar[str]
+    refuted_if: ClassVar[str]
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        values = {**vars(self), "steps": 1 + self.step}
+        if "others" in values:
+            values["others"] = listed([f"`{name}`" for name in values["others"]])
+        return self.finding(
+            self.title.format_map(values),
+            self.detail.format_map(values),
+            severity=self.severity,
+            evidence=(str(values[self.cited]), self.kind),
+            fix=self.fix.format_map(values),
+            refuted_if=self.refuted_if,
+        )
+
+
+class StaleBatch(_Repetition, rule="repeated_data", kind="stale"):
+    """The model is given the first batch of a loader at every step, which gave ``batches`` by then."""
+
+    data: str
+    batches: int
+
+    cited = "data"
+    severity = Severity.ERROR
+    title = "Every step trains on the first batch, while the loader moves on"
+    detail = (
+        "Up to step {step} the model was given the first batch of the loader of {data} at every step, "
+        "although the loader gave {batches} batches by then."
+    )
+    fix = "Give the model the batch of the loop: a name from outside the loop holds the first one."
+    refuted_if = "the inputs of two steps differ."
+
+
+class FirstBatchOnly(_Repetition, rule="repeated_data", kind="first"):
+    """A loader was started anew ``epochs`` times, and gave the same batch each time."""
+
+    sampler: str
+    data: str
+    epochs: int
+
+    cited = "sampler"
+    title = "Every step trains on the first batch of the loader"
+    detail = (
+        "The loader of {data} was started anew at least {epochs} times, and each time gave the same batch, "
+        "of which it has more than one."
+    )
+    fix = "Iterate over the loader, `for batch in loader`, instead of calling `next(iter(loader))`."
+    refuted_if = "only one batch is to be learned, as in a test of the model."
+
+
+class ConstantSamples(_Repetition, rule="repeated_data", kind="constant"):
+    """The first batches of a loader hold one sample only."""
+
+    data: str
+    batches: int
+
+    cited = "data"
+    title = "All samples of the loader are the same"
+    detail = "The first {batches} batches of {data} hold one sample, again and again."
+    fix = "Let `__getitem__` of {data} use its index."
+    refuted_if = "the data is a placeholder, as in a benchmark."
+
+
+class EqualWorkers(_Repetition, rule="repeated_data", kind="workers"):
+    """Each worker gives the same batches of a stream."""
+
+    data: str
+    batches: int
+    workers: int
+
+    cited = "data"
+    title = "Each of the {workers} workers gives the same batches"
+    detail = (
+        "The first {batches} batches of {data} are two batches, each given {workers} times: once by each "
+        "worker. An epoch then holds every sample {workers} times."
+    )
+    fix = (
+        "Split the stream in `__iter__` by `torch.utils.data.get_worker_info()`, as with "
+        "`itertools.islice(samples, info.id, None, info.num_workers)`."
+    )
+    refuted_if = "an epoch is to hold every sample that often."
+
+
+class CopiedGenerator(_Repetition, rule="repeated_data", kind="generator"):
+    """Each worker has a copy of the generator from which a data set draws."""
+
+    data: str
+    workers: int
+    attribute: str
+
+    cited = "data"
+    title = "The {workers} workers draw the same random numbers"
+    detail = (
+        "The samples of {data} draw from `{attribute}`, a generator that it holds. Each of the {workers} "
+        "workers has a copy in the same state, and a new one in every epoch if workers are not persistent."
+    )
+    fix = (
+        "Seed it per worker in a `worker_init_fn`, or draw from the global generator of torch or NumPy, "
+        "which the loader seeds."
+    )
+    refuted_if = "the numbers that two workers draw differ."
+
+
+class SingleRow(_Repetition, rule="repeated_data", kind="row"):
+    """A field of a batch has one row, and ``others`` as many as there are samples."""
+
+    field: str
+    samples: int
+    others: tuple[str, ...]
+
+    cited = "field"
+    severity = Severity.INFO
+    title = "`{field}` has one row for the {samples} samples of a batch"
+    detail = (
+        "In the batches of the loader {others} have {samples} rows, and `{field}` has one: an operation with "
+        "both uses it for every sample."
+    )
+    fix = "Look at what makes a batch of the samples, a `collate_fn` or a processor, for `{field}`."
+    refuted_if = "`{field}` is the same for all samples."
+
+
+class SameBatch(_Repetition, rule="repeated_data", kind="same"):
+    """The inputs and the targets of ``equal`` steps were the same, in tensors that were made anew."""
+
+    samples: int
+    equal: int
+
+    cited = "samples"
+    title = "Every step trains on the same batch"
+    detail = (
+        "At {equal} of the first {steps} steps the model was given the same values, {samples} samples, in "
+        "tensors that were made anew, and the loss the same targets."
+    )
+    fix = "Let the code that makes a batch draw other indices at each step."
+    refuted_if = "only one batch is to be learned, or it holds all of the data."
+
+
+class SameInputs(_Repetition, rule="repeated_data", kind="perhaps_same"):
+    """The inputs of ``equal`` steps were the same, in tensors that were made anew."""
+
+    samples: int
+    equal: int
+
+    cited = "samples"
+    severity = Severity.INFO
+    title = "Every step gives the model the same values"
+    detail = (
+        "At {equal} of the first {steps} steps the model was given the same values, {samples} samples, in "
+        "tensors that were made anew."
+    )
+    fix = "If there are more samples, let the code that makes a batch draw other indices at each step."
+    refuted_if = "only one batch is to be learned, or it holds all of the data."
+
+
+class HeldBatch(_Repetition, rule="repeated_data", kind="held"):
+    """The first steps use one batch of a loader that has ``batches``."""
+
+    data: str
+    batches: int
+
+    cited = "data"
+    severity = Severity.INFO
+    title = "The run trains on one batch"
+    detail = "The first {steps} steps used one batch of the loader of {data}, which has {batches}."
+    fix = "Iterate over the loader in the training loop."
+    refuted_if = "only one batch is to be learned, as in a test of the model."
+
+
+class SameOrder(Fact, rule="repeated_data", kind="order"):
+    """The first ``batches`` of an epoch are those of the one before, and their order is to differ."""
+
+    sampler: str
+    data: str
+    batches: int
+    epochs: int
+
+
+class Inputs(Fact, event="input"):
+    """A digest of what the model was given, and the ranks that are to have other data; empty if unknown."""
+
+    digest: str
+    ranks: tuple[int, ...]
+
+
+def _order(facts: Sequence[SameOrder], limits: RepeatedDataLimits) -> Iterator[Finding]:
+    for sampler in dict.fromkeys(fact.sampler for fact in facts):
+        equal = [fact for fact in facts if fact.sampler == sampler]
         longest: dict[int, int] = {}
-        for event in equal:
-            epoch = int(event.payload["epochs"])
-            longest[epoch] = max(longest.get(epoch, 0), int(event.payload["batches"]))
+        for fact in equal:
+            longest[fact.epochs] = max(longest.get(fact.epochs, 0), fact.batches)
         if sum(longest.values()) >= limits.order_batches:
-            yield Finding(
-                severity=Severity.WARNING,
-                title="The batches of every epoch come in the same order",
-                detail=(
-                    f"The first {max(longest.values())} batches of {equal[0].payload['data']} in epoch "
-                    f"{max(longest)} are those of the epoch before, although their order comes "
-                    f"from a {sampler}."
-                ),
-                subject=Subject(step=equal[0].step),
-                evidence=(evidence_of(equal, sampler, "sampler"),),
+            yield equal[0].finding(
+                "The batches of every epoch come in the same order",
+                f"The first {max(longest.values())} batches of {equal[0].data} in epoch {max(longest)} are "
+                f"those of the epoch before, although their order comes from a {sampler}.",
+                evidence=(sampler, "sampler"),
                 fix=(
                     "Call `sampler.set_epoch(epoch)` before each epoch."
                     if sampler == "DistributedSampler"
@@ -171,11 +256,10 @@ def _order(found: Sequence[Event], limits: RepeatedDataLimits) -> Iterator[Findi
 def _ranks(run: Run, limits: RepeatedDataLimits) -> Iterator[Finding]:
     """Find ranks whose gradients are averaged, and whose inputs are equal at every recorded step."""
     inputs: dict[tuple[int, int], dict[int, str]] = defaultdict(dict)
-    groups: dict[tuple[int, int], list[int]] = {}
-    for event in run.events(INPUT):
-        key = (event.attempt, event.rank)
-        inputs[key][event.step or 0] = str(event.payload["digest"])
-        groups[key] = [int(rank) for rank in event.payload["ranks"]]
+    groups: dict[tuple[int, int], tuple[int, ...]] = {}
+    for fact in facts_of(run, Inputs):
+        inputs[fact.attempt, fact.rank][fact.step] = fact.digest
+        groups[fact.attempt, fact.rank] = fact.ranks
     for attempt, rank in sorted(inputs):
         own, same = inputs[attempt, rank], [rank]
         for other in groups[attempt, rank]:
@@ -199,7 +283,7 @@ def _ranks(run: Run, limits: RepeatedDataLimits) -> Iterator[Finding]:
                     f"{named}. Their gradients are averaged: each of them computes what the others do."
                 ),
                 subject=Subject(step=min(own), rank=rank),
-                evidence=(Evidence(f"events/{INPUT}", min(own), len(same), "ranks"),),
+                evidence=(Evidence(f"events/{Inputs.event}", min(own), len(same), "ranks"),),
                 fix=(
                     "Give the loader a `DistributedSampler`, or seed what draws the batches with the rank: "
                     "`torch.manual_seed(seed + rank)`."

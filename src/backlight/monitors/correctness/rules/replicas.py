@@ -8,13 +8,21 @@ from dataclasses import dataclass, field
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.correctness.model.digests import DIGESTS, Moment, Values, moments
-from backlight.monitors.correctness.model.out_of_step import OutOfStep, out_of_step
-from backlight.monitors.correctness.rules.transfers import changed_in_transfer
+from backlight.monitors.correctness.model.replicas import (
+    Differing,
+    Digests,
+    Moment,
+    OutOfStep,
+    Transferred,
+    Values,
+    differing,
+    moments,
+    out_of_step,
+)
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
-from backlight.text import count
+from backlight.text import count, listed
 
 ROUNDING = 1e-5
 """Relative difference of norms up to which values that each rank computes on its own count as equal."""
@@ -60,7 +68,7 @@ class _Replicas:
         """Return what is promised to be equal and is not, and what was equal until now."""
         promised, plain = _Apart(moment, {}, 0), _Apart(moment, {}, 0)
         for name, values in moment.parameters.items():
-            if any(one.by for one in values.values()):
+            if any(one.promise.by for one in values.values()):
                 members = _members(values)
                 promised.compared += any(len(group) > 1 for group in members)
                 for group in members:
@@ -76,7 +84,7 @@ class _Replicas:
         members = list(group.values())
         if all(one.digest == members[0].digest for one in members):
             return False
-        return (self.has_equal_devices and all(one.is_exact for one in members)) or not _close(members)
+        return (self.has_equal_devices and all(one.promise.exact for one in members)) or not _close(members)
 
     def _has_parted(self, history: _History, values: Mapping[int, Values]) -> bool:
         members = list(values.values())
@@ -96,7 +104,7 @@ def _close(members: Sequence[Values]) -> bool:
 
 def _members(values: Mapping[int, Values]) -> list[dict[int, Values]]:
     """Return the ranks that are promised to be equal to each other, group by group."""
-    groups = dict.fromkeys(one.ranks for one in values.values() if one.by)
+    groups = dict.fromkeys(one.promise.ranks for one in values.values() if one.promise.by)
     return [{rank: values[rank] for rank in ranks if rank in values} for ranks in groups]
 
 
@@ -106,8 +114,9 @@ def replicas_differ(run: Run, limits: ReplicaLimits) -> Iterator[Finding]:
     late = out_of_step(run)
     if late is not None and late.steps >= limits.apart_steps:
         yield _out_of_step(late)
-    if (changed := changed_in_transfer(run, limits.apart_steps)) is not None:
-        yield changed  # what ranks hold differs because of it
+    transfers, compared = differing(run)
+    if len({transfer.step for transfer in transfers}) >= limits.apart_steps:
+        yield _changed_in_transfer(transfers, compared)  # what ranks hold differs because of it
         return
     replicas = _Replicas(limits, _has_equal_devices(run))
     promised: list[_Apart] = []
@@ -126,6 +135,40 @@ def replicas_differ(run: Run, limits: ReplicaLimits) -> Iterator[Finding]:
         if len({one.moment.step for one in found}) >= limits.apart_steps:
             yield _finding(run, found, is_first=found[0].moment.step == steps[0])
             return
+
+
+def _changed_in_transfer(transfers: Sequence[Differing], compared: int) -> Finding:
+    first, steps = transfers[0], sorted({transfer.step for transfer in transfers})
+    ranks = sorted({rank for transfer in transfers for rank in transfer.ranks})
+    named = listed([f"`{call}`" for call in sorted({transfer.call for transfer in transfers})])
+    who = f"{'Rank' if len(ranks) == 1 else 'Ranks'} {listed(list(map(str, ranks)))}"
+    norms = listed([f"{phrases.number(norm)} on rank {rank}" for rank, norm in list(first.norms.items())[:4]])
+    if len({phrases.number(norm) for norm in first.norms.values()}) == 1:
+        norms += ", with other values"
+    return Finding(
+        severity=Severity.ERROR,
+        title=(
+            f"{who} received other values than were sent, from step {steps[0]} on"
+            if all(transfer.is_pair for transfer in transfers)
+            else f"{named} gave {who.lower()} other results from step {steps[0]} on"
+        ),
+        detail=(
+            f"{count(len(transfers), 'transfer')} by {named} of {compared} that were compared differ, at "
+            f"{count(len(steps), 'observed step')}. At step {first.step} the norm of the data is {norms}. "
+            "Each rank read it as the call ended, a sender as it began."
+        ),
+        subject=Subject(step=first.step, rank=first.ranks[0]),
+        evidence=tuple(
+            Evidence(f"events/{Transferred.event}, rank {rank}", first.step, phrases.plain(norm), "norm")
+            for rank, norm in list(first.norms.items())[: phrases.EVIDENCE_ROWS]
+        ),
+        fix=(
+            "Test the link between these devices (`all_reduce_perf` and `sendrecv_perf` of nccl-tests check "
+            "values), and look for Xid and ECC errors. If `NCCL_P2P_DISABLE=1` helps, it is the "
+            "direct link."
+        ),
+        refuted_if="another thread or stream writes to the tensor while the transfer is under way.",
+    )
 
 
 def _out_of_step(found: OutOfStep) -> Finding:
@@ -168,7 +211,7 @@ def _finding(run: Run, found: Sequence[_Apart], *, is_first: bool) -> Finding:
     first = found[0]
     moment, names = first.moment, sorted(first.differing, key=lambda name: -_spread(first.differing[name]))
     values = dict(sorted(first.differing[names[0]].items()))
-    by = next(iter(values.values())).by
+    by = next(iter(values.values())).promise.by
     steps = sorted({one.moment.step for one in found})
     is_meant = bool(moment.unsynced)  # and so may be local SGD
     cause, fix = _cause(run, first, is_first=is_first, by=by)
@@ -186,7 +229,9 @@ def _finding(run: Run, found: Sequence[_Apart], *, is_first: bool) -> Finding:
         ),
         subject=Subject(parameter=names[0], module=phrases.modules_of(run).get(names[0]), step=moment.step),
         evidence=tuple(
-            Evidence(f"events/{DIGESTS}, rank {rank}", moment.step, phrases.plain(one.norm), moment.name)
+            Evidence(
+                f"events/{Digests.event}, rank {rank}", moment.step, phrases.plain(one.norm), moment.name
+            )
             for rank, one in list(values.items())[: phrases.EVIDENCE_ROWS]
         ),
         fix=fix,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.findings.optimizer_names import optimizer_name
 from backlight.findings.step_weights import step_weights
-from backlight.monitors.correctness.model.contradictions import contradictions, evidence_of
+from backlight.monitors.correctness.model.facts import Fact, facts_by_kind, finding_on
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
-from backlight.store.read.run import Event, Run
+from backlight.store.read.run import Run
 from backlight.text import percent
 
 
@@ -34,56 +35,60 @@ class ScheduleLimits(Limits, monitor="correctness"):
     decayed_steps: int = limit(20, "steps at such a rate", low=1)
 
 
+class BeforeOptimizer(Fact, rule="schedule", kind="before_optimizer"):
+    """The first step of a schedule came before that of its optimizer."""
+
+    schedule: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        name = self.schedule
+        return self.finding(
+            f"{name} takes its first step before the optimizer",
+            f"`{name}.step()` was called before the first `optimizer.step()`: the first value of the "
+            "schedule is never used, and every other one comes a step early.",
+            severity=Severity.INFO,
+            evidence=(name, "schedule"),
+            fix="Call `scheduler.step()` after `optimizer.step()`.",
+            refuted_if="the first value is skipped on purpose, as a warm-up that begins at 0.",
+        )
+
+
+class PerBatch(Fact, rule="schedule", kind="per_batch"):
+    """A schedule took a step with every step of the optimizer, and ran out within an epoch."""
+
+    schedule: str
+    taken: int
+    batches: int
+    is_past: bool
+    rate: float
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        rate = phrases.number(self.rate)
+        happened = (
+            f"it is past its minimum and rises again (now {rate})"
+            if self.is_past
+            else f"the learning rate has fallen to {rate}, less than a thousandth of the first one"
+        )
+        return self.finding(
+            f"{self.schedule} runs out after {self.taken:,} steps",
+            f"`{self.schedule}.step()` is called with every step of the optimizer. After {self.taken:,} of "
+            f"them {happened}; the loader has {self.batches:,} batches an epoch. Its settings count epochs, "
+            "or are too small.",
+            evidence=(self.taken, "steps of the schedule"),
+            fix="Call `scheduler.step()` once per epoch, or give the schedule its length in steps.",
+            refuted_if="the learning rate is meant to go through its schedule several times per epoch.",
+        )
+
+
 @rule("schedule", monitor="correctness", version=2, limits=ScheduleLimits)
 def schedule(run: Run, limits: ScheduleLimits) -> Iterator[Finding]:
     """Find schedules that take a step before the optimizer, run out in an epoch, or long before the end."""
-    seen = set()
-    for event in contradictions(run, "schedule"):
-        about = event.payload["kind"], event.payload["schedule"]
-        if about not in seen:
-            seen.add(about)
-            yield _before_optimizer(event) if about[0] == "before_optimizer" else _per_batch(event)
-    if not any(kind == "per_batch" for kind, _ in seen):
+    groups = facts_by_kind(run, "schedule")
+    for facts in groups:
+        for name in dict.fromkeys(fact.schedule for fact in facts):
+            yield finding_on([next(fact for fact in facts if fact.schedule == name)])
+    if not any(isinstance(facts[0], PerBatch) for facts in groups):
         yield from _decayed(run, limits)
-
-
-def _before_optimizer(event: Event) -> Finding:
-    name = event.payload["schedule"]
-    return Finding(
-        severity=Severity.INFO,
-        title=f"{name} takes its first step before the optimizer",
-        detail=(
-            f"`{name}.step()` was called before the first `optimizer.step()`: the first value of the "
-            "schedule is never used, and every other one comes a step early."
-        ),
-        subject=Subject(step=event.step),
-        evidence=(evidence_of([event], name, "schedule"),),
-        fix="Call `scheduler.step()` after `optimizer.step()`.",
-        refuted_if="the first value is skipped on purpose, as a warm-up that begins at 0.",
-    )
-
-
-def _per_batch(event: Event) -> Finding:
-    facts = event.payload
-    name, steps, batches = facts["schedule"], int(facts["taken"]), int(facts["batches"])
-    rate = phrases.number(float(facts["rate"]))
-    happened = (
-        f"it is past its minimum and rises again (now {rate})"
-        if facts["is_past"]
-        else f"the learning rate has fallen to {rate}, less than a thousandth of the first one"
-    )
-    return Finding(
-        severity=Severity.WARNING,
-        title=f"{name} runs out after {steps:,} steps",
-        detail=(
-            f"`{name}.step()` is called with every step of the optimizer. After {steps:,} of them {happened}"
-            f"; the loader has {batches:,} batches an epoch. Its settings count epochs, or are too small."
-        ),
-        subject=Subject(step=event.step),
-        evidence=(evidence_of([event], steps, "steps of the schedule"),),
-        fix="Call `scheduler.step()` once per epoch, or give the schedule its length in steps.",
-        refuted_if="the learning rate is meant to go through its schedule several times per epoch.",
-    )
 
 
 def _decayed(run: Run, limits: ScheduleLimits) -> Iterator[Finding]:

@@ -8,13 +8,8 @@ from statistics import median
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.correctness.model.contradictions import (
-    contradictions,
-    evidence_of,
-    observed,
-    steps_of,
-)
-from backlight.records import Finding, Severity, Subject
+from backlight.monitors.correctness.model.facts import Fact, facts_of, observed, steps_of
+from backlight.records import Finding
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
@@ -32,29 +27,39 @@ class UnevenLimits(Limits, monitor="correctness"):
     )
 
 
+class UnevenMicrobatches(Fact, rule="uneven_microbatches"):
+    """Microbatches with these numbers of targets, whose weights have this ratio, after ``comparisons``."""
+
+    targets: tuple[int, ...]
+    ratio: float
+    comparisons: int
+
+
+class Classes(Fact, event="classes"):
+    """How many classes the loss compares, and the factor of the root of backward to the mean over targets."""
+
+    classes: int
+    factor: float
+
+
 @rule("uneven_microbatches", monitor="correctness", limits=UnevenLimits)
 def uneven_microbatches(run: Run, limits: UnevenLimits) -> Iterator[Finding]:
     """Find accumulated means over different numbers of targets."""
-    found = contradictions(run, "uneven_microbatches")
-    steps = steps_of(found)
+    facts = facts_of(run, UnevenMicrobatches)
+    steps = steps_of(facts)
     if len(steps) < limits.uneven_steps:
         return
-    ratio = median(float(event.payload["ratio"]) for event in found)
-    is_rare = len(found) < limits.uneven_share * max(int(event.payload["comparisons"]) for event in found)
+    ratio = median(fact.ratio for fact in facts)
+    is_rare = len(facts) < limits.uneven_share * max(fact.comparisons for fact in facts)
     if is_rare or ratio < limits.uneven_ratio:
         return
-    facts = found[0].payload
-    counts = ", ".join(str(count) for count in facts["targets"][:4])
-    yield Finding(
-        severity=Severity.WARNING,
-        title="Targets of short microbatches weigh more than those of long ones",
-        detail=(
-            f"At {observed(steps)} the microbatches of a step have different numbers of targets (step "
-            f"{steps[0]}: {counts}), and each is averaged on its own. In the median, a target of one weighs "
-            f"{phrases.number(ratio)} times as much as a target of another."
-        ),
-        subject=Subject(step=steps[0]),
-        evidence=(evidence_of(found, round(float(facts["ratio"]), 3), "ratio of weights"),),
+    counts = ", ".join(map(str, facts[0].targets[:4]))
+    yield facts[0].finding(
+        "Targets of short microbatches weigh more than those of long ones",
+        f"At {observed(facts)} the microbatches of a step have different numbers of targets (step "
+        f"{steps[0]}: {counts}), and each is averaged on its own. In the median, a target of one weighs "
+        f"{phrases.number(ratio)} times as much as a target of another.",
+        evidence=(round(facts[0].ratio, 3), "ratio of weights"),
         fix=(
             'Sum the loss of each microbatch, `cross_entropy(..., reduction="sum")`, and divide it by the '
             "targets of all microbatches of the step."

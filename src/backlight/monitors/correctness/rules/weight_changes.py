@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Self
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.monitors.correctness.model.contradictions import (
-    contradictions,
-    evidence_of,
+from backlight.monitors.correctness.model.facts import (
+    Fact,
+    Names,
+    facts_of,
+    finding_on,
     observed,
     steps_of,
 )
-from backlight.monitors.correctness.model.number_spacings import SPACING
-from backlight.records import Finding, Severity, Subject
+from backlight.records import Finding, Severity
 from backlight.registry import rule
-from backlight.store.read.run import Event, Run
+from backlight.store.read.run import Run
 from backlight.text import percent
+
+SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
+"""Mean distance of neighbouring numbers as a share of their size, about, by type."""
 
 
 @dataclass(frozen=True)
@@ -33,67 +38,69 @@ class WeightsChangedLimits(Limits, monitor="correctness"):
     reverted_wholly: float = limit(0.9, "share from which on nearly nothing is learned")
 
 
+class ChangedAfterStep(Fact, rule="weights_changed", kind="step"):
+    """Weights have other values than the optimizer left: ``reverted`` is the share of its update taken back.
+
+    It is one of ``comparisons`` so far.
+    """
+
+    names: Names
+    reverted: float
+    comparisons: int
+
+
+class ChangedBeforeBackward(Fact, rule="weights_changed", kind="backward"):
+    """Weights have other values as backward begins than as the forward began."""
+
+    names: Names
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.names} {self.names.verb('changes', 'change')} between forward and backward",
+            f"At {observed(facts)} {self.names} {self.names.verb('has', 'have')} other values when backward "
+            "begins than when the forward began. The gradient belongs to weights that no longer exist.",
+            parameter=self.names.first[0],
+            evidence=(self.names.count, "parameters"),
+            fix="Write weights after `optimizer.step()`, not between the forward and `backward()`.",
+            refuted_if="the weights before the forward and before `backward()` are equal.",
+        )
+
+
 @rule("weights_changed", monitor="correctness", limits=WeightsChangedLimits)
 def weights_changed(run: Run, limits: WeightsChangedLimits) -> Iterator[Finding]:
     """Find weights that changed between the optimizer's step and the next forward, or before backward."""
-    found = contradictions(run, "weights_changed")
-    for moment in ("step", "backward"):
-        of_moment = [event for event in found if event.payload["moment"] == moment]
-        if len(steps_of(of_moment)) >= limits.changed_steps:
-            yield _after_step(of_moment, limits) if moment == "step" else _before_backward(of_moment)
+    after_step, before_backward = facts_of(run, ChangedAfterStep), facts_of(run, ChangedBeforeBackward)
+    if len(steps_of(after_step)) >= limits.changed_steps:
+        yield _after_step(after_step, limits)
+    if len(steps_of(before_backward)) >= limits.changed_steps:
+        yield finding_on(before_backward)
 
 
-def _after_step(found: Sequence[Event], limits: WeightsChangedLimits) -> Finding:
-    steps, facts = steps_of(found), found[0].payload
-    names, count = facts["parameters"], int(facts["count"])
-    reverted = median(float(event.payload["reverted"]) for event in found)
-    always = len(found) >= limits.changed_share * max(int(event.payload["comparisons"]) for event in found)
+def _after_step(facts: Sequence[ChangedAfterStep], limits: WeightsChangedLimits) -> Finding:
+    names, reverted = facts[0].names, median(fact.reverted for fact in facts)
+    always = len(facts) >= limits.changed_share * max(fact.comparisons for fact in facts)
     is_undone = always and reverted >= limits.reverted_share
     severity = Severity.INFO
     if is_undone:
         severity = Severity.ERROR if reverted >= limits.reverted_wholly else Severity.WARNING
-    return Finding(
-        severity=severity,
-        title=(
+    return facts[0].finding(
+        (
             "The optimizer's updates are undone before the next forward"
             if is_undone
-            else f"{_changing(names, count)} outside of the optimizer"
+            else f"{names} {names.verb('changes', 'change')} outside of the optimizer"
         ),
-        detail=(
-            f"At {observed(steps)} {phrases.parameters(names, count)} "
-            f"{'has' if count == 1 else 'have'} other values at the forward than the optimizer left"
-            + (f": {percent(min(reverted, 1.0))} of its update is taken back." if is_undone else ".")
-        ),
-        subject=Subject(parameter=names[0], step=steps[0]),
-        evidence=(evidence_of(found, round(reverted, 3), "of the update"),),
+        f"At {observed(facts)} {names} {names.verb('has', 'have')} other values at the forward than the "
+        "optimizer left"
+        + (f": {percent(min(reverted, 1.0))} of its update is taken back." if is_undone else "."),
+        parameter=names.first[0],
+        severity=severity,
+        evidence=(round(reverted, 3), "of the update"),
         fix=(
             "Look for code between the step and the forward that writes weights: an average that is copied "
             "into the model instead of the other way, `load_state_dict`, edits of `.data`."
         ),
         refuted_if="the weights after `optimizer.step()` and at the next forward are equal.",
     )
-
-
-def _before_backward(found: Sequence[Event]) -> Finding:
-    steps, facts = steps_of(found), found[0].payload
-    names, count = facts["parameters"], int(facts["count"])
-    return Finding(
-        severity=Severity.WARNING,
-        title=f"{_changing(names, count)} between forward and backward",
-        detail=(
-            f"At {observed(steps)} {phrases.parameters(names, count)} "
-            f"{'has' if count == 1 else 'have'} other values when backward begins than when the forward "
-            "began. The gradient belongs to weights that no longer exist."
-        ),
-        subject=Subject(parameter=names[0], step=steps[0]),
-        evidence=(evidence_of(found, count, "parameters"),),
-        fix="Write weights after `optimizer.step()`, not between the forward and `backward()`.",
-        refuted_if="the weights before the forward and before `backward()` are equal.",
-    )
-
-
-def _changing(names: Sequence[str], count: int) -> str:
-    return f"{phrases.parameters(names, count)} change{'s' if count == 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -108,66 +115,78 @@ class WeightsUnchangedLimits(Limits, monitor="correctness"):
     usual_rate: float = limit(1e-5, "learning rate from which on small gradients are the cause")
 
 
+class _Unchanged(Fact):
+    """A step that left a ``share`` of the weights with a gradient as they were, one of ``comparisons``.
+
+    The others are of the parameter with the most: rate, type, mean size of weights and of gradients.
+    """
+
+    parameter: str
+    share: float
+    rate: float
+    dtype: str
+    size: float
+    gradient: float
+    comparisons: int
+
+
+class RoundedStep(_Unchanged, rule="weights_unchanged", kind="rounded"):
+    """The step is smaller than the spacing of the type."""
+
+
+class StepWithoutEffect(_Unchanged, rule="weights_unchanged", kind="no_effect"):
+    """The step is larger than that, and did nothing."""
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            "The optimizer's step changes no weight",
+            f"At {observed(facts)} every sampled weight with a gradient had the same value before and after "
+            f"the step, at a learning rate of {phrases.number(self.rate)} and gradients of "
+            f"{phrases.number(self.gradient)}: rounding is not the cause.",
+            parameter=self.parameter,
+            severity=Severity.ERROR,
+            evidence=(self.gradient, "gradient"),
+            fix=(
+                "Look at what `optimizer.step` does: a compiled step that skips its work, an update of a "
+                "copy (`p = p - rate * p.grad`), or weights that a hook restores."
+            ),
+            refuted_if="the weights before and after `optimizer.step()` differ.",
+        )
+
+
 @rule("weights_unchanged", monitor="correctness", limits=WeightsUnchangedLimits)
 def weights_unchanged(run: Run, limits: WeightsUnchangedLimits) -> Iterator[Finding]:
     """Find steps that most weights with a gradient did not take, and steps that do nothing."""
-    found = contradictions(run, "weights_unchanged")
-    if ineffective := [event for event in found if event.payload["kind"] == "no_effect"]:
-        yield _no_effect(ineffective)
-    elif len(steps_of(found)) >= limits.rounded_steps and len(found) >= limits.rounded_share * max(
-        int(event.payload["comparisons"]) for event in found
+    facts = facts_of(run, RoundedStep)
+    if ineffective := facts_of(run, StepWithoutEffect):
+        yield finding_on(ineffective)
+    elif len(steps_of(facts)) >= limits.rounded_steps and len(facts) >= limits.rounded_share * max(
+        fact.comparisons for fact in facts
     ):
-        yield _rounded(found, limits)
+        yield _rounded(facts, limits)
 
 
-def _no_effect(found: Sequence[Event]) -> Finding:
-    steps, facts = steps_of(found), found[0].payload
-    rate, gradient = float(facts["rate"]), float(facts["gradient"])
-    return Finding(
-        severity=Severity.ERROR,
-        title="The optimizer's step changes no weight",
-        detail=(
-            f"At {observed(steps)} every sampled weight with a gradient had the same value before "
-            f"and after the step, at a learning rate of {phrases.number(rate)} and gradients of "
-            f"{phrases.number(gradient)}: rounding is not the cause."
-        ),
-        subject=Subject(parameter=facts["parameters"][0], step=steps[0]),
-        evidence=(evidence_of(found, gradient, "gradient"),),
-        fix=(
-            "Look at what `optimizer.step` does: a compiled step that skips its work, an update of a copy "
-            "(`p = p - rate * p.grad`), or weights that a hook restores."
-        ),
-        refuted_if="the weights before and after `optimizer.step()` differ.",
-    )
-
-
-def _rounded(found: Sequence[Event], limits: WeightsUnchangedLimits) -> Finding:
-    steps, facts = steps_of(found), found[-1].payload
-    rate, size, dtype = float(facts["rate"]), float(facts["size"]), str(facts["dtype"])
-    share, name = median(float(event.payload["share"]) for event in found), facts["parameters"][0]
-    gradient = phrases.number(float(facts["gradient"]))
-    spacing = size * SPACING.get(dtype, SPACING["float32"])
+def _rounded(facts: Sequence[RoundedStep], limits: WeightsUnchangedLimits) -> Finding:
+    last, share = facts[-1], median(fact.share for fact in facts)
+    spacing = last.size * SPACING.get(last.dtype, SPACING["float32"])
     fix = "Raise the learning rate, and look for a schedule or a unit that made it so small."
-    if dtype in {"bfloat16", "float16"}:
+    if last.dtype in {"bfloat16", "float16"}:
         fix = "Keep the weights in fp32 and compute under `torch.autocast`."
-    elif rate >= limits.usual_rate:
+    elif last.rate >= limits.usual_rate:
         fix = (
             "The learning rate is a usual one: find out why the gradients are so small, such as saturated "
             "units or a factor on the loss."
         )
-    return Finding(
+    return facts[0].finding(
+        f"{percent(share)} of the weights do not take the optimizer's step",
+        f"At {observed(facts)} {percent(share)} of the sampled weights with a gradient, as those of "
+        f"`{last.parameter}`, had the same value before and after the step, at a learning rate of "
+        f"{phrases.number(last.rate)} and gradients of {phrases.number(last.gradient)}. The spacing of "
+        f"{last.dtype} at their mean size of {phrases.number(last.size)} is about {phrases.number(spacing)}: "
+        "smaller steps are rounded away.",
+        parameter=last.parameter,
         severity=Severity.ERROR if share >= limits.rounded_wholly else Severity.WARNING,
-        title=f"{percent(share)} of the weights do not take the optimizer's step",
-        detail=(
-            f"At {observed(steps)} {percent(share)} of the sampled weights with a gradient, as those of "
-            f"`{name}`, had the same value before and after the step, at a learning rate of "
-            f"{phrases.number(rate)} and gradients of {gradient}. "
-            f"The spacing of {dtype} at their mean size of {phrases.number(size)} is "
-            f"about {phrases.number(spacing)}: "
-            "smaller steps are rounded away."
-        ),
-        subject=Subject(parameter=name, step=steps[0]),
-        evidence=(evidence_of(found, round(share, 3), "of the weights"),),
+        evidence=(round(share, 3), "of the weights"),
         fix=fix,
         refuted_if="the optimizer rounds at random, so that small steps are taken on average.",
     )

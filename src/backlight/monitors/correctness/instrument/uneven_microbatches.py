@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +18,8 @@ from backlight.capture.loss_terms import CLASS_LOSSES, SHOWS_HOOKS, are_plain, t
 from backlight.capture.outside_modes import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
-from backlight.monitors.correctness.instrument.loss_graph import is_multiple
-from backlight.monitors.correctness.model.contradictions import CLASSES
-
-if TYPE_CHECKING:
-    from backlight.monitor import RunContext
-    from backlight.monitors.correctness.instrument.check import Schedule
+from backlight.monitors.correctness.instrument.loss_input import is_multiple
+from backlight.monitors.correctness.rules.uneven_microbatches import Classes, UnevenMicrobatches
 
 MEAN = 1
 """``reduction`` of torch's loss functions that divides by the number of targets; 2 is the sum."""
@@ -52,8 +48,9 @@ class MicrobatchWeights(Check):
     is recorded once, with the factor of the loss.
     """
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
-        super().__init__(run, schedule)
+    name = "microbatch_weights"
+
+    def _start(self) -> None:
         self._comparisons = 0
         self._targets: set[tuple[int, ...]] = set()
         self._is_readable = SHOWS_HOOKS
@@ -93,13 +90,13 @@ class MicrobatchWeights(Check):
         self._has_classes = self._has_classes or has_classes
         is_compared = len(known) > 1 and len({(part.classes, part.is_mean) for part in known}) == 1
         self._comparisons += is_compared
-        step, comparisons = self.run.clock.index, self._comparisons
+        step, comparisons = self.step, self._comparisons
 
         def use() -> None:
             flat = [float(value[0]) for value in values.arrays]
             if has_classes:
                 factor = flat[2 * len(known) - 2] / (1.0 if scale is None else flat[-1])
-                self.run.notifier.event(CLASSES, {"classes": known[-1].classes, "factor": factor}, step)
+                self.record(Classes(step, known[-1].classes, factor))
             if is_compared:
                 table_P2 = np.array(flat[: 2 * len(known)]).reshape(-1, 2)
                 self._compare(step, comparisons, known[0].is_mean, table_P2)
@@ -114,7 +111,7 @@ class MicrobatchWeights(Check):
         ratio, counts = float(weights.max() / weights.min()), [round(n) for n in targets]
         self._targets.add(tuple(counts))
         if ratio > UNEVEN and len(self._targets) > 1:
-            self.report("uneven_microbatches", step, targets=counts, ratio=ratio, comparisons=comparisons)
+            self.report(UnevenMicrobatches(step, tuple(counts), ratio, comparisons))
 
 
 def _part(root: Node | None) -> _Part | None:

@@ -1,0 +1,351 @@
+"""What loss functions are given: by the graph below them, by its values, and by their targets."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from backlight.capture.batches import tensors
+from backlight.capture.cross_entropy_calls import CrossEntropyCalls
+from backlight.capture.hub import HUB
+from backlight.capture.loss_nodes import (
+    RESHAPES,
+    Node,
+    below_shapes,
+    first_input,
+    inputs_of,
+    kind_of,
+    kinds,
+    shape_of,
+)
+from backlight.capture.loss_terms import CLASS_LOSSES, MAX_NODES, are_plain, terms
+from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.model.facts import Fact
+from backlight.monitors.correctness.rules import loss_input as facts
+from backlight.user_code import user_line
+
+_PROBABILITIES = kinds("Softmax Sigmoid")
+
+_SCORES = kinds(
+    "Addmm Mm Bmm Linear Convolution NativeBatchNorm CudnnBatchNorm NativeLayerNorm Relu Tanh Gelu"
+)
+"""Nodes whose values are no log-probabilities."""
+
+_DIFFERENCES = kinds("MseLoss SmoothL1Loss HuberLoss")
+_NOT_PREDICTED = kinds("AccumulateGrad Unsqueeze View Reshape ReshapeAlias Expand Slice Index Select")
+
+
+class LossGraph(Check):
+    """``loss_input``: a loss function was given what it is not made for; see :func:`misuses`."""
+
+    name = "loss_graph"
+
+    def _start(self) -> None:
+        self._sizes: set[int] = set()  # samples of the tensors of the last batch
+
+    def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
+        """Note how many samples each tensor of the batch has."""
+        self._sizes = {len(x) for _, x in tensors(batch) if x.ndim}
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Look at the nodes below each root."""
+        if self.due:
+            for root in roots:
+                if _is_of_no_parameter(root):
+                    self.report(facts.LossWithoutParameters(self.step, str(user_line() or "")))
+                by_kind = {type(fact): fact for fact in misuses(root.grad_fn, self.step, self._sizes)}
+                for fact in by_kind.values():
+                    self.report(fact)
+
+
+def misuses(root: Node | None, step: int, sizes: AbstractSet[int] = frozenset()) -> Iterator[Fact]:
+    """Yield each misuse of a loss function below ``root``. Nothing of the graph is kept.
+
+    ``sizes`` are the numbers of samples of the tensors of the batch.
+    """
+    for kind, node in terms(root):
+        if kind in CLASS_LOSSES:
+            yield from _below_nll(inputs_of(node)[:1], step)
+        elif kind == "LogSoftmax":
+            yield from _below_log_softmax(inputs_of(node)[:1], step)
+        elif kind == "BinaryCrossEntropyWithLogits" and _source(inputs_of(node)[:1]) == "Sigmoid":
+            yield facts.SigmoidTwice(step)
+        elif kind in _DIFFERENCES:
+            yield from _broadcast(node, step, sizes)
+        elif kind in {"Pow", "Abs"}:
+            yield from _broadcast(first_input(node), step, sizes)
+
+
+def is_multiple(root: Node | None, loss: Node) -> bool:
+    """Return whether ``root`` is the value of ``loss``, or a multiple of it."""
+    node = root
+    for _ in range(MAX_NODES):
+        if node is None or node is loss:
+            break
+        inputs = [one for one in inputs_of(node) if one is not None]
+        if len(inputs) != 1 or not (kind_of(node) in RESHAPES or kind_of(node) in {"Mul", "Div"}):
+            return False
+        node = inputs[0]
+    return node is loss
+
+
+def _below_cast(node: Node | None) -> Node | None:
+    """Return the node below a cast, as autocast adds them, which leaves the shape as it is."""
+    return first_input(node) if kind_of(node) == "ToCopy" else node
+
+
+def _is_of_no_parameter(root: torch.Tensor) -> bool:
+    """Return whether a loss is a number that was made to require gradients, or a multiple of it."""
+    node = root.grad_fn
+    while kind_of(node) in {"Mul", "Div"} and len(below := [one for one in inputs_of(node) if one]) == 1:
+        node = below[0]
+    leaf = getattr(node, "variable", root if node is None else None)
+    return leaf is not None and leaf.ndim == 0 and not isinstance(leaf, torch.nn.Parameter)
+
+
+def _source(nodes: Sequence[Node | None]) -> str:
+    """Return the kind of what made the values of the first of ``nodes``."""
+    node = below_shapes(nodes[0] if nodes else None)
+    return "Softmax" if _is_softmax(node) else kind_of(node)
+
+
+def _is_softmax(node: Node | None) -> bool:
+    """Return whether a node is a softmax, or one that is written out."""
+    kind = kind_of(node)
+    if kind == "Exp":
+        return kind_of(below_shapes(first_input(node))) == "LogSoftmax"
+    if kind == "Div" and len(inputs_of(node)) > 1:
+        above, below = (below_shapes(one) for one in inputs_of(node)[:2])
+        is_sum = kind_of(above) == "Exp" and kind_of(below) == "Sum"
+        return is_sum and below_shapes(first_input(below)) is above
+    return kind == "Softmax"
+
+
+def _below_nll(inputs: Sequence[Node | None], step: int) -> Iterator[Fact]:
+    direct = _below_cast(inputs[0] if inputs else None)
+    if kind_of(direct) == "LogSoftmax":
+        yield from _dimension(direct, step)
+    node = below_shapes(inputs[0] if inputs else None)
+    kind = _source(inputs)
+    if kind == "LogSoftmax":
+        yield from _below_log_softmax(inputs_of(node)[:1], step)
+    elif kind in _PROBABILITIES:
+        yield facts.NllOfProbabilities(step, kind.lower())
+    elif kind in _SCORES:
+        yield facts.NllOfScores(step, kind.lower())
+
+
+def _dimension(node: Node, step: int) -> Iterator[Fact]:
+    """Find log-probabilities that add up over another dimension than that of the classes, the second one."""
+    shape, dimension = shape_of(node), getattr(node, "_saved_dim", None)
+    if shape is not None and dimension is not None and len(shape) > 1:
+        # torch hands out the dimension without its sign.
+        dimension = (dimension - 2**64 if dimension >= 2**63 else dimension) % len(shape)
+        if dimension != 1:
+            yield facts.SoftmaxDimension(step, dimension, list(shape))
+
+
+def _below_log_softmax(inputs: Sequence[Node | None], step: int) -> Iterator[Fact]:
+    kind = _source(inputs)
+    if kind in _PROBABILITIES:
+        yield facts.SoftmaxTwice(step) if kind == "Softmax" else facts.SigmoidBeforeSoftmax(step)
+
+
+def _broadcast(node: Node | None, step: int, sizes: AbstractSet[int]) -> Iterator[Fact]:
+    """Find a difference of N predictions and N targets that was broadcast to N x N, or to N x M.
+
+    The shape of a target leaves no trace in the graph; that of the prediction, ``[N, 1]`` or ``[N]``, and of
+    the difference do. A prediction that was reshaped for the purpose, as for pairwise losses, is left out,
+    and so is a target of a size that the batch does not have.
+    """
+    kind = kind_of(node)
+    if kind != "Sub" and kind not in _DIFFERENCES:
+        return
+    inputs = inputs_of(node)
+    known = [one for one in inputs if one is not None]
+    if len(known) != 1:
+        return
+    prediction = _below_cast(known[0])
+    if kind_of(prediction) == "Expand":
+        whole = shape_of(prediction)
+        prediction = _below_cast(first_input(prediction))
+    elif kind == "Sub":
+        whole = shape_of(node)
+    else:
+        return
+    shape = shape_of(prediction)
+    if shape is None or whole is None or len(whole) != 2 or kind_of(prediction) in _NOT_PREDICTED:
+        return
+    n = shape[0] if shape else 0
+    m = whole[1] if shape == (n, 1) else whole[0]
+    if n > 1 and m > 1 and whole == ((n, m) if shape == (n, 1) else (m, n)) and shape in {(n, 1), (n,)}:
+        of, difference = list(shape), list(whole)
+        if n == m:
+            yield facts.Broadcast(step, of, difference)
+        elif {n, m} <= sizes:
+            yield facts.DifferentSizes(step, of, difference, [n, m])
+
+
+LOOKS = 4
+"""Steps whose losses are observed: the code of a loop rarely changes."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+"""Deviation of a sum of probabilities from 1; that of other types is :data:`HALF_TOLERANCE`."""
+
+HALF_TOLERANCE = 2e-2
+
+PROBABILITY_STEPS = 2
+"""Steps at which that is so before it is reported."""
+
+SHOWN_BY_THE_GRAPH = (facts.SoftmaxTwice, facts.SigmoidBeforeSoftmax)
+"""Misuses that are reported without their values."""
+
+
+class Probabilities(Check):
+    """Whether every row that cross-entropy gets is in [0, 1] and adds up to 1.
+
+    The graph shows a softmax right before the loss; a mixture of several shows in its values only.
+    """
+
+    name = "probabilities"
+
+    def _start(self) -> None:
+        self._calls = CrossEntropyCalls()
+        self._left = LOOKS
+        self._found: list[tuple[float, list[Tensor]]] = []  # tolerance, lowest value, extent of the sums
+        self._steps: list[int] = []  # at which all inputs were probabilities
+
+    def forget(self) -> None:
+        """Observe no longer."""
+        self._calls.stop()
+        self._found = []
+
+    def forward_begin(self) -> None:
+        """Observe the loss of this forward."""
+        if self._left and torch.is_grad_enabled():
+            self._calls.start()
+
+    def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Observe the loss of the next step."""
+        if self._left and self.run.scope.holds(optimizer):
+            self._calls.start()
+
+    def cross_entropy(self, given: Tensor) -> None:
+        """Compare each row of the input with a distribution."""
+        if given.ndim < 2 or given.shape[1] < 2 or not given.is_floating_point() or not given.numel():
+            return
+        with torch.no_grad():
+            values = given.detach().float()
+            extent = [values.amin(), *torch.aminmax(values.sum(1))]
+            self._found.append((TOLERANCE.get(given.dtype, HALF_TOLERANCE), extent))
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        """Report the losses of the step."""
+        found, self._found = self._found, []
+        self._calls.stop()
+        if not found or not self._left:
+            return
+        self._left -= 1
+        if not any(isinstance(fact, SHOWN_BY_THE_GRAPH) for r in roots for fact in misuses(r.grad_fn, 0)):
+            tolerances = [tolerance for tolerance, _ in found]
+            then = functools.partial(self._note, self.step, tolerances)
+            self.when_known(then, *[value for _, extent in found for value in extent])
+
+    def _note(self, step: int, tolerances: Sequence[float], *values: NDArray[np.generic]) -> None:
+        """Report steps from the second one on: at the first, the output of a model may be constant."""
+        extents = np.array(values, np.float64).reshape(-1, 3)
+        if all(
+            lowest >= 0 and max(abs(low - 1), abs(high - 1)) <= tolerance
+            for tolerance, (lowest, low, high) in zip(tolerances, extents, strict=True)
+        ):
+            self._steps.append(step)
+            is_first = len(self._steps) == PROBABILITY_STEPS
+            for at in self._steps if is_first else self._steps[PROBABILITY_STEPS:][-1:]:
+                self.report(facts.ProbabilitiesGiven(at))
+
+
+CLASS_STEPS = 8
+"""Steps whose targets are one class before it is reported."""
+
+TARGETS = 1000
+"""The same for targets: of a class of 1 %, one in 23,000 data sets shows none among so many."""
+
+_LAYERS = kinds("Addmm Mm Linear Convolution")
+"""What makes the scores of a classifier. Those of a contrastive loss are similarities, all of class 0."""
+
+
+class LossTargets(Check):
+    """Whether every target that cross-entropy got so far is the same class; another one ends the check."""
+
+    name = "loss_targets"
+    is_windowed = False
+
+    def _start(self) -> None:
+        self._class: int | None = None
+        self._is_classified = False
+        self._steps = self._targets = 0
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        """Compare the targets of the losses below."""
+        losses = [
+            node
+            for root in roots
+            for kind, node in terms(root.grad_fn)
+            if kind in CLASS_LOSSES and are_plain(node, "target") and _is_classifier(node)
+        ]
+        if losses:
+            self._is_classified = True
+            filled = [node for node in losses if node._saved_target.numel()]
+            sizes = [node._saved_target.numel() for node in filled]
+            values = [value for node in filled for value in _extent(node)]
+            self.when_known(functools.partial(self._note, self.step, sizes), *values)
+        elif roots and not self._is_classified:
+            HUB.remove(self)  # another loss
+
+    def _note(self, step: int, sizes: Sequence[int], *values: NDArray[np.generic]) -> None:
+        extents = np.array(values, np.int64).reshape(-1, 3)  # lowest and highest class, and how many targets
+        extents[:, 2] = sizes - extents[:, 2]
+        extents = extents[extents[:, 2] > 0]
+        if not len(extents):
+            return
+        self._class = int(extents[0, 0]) if self._class is None else self._class
+        is_reported = self._is_due()
+        is_over = bool((extents[:, :2] != self._class).any())
+        self._steps += 1
+        self._targets += int(extents[:, 2].sum())
+        if not is_over and self._is_due() and (not is_reported or self._steps & (self._steps - 1) == 0):
+            self.report(facts.OneClass(step, self._class, self._targets, self._steps))
+        elif is_over and is_reported:
+            self.report(facts.SeveralClasses(step))
+        if is_over:
+            HUB.remove(self)
+
+    def _is_due(self) -> bool:
+        return self._steps >= CLASS_STEPS and self._targets >= TARGETS
+
+
+def _is_classifier(loss: Node) -> bool:
+    """Return whether a layer makes the scores."""
+    probabilities = below_shapes(first_input(loss))
+    if kind_of(probabilities) != "LogSoftmax" or probabilities is None:
+        return False
+    return kind_of(below_shapes(first_input(probabilities))) in _LAYERS
+
+
+@torch.no_grad()
+def _extent(loss: Node) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the lowest and the highest class among the targets, and how many do not count."""
+    targets: Tensor = loss._saved_target.detach()
+    index, limits = loss._saved_ignore_index, torch.iinfo(targets.dtype)
+    ignored = targets == index
+    low = targets.masked_fill(ignored, limits.max).amin()
+    # What is ignored is mostly below all classes; torch shows it without its sign.
+    high = targets.amax() if not 0 <= index < 2**63 else targets.masked_fill(ignored, limits.min).amax()
+    return low, high, ignored.sum()
