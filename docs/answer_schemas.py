@@ -33,9 +33,7 @@ from backlight.store.read.run_list import ListedRun
 from backlight.strict_json import NOT_FINITE
 from backlight.trace.analysis import Analysis
 from backlight.trace.trace_diff import TraceDiff
-from backlight.watchdog.attach import Attached
-from backlight.watchdog.attached_dumps import AttachedDumps
-from backlight.watchdog.attached_job import AttachedJob
+from backlight.watchdog.attach import Attached, AttachedDumps, AttachedJob
 
 FOLDER = Path(__file__).parent / "schemas"
 

@@ -18,8 +18,8 @@ import pytest
 
 from backlight import processes
 from backlight.watchdog.attach import attach
-from backlight.watchdog.observation import Diagnosis
 from backlight.watchdog.stacks import dump_by_py_spy
+from backlight.watchdog.text import Diagnosis
 
 PY_SPY = pytest.mark.skipif(
     shutil.which("py-spy", path=str(Path(sys.executable).parent)) is None,

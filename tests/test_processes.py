@@ -26,15 +26,18 @@ def test_stopped_and_dead_processes_have_their_exit_status() -> None:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         dead = processes.read_process(child.pid)
         assert dead.is_dead
-        assert processes.describe_exit(dead.exit_status) == "killed by SIGKILL"
+        assert processes.ProcessEnd(dead.exit_status).signal == signal.SIGKILL
         child.wait()
         late = processes.exit_status(descriptor)
-        assert late is None or processes.describe_exit(late) == "killed by SIGKILL"
+        assert late is None or processes.ProcessEnd(late).signal == signal.SIGKILL
     finally:
         os.close(descriptor)
     assert processes.read_process(child.pid) is None
     assert processes.read_threads(child.pid) == ()
-    assert processes.describe_exit(3 << 8) == "ended with exit code 3"
+    end = processes.ProcessEnd(3 << 8)
+    assert (end.exit_code, end.signal, end.is_termination) == (3, 0, False)
+    assert processes.ProcessEnd(signal.SIGTERM).is_termination
+    assert processes.ProcessEnd(None).exit_code is None
 
 
 def test_thread_wait_reasons_are_read() -> None:
@@ -44,7 +47,7 @@ def test_thread_wait_reasons_are_read() -> None:
     try:
         time.sleep(0.05)
         assert thread.native_id in {t.tid for t in processes.read_threads(os.getpid())}
-        assert processes.wait_reason(os.getpid(), thread.native_id or 0) == "a lock"
+        assert processes.wait_reason(os.getpid(), thread.native_id or 0) == processes.WaitReason.LOCK
     finally:
         gate.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""Rank, world size and launch of this process. No torch.
+"""Rank, world size and launch of this process, and the ranks of a job by their processes. No torch.
 
 The only reader of RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and SLURM_*.
 
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from backlight import processes
+
 JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 """Variables that the ranks of one job share."""
 
@@ -22,6 +24,13 @@ JOB_SEPARATOR = "+"
 
 MAX_RANKS = 10_000_000
 """Ranks of a launch, beyond any real one."""
+
+WATCHDOG = "backlight.watchdog.process"
+"""Argument of the watchdog process, which has the environment of a rank."""
+
+
+class ProcessNotFoundError(ValueError):
+    """There is no such process."""
 
 
 @dataclass(frozen=True)
@@ -129,3 +138,55 @@ def _number(text: str | None) -> int | None:
     """Return a whole number that is not negative, None for anything else."""
     text = (text or "").strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
+# Other processes
+
+
+def find_ranks(pid: int) -> tuple[dict[int, int], int, Mapping[str, str]]:
+    """Return the pids of a job by rank, its world size and the environment of a rank.
+
+    ``pid`` is a rank of it, or a launcher.
+
+    Raises
+    ------
+    ProcessNotFoundError
+        If there is no such process, or neither it nor a descendant is a rank.
+    """
+    table = processes.read_process_table()
+    if pid not in table:
+        raise ProcessNotFoundError(f"attach: no process {pid}; expected the id of a running process")
+    environments = {
+        p: e
+        for p in table
+        if (here := world_of(e := processes.environment(p))) is not None and not here.problem
+    }
+    own = [p for p in environments if p == pid or _descends(p, pid, table)]
+    if not own:
+        raise ProcessNotFoundError(
+            f"attach --job: process {pid} is no rank and has none; expected a process with RANK in its "
+            "environment, or its launcher"
+        )
+    job = _job(environments[pid if pid in environments else own[0]])
+    members = {
+        p: world(e).rank
+        for p, e in environments.items()
+        if _job(e) == job and WATCHDOG not in processes.command_line(p)
+    }
+    # What a rank starts, such as workers of a data loader, inherits its environment.
+    mains = {p: rank for p, rank in members.items() if members.get(table[p].parent) != rank}
+    found = {rank: p for p, rank in sorted(mains.items(), reverse=True)}
+    first = environments[found[min(found)]]
+    return dict(sorted(found.items())), world(first).size, first
+
+
+def _job(environment: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(environment.get(name, "") for name in JOB_VARIABLES)
+
+
+def _descends(pid: int, ancestor: int, table: Mapping[int, processes.Process]) -> bool:
+    while pid in table and pid > 1:
+        pid = table[pid].parent
+        if pid == ancestor:
+            return True
+    return False

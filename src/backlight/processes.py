@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import os
 import signal
 import struct
@@ -31,29 +32,41 @@ _PIDFD_INFO_MASK = struct.Struct("=Q")
 _PIDFD_INFO_EXIT = 1 << 3
 # PIDFD_GET_INFO with the first version of its structure; the exit status is at byte 60.
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11
-_PIDFD_GETFD = 438  # on every architecture
 _PR_SET_PTRACER = 0x59616D61
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
+
+class WaitReason(enum.StrEnum):
+    """What a sleeping thread waits for, as the kernel reports it."""
+
+    LOCK = "a lock"
+    SLEEP = "a sleep"
+    NETWORK = "the network"
+    FILE_OR_NETWORK = "a file or the network"
+    FILE_OR_PIPE = "a file or a pipe"
+    CHILD = "a child process"
+    UNKNOWN = ""
+
+
 # System calls, their numbers on x86_64 and aarch64, and what a thread inside waits for.
 _WAITS = (
-    ("futex", 202, 98, "a lock"),
-    ("clock_nanosleep", 230, 115, "a sleep"),
-    ("nanosleep", 35, 101, "a sleep"),
-    ("hrtimer_nanosleep", None, None, "a sleep"),
-    ("epoll_wait", 232, None, "the network"),
-    ("epoll_pwait", 281, 22, "the network"),
-    ("recvfrom", 45, 207, "the network"),
-    ("recvmsg", 47, 212, "the network"),
-    ("poll", 7, None, "a file or the network"),
-    ("ppoll", 271, 73, "a file or the network"),
-    ("select", 23, None, "a file or the network"),
-    ("pselect6", 270, 72, "a file or the network"),
-    ("read", 0, 63, "a file or a pipe"),
-    ("wait4", 61, 260, "a child process"),
-    ("waitid", 247, 95, "a child process"),
-    ("pause", 34, None, ""),
+    ("futex", 202, 98, WaitReason.LOCK),
+    ("clock_nanosleep", 230, 115, WaitReason.SLEEP),
+    ("nanosleep", 35, 101, WaitReason.SLEEP),
+    ("hrtimer_nanosleep", None, None, WaitReason.SLEEP),
+    ("epoll_wait", 232, None, WaitReason.NETWORK),
+    ("epoll_pwait", 281, 22, WaitReason.NETWORK),
+    ("recvfrom", 45, 207, WaitReason.NETWORK),
+    ("recvmsg", 47, 212, WaitReason.NETWORK),
+    ("poll", 7, None, WaitReason.FILE_OR_NETWORK),
+    ("ppoll", 271, 73, WaitReason.FILE_OR_NETWORK),
+    ("select", 23, None, WaitReason.FILE_OR_NETWORK),
+    ("pselect6", 270, 72, WaitReason.FILE_OR_NETWORK),
+    ("read", 0, 63, WaitReason.FILE_OR_PIPE),
+    ("wait4", 61, 260, WaitReason.CHILD),
+    ("waitid", 247, 95, WaitReason.CHILD),
+    ("pause", 34, None, WaitReason.UNKNOWN),
 )
 _REASONS = {
     "x86_64": {str(number): reason for _, number, _, reason in _WAITS},
@@ -96,6 +109,31 @@ class Thread:
     ran_ns: int = 0
     queued_ns: int = 0
     slices: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How a process has ended; ``status`` is its wait status, None where that is not observable."""
+
+    status: int | None = None
+    was_gone: bool = False  # before it was observed
+    for_memory: bool = False  # the kernel killed it for memory
+    near_memory_kill: bool = False  # the kernel was killing for memory
+
+    @property
+    def signal(self) -> int:
+        """The signal that ended it, 0 for none."""
+        return (self.status or 0) & 0x7F
+
+    @property
+    def exit_code(self) -> int | None:
+        """The code that it left with, None after a signal and where it is not observable."""
+        return None if self.status is None or self.signal else self.status >> 8 & 0xFF
+
+    @property
+    def is_termination(self) -> bool:
+        """Whether a signal ended it that people and launchers use to end a job."""
+        return self.signal in {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def read_process(pid: int) -> Process | None:
@@ -221,8 +259,8 @@ def send_signal(process: Process, number: int) -> bool:
     return True
 
 
-def wait_reason(pid: int, tid: int) -> str:
-    """Return in words what a sleeping thread waits for, empty where the kernel does not report it."""
+def wait_reason(pid: int, tid: int) -> WaitReason:
+    """Return what a sleeping thread waits for, ``UNKNOWN`` where the kernel does not report it."""
     task = Path(f"/proc/{pid}/task/{tid}")
     with contextlib.suppress(OSError, IndexError):
         number = (task / "syscall").read_text(encoding="ascii").split()[0]
@@ -231,8 +269,9 @@ def wait_reason(pid: int, tid: int) -> str:
     # A call that was restarted after a signal has another number.
     with contextlib.suppress(OSError):
         channel = (task / "wchan").read_text(encoding="ascii").strip()
-        return next((r for word, *_, r in _WAITS if channel.startswith(word) or f"_{word}" in channel), "")
-    return ""
+        named = (r for word, *_, r in _WAITS if channel.startswith(word) or f"_{word}" in channel)
+        return next(named, WaitReason.UNKNOWN)
+    return WaitReason.UNKNOWN
 
 
 def children(pid: int) -> tuple[Process, ...]:
@@ -319,20 +358,6 @@ def transfers(pid: int, tid: int) -> str:
     return ""
 
 
-def format_threads(pid: int, limit: int = 200) -> str:
-    """Return state, CPU time and wait of every thread as a table of text."""
-    lines = ["tid      state  cpu_s    waits_for            name"]
-    threads = read_threads(pid)
-    for thread in threads[:limit]:
-        wait = wait_reason(pid, thread.tid) if thread.state in {"S", "D"} else ""
-        lines.append(
-            f"{thread.tid:<8} {thread.state:<6} {thread.cpu_s:<8.2f} {wait or '-':<20} {thread.name}"
-        )
-    if len(threads) > limit:
-        lines.append(f"and {len(threads) - limit} more")
-    return "\n".join(lines) + "\n"
-
-
 def count_oom_kills() -> int | None:
     """Return how often the kernel has killed for memory in this control group, None where not known."""
     groups = [_CGROUP, _CGROUP / "memory"]
@@ -369,19 +394,6 @@ def was_killed_for_memory(pid: int) -> bool:
     return False
 
 
-def duplicate_descriptor(pid: int, number: int) -> int:
-    """Return a descriptor of this process for an open file of another one; OSError where it is denied."""
-    pidfd = os.pidfd_open(pid)
-    try:
-        call = ctypes.CDLL(None, use_errno=True).syscall
-        found = int(call(_PIDFD_GETFD, pidfd, number, 0))
-        if found < 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return found
-    finally:
-        os.close(pidfd)
-
-
 def exit_status(pidfd: int) -> int | None:
     """Return the wait status of the process behind a descriptor, None where it runs or is not known."""
     # Kernels from 6.15 on keep it for the holder of a descriptor, also after the parent has read it.
@@ -396,17 +408,6 @@ def exit_status(pidfd: int) -> int | None:
     if not _PIDFD_INFO_MASK.unpack_from(buffer, 0)[0] & _PIDFD_INFO_EXIT:
         return None
     return int(struct.unpack_from("=i", buffer, 60)[0])
-
-
-def describe_exit(status: int) -> str:
-    """Return in words how a process with this wait status ended."""
-    number = status & 0x7F
-    if number:
-        try:
-            return f"killed by {signal.Signals(number).name}"
-        except ValueError:
-            return f"killed by signal {number}"
-    return f"ended with exit code {status >> 8 & 0xFF}"
 
 
 def allow_tracing(pid: int) -> bool:

@@ -11,8 +11,8 @@ import pytest
 from backlight.cli.render.attached import print_attached
 from backlight.records import DiagnosisKind, Phase
 from backlight.watchdog.attach import Attached
-from backlight.watchdog.observation import Diagnosis
 from backlight.watchdog.stacks import Frame, StackSample, ThreadStack
+from backlight.watchdog.text import Diagnosis
 from flight_dumps import dumped, entry, write
 
 Command = Callable[..., tuple[int, str, str]]

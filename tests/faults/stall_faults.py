@@ -15,7 +15,6 @@ from pathlib import Path
 from backlight.records import Finding
 from backlight.store.read.run import open_run
 from backlight.store.write.watchdog import host_name
-from backlight.watchdog.emit import claim_of
 from backlight.watchdog.runtime_dir import runtime_directory
 
 HERE = Path(__file__).parent
@@ -248,7 +247,7 @@ def score(fault: Fault, findings: list[Finding], script: Path) -> tuple[str, str
 
 
 def _score(fault: Fault, finding: Finding, script: Path) -> tuple[str, str]:
-    subject, claim = finding.subject, claim_of(finding)
+    subject, claim = finding.subject, f"{finding.title}; {finding.detail}"
     if subject.verdict == "UNKNOWN":
         return "inconclusive", claim
     if subject.verdict != fault.kind:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from backlight.store.read.run import open_run
-from backlight.watchdog.diagnosis import STARVED
+from backlight.watchdog.words import STARVED
 from faults import missing_gradients, non_finite
 from faults.stall_faults import (
     HERE,

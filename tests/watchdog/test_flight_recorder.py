@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 
 from backlight.records import DiagnosisKind
-from backlight.watchdog.collective_match import diagnose_collectives
-from backlight.watchdog.collective_waits import find_mismatches, find_waits
-from backlight.watchdog.flight_recorder import Dump, DumpError, parse_dump, read_dump, read_dumps
+from backlight.watchdog.collectives import Dump, find_mismatches, find_waits
+from backlight.watchdog.decision import decide_dumps
+from backlight.watchdog.flight_recorder import DumpError, parse_dump, read_dump, read_dumps
+from backlight.watchdog.observation import IssuedCollectives, Observation
+from backlight.watchdog.text import Diagnosis, describe
 from flight_dumps import dumped, entry, write
 
 
 def parsed(*ranks: list[dict[str, Any]]) -> dict[int, Dump]:
     return {r: parse_dump(r, dumped(*entries, world=len(ranks))) for r, entries in enumerate(ranks)}
+
+
+def diagnose_collectives(dumps: dict[int, Dump]) -> Diagnosis:
+    observations = [Observation(rank, issued=IssuedCollectives(dump=dump)) for rank, dump in dumps.items()]
+    return describe(decide_dumps(observations)[0])
 
 
 OK = [entry()]
@@ -98,9 +105,9 @@ def test_rank_without_a_call_is_the_cause_as_for_the_analyzer_of_torch() -> None
 
 
 def test_completed_collectives_have_no_diagnosis() -> None:
-    assert diagnose_collectives(parsed(OK, OK)) is None
+    assert diagnose_collectives(parsed(OK, OK)).kind is DiagnosisKind.PASS
     ahead = [entry(), entry(number=2)]  # a rank that is ahead waits for no one
-    assert diagnose_collectives(parsed(ahead, OK)) is None
+    assert diagnose_collectives(parsed(ahead, OK)).kind is DiagnosisKind.PASS
 
 
 def test_device_that_has_not_started_is_named() -> None:

@@ -22,6 +22,7 @@ from backlight.watchdog.graph_samples import (
 )
 from backlight.watchdog.shared_state import SharedState
 from backlight.watchdog.stacks import Frame
+from backlight.watchdog.text import share_text
 
 SCRIPT = """def attention(h):
     for head in range(8):
@@ -68,10 +69,10 @@ def test_shares_follow_node_numbers_and_not_time(script: str) -> None:
     found = find_largest_share(graph_build(script, samples))
     assert (found.line, found.is_loop, found.recomputed) == (8, True, False)
     assert found.share == pytest.approx(0.9, abs=0.06)
-    assert (
-        found.words
-        == f"about {100 * found.share:.0f} % (± {round(100 * found.margin + 0.5)}) of the nodes come from "
-        + ("model.py:8 (a Python loop), by 20 samples of forward")
+    assert share_text(
+        found
+    ) == f"about {100 * found.share:.0f} % (± {round(100 * found.margin + 0.5)}) of the nodes come from " + (
+        "model.py:8 (a Python loop), by 20 samples of forward"
     )
 
 
@@ -93,7 +94,7 @@ def test_recomputed_nodes_have_a_share_of_their_own(script: str) -> None:
     found = find_largest_share(graph_build(script, [(1000 + 100 * i, 0) for i in range(1, 20)]))
     assert found.recomputed
     assert "of the recomputed nodes come from model.py:3 (a Python loop), by 19 samples of recomputation" in (
-        found.words
+        share_text(found)
     )
 
 

@@ -16,14 +16,13 @@ import torch.distributed
 from torch.utils import cpp_extension
 
 from backlight import processes
+from backlight.distributed import ProcessNotFoundError
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
-from backlight.watchdog.attach import attach
-from backlight.watchdog.attached_job import attach_job, ranks_in_store
-from backlight.watchdog.diagnosis import STARVED
-from backlight.watchdog.named_waits import TABLE, find_named_wait
-from backlight.watchdog.rank_processes import ProcessNotFoundError
+from backlight.watchdog.attach import attach, attach_job, ranks_in_store
 from backlight.watchdog.stacks import Frame, ThreadStack
+from backlight.watchdog.waits import TABLE, find_named_wait
+from backlight.watchdog.words import STARVED
 from observed_processes import (
     PY_SPY,
     Start,
@@ -73,7 +72,7 @@ def test_file_lock_of_a_cache(start: Start, tmp_path: Path) -> None:
     assert holder.stdout.readline() == "held\n"
     assert processes.lock_holders(lock) == [holder.pid]
     process = start(code, lock)
-    wait_until_in(process, "acquire")
+    wait_until_in(process, "_poll_until_acquired")
     found = diagnosed(process)
     assert found.kind is DiagnosisKind.BLOCKED
     assert (

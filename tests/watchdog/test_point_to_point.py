@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from backlight.records import DiagnosisKind
-from backlight.watchdog.attached_dumps import attach_dumps
+from backlight.watchdog.attach import attach_dumps
 
 BATCH, OPEN, DONE = "coalesced", "started", "completed"
 

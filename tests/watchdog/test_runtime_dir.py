@@ -10,7 +10,7 @@ import pytest
 from backlight.records import Phase
 from backlight.watchdog import attach, runtime_dir
 from backlight.watchdog.observation import Buckets
-from backlight.watchdog.rank_observer import RankObserver
+from backlight.watchdog.observer import RankObserver
 from backlight.watchdog.shared_state import PHASES, RankStatus, SharedState, Slot, read_state
 from backlight.watchdog.timeouts import StallLimits
 

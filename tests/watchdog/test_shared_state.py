@@ -48,14 +48,14 @@ def test_incomplete_state_is_not_read(tmp_path: Path) -> None:
 
 def test_collectives_are_kept_in_a_ring(shared: SharedState) -> None:
     for number in range(MAX_COLLECTIVES + 5):
-        index = shared.enter_collective(7, number, 1, 2, f"all_reduce #{number}".encode(), blocking=True)
+        index = shared.enter_collective(7, number, 1, 2, f"all_reduce({number})".encode(), blocking=True)
         if number < MAX_COLLECTIVES + 4:
             shared.leave_collective(index, blocking=True)
     state = read_state(shared.path)
     assert [c.number for c in state.collectives] == list(range(5, MAX_COLLECTIVES + 5))
     assert state.inside
     last = MAX_COLLECTIVES + 4
-    assert (state.current_call.number, state.current_call.text) == (last, f"all_reduce #{last}")
+    assert (state.current_call.number, state.current_call.call) == (last, f"all_reduce({last})")
 
 
 def test_full_memory_raises_when_the_page_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,10 @@ import pytest
 from backlight import processes
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
-from backlight.watchdog import wait_causes
-from backlight.watchdog.attach import attach
-from backlight.watchdog.attached_job import attach_job
-from backlight.watchdog.named_waits import TABLE
+from backlight.watchdog import waits
+from backlight.watchdog.attach import attach, attach_job, observe
 from backlight.watchdog.stacks import Frame, ThreadStack, dump_by_py_spy
-from backlight.watchdog.wait_causes import name_wait
+from backlight.watchdog.waits import INPUT, TABLE, WaitName, name_wait
 from observed_processes import (
     PY_SPY,
     Start,
@@ -96,7 +94,7 @@ def test_compile_workers(start: Start, tmp_path: Path) -> None:
 
 
 def is_computing(pid: int) -> bool:
-    return bool(wait_causes._computing([pid]))
+    return bool(waits._computing([pid]))
 
 
 # Workers of a data loader
@@ -146,8 +144,8 @@ def test_worker_of_a_loader_that_idles_has_no_cause(start: Start, tmp_path: Path
     worker = int(next_line(process))
     wait_until_idle(worker)
     wait_until_in(process, "dataloader.py")
-    attached = attach(process.pid, 0.8)
-    assert (attached.cause, attached.diagnosis.kind) == (None, DiagnosisKind.BLOCKED)
+    obs, cause = observe(process.pid, 0.8)
+    assert (obs.cause, cause.kind) == (None, DiagnosisKind.BLOCKED)
 
 
 EXHAUSTED = """
@@ -188,12 +186,10 @@ def test_kills_for_memory_are_counted(
     wait_until(lambda: any(c.is_dead for c in processes.children(process.pid)), "the worker is dead")
     monkeypatch.setattr(processes, "count_oom_kills", lambda: kills)
     stack = ThreadStack(1, (Frame("/lib/torch/utils/data/dataloader.py", 1, "_try_get_data"),))
-    wait_until(lambda: not wait_causes._runs(process.pid, process.pid), "the script waits")
+    wait_until(lambda: not waits._runs(process.pid, process.pid), "the script waits")
     cause = name_wait(process.pid, process.pid, stack, oom_kills_before=3)
     assert cause is not None
-    assert (cause.name, "killed it for memory" in cause.words or "killed for memory" in cause.words) == (
-        ("killed_worker", True) if kills > 3 else ("dead_worker", False)
-    )
+    assert cause.name is (WaitName.KILLED_WORKER if kills > 3 else WaitName.DEAD_WORKER)
 
 
 @pytest.fixture
@@ -284,17 +280,15 @@ def test_write_to_storage_that_does_not_return(start: Start, storage: Path) -> N
     wait_until_in(process, "save")
     with frozen(storage):
         wait_until(lambda: state_of(process.pid) == "D", "the write waits")
-        attached = attach(process.pid, 0.8)
+        diagnosis = diagnosed(process)
         sample, reason = dump_by_py_spy(process.pid, native=True)
-    assert attached.cause is not None
-    assert attached.cause.name == "storage"
-    assert attached.diagnosis.kind is DiagnosisKind.BLOCKED
-    assert f"its wait on {file} (state D)" in attached.diagnosis.claim
+    assert diagnosis.kind is DiagnosisKind.BLOCKED
+    assert f"its wait on {file} (state D)" in diagnosis.claim
     assert (sample, "no tracer can interrupt" in reason) == (None, True)
     # The control: the same frames, while the storage answers.
     wait_until_computing(process.pid)
     assert state_of(process.pid) in {"R", "S", "D"}
-    assert attach(process.pid, 0.8).cause is None
+    assert observe(process.pid, 0.8)[0].cause is None
 
 
 def state_of(pid: int) -> str:
@@ -361,7 +355,7 @@ def test_worker_whose_storage_does_not_answer(start: Start, storage: Path) -> No
     process = start(READ_IN_WORKER, storage / "cache")
     assert next_line(process) == "first"
     with frozen(storage):
-        (worker,) = [c for c in processes.children(process.pid) if c.name == wait_causes.LOADER_WORKER]
+        (worker,) = [c for c in processes.children(process.pid) if c.name == waits.LOADER_WORKER]
         wait_until(lambda: state_of(worker.pid) == "D", "the worker waits")
         wait_until_idle(process.pid)
         found = diagnosed(process)
@@ -390,7 +384,7 @@ def test_lock_of_hugging_face(package: str, start: Start, tmp_path: Path) -> Non
     holder = start(f"{code} sys.stdin.readline(); exec('while True: pass')", lock)
     assert next_line(holder) == "held"
     process = start(code, lock)
-    wait_until_in(process, "acquire")
+    wait_until_in(process, "_poll_until_acquired")
     found = diagnosed(process)
     assert found.kind is DiagnosisKind.BLOCKED
     assert f"file lock {lock} of a cache; process {holder.pid} holds it, and does not" in found.claim
@@ -413,8 +407,8 @@ def test_breakpoint_at_which_a_command_computes(start: Start) -> None:
     process.stdin.write("while True: pass\n")
     process.stdin.flush()
     wait_until_computing(process.pid)
-    attached = attach(process.pid, 0.8)
-    assert (attached.cause, attached.diagnosis.kind) == (None, DiagnosisKind.UNKNOWN)
+    obs, cause = observe(process.pid, 0.8)
+    assert (obs.cause, cause.kind) == (None, DiagnosisKind.UNKNOWN)
 
 
 @pytest.mark.full
@@ -481,7 +475,7 @@ def test_node_that_does_not_come_to_torchrun(start: Start, tmp_path: Path) -> No
 
     try:
         wait_until(has_workers, "both nodes have started their script")
-        assert attach(first.pid, 0.8).cause is None
+        assert observe(first.pid, 0.8)[0].cause is None
     finally:
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
@@ -491,8 +485,8 @@ def test_thread_that_computes_waits_for_nothing(start: Start) -> None:
     """Every row of the table, on the stack of a thread that computes."""
     process = start("while True: pass")
     wait_until_computing(process.pid)
-    for row in TABLE:
+    for row in (*TABLE, INPUT):
         function = row.functions[0] if row.functions else "any"
         frame = Frame(f"/lib/{row.file}", 1, function)
-        stack = ThreadStack(1, (frame,), called="input" if function == "<input>" else "")
+        stack = ThreadStack(1, (frame,), called="input" if row is INPUT else "")
         assert name_wait(process.pid, process.pid, stack) is None, row.name

@@ -23,13 +23,13 @@ from jsonschema import validate
 import backlight
 from backlight import processes
 from backlight.cli.app import main
+from backlight.distributed import ProcessNotFoundError
 from backlight.monitors.stalls import monitor
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import open_run
 from backlight.watchdog import runtime_dir
 from backlight.watchdog.attach import attach
-from backlight.watchdog.rank_observer import RankObserver
-from backlight.watchdog.rank_processes import ProcessNotFoundError
+from backlight.watchdog.observer import RankObserver
 from backlight.watchdog.shared_state import RankStatus, SharedState, Slot, read_state
 from backlight.watchdog.stacks import Frame, StackSample, ThreadStack
 from backlight.watchdog.timeouts import StallLimits
@@ -225,9 +225,9 @@ def test_traceable_processes() -> None:
 BLOCKED = """
 import os, sys
 from pathlib import Path
-from backlight.watchdog import end_guard
-end_guard.END_POLL_S = float(sys.argv[4])
-end_guard.EndGuard(Path(sys.argv[1]), int(sys.argv[2])).start()
+from backlight.watchdog import process
+process.END_POLL_S = float(sys.argv[4])
+process.EndGuard(Path(sys.argv[1]), int(sys.argv[2])).start()
 print(flush=True)
 open(sys.argv[3]).read()
 """
@@ -294,7 +294,7 @@ def test_end_of_a_process_that_is_reaped_meanwhile_is_known(
     observer.poll()
     if processes.exit_status(observer.pidfd) is None:
         pytest.skip("kernels before 6.15 do not keep how a process has ended")
-    assert (observer.ended, observer.was_terminated) == ("killed by SIGTERM", True)
+    assert (observer.end, observer.was_terminated) == (processes.ProcessEnd(signal.SIGTERM), True)
     observer.close()
 
 
@@ -325,12 +325,12 @@ def test_lock_of_one_moment_is_no_wait(locked: int, directory: Path, tmp_path: P
         observer.close()
         rank.kill()
         rank.wait()
-    assert (cause is not None and str(lock) in cause.words) == (locked == 3)
+    assert (cause is not None and cause.path == str(lock)) == (locked == 3)
 
 
 BORROWING = """
 import os, sys
-from backlight.watchdog.borrowed_stderr import BorrowedStderr
+from backlight.watchdog.process import BorrowedStderr
 stream = BorrowedStderr(sys.argv[1], lambda: [999_999_999, int(sys.argv[2])])
 stream.write("one line\\n")
 assert {os.readlink(f"/proc/self/fd/{n}") for n in (0, 1, 2)} == {"/dev/null"}
@@ -361,7 +361,7 @@ def test_line_reaches_a_stream_that_the_watchdog_does_not_hold(kind: str) -> Non
 
 
 def test_standard_error_that_is_no_file_is_not_inherited() -> None:
-    code = "from backlight.watchdog.borrowed_stderr import hand_over\nprint(hand_over()[0] is None)"
+    code = "from backlight.watchdog.process import hand_over\nprint(hand_over()[0] is None)"
     command = [sys.executable, "-c", code]
     piped = subprocess.run(command, capture_output=True, text=True, check=True)
     assert piped.stdout == "False\n"

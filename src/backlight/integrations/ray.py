@@ -21,8 +21,8 @@ from backlight.store.errors import RunFormatError
 from backlight.store.format.names import safe_name
 from backlight.store.write.attempt import own_path
 from backlight.terminal import write
-from backlight.watchdog.borrowed_stderr import COLLECTED
-from backlight.watchdog.reported_stalls import ReportedStall, newest_stall, stall_events
+from backlight.watchdog.joint_stalls import ReportedStall, newest_stall, stall_events
+from backlight.watchdog.process import COLLECTED
 
 VERSION = require("ray", "ray")
 """The release of Ray that is here."""

@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import IO
 
 from backlight import processes
+from backlight.distributed import WATCHDOG
 from backlight.processes import Process, send_signal
 
 MARK = "BACKLIGHT_PROCESS_TREE"
 """Environment variable that marks the processes of one tree; its value is unique to one start."""
-
-WATCHDOG = "backlight.watchdog.watchdog"
-"""Part of the command of a watchdog process; it leaves the session of its run, but carries the mark."""
 
 KILL_TIMEOUT_S = 5.0
 _POLL_S = 0.05

@@ -7,17 +7,17 @@ those that native code issues (the reducer of DDP), with its number in the group
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import pickle
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from backlight import untrusted_files
 from backlight.records import Phase
+from backlight.watchdog.collectives import CollectiveRecord, Dump, Sizes
 from backlight.watchdog.stacks import Frame, ThreadStack, phase_of, user_frame
 
 T = TypeVar("T")
@@ -37,89 +37,15 @@ MAX_RANKS = 4_000_000
 MAX_FRAMES, MAX_TENSORS, MAX_DIMS = 256, 4096, 64
 """Lines of a stack, tensors of a collective and axes of a tensor that are read."""
 
-MAX_SIZES = 8
-"""Tensors of a collective whose sizes a text holds."""
-
 _RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 
 _ENDS = re.compile(r"\d{1,9}(?:->|<-)(\d{1,9})")
 
 _BACKWARD_HOOKS = frozenset({"pre_backward", "post_backward", "_root_post_backward_final_callback"})
 
-Sizes = tuple[tuple[int, ...], ...]
-
 
 class DumpError(ValueError):
     """A file that is not a dump of the flight recorder."""
-
-
-@dataclass(frozen=True)
-class CollectiveRecord:
-    """One collective that a rank has issued."""
-
-    group: str  # name of the process group
-    ranks: tuple[int, ...]  # of the group; empty where they are not known
-    number: int  # counts the collectives of the group
-    operation: str  # such as `all_reduce`
-    inputs: Sizes = ()
-    outputs: Sizes = ()
-    dtypes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # of inputs and outputs
-    started: bool = False  # on the device; gloo does not report it
-    completed: bool = False
-    created_ns: int = 0  # since the epoch
-    backend: str = ""
-    line: str = ""  # the user's line that issued it, where the stack is known
-    label: str = ""  # description of the group
-    phase: Phase | None = None  # in which it was issued, where the stack shows one
-    parameters: str = ""  # whose gradients or shards it carries, in words
-    is_point_to_point: bool = False  # a send, a receive or a batch of them, which have numbers of their own
-    peer: int | None = None  # rank to which it sends, or from which it receives
-    batch: int | None = None  # place of the entry that ends the batch in which it was issued
-
-    @property
-    def text(self) -> str:
-        """The call in words: ``all_reduce(4x4 float32) #12 of group tp [0, 1]``."""
-        return f"{self.operation}({self.tensors}){self.peer_words} #{self.number}{self.group_words}"
-
-    @property
-    def peer_words(self) -> str:
-        """The other rank of a send or a receive."""
-        return (
-            "" if self.peer is None else f" {'to' if self.operation == 'send' else 'from'} rank {self.peer}"
-        )
-
-    @property
-    def issued(self) -> str:
-        """Phase, parameters and line of its issue: ``, issued in backward for bucket 1 of 2 (a) at x:3``."""
-        phase = f" in {self.phase}" if self.phase is not None else ""
-        parts = f"{phase}{self.parameters and f' for {self.parameters}'}{self.line and f' at {self.line}'}"
-        return parts and f", issued{parts}"
-
-    @property
-    def tensors(self) -> str:
-        """Sizes and types of the inputs, or of the outputs where there are none."""
-        sizes, dtypes = (self.inputs, self.dtypes[0]) if any(self.inputs) else (self.outputs, self.dtypes[1])
-        names = itertools.chain(dtypes, itertools.repeat(dtypes[-1] if dtypes else ""))
-        named = zip(sizes, names, strict=False)
-        parts = [f"{'x'.join(map(str, size)) or 'scalar'} {_dtype(dtype)}".strip() for size, dtype in named]
-        return ", ".join(parts[:MAX_SIZES]) + (", ..." if len(parts) > MAX_SIZES else "")
-
-    @property
-    def group_words(self) -> str:
-        """The group, where it is not that of all ranks."""
-        if self.label == "default_pg":
-            return ""
-        name = self.label if self.label not in {"", "undefined"} else self.group
-        return f" of group {name}{f' {list(self.ranks[:8])}' if self.ranks else ''}"
-
-
-@dataclass(frozen=True)
-class Dump:
-    """The recorded collectives of one rank, oldest first; ``is_whole``: none has been overwritten."""
-
-    rank: int
-    records: tuple[CollectiveRecord, ...]
-    is_whole: bool = True
 
 
 # Parsing
@@ -278,16 +204,6 @@ def _frames(value: Any) -> tuple[Frame, ...]:
 
 def _dtypes(value: Any) -> tuple[str, ...]:
     return tuple(map(_text, [value] if isinstance(value, str) else _list(value or (), MAX_TENSORS)))
-
-
-_DTYPES = {
-    "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
-    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
-}  # fmt: skip
-
-
-def _dtype(name: str) -> str:
-    return _DTYPES.get(name, name.removeprefix("torch."))
 
 
 # Files

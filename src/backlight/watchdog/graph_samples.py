@@ -60,16 +60,6 @@ class NodeShare:
     samples: int
     recomputed: bool
 
-    @property
-    def words(self) -> str:
-        """The share as it is worded in a diagnosis, with its method."""
-        where = f"{Path(self.file).name}:{self.line}{' (a Python loop)' if self.is_loop else ''}"
-        percent, margin = 100 * self.share, math.ceil(100 * self.margin)
-        when = "recomputation" if self.recomputed else "forward"
-        nodes = "the recomputed nodes" if self.recomputed else "the nodes"
-        amount = f"about {percent:.0f} % (± {margin}) of {nodes}"
-        return f"{amount} come from {where}, by {self.samples} samples of {when}"
-
 
 def parse_graph_build(data: Any) -> GraphBuild:
     """Return the document of the sampler thread as a record."""

@@ -1,21 +1,22 @@
-"""Observations of a rank and the diagnosis that follows from them, as data. No torch."""
+"""Observation of one rank: live, by `attach`, in a job, or by a dump of its flight recorder. No torch."""
 
 from __future__ import annotations
 
-import dataclasses
+import enum
 import re
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backlight import clock
-from backlight.records import DiagnosisKind, Phase
+from backlight.processes import ProcessEnd, WaitReason
+from backlight.records import Phase
 from backlight.redaction import Redaction
-from backlight.watchdog.flight_recorder import CollectiveRecord, Dump, Sizes, parse_dump
+from backlight.watchdog.collectives import Carried, CollectiveRecord, Dump, Reduction, Sizes
+from backlight.watchdog.flight_recorder import parse_dump
 from backlight.watchdog.graph_samples import GraphBuild
-from backlight.watchdog.named_waits import WaitCause
-from backlight.watchdog.shared_state import StateSnapshot
+from backlight.watchdog.shared_state import Collective, StateSnapshot
 from backlight.watchdog.stacks import (
     Frame,
     StackSample,
@@ -24,8 +25,7 @@ from backlight.watchdog.stacks import (
     in_native_backward,
     user_frame,
 )
-
-HIGH, MEDIUM, LOW = "high", "medium", "low"
+from backlight.watchdog.waits import WaitCause
 
 MAX_MESSAGE_CHARS = 300
 """Characters of an exception's message that are kept."""
@@ -55,24 +55,49 @@ class IssuedCollectives:
     dump: Dump | None = None  # of the flight recorder
 
 
+class PeerFailure(enum.StrEnum):
+    """Call in which a rank failed because of another rank or the network."""
+
+    NONE = ""
+    COLLECTIVE = "a collective"
+    BACKWARD = "backward"
+
+
 @dataclass(frozen=True)
 class ExitReason:
-    """The exception by which a rank left its training."""
+    """The exception by which a rank left its training, or the launcher that ended it."""
 
-    error: str  # type and message in one line
+    kind: str  # type of the exception
+    message: str  # in one line
     at: float  # monotonic seconds
     line: str | None = None  # the innermost line of the user's code
     function: str = ""
-    inside: str = ""  # `a collective` or `backward` where it blames another rank or the network
+    inside: PeerFailure = PeerFailure.NONE
     interrupted: bool = False
     out_of_memory: bool = False
+
+    @property
+    def error(self) -> str:
+        """Type and message in one line."""
+        return f"{self.kind}: {self.message}" if self.message else self.kind
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Python child processes of a process, and what those that sleep wait for."""
+
+    count: int
+    dead: tuple[int, ...] = ()
+    stopped: tuple[int, ...] = ()
+    waits: tuple[WaitReason, ...] = ()
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Observations of one rank over the last seconds."""
+    """Observations of one rank over the last seconds; what a source does not report is empty or None."""
 
-    rank: int
+    rank: int | None = None  # None for a process that is none, or whose rank is not known
+    pid: int = 0
     snapshots: tuple[StateSnapshot, ...] = ()  # the last moments of this phase, oldest first
     history: tuple[StateSnapshot, ...] = ()  # all that are kept
     samples: tuple[StackSample, ...] = ()
@@ -85,24 +110,24 @@ class Observation:
     # own process wakes at every switch.
     scheduled: float | None = None
     slices_per_s: float | None = None
-    wait: str = ""  # what the working thread sleeps for, as the kernel reports it
-    ended: str = ""  # empty while it lives
+    wait: WaitReason = WaitReason.UNKNOWN  # of the working thread
+    end: ProcessEnd | None = None  # None while it lives
     ended_at: float = 0.0  # monotonic seconds
-    terminated: bool = False  # by a signal that people and launchers use to end a job
     stopped: bool = False
     names: tuple[str, ...] = ()  # of its parameters by row
     not_collected: tuple[str, ...] = ()  # and why
-    workers: str = ""  # state of its child processes, in words
+    workers: Workers | None = None
     graph_build: GraphBuild | None = None
     buckets: Buckets = Buckets()
     issued: IssuedCollectives = IssuedCollectives()
+    groups: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # ranks by the checksum of a group
     cause: WaitCause | None = None  # of its wait, by frames and system state
-    reducing: str = "a reduction inside backward"  # for which it would wait
+    reduction: Reduction = Reduction()  # noqa: RUF009 - frozen; for which it would wait
     exit_reason: ExitReason | None = None
 
     @property
     def state(self) -> StateSnapshot | None:
-        """The newest snapshot."""
+        """The newest snapshot; None for a process that is not watched."""
         return self.snapshots[-1] if self.snapshots else None
 
     @property
@@ -111,15 +136,53 @@ class Observation:
         return self.state.phase if self.state is not None else Phase.OTHER
 
     @property
-    def pending(self) -> str:
-        """The first collective that this rank has issued and that has not completed, in words; or empty."""
+    def calls(self) -> Dump | None:
+        """The calls that its shared state holds; only a call that has not returned is open."""
+        state = self.state
+        if state is None:
+            return None
+        records = tuple(self._record(call) for call in state.collectives)
+        return Dump(
+            self.rank or 0, records, is_whole=not state.collectives or state.collectives[0].index <= 0
+        )
+
+    def _record(self, call: Collective) -> CollectiveRecord:
+        ranks = self.groups.get(call.group, ())
+        is_world = self.state is None or not ranks or len(ranks) >= self.state.world_size
+        return CollectiveRecord(
+            str(call.group), ranks, call.number, str(call.kind), completed=not call.inside,
+            label="default_pg" if is_world else None, call=call.call, arguments=call.shape,
+        )  # fmt: skip
+
+    @property
+    def current_call(self) -> CollectiveRecord | None:
+        """The newest blocking collective that has not returned, None where there is none."""
+        call = self.state.current_call if self.state is not None else None
+        return self._record(call) if call is not None else None
+
+    @property
+    def last_call(self) -> CollectiveRecord | None:
+        """The last collective call, where it has failed."""
+        calls = self.state.collectives if self.state is not None else ()
+        return self._record(calls[-1]) if calls and calls[-1].failed else None
+
+    @property
+    def pending(self) -> CollectiveRecord | None:
+        """The first collective that this rank has issued and that has not completed."""
         records = self.dump.records if self.dump is not None else ()
         still_open = [r for r in records if not r.completed]
         if still_open:  # a receive may have been posted long before the loop waits for it
-            first = min(still_open, key=lambda r: r.is_point_to_point)
-            return f"{first.text}{first.issued}"
+            return min(still_open, key=lambda r: r.is_point_to_point)
         calls = self.state.collectives if self.state is not None else ()
-        return next((c.text for c in calls if c.index in self.issued.open_calls), "")
+        return next((self._record(c) for c in calls if c.index in self.issued.open_calls), None)
+
+    @property
+    def waits_in(self) -> CollectiveRecord | Reduction:
+        """In what a rank waits that waits for others."""
+        if self.current_call is not None:
+            return self.current_call
+        in_backward = self.phase is Phase.BACKWARD
+        return self.reduction if in_backward else self.pending or self.reduction
 
     @property
     def dump(self) -> Dump | None:
@@ -127,7 +190,7 @@ class Observation:
         dump = self.issued.dump
         if dump is None:
             return None
-        return dataclasses.replace(dump, records=tuple(_with_parameters(r, self) for r in dump.records))
+        return replace(dump, records=tuple(_with_parameters(r, self) for r in dump.records))
 
     @property
     def holds_interpreter(self) -> bool:
@@ -149,28 +212,6 @@ class Observation:
         if state is None or state.phase is not Phase.BACKWARD or not 0 <= state.row < len(self.names):
             return None
         return self.names[state.row]
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """A diagnosis with its wording and its refutation; ``waits``: the rank waits for other ranks."""
-
-    kind: DiagnosisKind
-    phase: Phase
-    claim: str
-    refuted_if: str
-    next_check: str
-    confidence: str = MEDIUM
-    rank: int | None = None
-    line: str | None = None
-    parameter: str | None = None
-    module: str | None = None
-    waits: bool = False
-
-
-def in_phase(phase: Phase) -> str:
-    """Return ``in backward``, or ``between phases``."""
-    return "between phases" if phase is Phase.OTHER else f"in {phase}"
 
 
 # Exceptions
@@ -196,7 +237,8 @@ def exit_reason_of(error: BaseException) -> ExitReason:
     text = Redaction().text(" ".join(str(error).split())[:MAX_MESSAGE_CHARS])
     kind = type(error).__name__
     return ExitReason(
-        error=f"{kind}: {text}" if text else kind,
+        kind=kind,
+        message=text,
         at=clock.monotonic(),
         line=str(user) if user is not None else None,
         function=user.qualified_name if user is not None else "",
@@ -206,16 +248,21 @@ def exit_reason_of(error: BaseException) -> ExitReason:
     )
 
 
-def _where_peers_failed(error: BaseException, stack: ThreadStack, text: str) -> str:
+def _where_peers_failed(error: BaseException, stack: ThreadStack, text: str) -> PeerFailure:
     # A wrong argument raises ValueError or TypeError; errors of the backend are neither.
     if not isinstance(error, RuntimeError):
-        return ""
+        return PeerFailure.NONE
     # DDP's wrapper raises where this rank has left something out, which is an error of its own.
     if in_collective(stack) and "nn/parallel/" not in stack.frames[0].file.replace("\\", "/"):
-        return "a collective"
+        return PeerFailure.COLLECTIVE
     if _PEER_ERROR.search(text):
-        return "backward" if in_native_backward(stack) else "a collective"
-    return ""
+        return PeerFailure.BACKWARD if in_native_backward(stack) else PeerFailure.COLLECTIVE
+    return PeerFailure.NONE
+
+
+def parse_exit_reason(data: Any) -> ExitReason:
+    """Return the exit reason that a rank has written."""
+    return ExitReason(**{**data, "inside": PeerFailure(data["inside"])})
 
 
 # Reductions of DDP: the reducer works in native code and waits for all buckets at the end of backward. A rank
@@ -242,27 +289,24 @@ def parse_issued(rank: int, data: Any) -> IssuedCollectives:
 
 
 def name_reductions(observations: Sequence[Observation]) -> list[Observation]:
-    """Return the observations with the reduction, in words, for which each rank may wait."""
-    return [
-        dataclasses.replace(obs, reducing=words) if (words := _reduction(obs, observations)) else obs
-        for obs in observations
-    ]
+    """Return the observations with the reduction for which each rank may wait."""
+    return [replace(obs, reduction=_reduction(obs, observations)) for obs in observations]
 
 
-def _reduction(obs: Observation, observations: Sequence[Observation]) -> str:
+def _reduction(obs: Observation, observations: Sequence[Observation]) -> Reduction:
     buckets, state = obs.buckets.rows, obs.state
     if state is None or state.phase is not Phase.BACKWARD or not buckets:
-        return ""
+        return Reduction()
     started = [i for i, bucket in enumerate(buckets) if _is_complete(bucket, state.arrived)]
     if not started:
-        return ""
+        return Reduction()
     pending = _pending_bucket(obs)
     if pending in started:
-        return f"the reduction of {_bucket_words(obs, pending)}"
+        return Reduction(_bucket(obs, pending))
     lacking = [i for i in started if any(_lacks(other, obs, buckets[i]) for other in observations)]
     if lacking or len(started) == 1:
-        return f"the reduction of {_bucket_words(obs, (lacking or started)[0])}"
-    return f"a reduction inside backward (of {len(started)} buckets of DDP that have all their gradients)"
+        return Reduction(_bucket(obs, (lacking or started)[0]))
+    return Reduction(num_started=len(started))
 
 
 def _pending_bucket(obs: Observation) -> int:
@@ -275,8 +319,8 @@ def _pending_bucket(obs: Observation) -> int:
 def _only(numels: Sequence[int], sizes: Sizes) -> int:
     """Return the index of the only one of ``numels`` that a flat tensor of these sizes has, else -1."""
     flat = len(sizes) == 1 and len(sizes[0]) == 1
-    found = [i for i, numel in enumerate(numels) if flat and numel == sizes[0][0]]
-    return found[0] if len(found) == 1 else -1
+    indices = [i for i, numel in enumerate(numels) if flat and numel == sizes[0][0]]
+    return indices[0] if len(indices) == 1 else -1
 
 
 def _with_parameters(record: CollectiveRecord, obs: Observation) -> CollectiveRecord:
@@ -286,24 +330,21 @@ def _with_parameters(record: CollectiveRecord, obs: Observation) -> CollectiveRe
     buckets, name = obs.buckets, record.operation
     if name == "all_reduce" and (index := _only(buckets.numels, record.inputs)) >= 0:
         # DDP alone reduces what has the size of a bucket, and in backward.
-        return dataclasses.replace(
-            record, phase=record.phase or Phase.BACKWARD, parameters=_bucket_words(obs, index)
-        )
+        return replace(record, phase=record.phase or Phase.BACKWARD, carries=_bucket(obs, index))
     shard = record.inputs if "gather" in name else record.outputs if "reduce_scatter" in name else ()
     if (index := _only(buckets.shard_numels, shard)) >= 0:
-        words = f"the shards of {_names(obs, buckets.shard_rows[index])}"
-        return dataclasses.replace(record, parameters=words)
+        return replace(record, carries=_carried(obs, buckets.shard_rows[index]))
     return record
 
 
-def _bucket_words(obs: Observation, index: int) -> str:
+def _bucket(obs: Observation, index: int) -> Carried:
     rows = obs.buckets.rows
-    return f"bucket {index + 1} of {len(rows)} ({_names(obs, rows[index])})"
+    return replace(_carried(obs, rows[index]), bucket=index + 1, num_buckets=len(rows))
 
 
-def _names(obs: Observation, rows: Sequence[int]) -> str:
+def _carried(obs: Observation, rows: Sequence[int]) -> Carried:
     names = [obs.names[row] if row < len(obs.names) else f"parameter {row}" for row in rows]
-    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}, {len(names)} parameters"
+    return Carried(names[0], names[-1], len(names))
 
 
 def _is_complete(bucket: Sequence[int], arrived: bytes) -> bool:

@@ -2,20 +2,21 @@
 
 A watchdog observes the ranks of its machine. When it has a diagnosis that other machines may explain, it
 stores its observations and asks, by a small file in the run directory; the other watchdogs store theirs. The
-reader attributes as one watchdog that observes all ranks would. Clocks are those of the machines: the order
-of events on two machines is known as well as they agree.
+reader decides as one watchdog that observes all ranks would. Clocks are those of the machines: the order of
+events on two machines is known as well as they agree.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from backlight import clock
-from backlight.watchdog.observation import Diagnosis, Observation
+from backlight.watchdog.diagnosis import Cause
+from backlight.watchdog.observation import Observation
 from backlight.watchdog.shared_state import StateSnapshot
 
 if TYPE_CHECKING:
@@ -41,13 +42,12 @@ MAX_HISTORY = 24
 _TIMES = ("taken", "heartbeat", "phase_since", "node_since", "sampler")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class HostObservation:
-    """Observations of the ranks of one machine, the diagnosis of each alone, and ranks by process group."""
+    """Observations of the ranks of one machine, and the cause of each alone."""
 
     observations: tuple[Observation, ...] = ()
-    diagnoses: dict[int, Diagnosis | None] = dataclasses.field(default_factory=dict)
-    groups: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    causes: dict[int, Cause | None] = field(default_factory=dict)
     world_size: int = 1
 
 
@@ -58,12 +58,10 @@ def _adapter() -> TypeAdapter[HostObservation]:
     return TypeAdapter(HostObservation)
 
 
-def pack(observed: HostObservation) -> dict[str, Any]:
+def pack(host: HostObservation) -> dict[str, Any]:
     """Return observations as JSON types, without stacks, and with times since the epoch."""
     shift = time.time_ns() - clock.monotonic_ns()
-    packed = dataclasses.replace(
-        observed, observations=tuple(_packed(o, shift) for o in observed.observations)
-    )
+    packed = replace(host, observations=tuple(_packed(obs, shift) for obs in host.observations))
     data: dict[str, Any] = _adapter().dump_python(packed, mode="json", exclude_defaults=True)
     return data
 
@@ -78,46 +76,46 @@ def unpack(data: Mapping[str, Any]) -> HostObservation | None:
 
 def _packed(obs: Observation, shift: int) -> Observation:
     thinned = obs.history[:: max(len(obs.history) // MAX_HISTORY, 1)][-MAX_HISTORY:]
+    reason = obs.exit_reason
     return Observation(
         obs.rank,
+        obs.pid,
         snapshots=tuple(_shifted(state, shift) for state in obs.snapshots[-1:]),
-        history=tuple(_shifted(dataclasses.replace(state, collectives=()), shift) for state in thinned),
-        ended=obs.ended,
-        ended_at=obs.ended_at + shift / 1e9 if obs.ended else 0.0,
-        terminated=obs.terminated,
+        history=tuple(_shifted(replace(state, collectives=()), shift) for state in thinned),
+        end=obs.end,
+        ended_at=obs.ended_at + shift / 1e9 if obs.end is not None else 0.0,
         stopped=obs.stopped,
-        exit_reason=obs.exit_reason
-        and dataclasses.replace(obs.exit_reason, at=obs.exit_reason.at + shift / 1e9),
+        groups=obs.groups,
+        exit_reason=reason and replace(reason, at=reason.at + shift / 1e9),
     )
 
 
 def _shifted(state: StateSnapshot, shift: int) -> StateSnapshot:
     times = {name: value + shift for name in _TIMES if (value := getattr(state, name))}
-    return dataclasses.replace(state, arrived=b"", **times)
+    return replace(state, arrived=b"", **times)
 
 
-def only_ended(observed: HostObservation) -> HostObservation:
+def only_ended(host: HostObservation) -> HostObservation:
     """Return of old observations what stays true: the ranks that had ended."""
-    ended = [o for o in observed.observations if o.ended or (o.state is not None and o.state.is_closed)]
-    return dataclasses.replace(observed, observations=tuple(ended))
+    ended = [o for o in host.observations if o.end is not None or (o.state is not None and o.state.is_closed)]
+    return replace(host, observations=tuple(ended))
 
 
-def join(observed: Iterable[HostObservation]) -> HostObservation | None:
+def join(hosts: Iterable[HostObservation]) -> HostObservation | None:
     """Return the observations of several machines as one; of each rank the first counts."""
     observations: dict[int, Observation] = {}
-    diagnoses: dict[int, Diagnosis | None] = {}
-    groups: dict[int, list[int]] = {}
+    causes: dict[int, Cause | None] = {}
     world_size = 1
-    for one in observed:
-        for obs in one.observations:
-            if obs.rank not in observations:
-                observations[obs.rank] = obs
-                diagnoses[obs.rank] = one.diagnoses.get(obs.rank)
-        groups.update(one.groups)
-        world_size = max(world_size, one.world_size)
+    for host in hosts:
+        for obs in host.observations:
+            rank = obs.rank or 0
+            if rank not in observations:
+                observations[rank] = obs
+                causes[rank] = host.causes.get(rank)
+        world_size = max(world_size, host.world_size)
     if not observations:
         return None
-    return HostObservation(tuple(o for _, o in sorted(observations.items())), diagnoses, groups, world_size)
+    return HostObservation(tuple(o for _, o in sorted(observations.items())), causes, world_size)
 
 
 class Peers:
@@ -128,10 +126,10 @@ class Peers:
         self._answered_at = 0.0
         self._next_poll = 0.0
 
-    def publish(self, reason: str, observed: HostObservation) -> None:
+    def publish(self, reason: str, host: HostObservation) -> None:
         """Store the observations of this machine."""
-        step = max((o.state.step for o in observed.observations if o.state is not None), default=None)
-        self._writer.event(step, EVENT, {"host": self._writer.host, "why": reason, **pack(observed)})
+        step = max((o.state.step for o in host.observations if o.state is not None), default=None)
+        self._writer.event(step, EVENT, {"host": self._writer.host, "why": reason, **pack(host)})
 
     def ask(self, timeout_s: float) -> None:
         """Ask the other machines for their observations after a timeout has passed here."""

@@ -74,7 +74,7 @@ class Collective:
     shape: int
     entered: int
     left: int  # 0 while the call runs
-    text: str
+    call: str  # without its number: `all_reduce(16 float32)`
     asynchronous: bool = False
     failed: bool = False
     index: int = -1  # counts all calls of the rank

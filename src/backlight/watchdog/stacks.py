@@ -435,3 +435,17 @@ def format_sample(sample: StackSample) -> str:
         if len(frames) < len(thread.frames):
             lines.append(f"  ({len(thread.frames) - len(frames)} frames of backlight itself are left out)")
     return "\n".join(lines) + "\n"
+
+
+def format_threads(pid: int, limit: int = 200) -> str:
+    """Return state, CPU time and wait of every thread as a table of text."""
+    lines = ["tid      state  cpu_s    waits_for            name"]
+    threads = processes.read_threads(pid)
+    for thread in threads[:limit]:
+        wait = processes.wait_reason(pid, thread.tid) if thread.state in {"S", "D"} else ""
+        lines.append(
+            f"{thread.tid:<8} {thread.state:<6} {thread.cpu_s:<8.2f} {wait or '-':<20} {thread.name}"
+        )
+    if len(threads) > limit:
+        lines.append(f"and {len(threads) - limit} more")
+    return "\n".join(lines) + "\n"

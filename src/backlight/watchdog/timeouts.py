@@ -20,6 +20,9 @@ TIMES_LONGEST = 2.0
 MAX_LONGEST_S = 3600.0
 """Most seconds that follow from it: a script may have prepared for hours."""
 
+END_TIMEOUT_S = 0.7
+"""Time that the watchdog may wait for anything once all ranks have ended."""
+
 _COMPUTING = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 
 

@@ -1,51 +1,31 @@
-"""Watchdog process: one per machine, observes its ranks and reports stalls. No torch.
-
-``python -m backlight.watchdog.watchdog DIRECTORY RUN ATTEMPT OFFSET LIMITS PID STREAM SUMMARY``
-detaches itself and ends with the last rank. It changes no watched process; if it dies, training continues
-unwatched. With SUMMARY it prints that of a run whose script a signal has ended.
-"""
+"""The watchdog of one machine: observes its ranks and reports stalls. No torch."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import select
-import signal
-import stat
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING
 
 from backlight import clock
 from backlight.records import DiagnosisKind
 from backlight.store.format.schema import ENDED
-from backlight.threads import unblock_signals
-from backlight.watchdog import runtime_dir
-from backlight.watchdog.borrowed_stderr import STDERR, BorrowedStderr, ancestors
-from backlight.watchdog.diagnosis import (
-    HELD,
-    MIN_PAUSE_S,
-    diagnose,
-    name_native_function,
-)
-from backlight.watchdog.emit import ReportedStall, emit, find_resolution, log
-from backlight.watchdog.end_guard import END_TIMEOUT_S, EndGuard
-from backlight.watchdog.observation import Diagnosis, Observation, name_reductions
+from backlight.watchdog import reports, runtime_dir
+from backlight.watchdog.cause import MIN_PAUSE_S, cause_of, name_function
+from backlight.watchdog.decision import decide, decide_calls, open_to_unobserved
+from backlight.watchdog.diagnosis import Cause, Decision
+from backlight.watchdog.observation import Observation, name_reductions
+from backlight.watchdog.observer import RankObserver
 from backlight.watchdog.peers import ANSWERED, DIAGNOSED, LEFT, HostObservation, Peers
-from backlight.watchdog.rank_diagnosis import (
-    UNOBSERVED,
-    diagnose_ranks,
-    find_mismatch,
-    open_to_unobserved_ranks,
-)
-from backlight.watchdog.rank_observer import RankObserver
+from backlight.watchdog.reports import RankReports, ReportLog
 from backlight.watchdog.stack_summary import summarize_stacks
 from backlight.watchdog.stacks import is_compiling
-from backlight.watchdog.timeouts import EXEMPT_PHASES, StallLimits
+from backlight.watchdog.text_parts import end_text
+from backlight.watchdog.timeouts import END_TIMEOUT_S, EXEMPT_PHASES, StallLimits
 
 if TYPE_CHECKING:
     from backlight.store.write.watchdog import WatchdogWriter
@@ -75,19 +55,6 @@ MAX_EVIDENCE = 8
 """Ranks of which evidence is kept where no single one is the cause."""
 
 
-@dataclass
-class _Reports:
-    """Reports of one rank so far."""
-
-    progress: int | None = None  # at its last report
-    phase_since: int | None = None
-    retry_at: float | None = None  # when an inconclusive report is repeated
-    stall: ReportedStall | None = None
-    is_dead: bool = False
-    is_death_reported: bool = False
-    slow_since: int | None = None  # begin of the last phase that was reported as slow
-
-
 class Watchdog:
     """Observes the ranks of one runtime directory."""
 
@@ -109,11 +76,9 @@ class Watchdog:
         self._host, self._prints_summary = host, prints_summary
         self.end_timeout_s = END_TIMEOUT_S
         self._ranks: dict[int, RankObserver] = {}
-        self._reports: dict[int, _Reports] = {}
+        self._log = ReportLog()
         self._started = clock.monotonic()
-        self._mismatch = ""
-        self._is_mismatch_reported = False
-        self._last: tuple[str, list[int]] = "", []
+        self._mismatch: Decision | None = None  # as read once, before a second reading confirms it
 
     @cached_property
     def _writer(self) -> WatchdogWriter:
@@ -129,7 +94,7 @@ class Watchdog:
     def run(self) -> None:
         """Watch until every rank has ended."""
         while self.poll():
-            descriptors = [r.pidfd for r in self._ranks.values() if r.pidfd >= 0 and not r.ended]
+            descriptors = [r.pidfd for r in self._ranks.values() if r.pidfd >= 0 and r.end is None]
             is_close = any(r.overdue_s is not None or r.is_examined_closely for r in self._ranks.values())
             with contextlib.suppress(OSError, ValueError):
                 select.select(descriptors, [], [], CLOSE_POLL_S if is_close else POLL_S)
@@ -145,16 +110,16 @@ class Watchdog:
 
     def pids(self) -> list[int]:
         """Return the processes of the ranks that are known so far."""
-        return [one.state.pid for one in self._ranks.values() if one.state is not None]
+        return [r.state.pid for r in self._ranks.values() if r.state is not None]
 
     def poll(self) -> bool:
         """Observe every rank once; return whether there is more to watch."""
         for rank in runtime_dir.ranks_in(self._directory):
             if rank not in self._ranks:
                 self._ranks[rank] = RankObserver(self._directory, rank, self._limits)
-                self._reports[rank] = _Reports()
-        for one in self._ranks.values():
-            one.poll()
+                self._log.ranks[rank] = RankReports()
+        for observer in self._ranks.values():
+            observer.poll()
         self._report_resolutions()
         self._report_mismatch()
         due = [r for r in self._ranks.values() if self._is_due(r)]
@@ -192,20 +157,20 @@ class Watchdog:
         """Return whether ranks of the run are on other machines."""
         return self._world_size() > len(self._ranks) > 0
 
-    def _is_due(self, one: RankObserver) -> bool:
-        reports = self._reports[one.rank]
-        failed = one.exit_reason is not None and len(self._ranks) > 1
-        if (one.died or failed) and not reports.is_dead:
+    def _is_due(self, observer: RankObserver) -> bool:
+        report = self._log.ranks[observer.rank]
+        failed = observer.exit_reason is not None and len(self._ranks) > 1
+        if (observer.died or failed) and not report.is_dead:
             # The first to end is the cause; what a launcher ends after it is not.
-            return not any(r.is_dead for r in self._reports.values()) and self._has_settled()
-        state = one.state
-        if state is None or one.overdue_s is None:
+            return not any(r.is_dead for r in self._log.ranks.values()) and self._has_settled()
+        state = observer.state
+        if state is None or observer.overdue_s is None:
             return False
-        if reports.progress == state.progress:
-            return reports.retry_at is not None and clock.monotonic() >= reports.retry_at
-        reports.retry_at = None
-        if reports.phase_since == state.phase_since:
-            return one.timeout_s is not None and state.silence_s >= one.timeout_s
+        if report.progress == state.progress:
+            return report.retry_at is not None and clock.monotonic() >= report.retry_at
+        report.retry_at = None
+        if report.phase_since == state.phase_since:
+            return observer.timeout_s is not None and state.silence_s >= observer.timeout_s
         return True
 
     def _has_settled(self) -> bool:
@@ -215,10 +180,10 @@ class Watchdog:
         return not ends or clock.monotonic() - min(ends) > SETTLE_S or self._all_done()
 
     def _waits_for_exempt_rank(
-        self, observations: Sequence[Observation], diagnoses: dict[int, Diagnosis | None]
+        self, observations: Sequence[Observation], causes: dict[int, Cause | None]
     ) -> bool:
         """Return whether a rank evaluates, writes a checkpoint or compiles, for which all others wait."""
-        open_ = [o for o in observations if diagnoses[o.rank] is None and not o.ended and not o.stopped]
+        open_ = [o for o in observations if causes[o.rank or 0] is None and o.end is None and not o.stopped]
         return any(
             (o.state.phase in EXEMPT_PHASES and not o.state.inside)
             or ((thread := summarize_stacks(o, self._limits).thread) is not None and is_compiling(thread))
@@ -232,17 +197,14 @@ class Watchdog:
         return name_reductions([r.observe() for _, r in sorted(self._ranks.items())])
 
     def _observe_host(self, timeout_s: float | None) -> HostObservation:
-        """Diagnose every rank by itself, with the timeout of another machine."""
+        """Observe every rank, with its cause by itself and the timeout of another machine."""
         observations = self._observe()
-        diagnoses = {o.rank: diagnose(o, self._limits, timeout_s) for o in observations}
-        return HostObservation(tuple(observations), diagnoses, self._groups(), self._world_size())
+        return HostObservation(tuple(observations), self._causes(observations, timeout_s), self._world_size())
 
-    def _groups(self) -> dict[int, list[int]]:
-        groups: dict[int, list[int]] = {}
-        for rank in self._ranks:
-            path = runtime_dir.document_path(self._directory, rank, "groups")
-            groups |= runtime_dir.read_document(path, lambda d: {int(k): v for k, v in d.items()}) or {}
-        return groups
+    def _causes(
+        self, observations: Sequence[Observation], timeout_s: float | None
+    ) -> dict[int, Cause | None]:
+        return {o.rank or 0: cause_of(o, self._limits, timeout_s) for o in observations}
 
     def _examine_closely(self) -> None:
         """Take stack samples and CPU times of all ranks for a bounded time."""
@@ -252,204 +214,145 @@ class Watchdog:
         deadline = clock.monotonic() + CLOSE_LOOK_S
         while clock.monotonic() < deadline:
             clock.sleep(CLOSE_POLL_S)
-            for one in self._ranks.values():
-                one.poll(closely=True)
+            for observer in self._ranks.values():
+                observer.poll(closely=True)
             if all(r.has_samples for r in self._ranks.values()):
                 break
         with contextlib.suppress(OSError):
             request.unlink(missing_ok=True)
 
-    def _diagnose(self, due: list[RankObserver]) -> tuple[Diagnosis | None, HostObservation, float | None]:
-        """Return the diagnosis over all ranks, the observations behind it, and the timeout that passed."""
+    def _decide(self, due: list[RankObserver]) -> tuple[Decision | None, HostObservation, float | None]:
+        """Return the decision over all ranks, the observations behind it, and the timeout that passed."""
         others = any(r not in due and not r.is_done for r in self._ranks.values())
         if others or not all(r.has_samples for r in due):
             self._examine_closely()
         observations = self._observe()
         timeout_s = min((r.timeout_s for r in due if r.timeout_s is not None), default=None)
-        common_s = timeout_s if len(observations) > 1 else None
-        diagnoses = {o.rank: diagnose(o, self._limits, common_s) for o in observations}
+        causes = self._causes(observations, timeout_s if len(observations) > 1 else None)
         enters = False
         if timeout_s is not None:
             share_s = PEER_TIMEOUT_SHARE * timeout_s
             # Until then a rank that is entering what it waits for is given the time to be one that waits.
             is_early = max((r.overdue_s or 0.0 for r in due), default=0.0) < share_s
-            enters = self._diagnose_peers(observations, diagnoses, share_s) and is_early
-        host = HostObservation(tuple(observations), diagnoses, self._groups(), self._world_size())
-        ended = any(o.ended or o.exit_reason is not None for o in observations)
-        if len(observations) > 1 and not ended and self._waits_for_exempt_rank(observations, diagnoses):
+            enters = self._add_peers(observations, causes, share_s) and is_early
+        host = HostObservation(tuple(observations), causes, self._world_size())
+        ended = any(o.end is not None or o.exit_reason is not None for o in observations)
+        if len(observations) > 1 and not ended and self._waits_for_exempt_rank(observations, causes):
             return None, host, timeout_s
         if enters and not ended:
             return None, host, timeout_s
-        return diagnose_ranks(observations, diagnoses, host.groups, host.world_size), host, timeout_s
+        return decide(observations, causes, host.world_size), host, timeout_s
 
-    def _diagnose_peers(
-        self, observations: Sequence[Observation], diagnoses: dict[int, Diagnosis | None], share_s: float
+    def _add_peers(
+        self, observations: Sequence[Observation], causes: dict[int, Cause | None], share_s: float
     ) -> bool:
-        """Add diagnoses of ranks that need not be silent for as long as the one that is due.
+        """Add causes of ranks that need not be silent for as long as the one that is due.
 
         They are those that wait, and all where one waits for them. Return whether a rank is about to wait:
         it is in a call that others have to enter, and not for ``share_s`` yet.
         """
-        open_ = [o for o in observations if diagnoses[o.rank] is None]
+        open_ = [o for o in observations if causes[o.rank or 0] is None]
         if len(open_) == len(observations):
             return False
-        is_awaited = any(d is not None and d.waits for d in diagnoses.values())
-        for one in open_:
-            found = diagnose(one, self._limits, share_s)
-            if found is not None and (is_awaited or found.waits):
-                diagnoses[one.rank] = found
-        entering = (diagnose(o, self._limits, MIN_PAUSE_S) for o in open_ if diagnoses[o.rank] is None)
-        return any(found is not None and found.waits for found in entering)
+        is_awaited = any(cause is not None and cause.waits for cause in causes.values())
+        for obs in open_:
+            cause = cause_of(obs, self._limits, share_s)
+            if cause is not None and (is_awaited or cause.waits):
+                causes[obs.rank or 0] = cause
+        entering = (cause_of(o, self._limits, MIN_PAUSE_S) for o in open_ if causes[o.rank or 0] is None)
+        return any(cause is not None and cause.waits for cause in entering)
 
     # Reports
 
     def _report_mismatch(self) -> None:
         """Report calls of the ranks that do not fit together, also where nothing hangs."""
         states = {rank: r.state for rank, r in sorted(self._ranks.items()) if r.state is not None}
-        if self._is_mismatch_reported or len(states) < 2 or not any(s.distributed for s in states.values()):
+        if self._log.mismatch is not None or len(states) < 2:
             return
-        found = find_mismatch([Observation(rank, snapshots=(state,)) for rank, state in states.items()], {})
-        before, self._mismatch = self._mismatch, "" if found is None else found.claim
-        if found is None or (before != found.claim and not self._all_done()):
+        if not any(state.distributed for state in states.values()):
+            return
+        decision = decide_calls([Observation(rank, snapshots=(state,)) for rank, state in states.items()])
+        before, self._mismatch = self._mismatch, decision
+        if decision is None or (before != decision and not self._all_done()):
             return  # a second reading confirms it, while one is to come
-        self._is_mismatch_reported = True
         observations = self._observe()
-        found = open_to_unobserved_ranks(found, observations, self._world_size())
-        self._emit(found, [o for o in observations if found.rank in {None, o.rank}], observations)
+        # With the ranks of its group, which the page does not hold.
+        decision = open_to_unobserved(
+            decide_calls(observations) or decision, observations, self._world_size()
+        )
+        self._log.is_reported(decision)
+        rank = decision.cause.rank
+        self._emit(decision, [o for o in observations if rank in {None, o.rank}], observations)
 
     def _report_resolutions(self) -> None:
         """Report how reported stalls were resolved."""
-        for rank, reports in self._reports.items():
-            one = self._ranks[rank]
-            if one.state is None or reports.stall is None:
+        for rank, report in self._log.ranks.items():
+            observer = self._ranks[rank]
+            if observer.state is None or report.stall is None:
                 continue
-            found = find_resolution(reports.stall, one.state, ended=one.ended, exit_reason=one.exit_reason)
-            if found is None:
+            resolution = reports.find_resolution(
+                report.stall, observer.state, end=observer.end, exit_reason=observer.exit_reason
+            )
+            if resolution is None:
                 continue
-            event, words = found
-            seconds = clock.monotonic() - reports.stall.began
-            reports.stall = reports.progress = reports.retry_at = None
-            self._writer.event(one.state.step, event, {"rank": rank, "after": seconds, "how": words})
-            if not one.died or one.was_terminated:  # other deaths get a diagnosis of their own
-                log(f"rank {rank} {words}, {seconds:.0f} s after that diagnosis")
+            event, words = resolution
+            seconds = clock.monotonic() - report.stall.began
+            report.stall = report.progress = report.retry_at = None
+            payload = {"rank": rank, "after": seconds, "how": words}
+            self._writer.event(observer.state.step, event, payload)
+            if not observer.died or observer.was_terminated:  # other deaths get a diagnosis of their own
+                reports.log(f"rank {rank} {words}, {seconds:.0f} s after that diagnosis")
 
     def _report_stall(self, due: list[RankObserver]) -> None:
-        diagnosis, host, timeout_s = self._diagnose(due)
-        if diagnosis is not None and diagnosis.kind is DiagnosisKind.UNKNOWN and not diagnosis.waits:
-            unclear = [r for r in self._ranks.values() if r.rank == diagnosis.rank]
-            overdue_s = max((r.overdue_s or 0.0 for r in due), default=0.0)
-            if overdue_s < SAMPLES_TIMEOUT_S and not all(r.has_samples for r in unclear):
+        """Decide what keeps the ranks that are due, and report it where that is new."""
+        decision, host, timeout_s = self._decide(due)
+        if decision is not None and decision.cause.kind is DiagnosisKind.UNKNOWN and not decision.cause.waits:
+            if not self._take_native_samples(decision, due):
                 return  # on an overloaded machine samples take their time
-            for one in unclear:
-                if self._reports[one.rank].retry_at is None:
-                    one.take_native_samples()
-            diagnosis, host, timeout_s = self._diagnose(due)
-        for one in due:
-            if one.died or one.exit_reason is not None:
-                self._reports[one.rank].is_dead = True
-        if diagnosis is None:
+            decision, host, timeout_s = self._decide(due)
+        for observer in due:
+            if observer.died or observer.exit_reason is not None:
+                self._log.ranks[observer.rank].is_dead = True
+        if decision is None:
             return
-        if HELD in diagnosis.claim and diagnosis.rank in self._ranks:
-            # From inside nothing can name the function in C.
-            diagnosis = name_native_function(diagnosis, self._ranks[diagnosis.rank].find_native_function())
-        cause = self._ranks.get(diagnosis.rank) if diagnosis.rank is not None else None
-        if cause is not None and cause.died and cause.was_terminated and self._all_done():
+        decision = self._with_function(decision)
+        cause = decision.cause
+        blamed = self._ranks.get(cause.rank) if cause.rank is not None else None
+        if blamed is not None and blamed.died and blamed.was_terminated and self._all_done():
             # The whole job was ended on purpose.
-            step = None if cause.state is None else cause.state.step
-            self._writer.event(step, ENDED, {"rank": cause.rank, "how": cause.ended})
+            step = None if blamed.state is None else blamed.state.step
+            how = end_text(blamed.end) if blamed.end is not None else ""
+            self._writer.event(step, ENDED, {"rank": blamed.rank, "how": how})
             return
-        is_slow = diagnosis.kind is DiagnosisKind.SLOW
-        is_inconclusive = is_slow or diagnosis.kind is DiagnosisKind.UNKNOWN
-        is_repeated = any(self._reports[r.rank].retry_at is not None for r in due)
-        self._remember(diagnosis, due, is_slow=is_slow, is_inconclusive=is_inconclusive)
-        if is_repeated and (is_inconclusive or UNOBSERVED in diagnosis.claim):
-            return  # reported before, and nothing new is known here
-        if is_slow and cause is not None and cause.state is not None:
-            reports, since = self._reports[cause.rank], cause.state.phase_since
-            if reports.slow_since == since:
-                return  # a pause on an overloaded machine does not make it new
-            reports.slow_since = since
-        if self._is_mismatch_reported and diagnosis.claim.startswith(self._mismatch):
-            return  # reported when the call was made, before anything hung
-        if diagnosis.kind is DiagnosisKind.MISMATCH and not self._is_mismatch_reported:
-            self._is_mismatch_reported, self._mismatch = True, diagnosis.claim
-        if cause is not None and diagnosis.kind is DiagnosisKind.DEAD:
-            # How those that waited for it end is no news of its own.
-            is_known, self._reports[cause.rank].is_death_reported = (
-                self._reports[cause.rank].is_death_reported,
-                True,
-            )
-            if is_known:
-                return
-        observations = host.observations
-        last = diagnosis.claim, [o.state.progress for o in observations if o.state is not None]
-        if last == self._last:
-            return  # the timeout of another rank has passed, and none has moved since
-        self._last = last
-        shown = [o for o in observations if o.rank == diagnosis.rank] or observations[:MAX_EVIDENCE]
-        self._emit(diagnosis, [] if is_slow else shown, observations)
+        observations, ranks = host.observations, list(self._ranks.values())
+        if not self._log.is_news(decision, due, ranks, observations):
+            return
+        is_slow = cause.kind is DiagnosisKind.SLOW
+        shown = [o for o in observations if o.rank == cause.rank] or observations[:MAX_EVIDENCE]
+        self._emit(decision, [] if is_slow else shown, observations)
         if not is_slow and self._has_peers():
             self._peers.publish(DIAGNOSED, host)
             self._peers.ask(timeout_s or 0.0)
 
-    def _remember(
-        self, diagnosis: Diagnosis, due: list[RankObserver], *, is_slow: bool, is_inconclusive: bool
-    ) -> None:
-        now = clock.monotonic()
-        for one in self._ranks.values():
-            state, reports = one.state, self._reports[one.rank]
-            if state is None or one.is_done or (one not in due and one.overdue_s is None):
-                continue
-            if is_slow or not is_inconclusive:
-                # What moves again in this phase is not slow for that; where nothing was known, it is.
-                reports.phase_since = state.phase_since
-            if is_slow and one.rank == diagnosis.rank:
-                continue
-            reports.progress = state.progress
-            reports.retry_at = now + 2 * max(state.silence_s, 1.0) if is_inconclusive else None
-            if not is_slow:  # otherwise it waits for one that moves
-                reports.stall = ReportedStall(now, state.progress, state.raised)
+    def _take_native_samples(self, decision: Decision, due: list[RankObserver]) -> bool:
+        """Take native stacks of a rank whose cause is not known, once; return False while its own come in."""
+        unclear = [r for r in self._ranks.values() if r.rank == decision.cause.rank]
+        overdue_s = max((r.overdue_s or 0.0 for r in due), default=0.0)
+        if overdue_s < SAMPLES_TIMEOUT_S and not all(r.has_samples for r in unclear):
+            return False
+        for observer in unclear:
+            if self._log.ranks[observer.rank].retry_at is None:
+                observer.take_native_samples()
+        return True
+
+    def _with_function(self, decision: Decision) -> Decision:
+        """Name the function in C that holds the interpreter lock: from inside nothing can."""
+        observer = self._ranks.get(decision.cause.rank) if decision.cause.rank is not None else None
+        if observer is None or not decision.cause.holds_interpreter:
+            return decision
+        return replace(decision, cause=name_function(decision.cause, observer.find_native_function()))
 
     def _emit(
-        self, diagnosis: Diagnosis, shown: Sequence[Observation], observations: Sequence[Observation]
+        self, decision: Decision, shown: Sequence[Observation], observations: Sequence[Observation]
     ) -> None:
-        evidence = {o.rank: self._ranks[o.rank].format_evidence(o) for o in shown}
-        emit(self._writer, diagnosis, observations, evidence, step_offset=self._step_offset)
-
-
-def main(arguments: list[str]) -> None:
-    """Detach from the starting process and watch."""
-    directory, run, attempt_directory, step_offset, limits, starter, stream, summary = arguments
-    starters = ancestors(int(starter))
-    # A process of its own, so that a script that waits for all its children does not wait for this one.
-    reading, writing = os.pipe()
-    if os.fork():
-        os.close(writing)
-        os.read(reading, 1)  # until the other has written its pid, or has ended
-        os._exit(0)
-    os.close(reading)
-    os.setsid()
-    # Signals of the terminal or the launcher are for the ranks; the watchdog ends with them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    unblock_signals()
-    try:
-        runtime_dir.write_document(Path(directory) / runtime_dir.WATCHDOG, {"pid": os.getpid()})
-        os.close(writing)
-        thresholds = StallLimits().override(json.loads(limits))
-        watchdog = Watchdog(
-            Path(directory), Path(run), Path(attempt_directory), thresholds, int(step_offset),
-            prints_summary=bool(summary),
-        )  # fmt: skip
-        EndGuard(Path(directory), int(starter), lambda: watchdog.end_timeout_s).start()
-        if stream and not stat.S_ISREG(os.fstat(STDERR).st_mode):
-            sys.stderr = cast("TextIO", BorrowedStderr(stream, lambda: [*watchdog.pids(), *starters]))
-        watchdog.run()
-    except Exception as error:  # noqa: BLE001 - the watched process reports it
-        with contextlib.suppress(OSError):
-            reason = {"pid": os.getpid(), "error": f"{type(error).__name__}: {error}"}
-            runtime_dir.write_document(Path(directory) / runtime_dir.WATCHDOG, reason)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        reports.emit(self._writer, decision, observations, shown, step_offset=self._step_offset)

@@ -14,7 +14,7 @@ from backlight.diagnose.test_matrix.plan import Case
 from backlight.records import DiagnosisKind, Finding, Fingerprint, Phase, Severity, Subject
 from backlight.store.write.writer import RunWriter
 from backlight.watchdog.attach import Attached
-from backlight.watchdog.observation import Diagnosis
+from backlight.watchdog.text import Diagnosis
 
 LINE = "/home/me/ops.py:22"
 

@@ -41,9 +41,8 @@ def attach(
     collective. --full prints all threads, Python and native.
     """
     from backlight.cli.render.attached import print_attached, print_dumps, print_job
-    from backlight.watchdog.attach import attach as look_into
-    from backlight.watchdog.attached_dumps import attach_dumps
-    from backlight.watchdog.attached_job import attach_job
+    from backlight.watchdog.attach import attach as observe
+    from backlight.watchdog.attach import attach_dumps, attach_job
 
     if (pid is None) == (flight_recorder is None):
         raise ValueError("attach: expected either the PID of a process or --flight-recorder DIR")
@@ -56,5 +55,5 @@ def attach(
         ranks = attach_job(pid, seconds)
         print_json(ranks) if as_json else print_job(ranks, full=full)
     elif pid is not None:
-        found = look_into(pid, seconds, native=native)
-        print_json(found) if as_json else print_attached(found, full=full)
+        attached = observe(pid, seconds, native=native)
+        print_json(attached) if as_json else print_attached(attached, full=full)

@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING
 
 from backlight.cli.console import Page
 from backlight.text import count
-from backlight.watchdog.attach import main_thread
-from backlight.watchdog.attached_job import span
-from backlight.watchdog.emit import claim_of
+from backlight.watchdog.stack_summary import main_thread
 from backlight.watchdog.stacks import format_sample, strip_backlight
+from backlight.watchdog.text_parts import span
 
 if TYPE_CHECKING:
-    from backlight.watchdog.attach import Attached
-    from backlight.watchdog.attached_dumps import AttachedDumps
-    from backlight.watchdog.attached_job import AttachedJob
-    from backlight.watchdog.observation import Diagnosis
+    from backlight.watchdog.attach import Attached, AttachedDumps, AttachedJob
     from backlight.watchdog.stacks import StackSample
+    from backlight.watchdog.text import Diagnosis
 
 
 FRAMES = 8
@@ -101,7 +98,7 @@ def print_dumps(found: AttachedDumps, *, full: bool = False) -> None:
         issued = f"{count(one.recorded, 'collective')}, last {one.last or 'none'}"
         page.sentence(f"rank {one.rank}{step}: {issued}; {state}{at}")
     for finding in found.findings:
-        page.sentence(f"stored in the run: {claim_of(finding)}")
+        page.sentence(f"stored in the run: {finding.title}; {finding.detail}")
     if found.missing:
         page.sentence(f"not observable: rank {span(found.missing)} left no dump")
     if not full:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from backlight import processes
 from backlight.diagnose.test_matrix.plan import Case, fill
+from backlight.distributed import ProcessNotFoundError
 from backlight.launch.subprocess import ProcessTree, end_marked, is_watchdog, start
 from backlight.records import Finding
 from backlight.redaction import Redaction
@@ -24,7 +25,6 @@ from backlight.threads import executor
 from backlight.user_code import is_user_code
 from backlight.watchdog import stacks
 from backlight.watchdog.attach import Attached, attach
-from backlight.watchdog.rank_processes import ProcessNotFoundError
 
 MAX_WINDOW_S = 10.0
 GRACE_S = 3.0  # between SIGTERM and SIGKILL

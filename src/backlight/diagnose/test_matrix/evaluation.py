@@ -15,7 +15,6 @@ from backlight.diagnose.test_matrix.plan import UNDECIDED, Case
 from backlight.records import DiagnosisKind, to_json
 from backlight.store.read.run import Run
 from backlight.watchdog.attach import Attached
-from backlight.watchdog.emit import claim_of
 
 MAX_DIFFERENCES = 4
 _NUMBER = re.compile(r"[-+]?\d+(?:[.,]\d+)*(?:[eE][-+]?\d+)?")
@@ -115,7 +114,7 @@ def _stalled(observed: Observation) -> Evaluation | None:
     if stall is None or stall.subject.verdict not in set(DiagnosisKind):
         return None
     line = stall.subject.line or next((p.diagnosis.line for p in _ranked(observed) if p.diagnosis.line), "")
-    claim = f"stall finding of the run: {claim_of(stall)}"
+    claim = f"stall finding of the run: {stall.title}; {stall.detail}"
     return Evaluation(DiagnosisKind(stall.subject.verdict), claim, "as the finding", stall.refuted_if, line)
 
 

@@ -23,7 +23,7 @@ import backlight
 from backlight import clock, processes
 from backlight.capture import sharding
 from backlight.capture.fingerprint import take_fingerprint
-from backlight.distributed import launch_id, local_rank
+from backlight.distributed import WATCHDOG, launch_id, local_rank
 from backlight.interrupts import suppressed
 from backlight.monitor import Monitor, RunContext
 from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace
@@ -33,8 +33,8 @@ from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
 from backlight.store.write.watchdog import host_name
 from backlight.watchdog import runtime_dir
-from backlight.watchdog.borrowed_stderr import hand_over
 from backlight.watchdog.observation import ExitReason, exit_reason_of
+from backlight.watchdog.process import hand_over
 from backlight.watchdog.shared_state import RankStatus, SharedState, Slot
 from backlight.watchdog.stacks import DUMP_SIGNAL
 from backlight.watchdog.timeouts import StallLimits
@@ -172,7 +172,9 @@ class StallMonitor(Monitor):
         """Report that this process is ended on purpose; from any thread."""
         if self.heartbeat is not None:
             self._is_ended = True
-            self._write("exit", dataclasses.asdict(ExitReason(launcher, clock.monotonic(), interrupted=True)))
+            self._write(
+                "exit", dataclasses.asdict(ExitReason(launcher, "", clock.monotonic(), interrupted=True))
+            )
             self.heartbeat.shared_state.slots[Slot.STATUS] = RankStatus.FAILED
 
     def resume(self) -> None:
@@ -315,7 +317,7 @@ class StallMonitor(Monitor):
                     sys.executable,
                     "-P",
                     "-m",
-                    "backlight.watchdog.watchdog",
+                    WATCHDOG,
                     str(self._directory),
                     str(self._writer.path.absolute()),
                     str(folder),

@@ -15,9 +15,11 @@ from backlight.devices import GATE
 from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace, _add_frames
 from backlight.monitors.stalls.instrument.collectives import Collectives
 from backlight.records import Phase
-from backlight.watchdog.flight_recorder import CollectiveRecord, parse_dump
+from backlight.watchdog.collectives import CollectiveRecord
+from backlight.watchdog.flight_recorder import parse_dump
 from backlight.watchdog.observation import parse_issued
 from backlight.watchdog.shared_state import Collective, SharedState, read_state
+from backlight.watchdog.text_parts import call_text
 from observed_processes import wait_until
 from ranks.launching import torchrun
 
@@ -188,7 +190,7 @@ def test_open_collective_has_the_phase_and_the_line_that_issued_it(shared_state:
     inside, outside = parse_dump(0, {"entries": entries}).records
     assert (inside.phase, outside.phase) == (Phase.BACKWARD, None)
     assert all(record.line.startswith(f"{__file__}:") for record in (inside, outside))
-    assert inside.issued == f", issued in backward at {inside.line}"
+    assert call_text(inside) == f"{inside.text}, issued in backward at {inside.line}"
 
     def retired() -> list[dict[str, Any]]:
         return [entry for entry in json.loads(dump())["entries"][-2:] if entry["retired"]]

@@ -118,14 +118,14 @@ class Collectives:
 
     def _enter(self, name: str, group: Any, given: dict[str, Any], *, blocking: bool) -> int | None:
         try:
-            key, label = self._group(group)
+            key = self._group(group)
             if name == "recv":  # between two ranks: no number is shared
                 key = zlib.crc32(f"recv {dist.get_rank()} {key}".encode())
             number = self._numbers[key] = self._numbers.get(key, 0) + 1
             compared = _SAME.get(name)
             same = [_described(v for k, v in given.items() if compared is None or k in compared)]
             same += [f"{given.get('op')} {_root(given, group)}"]
-            text = f"{name}({_described(given.values())}) #{number}{label}"
+            text = f"{name}({_described(given.values())})"
             self._shared_state.slots[Slot.DISTRIBUTED] = 1
             return self._shared_state.enter_collective(
                 key,
@@ -140,7 +140,7 @@ class Collectives:
                 raise
             return None
 
-    def _group(self, group: Any) -> tuple[int, str]:
+    def _group(self, group: Any) -> int:
         world = group is None or group is dist.group.WORLD
         ranks = (
             list(range(dist.get_world_size()))
@@ -151,7 +151,7 @@ class Collectives:
         key = zlib.crc32(f"{ranks} {'' if world else getattr(group, 'group_name', '')}".encode())
         if key not in self._numbers:
             self._on_group(key, ranks)
-        return key, "" if world else f" of group {ranks[:8]}"
+        return key
 
 
 def _instead(wrapped: Any, _original: Any) -> Any:

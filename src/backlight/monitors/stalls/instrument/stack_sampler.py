@@ -27,11 +27,11 @@ from backlight.processes import queued_s, voluntary_switches
 from backlight.records import Phase
 from backlight.threads import BackgroundThread, own_threads
 from backlight.user_code import is_launcher, is_user_code
-from backlight.watchdog.named_waits import DEPTH, variables_of
 from backlight.watchdog.runtime_dir import write_document
 from backlight.watchdog.shared_state import PHASES, Slot, StateSnapshot, read_state
 from backlight.watchdog.stacks import Frame, StackSample, ThreadStack, is_backlight
 from backlight.watchdog.timeouts import StallLimits, is_suspicious
+from backlight.watchdog.waits import DEPTH, variables_of
 
 PERIOD_S = 0.25
 """Time between two readings of the shared state."""

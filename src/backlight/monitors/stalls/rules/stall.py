@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from backlight.records import Evidence, Finding
+from backlight.records import Evidence, Finding, to_json
 from backlight.registry import rule
 from backlight.store.read.run import Run
-from backlight.watchdog.emit import RULE
+from backlight.watchdog.joint_stalls import joint_stalls
 from backlight.watchdog.peers import EVENT
-from backlight.watchdog.rank_diagnosis import UNOBSERVED
-from backlight.watchdog.reported_stalls import joint_findings
+from backlight.watchdog.reports import RULE
 from backlight.watchdog.timeouts import StallLimits
 
 
 @rule(RULE, monitor="stalls", version=2, limits=StallLimits, restates=True, logged=True)
 def stall(run: Run, limits: StallLimits) -> Iterator[Finding]:
     """Report each stored diagnosis once; those that one machine left open are replaced by the joint one."""
-    joint = [one.finding for one in joint_findings(run.events(EVENT))]
+    joint = [stall.finding for stall in joint_stalls(run.events(EVENT))]
+    open_subjects = [event.payload.get("subject") for event in run.events(RULE) if event.payload.get("open")]
     replaced = {(finding.subject.verdict, finding.subject.rank) for finding in joint}
     reported: set[object] = set()
     files: dict[str, Evidence] = {}
@@ -30,7 +30,7 @@ def stall(run: Run, limits: StallLimits) -> Iterator[Finding]:
             continue
         reported.add(key)
         is_replaced = (subject.verdict, subject.rank) in replaced
-        if joint and (UNOBSERVED in finding.detail or is_replaced):
+        if joint and (to_json(subject) in open_subjects or is_replaced):
             files.update({e.path: e for e in finding.evidence if e.path in run.evidence()})
             continue
         yield finding

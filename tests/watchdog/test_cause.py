@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from typing import Any
 
 import pytest
 
 from backlight.findings.limits import ThresholdError
+from backlight.processes import ProcessEnd, WaitReason
 from backlight.records import DiagnosisKind, Phase
-from backlight.watchdog.diagnosis import diagnose, estimate_speed
-from backlight.watchdog.flight_recorder import CollectiveRecord, Dump
+from backlight.watchdog.cause import cause_of, estimate_speed
+from backlight.watchdog.collectives import CollectiveRecord, Dump
 from backlight.watchdog.graph_samples import GraphBuild
-from backlight.watchdog.named_waits import WaitCause
 from backlight.watchdog.observation import IssuedCollectives, Observation
 from backlight.watchdog.shared_state import Collective, StateSnapshot
 from backlight.watchdog.stacks import Frame, StackSample, ThreadStack, native_operation
-from backlight.watchdog.timeouts import is_suspicious, timeout_of
+from backlight.watchdog.text import Diagnosis, describe
+from backlight.watchdog.timeouts import StallLimits, is_suspicious, timeout_of
+from backlight.watchdog.waits import WaitCause, WaitName
 from recorded_observations import ENGINE, LIMITS, MAIN, TOP, USER, S, native, observation, samples, snapshot
+
+
+def diagnose(obs: Observation, limits: StallLimits, timeout_s: float | None = None) -> Diagnosis | None:
+    cause = cause_of(obs, limits, timeout_s)
+    return None if cause is None else describe(cause)
 
 
 def backward_snapshots(*heartbeats: float) -> tuple[StateSnapshot, ...]:
@@ -41,7 +49,7 @@ def in_phase(phase: Phase, **changes: Any) -> StateSnapshot:
     return snapshot(phase=phase, heartbeat=500 * S, phase_since=500 * S, node_since=0, **changes)
 
 
-CALL = Collective(1, 17, 2, 3, 960 * S, 0, "all_reduce(16 float32) #17")
+CALL = Collective(1, 17, 2, 3, 960 * S, 0, "all_reduce(16 float32)")
 BUSY: dict[str, Any] = {"cpu": 1.0, "thread_cpu": 1.0}
 LOOP = samples(USER, ENGINE, TOP, runs_bytecode=True)
 NATIVE = samples(ENGINE, TOP)
@@ -50,7 +58,7 @@ EVERY_TENTH = tuple((10 * i, 0) for i in range(1, 10))
 K = DiagnosisKind
 CASES = {
     "wait": (
-        observation(wait="a lock"), K.BLOCKED,
+        observation(wait=WaitReason.LOCK), K.BLOCKED,
         "BLOCKED: the main thread waits for a lock in LockedFn.backward, ops.py:22; CPU 0 %; 40 s; "
         "last parameter reached: 0.bias (2 of 4)",
     ),
@@ -95,11 +103,11 @@ CASES = {
         K.UNKNOWN, "waits for a core",
     ),
     "neither runs nor queues": (
-        observation(wait="a lock", scheduled=0.0, slices_per_s=0.0), K.BLOCKED, "waits for a lock",
+        observation(wait=WaitReason.LOCK, scheduled=0.0, slices_per_s=0.0), K.BLOCKED, "waits for a lock",
     ),
     "competes for the interpreter lock": (
-        observation(thread_cpu=0.03, cpu=1.0, scheduled=0.05, slices_per_s=180.0, wait="a lock"), K.UNKNOWN,
-        "starved of the interpreter lock",
+        observation(thread_cpu=0.03, cpu=1.0, scheduled=0.05, slices_per_s=180.0, wait=WaitReason.LOCK),
+        K.UNKNOWN, "starved of the interpreter lock",
     ),
     "steady heartbeats": (progressing(980, 986, 992), K.SLOW, "; the line that made the nodes is not known"),
     "known line of the nodes": (
@@ -135,10 +143,11 @@ CASES = {
         K.BLOCKED, "waits in all_reduce(16 float32) #17, called at train.py:5 in main",
     ),
     "dead": (
-        observation(ended="killed by SIGKILL"), K.DEAD, "rank 0 killed by SIGKILL at step 2, in backward",
+        observation(end=ProcessEnd(signal.SIGKILL)), K.DEAD,
+        "rank 0 killed by SIGKILL at step 2, in backward",
     ),
     "dead after backward": (
-        observation(snapshot(phase=Phase.OTHER), ended="killed by SIGKILL"),
+        observation(snapshot(phase=Phase.OTHER), end=ProcessEnd(signal.SIGKILL)),
         K.DEAD, "at step 2, between phases",
     ),
     "stopped": (observation(stopped=True), K.STOPPED, "is stopped by a signal"),
@@ -154,14 +163,15 @@ def test_diagnosis(obs: Observation, kind: DiagnosisKind, words: str) -> None:
 
 
 def test_subject_of_a_diagnosis() -> None:
-    blocked, slow, dead, later, waits = (
+    blocked, slow, dead, later = (
         diagnose(CASES[name][0], LIMITS)
-        for name in ("wait", "known line of the nodes", "dead", "dead after backward", "collective")
+        for name in ("wait", "known line of the nodes", "dead", "dead after backward")
     )
     assert (blocked.line, blocked.parameter, blocked.module) == ("/home/me/ops.py:22", "0.bias", "LockedFn")
     assert slow.line == "/home/me/ops.py:22"
     assert (dead.parameter, later.parameter) == ("0.bias", None)  # that backward is over
-    assert (waits.waits, blocked.waits) == (True, False)
+    waiting, alone = (cause_of(CASES[name][0], LIMITS) for name in ("collective", "wait"))
+    assert (waiting.waits, alone.waits) == (True, False)
 
 
 def test_moving_backward_is_slow_with_rate_and_eta() -> None:
@@ -215,7 +225,7 @@ def test_native_operation_is_read_from_native_frames() -> None:
     assert native_operation(StackSample(0, "py-spy", (dataclasses.replace(stack, frames=(TOP,)),))) is None
 
 
-STORAGE = WaitCause("storage", "the kernel does not interrupt its wait on /mnt/x.pt (state D)", "check it")
+STORAGE = WaitCause(WaitName.STORAGE, path="/mnt/x.pt")
 
 
 def test_wait_with_a_name_inside_a_checkpoint() -> None:
@@ -282,7 +292,7 @@ def test_backward_that_compiles_has_no_diagnosis_and_compiled_code_has(
     file: str, function: str, silent: bool
 ) -> None:
     stacks = samples(Frame("/x/pickle.py", 1, "dumps"), Frame(file, 2, function), ENGINE, TOP)
-    assert (diagnose(observation(samples=stacks, wait="a lock"), LIMITS) is None) is silent
+    assert (diagnose(observation(samples=stacks, wait=WaitReason.LOCK), LIMITS) is None) is silent
 
 
 def test_rollouts_of_minutes_between_steps_are_ordinary() -> None:
@@ -333,10 +343,10 @@ def called(name: str) -> tuple[StackSample, ...]:
 
 def test_host_that_waits_for_a_handle_is_blocked_on_the_collective() -> None:
     state = in_phase(Phase.OTHER, world_size=2)
-    found = diagnose(observation(state, samples=called("wait"), issued=issued(DONE, OPEN)), LIMITS, 30.0)
+    found = cause_of(observation(state, samples=called("wait"), issued=issued(DONE, OPEN)), LIMITS, 30.0)
     assert found is not None
     assert (found.kind, found.waits, found.line) == (DiagnosisKind.BLOCKED, True, str(TOP))
-    assert "waits in wait() at train.py:5 in main for all_reduce(16 float32) #5" in found.claim
+    assert "waits in wait() at train.py:5 in main for all_reduce(16 float32) #5" in describe(found).claim
 
 
 @pytest.mark.parametrize(
@@ -353,7 +363,7 @@ def test_other_wait_is_none_for_a_collective(
 ) -> None:
     state = in_phase(Phase.OTHER, world_size=2)
     one = observation(state, samples=called(name), issued=issued(*records), **changes)
-    found = diagnose(one, LIMITS, 30.0)
+    found = cause_of(one, LIMITS, 30.0)
     assert found is not None
     assert not found.waits
 
@@ -362,14 +372,15 @@ def test_other_wait_is_none_for_a_collective(
 def test_host_that_synchronises_a_device_is_blocked_on_the_collective(used: float) -> None:
     state = in_phase(Phase.OTHER, world_size=2, device=True)
     one = observation(state, samples=called("item"), issued=issued(OPEN), cpu=used, thread_cpu=used)
-    found = diagnose(one, LIMITS, 30.0)
+    found = cause_of(one, LIMITS, 30.0)
     assert found is not None
     assert (found.kind, found.waits) == (DiagnosisKind.BLOCKED, True)
 
 
 def test_open_call_names_the_collective_where_there_is_no_flight_recorder() -> None:
-    call = Collective(1, 3, 1, 1, 900 * S, 901 * S, "all_reduce(16 float32) #3", asynchronous=True, index=7)
+    call = Collective(1, 3, 1, 1, 900 * S, 901 * S, "all_reduce(16 float32)", asynchronous=True, index=7)
     state = in_phase(Phase.OTHER, world_size=2, collectives=(call,))
     one = observation(state, issued=IssuedCollectives(990 * S, (7,), None))
-    assert one.pending == call.text
-    assert dataclasses.replace(one, issued=IssuedCollectives(990 * S, (6,), None)).pending == ""
+    assert one.pending is not None
+    assert one.pending.text == "all_reduce(16 float32) #3"
+    assert dataclasses.replace(one, issued=IssuedCollectives(990 * S, (6,), None)).pending is None

@@ -1,8 +1,8 @@
-"""Observer of one rank from outside: its shared state, the kernel, its stacks. No torch.
+"""Observers of one process from outside: its shared state, the kernel, its stacks. No torch.
 
 Stacks are taken in rising order of intrusion. The sampler thread inside takes them by itself while it can
 run; only when it is silent, because a thread holds the interpreter lock, is the process asked by a signal;
-py-spy comes last.
+py-spy comes last. A process that is not watched has no shared state and no sampler thread.
 """
 
 from __future__ import annotations
@@ -10,31 +10,35 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from backlight import clock, processes
-from backlight.processes import Thread
+from backlight.processes import ProcessEnd, Thread, WaitReason
 from backlight.records import Phase
 from backlight.watchdog import runtime_dir, stacks
-from backlight.watchdog.diagnosis import is_moving
+from backlight.watchdog.cause import is_moving
 from backlight.watchdog.graph_samples import parse_graph_build
-from backlight.watchdog.named_waits import find_named_wait
 from backlight.watchdog.observation import (
     Buckets,
     ExitReason,
     IssuedCollectives,
     Observation,
+    Workers,
     parse_buckets,
+    parse_exit_reason,
     parse_issued,
 )
 from backlight.watchdog.shared_state import RankStatus, StateSnapshot, read_state
+from backlight.watchdog.stack_summary import main_stacks, main_thread
 from backlight.watchdog.stacks import StackSample, ThreadStack
 from backlight.watchdog.timeouts import StallLimits, is_suspicious, timeout_of
-from backlight.watchdog.wait_causes import name_wait
+from backlight.watchdog.waits import WaitCause, find_named_wait, name_wait, variables_of
 
 T = TypeVar("T")
 
@@ -67,7 +71,7 @@ class RankObserver:
         self.rank = rank
         self.pidfd = -1
         self.state: StateSnapshot | None = None
-        self.ended = ""
+        self.end: ProcessEnd | None = None
         self.ended_at = 0.0
         self._directory = directory
         self._path = runtime_dir.state_path(directory, rank)
@@ -90,11 +94,11 @@ class RankObserver:
         if state is None:
             self._check_end()
             return
-        if self.pidfd < 0 and not self.ended:
+        if self.pidfd < 0 and self.end is None:
             with contextlib.suppress(OSError):
                 self.pidfd = os.pidfd_open(state.pid)
             if self.pidfd < 0:
-                self.ended = "is gone"
+                self.end = ProcessEnd(was_gone=True)
         self.state = state
         if self._check_end():
             return
@@ -115,7 +119,7 @@ class RankObserver:
     @property
     def is_done(self) -> bool:
         """Whether the rank has ended or reported its end."""
-        return bool(self.ended) or (self.state is not None and self.state.is_closed)
+        return self.end is not None or (self.state is not None and self.state.is_closed)
 
     @property
     def is_examined_closely(self) -> bool:
@@ -152,28 +156,28 @@ class RankObserver:
     @property
     def was_terminated(self) -> bool:
         """Whether a signal ended it that people and launchers use for that."""
-        return any(name in self.ended for name in ("SIGTERM", "SIGINT", "SIGHUP"))
+        return self.end is not None and self.end.is_termination
 
     @property
     def exit_reason(self) -> ExitReason | None:
         """The exception by which it left its training, None where there is none."""
         if self._exit_reason is None and self.state is not None and self.state.status is RankStatus.FAILED:
-            self._exit_reason = self._read("exit", lambda data: ExitReason(**data))
+            self._exit_reason = self._read("exit", parse_exit_reason)
         return self._exit_reason
 
     @property
     def died(self) -> bool:
         """Whether it ended without reporting so, other than by an exit with code 0."""
         reported = self.state is not None and self.state.is_closed
-        return bool(self.ended) and not reported and self.ended != "ended with exit code 0"
+        return self.end is not None and not reported and self.end.status != 0
 
     def _read(self, kind: str, parse: Callable[[Any], T]) -> T | None:
         return runtime_dir.read_document(runtime_dir.document_path(self._directory, self.rank, kind), parse)
 
     def _check_end(self) -> bool:
         """Return whether the process has ended, and record how while its parent has not reaped it yet."""
-        if self.ended or self.pidfd < 0:
-            return bool(self.ended)
+        if self.end is not None or self.pidfd < 0:
+            return self.end is not None
         if not select.select([self.pidfd], [], [], 0)[0]:
             return False
         self.ended_at = clock.monotonic()
@@ -184,13 +188,12 @@ class RankObserver:
             status = last.exit_status
         elif status is None:
             status = processes.exit_status(self.pidfd)  # its parent has read it between the two
-        self.ended = "ended (how is not observable)" if status is None else processes.describe_exit(status)
-        if "SIGKILL" in self.ended and self.state is not None:
+        self.end = ProcessEnd(status)
+        if self.end.signal == signal.SIGKILL and self.state is not None:
             kills = processes.count_oom_kills()
-            if processes.was_killed_for_memory(self.state.pid):
-                self.ended += ": the kernel killed it for memory"
-            elif kills is not None and kills > (self._oom_kills or 0):
-                self.ended += ", while the kernel was killing for memory"
+            for_memory = processes.was_killed_for_memory(self.state.pid)
+            is_near = not for_memory and kills is not None and kills > (self._oom_kills or 0)
+            self.end = replace(self.end, for_memory=for_memory, near_memory_kill=is_near)
         return True
 
     def _examine(self, state: StateSnapshot) -> None:
@@ -220,7 +223,7 @@ class RankObserver:
 
     def take_native_samples(self, count: int = 2, timeout_s: float = 2.0) -> None:
         """Take native stacks with py-spy, which pauses the process for each."""
-        if self.state is None or self.ended:
+        if self.state is None or self.end is not None:
             return
         self._ran_py_spy = True
         for _ in range(count):
@@ -252,29 +255,30 @@ class RankObserver:
             if state.phase is Phase.BACKWARD:
                 observed["graph_build"] = self._read("graph", parse_graph_build)
         samples = self._samples()
-        if state is not None and not self.ended:
+        if state is not None and self.end is None:
             tid = self._working_tid(state, samples)
             process = processes.read_process(state.pid)
             observed |= self._cpu_usage(tid)
-            observed["wait"] = processes.wait_reason(state.pid, tid) if tid else ""
+            observed["wait"] = processes.wait_reason(state.pid, tid) if tid else WaitReason.UNKNOWN
             observed["stopped"] = (
                 process is not None and process.is_stopped and self._stays_stopped(state.pid)
             )
-            observed["workers"] = _worker_words(state.pid)
+            observed["workers"] = _workers(state.pid)
             if self._usages and tid:
                 stack = self._steady_stack(state, samples)
                 observed["cause"] = name_wait(state.pid, tid, stack, self._oom_kills)
         return Observation(
             rank=self.rank,
+            pid=state.pid if state is not None else 0,
             history=tuple(self._history),
             samples=samples,
             native_samples=tuple(self._native),
-            ended=self.ended if self.died else "",
+            end=self.end if self.died else None,
             ended_at=self.ended_at,
-            terminated=self.was_terminated,
             names=self._read("names", tuple) or (),
             buckets=self._read("buckets", parse_buckets) or Buckets(),
             issued=self._issued(),
+            groups=self._read("groups", parse_groups) or {},
             not_collected=tuple(self._not_collected),
             exit_reason=self.exit_reason,
             **observed,
@@ -282,16 +286,16 @@ class RankObserver:
 
     def _issued(self) -> IssuedCollectives:
         """Return the collectives that the process has written since it last progressed."""
-        found = self._read("collectives", partial(parse_issued, self.rank))
-        recent = found is not None and self.state is not None and found.at >= self.state.heartbeat
-        return found if found is not None and recent else IssuedCollectives()
+        issued = self._read("collectives", partial(parse_issued, self.rank))
+        recent = issued is not None and self.state is not None and issued.at >= self.state.heartbeat
+        return issued if issued is not None and recent else IssuedCollectives()
 
     def _stays_stopped(self, pid: int) -> bool:
         """Return whether a stopped process stays so: py-spy stops it for a moment."""
         for _ in range(RESUME_CHECKS if self._ran_py_spy else 0):
             clock.sleep(0.1)
-            found = processes.read_process(pid)
-            if found is None or not found.is_stopped:
+            process = processes.read_process(pid)
+            if process is None or not process.is_stopped:
                 return False
         return True
 
@@ -311,12 +315,12 @@ class RankObserver:
         recent = samples[-int(self._limits.looks) :]
         if len(recent) < self._limits.looks:
             return None
-        found = [stacks.find_working_thread(sample, state.working_ident) for sample in recent]
+        threads = [stacks.find_working_thread(sample, state.working_ident) for sample in recent]
         waits = {
             (wait[0].name, stack.variables) if stack and (wait := find_named_wait(stack)) else None
-            for stack in found
+            for stack in threads
         }
-        return found[-1] if len(waits) == 1 and None not in waits else None
+        return threads[-1] if len(waits) == 1 and None not in waits else None
 
     def _working_tid(self, state: StateSnapshot, samples: tuple[StackSample, ...]) -> int:
         stack = stacks.find_working_thread(samples[-1], state.working_ident) if samples else None
@@ -353,42 +357,103 @@ class RankObserver:
             usage["slices_per_s"] = (after.slices - before.slices) / passed
         return usage
 
-    def format_evidence(self, obs: Observation) -> str:
-        """Return an observation as text, the form in which it is kept."""
-        parts = []
-        state = obs.state
-        if state is not None:
-            shown = {k: v for k, v in vars(state).items() if k not in {"collectives", "arrived"}}
-            shown["typical"] = {p.value: f"{s:.3f} s" for p, s in state.typical.items() if s}
-            parts.append("shared state\n" + "\n".join(f"  {name} = {value}" for name, value in shown.items()))
-            for call in state.collectives:
-                duration = "inside" if call.inside else f"{(call.left - call.entered) / 1e6:.1f} ms"
-                parts.append(f"  collective {call.text}: {duration}")
-            if not obs.ended:
-                parts.append("threads, from /proc\n" + processes.format_threads(state.pid))
-        samples = [*obs.samples[-3:], *obs.native_samples]
-        parts += [f"stack sample {n}, {stacks.format_sample(sample)}" for n, sample in enumerate(samples)]
-        if obs.not_collected:
-            parts.append(
-                "could not be collected\n" + "\n".join(f"  {reason}" for reason in obs.not_collected)
-            )
-        return "\n".join(parts)
+
+def parse_groups(data: Any) -> dict[int, tuple[int, ...]]:
+    """Return the ranks of each process group, by the checksum that its collectives carry."""
+    return {int(key): tuple(map(int, ranks)) for key, ranks in data.items()}
 
 
-def _worker_words(pid: int) -> str:
-    """Return the state of the Python child processes of a process in words."""
+def _workers(pid: int) -> Workers | None:
+    """Return the state of the Python child processes of a process, None without any."""
     workers = [c for c in processes.children(pid) if "python" in c.name or c.name.startswith("pt_")]
-    if not workers:
-        return ""
-    parts = [f"{len(workers)} worker processes"]
-    for word, pids in (
-        ("dead", [c.pid for c in workers if c.is_dead]),
-        ("stopped", [c.pid for c in workers if c.is_stopped]),
-    ):
-        if pids:
-            parts.append(f"{len(pids)} of them {word} ({', '.join(map(str, pids))})")
     reasons = {reason for c in workers if (reason := processes.wait_reason(c.pid, c.pid))}
-    words = sorted("sleep" if reason == "a sleep" else f"wait for {reason}" for reason in reasons)
-    if words:
-        parts.append(f"they {', '.join(words)}")
-    return ", ".join(parts)
+    if not workers:
+        return None
+    return Workers(
+        len(workers),
+        tuple(c.pid for c in workers if c.is_dead),
+        tuple(c.pid for c in workers if c.is_stopped),
+        tuple(sorted(reasons)),
+    )
+
+
+# A process that is not watched
+
+NUM_SAMPLES = 4
+
+
+def observe_unwatched(
+    process: processes.Process, duration_s: float, *, rank: int | None = None, native: bool = True
+) -> Observation:
+    """Observe a process for some seconds by the kernel and py-spy.
+
+    ``native``: also take native stacks at the end, which pauses the process for a moment.
+    """
+    pid = process.pid
+    unseen = [
+        "steps, phases, autograd nodes and parameters: the process was not started by backlight",
+        "collectives of the ranks: only their Python lines",
+    ]
+    if not processes.is_traceable(pid):
+        unseen.append("what its threads wait for in the kernel: tracing is denied")
+    if process.is_dead or process.is_stopped:
+        end = ProcessEnd(process.exit_status) if process.is_dead else None
+        return Observation(rank, pid, end=end, stopped=process.is_stopped, not_collected=tuple(unseen))
+    samples: list[StackSample] = []
+    natives: list[StackSample] = []
+    before, begin = _threads(pid), clock.monotonic()
+    for _ in range(NUM_SAMPLES):
+        sample, reason = stacks.dump_by_py_spy(pid)
+        if sample is None:
+            unseen.append(f"Python stacks: {reason}")
+            clock.sleep(duration_s)
+            break
+        samples.append(sample)
+        clock.sleep(duration_s / NUM_SAMPLES)
+    after, passed = _threads(pid), clock.monotonic() - begin
+    if native and samples:
+        sample, reason = stacks.dump_by_py_spy(pid, native=True)
+        if sample is None:
+            unseen.append(f"native stacks: {reason}")
+        else:
+            natives.append(sample)
+    # Of threads that are new, their whole time counts.
+    cpu = {
+        tid: (t.cpu_s - (before[tid].cpu_s if tid in before else 0.0)) / passed for tid, t in after.items()
+    }
+    ran = scheduled = None
+    if pid in before and pid in after and after[pid].slices:
+        ran = (after[pid].ran_ns - before[pid].ran_ns) / 1e9 / passed
+        scheduled = ran + (after[pid].queued_ns - before[pid].queued_ns) / 1e9 / passed
+    obs = Observation(
+        rank, pid, samples=tuple(samples), native_samples=tuple(natives), cpu=sum(cpu.values()),
+        thread_cpu=ran if ran is not None else cpu.get(pid), scheduled=scheduled,
+        wait=processes.wait_reason(pid, pid), not_collected=tuple(unseen),
+    )  # fmt: skip
+    cause = _find_cause(obs) if samples else name_wait(pid, pid, None)
+    return replace(obs, cause=cause)
+
+
+def _threads(pid: int) -> dict[int, Thread]:
+    return {thread.tid: thread for thread in processes.read_threads(pid)}
+
+
+def _find_cause(obs: Observation) -> WaitCause | None:
+    """Return what the main thread waits for, where its innermost frames, or their name, stay the same."""
+    pid, threads = obs.pid, main_stacks(obs)
+    names = {named[0].name if (named := find_named_wait(thread)) else None for thread in threads}
+    is_named = len(names) == 1 and None not in names  # a lock that is polled has other frames now and then
+    is_same = is_named or len({thread.frames[:1] for thread in threads}) == 1
+    if len(threads) < len(obs.samples) or not is_same:
+        return None
+    stack = threads[-1]
+    natives = [t for n in obs.native_samples if (t := main_thread(n, pid)) is not None]
+    inside = [frame.function for thread in natives for frame in thread.native]
+    if find_named_wait(stack) is None and (
+        processes.current_call(pid, pid) == (0, 0) or any("builtin_input" in name for name in inside)
+    ):
+        stack = replace(stack, called="input")
+    elif variables_of(stack):
+        sample, _ = stacks.dump_by_py_spy(pid, variables=True)
+        stack = (main_thread(sample, pid) if sample is not None else None) or stack
+    return name_wait(pid, pid, stack)

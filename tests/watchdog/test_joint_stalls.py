@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -15,19 +16,21 @@ from pathlib import Path
 import pytest
 
 from backlight.findings.evaluate import findings_of
+from backlight.processes import ProcessEnd
 from backlight.records import DiagnosisKind, Phase
 from backlight.store.format.manifest import read_manifest
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter, host_name
 from backlight.store.write.writer import RunWriter
 from backlight.watchdog import peers, runtime_dir
-from backlight.watchdog.emit import claim_of
-from backlight.watchdog.observation import Diagnosis, Observation
+from backlight.watchdog.collectives import CollectiveRecord, Reduction
+from backlight.watchdog.diagnosis import Cause, Decision, What
+from backlight.watchdog.joint_stalls import newest_stall, stall_events
+from backlight.watchdog.observation import Observation
 from backlight.watchdog.peers import HostObservation, join, pack, unpack
-from backlight.watchdog.rank_diagnosis import UNOBSERVED
-from backlight.watchdog.reported_stalls import newest_stall, stall_events
 from backlight.watchdog.shared_state import PHASES, RankStatus, SharedState, Slot
 from backlight.watchdog.timeouts import StallLimits
+from backlight.watchdog.waits import WaitCause, WaitName
 from backlight.watchdog.watchdog import Watchdog
 from ranks.launching import watching
 
@@ -58,9 +61,9 @@ class Machine:
         )
         self.watchdog = Watchdog(self.directory, run, run / "attempt-000", StallLimits(), host=f"node-{node}")
 
-    def wait_in_collective(self, seconds: float, text: bytes = b"all_reduce(8 float32) #4") -> None:
+    def wait_in_collective(self, seconds: float, call: bytes = b"all_reduce(8 float32)") -> None:
         self.state.slots[Slot.DISTRIBUTED] = 1
-        self.state.enter_collective(GROUP, 4, CALL, SHAPE, text, blocking=True)
+        self.state.enter_collective(GROUP, 4, CALL, SHAPE, call, blocking=True)
         self.hang(seconds)
 
     def hang(self, seconds: float, phase: Phase = Phase.OTHER) -> None:
@@ -90,26 +93,26 @@ def test_each_slow_phase_and_each_mismatch_is_reported_once(
     with machines(tmp_path, run) as (first, _):
         watchdog = first.watchdog
 
-        def report(kind: DiagnosisKind, claim: str) -> list[str]:
+        def report(kind: DiagnosisKind, step: int, **changes: object) -> list[str]:
             first.hang(40, Phase.BACKWARD)
             first.state.slots[Slot.PHASE_SINCE] = since
             first.state.slots[Slot.PROGRESS] += 1
             watchdog.poll()
-            diagnosis = Diagnosis(kind, Phase.BACKWARD, f"{kind}: {claim}", "it ends", "wait", rank=0)
-            observed = tuple(watchdog._observe())
-            host = HostObservation(observed, {0: diagnosis}, {}, 2)
-            monkeypatch.setattr(watchdog, "_diagnose", lambda _due: (diagnosis, host, 5.0))
+            cause = Cause(kind, What.STRAGGLER, Phase.BACKWARD, rank=0, step=step, ranks=(0,))
+            host = HostObservation(tuple(watchdog._observe()), {0: cause}, 2)
+            decision = Decision(cause, **changes)
+            monkeypatch.setattr(watchdog, "_decide", lambda _due: (decision, host, 5.0))
             watchdog._report_stall(list(watchdog._ranks.values()))
             return [claim for _, _, claim in stalls(open_run(run))]
 
         monkeypatch.setattr(Watchdog, "_is_due", lambda *_: False)
         since = 1 * S
-        (one,) = report(DiagnosisKind.SLOW, "12 of 67 nodes")
-        assert report(DiagnosisKind.SLOW, "43 of 67 nodes") == [one]
+        (one,) = report(DiagnosisKind.SLOW, 12)
+        assert report(DiagnosisKind.SLOW, 43) == [one]
         since = 2 * S  # the control: the next backward is slow as well
-        assert len(report(DiagnosisKind.SLOW, "12 of 67 nodes again")) == 2
-        assert len(report(DiagnosisKind.MISMATCH, "at collective 3; rank 0 killed by SIGABRT in it")) == 3
-        monkeypatch.setattr("backlight.watchdog.watchdog.find_mismatch", not_called)
+        assert len(report(DiagnosisKind.SLOW, 13)) == 2
+        assert len(report(DiagnosisKind.MISMATCH, 3, noticed=(0, ProcessEnd(signal.SIGABRT)))) == 3
+        monkeypatch.setattr("backlight.watchdog.watchdog.decide_calls", not_called)
         watchdog._report_mismatch()
 
 
@@ -122,7 +125,8 @@ def launch_of(run: Path) -> str:
 
 
 def stalls(run: Run) -> list[tuple[str | None, int | None, str]]:
-    return [(f.subject.verdict, f.subject.rank, claim_of(f)) for f in findings_of(run) if f.rule == "stall"]
+    stored = [f for f in findings_of(run) if f.rule == "stall"]
+    return [(f.subject.verdict, f.subject.rank, f"{f.title}; {f.detail}".removesuffix(".")) for f in stored]
 
 
 def test_rank_that_waits_for_a_rank_of_another_machine(
@@ -182,15 +186,15 @@ def test_cause_that_stays_open_is_one_stall(
     with machines(tmp_path, run) as (first, _):
         watchdog = first.watchdog
 
-        def diagnose(_due: object) -> tuple[Diagnosis, HostObservation, float]:
-            claim = f"{(kind := next(kinds))}: they wait; 1 of 2 ranks are {UNOBSERVED}"
-            diagnosis = Diagnosis(kind, Phase.OTHER, claim, "it ends", "wait", waits=True)
-            return diagnosis, HostObservation(tuple(watchdog._observe()), {0: diagnosis}, {}, 2), 5.0
+        def decide(_due: object) -> tuple[Decision, HostObservation, float]:
+            cause = Cause(next(kinds), What.ALL_WAIT, waits=True)
+            host = HostObservation(tuple(watchdog._observe()), {0: cause}, 2)
+            return Decision(cause, unobserved=(1, 2)), host, 5.0
 
-        monkeypatch.setattr(watchdog, "_diagnose", diagnose)
+        monkeypatch.setattr(watchdog, "_decide", decide)
         first.wait_in_collective(40)
         watchdog.poll()
-        watchdog._reports[0].retry_at = 0.0
+        watchdog._log.ranks[0].retry_at = 0.0
         watchdog.poll()
         made = open_run(run).events("stall")
     assert next(kinds, None) is None
@@ -270,9 +274,22 @@ def test_two_stalls_of_a_run_are_two_diagnoses(tmp_path: Path, run: Path) -> Non
 
 
 def test_stored_observations_are_read(tmp_path: Path) -> None:
-    observation = Observation(rank=3, ended="killed by SIGKILL", ended_at=5.0)
-    unpacked = unpack(pack(HostObservation((observation,), {3: None}, {GROUP: [0, 3]}, 4)))
-    assert (unpacked.world_size, unpacked.groups, unpacked.diagnoses) == (4, {GROUP: [0, 3]}, {3: None})
+    killed = ProcessEnd(signal.SIGKILL)
+    observation = Observation(rank=3, end=killed, ended_at=5.0, groups={GROUP: (0, 3)})
+    call = CollectiveRecord("7", (0, 3), 4, "all_reduce")
+    causes = {
+        3: Cause(DiagnosisKind.DEAD, What.ENDED, end=killed),
+        **{
+            rank: Cause(DiagnosisKind.BLOCKED, What.IDLE, call=awaited, waits=True, named=named)
+            for rank, (awaited, named) in enumerate([
+                (call, None), (Reduction(num_started=2), None), (Reduction(), WaitCause(WaitName.STORAGE)),
+            ])
+        },
+    }  # fmt: skip
+    unpacked = unpack(pack(HostObservation((observation,), {**causes, 5: None}, 6)))
+    assert (unpacked.world_size, unpacked.causes) == (6, {**causes, 5: None})
+    assert unpacked.observations[0].groups == {GROUP: (0, 3)}
+    assert unpacked.observations[0].end == killed
     assert abs(unpacked.observations[0].ended_at - (time.time() - time.monotonic() + 5.0)) < 1.0
     assert unpack({"observations": [{}]}) is None
     assert join([]) is None

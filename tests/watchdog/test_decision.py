@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from typing import Any
 
 import pytest
 
+from backlight.processes import ProcessEnd, WaitReason
 from backlight.records import DiagnosisKind, Phase
-from backlight.watchdog.diagnosis import diagnose
-from backlight.watchdog.flight_recorder import CollectiveRecord, Dump
-from backlight.watchdog.observation import (
-    HIGH,
-    Diagnosis,
-    ExitReason,
-    IssuedCollectives,
-    Observation,
-)
-from backlight.watchdog.rank_diagnosis import diagnose_ranks
+from backlight.watchdog.cause import cause_of
+from backlight.watchdog.collectives import CollectiveRecord, Dump
+from backlight.watchdog.decision import decide
+from backlight.watchdog.diagnosis import Cause, What
+from backlight.watchdog.observation import ExitReason, IssuedCollectives, Observation, PeerFailure
 from backlight.watchdog.shared_state import Collective, RankStatus
 from backlight.watchdog.stacks import Frame, ThreadStack, in_collective
+from backlight.watchdog.text import Diagnosis, describe
 from recorded_observations import LIMITS, TOP, S, observation, samples, snapshot
 
 WORLD = 3
@@ -29,7 +27,7 @@ GROUP = 5
 def call(
     number: int, kind: int = 1, shape: int = 1, *, inside: bool = False, group: int = GROUP
 ) -> Collective:
-    text = f"call{kind}({shape}) #{number}"
+    text = f"call{kind}({shape})"
     return Collective(group, number, kind, shape, 900 * S, 0 if inside else 901 * S, text)
 
 
@@ -43,16 +41,24 @@ def waiting(rank: int, *calls: Collective, **changes: Any) -> Observation:
     return observation(state, rank=rank, samples=samples(TOP), **changes)
 
 
-def diagnose_all(*observations: Observation, groups: dict[int, list[int]] | None = None) -> Diagnosis | None:
-    diagnoses = {v.rank: diagnose(v, LIMITS, 30.0) for v in observations}
-    return diagnose_ranks(observations, diagnoses, groups or {GROUP: [0, 1, 2]}, WORLD)
+def diagnose_all(
+    *observations: Observation, groups: dict[int, tuple[int, ...]] | None = None
+) -> Diagnosis | None:
+    members = groups or {GROUP: (0, 1, 2)}
+    observed = [dataclasses.replace(o, groups=members) for o in observations]
+    causes = {o.rank: cause_of(o, LIMITS, 30.0) for o in observed}
+    decision = decide(observed, causes, WORLD)
+    return None if decision is None else describe(decision)
 
 
-def failed(rank: int, error: str, at: float = 5.0, inside: str = "", **changes: Any) -> Observation:
+def failed(
+    rank: int, error: str, at: float = 5.0, inside: PeerFailure = PeerFailure.NONE, **changes: Any
+) -> Observation:
     """A rank that an exception ended, in its third backward or after it."""
     one = waiting(rank, call(1), dataclasses.replace(call(2), failed=bool(inside)))
     ended = dataclasses.replace(one.state, status=RankStatus.FAILED, backwards=3)
-    exit_reason = ExitReason(error, at, "/home/me/train.py:7", "main", inside, **changes)
+    kind, _, message = error.partition(": ")
+    exit_reason = ExitReason(kind, message, at, "/home/me/train.py:7", "main", inside, **changes)
     return dataclasses.replace(one, snapshots=(ended,), exit_reason=exit_reason)
 
 
@@ -74,6 +80,11 @@ def moving(*heartbeats: int, since: int = 699) -> Observation:
     return observation(readings[-1], rank=2, history=readings)
 
 
+def alone(rank: int, **changes: Any) -> Observation:
+    """A rank in no collective."""
+    return observation(snapshot(rank=rank, world_size=WORLD), rank=rank, **changes)
+
+
 def in_backward(rank: int) -> Observation:
     """A rank that waits in native code of backward, as for the reduction of a bucket."""
     state = snapshot(rank=rank, world_size=WORLD, node_since=0)
@@ -82,7 +93,7 @@ def in_backward(rank: int) -> Observation:
 
 def closed(rank: int, at: float = 5.0) -> Observation:
     """A rank that failed in a collective because of another."""
-    return failed(rank, "RuntimeError: Connection closed by peer", at, "a collective")
+    return failed(rank, "RuntimeError: Connection closed by peer", at, PeerFailure.COLLECTIVE)
 
 
 def at_step(one: Observation, step: int) -> Observation:
@@ -105,27 +116,28 @@ def recorded(one: Observation, operation: str) -> Observation:
     )
 
 
+TERMINATED, KILLED = ProcessEnd(signal.SIGTERM), ProcessEnd(signal.SIGKILL)
 ODD = (call(1), call(2, kind=9, inside=True))
 DEAD, MISMATCH, UNKNOWN = DiagnosisKind.DEAD, DiagnosisKind.MISMATCH, DiagnosisKind.UNKNOWN
 CASES: dict[str, tuple[list[Observation], DiagnosisKind, int | None, str]] = {
     "a dead rank is the cause": (
-        [waiting(0), waiting(1, *ODD, ended="killed by SIGKILL"), waiting(2)],
+        [waiting(0), waiting(1, *ODD, end=KILLED), waiting(2)],
         DEAD, 1, "Waiting for it: rank 0, 2 in call1(1) #2",
     ),
     "of two the first that died": (
-        [waiting(0, ended="killed by SIGTERM", ended_at=9.0), waiting(1, ended="died", ended_at=3.0)],
+        [waiting(0, end=TERMINATED, ended_at=9.0), waiting(1, end=ProcessEnd(), ended_at=3.0)],
         DEAD, 1, "after it rank 0",
     ),
     "not the one that the launcher ended": (
         [
-            waiting(0, ended="killed by SIGTERM", ended_at=1.0, terminated=True),
-            waiting(1, ended="killed by SIGSEGV", ended_at=1.1),
-            waiting(2, ended="killed by SIGTERM", ended_at=1.0, terminated=True),
+            waiting(0, end=TERMINATED, ended_at=1.0),
+            waiting(1, end=ProcessEnd(signal.SIGSEGV), ended_at=1.1),
+            waiting(2, end=TERMINATED, ended_at=1.0),
         ],
         DEAD, 1, "killed by SIGSEGV",
     ),
     "a rank outside of collectives": (
-        [waiting(0), waiting(1), observation(snapshot(rank=2, world_size=WORLD), rank=2, wait="a lock")],
+        [waiting(0), waiting(1), alone(2, wait=WaitReason.LOCK)],
         DiagnosisKind.BLOCKED, 2, "BLOCKED: rank 2: the main thread waits for a lock in LockedFn",
     ),
     "a moving rank is a straggler": (
@@ -150,7 +162,7 @@ CASES: dict[str, tuple[list[Observation], DiagnosisKind, int | None, str]] = {
     ),
     "the one in another call than the majority": (
         [waiting(0), in_backward(1), in_backward(2)], MISMATCH, 0,
-        "which rank 1, 2 has not entered: rank 1 waits in a red",
+        "rank 1, 2 has not issued call1(1) #2, in which rank 0 waits; rank 1, 2 wait in a reduction inside ",
     ),
     "a rank that skips a backward, by the flight recorder": (
         [
@@ -176,7 +188,7 @@ CASES: dict[str, tuple[list[Observation], DiagnosisKind, int | None, str]] = {
         DEAD, 1, "has left its training out of memory: MemoryError",
     ),
     "a killed rank, though others failed first": (
-        [closed(0), waiting(1, ended="killed by SIGKILL", ended_at=5.3), closed(2)], DEAD, 1, "SIGKILL",
+        [closed(0), waiting(1, end=KILLED, ended_at=5.3), closed(2)], DEAD, 1, "SIGKILL",
     ),
     "a rank with fewer batches": (
         [closed(0), finished(1, 2, call(1)), closed(2)],
@@ -248,16 +260,15 @@ def test_wait_in_a_functional_collective_is_recognised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("claim", "expected"),
+    ("what", "expected"),
     [
-        ("BLOCKED: the main thread waits for rank 10", "BLOCKED: rank 1: the main thread waits for rank 10"),
-        ("BLOCKED: rank 1 waits", "BLOCKED: rank 1 waits"),
-        ("the main thread waits", "rank 1: the main thread waits"),
+        (What.IDLE, "BLOCKED: rank 1: the main thread waits"),
+        (What.IN_COLLECTIVE, "BLOCKED: rank 1 waits in "),
     ],
 )
-def test_rank_is_named_once(claim: str, expected: str) -> None:
-    alone = Diagnosis(DiagnosisKind.BLOCKED, Phase.OTHER, claim, "", "", confidence=HIGH, rank=1)
+def test_rank_is_named_once(what: What, expected: str) -> None:
+    alone = Cause(DiagnosisKind.BLOCKED, what, rank=1)
     observations = [observation(snapshot(rank=rank, world_size=2), rank=rank) for rank in range(2)]
-    found = diagnose_ranks(observations, {0: None, 1: alone}, {}, 2)
-    assert found is not None
-    assert found.claim == expected
+    decision = decide(observations, {0: None, 1: alone}, 2)
+    assert decision is not None
+    assert describe(decision).claim.startswith(expected)

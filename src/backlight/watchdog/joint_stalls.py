@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from backlight.records import DiagnosisKind, Evidence, Finding
 from backlight.store.format.manifest import read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, watchdog_files
 from backlight.store.read.run import Event, open_run
-from backlight.watchdog.emit import ENDED, RESUMED, RULE, as_finding, claim_of
-from backlight.watchdog.peers import (
-    DIAGNOSED,
-    EVENT,
-    JOIN_WINDOW_S,
-    LEFT,
-    join,
-    only_ended,
-    unpack,
-)
-from backlight.watchdog.rank_diagnosis import diagnose_ranks
+from backlight.watchdog.decision import decide
+from backlight.watchdog.peers import DIAGNOSED, EVENT, JOIN_WINDOW_S, LEFT, join, only_ended, unpack
+from backlight.watchdog.reports import ENDED, RESUMED, RULE, as_finding
+from backlight.watchdog.text import Diagnosis, describe
 
 
 @dataclass(frozen=True)
@@ -63,27 +55,39 @@ def newest_stall(events: Sequence[Event]) -> ReportedStall | None:
     ends = [e for e in events if e.kind in {RESUMED, ENDED} and e.time > last.time]
     over = "; ".join(f"rank {e.payload.get('rank')} {e.payload.get('how')}" for e in ends)
     # A machine stores its observations after its diagnosis.
-    joint = [j for j in joint_findings(e for e in events if e.kind == EVENT) if j.time >= last.time]
+    joint = [j for j in joint_stalls(e for e in events if e.kind == EVENT) if j.time >= last.time]
     payload = last.payload
     claim, rank, verdict = str(payload.get("claim", "")), payload.get("rank"), payload.get("verdict")
     unobserved = payload.get("unobserved")
     if joint:
-        subject, unobserved = joint[-1].finding.subject, joint[-1].unobserved
-        claim, rank, verdict = claim_of(joint[-1].finding), subject.rank, subject.verdict
+        diagnosis, unobserved = joint[-1].diagnosis, joint[-1].unobserved
+        claim, rank, verdict = diagnosis.claim, diagnosis.rank, diagnosis.kind
     # Other machines know the cause, or who waits for it; a rank that is dead, the framework handles at once.
     is_open = bool(unobserved) and verdict != DiagnosisKind.DEAD
     return ReportedStall(claim, rank if isinstance(rank, int) else None, last.time, is_open, over)
 
 
-class JointStall(NamedTuple):
-    """A stall that several machines observed, the time of its last observation, and the ranks without one."""
+@dataclass(frozen=True)
+class JointStall:
+    """A stall that several machines observed, and the time of the last observation.
+
+    ``unobserved`` is the number of ranks without an observation.
+    """
 
     time: float
-    finding: Finding
+    step: int | None
+    diagnosis: Diagnosis
+    hosts: tuple[str, ...]
     unobserved: int
 
+    @property
+    def finding(self) -> Finding:
+        """The stall as a finding."""
+        evidence = Evidence(f"events/{EVENT}", step=self.step, value=f"observed on {', '.join(self.hosts)}")
+        return as_finding(self.diagnosis, self.step, (evidence,))
 
-def joint_findings(events: Iterable[Event]) -> Iterator[JointStall]:
+
+def joint_stalls(events: Iterable[Event]) -> Iterator[JointStall]:
     """Yield each stall that several machines observed."""
     ordered = sorted(events, key=lambda event: (event.attempt, event.time))
     for attempt in dict.fromkeys(event.attempt for event in ordered):
@@ -91,9 +95,9 @@ def joint_findings(events: Iterable[Event]) -> Iterator[JointStall]:
         for incident in _group_by_incident(here):
             left = [e for e in here if _reason(e) == LEFT and e.time <= incident[-1].time]
             # Newest first: of each rank the first observation counts.
-            found = _joint_finding(incident[::-1], left[::-1])
-            if found is not None:
-                yield JointStall(incident[-1].time, *found)
+            stall = _joint_stall(incident[::-1], left[::-1])
+            if stall is not None:
+                yield stall
 
 
 def _group_by_incident(events: list[Event]) -> list[list[Event]]:
@@ -121,17 +125,17 @@ def _host(event: Event) -> str:
     return str(event.payload.get("host", ""))
 
 
-def _joint_finding(events: list[Event], left: list[Event]) -> tuple[Finding, int] | None:
-    """Diagnose by observations of about one time, and by the ranks that had ended before."""
-    observed = [found for event in events if (found := unpack(event.payload)) is not None]
-    ended = [only_ended(found) for event in left if (found := unpack(event.payload)) is not None]
+def _joint_stall(events: list[Event], left: list[Event]) -> JointStall | None:
+    """Decide by observations of about one time, and by the ranks that had ended before."""
+    observed = [host for event in events if (host := unpack(event.payload)) is not None]
+    ended = [only_ended(host) for event in left if (host := unpack(event.payload)) is not None]
     whole = join([*observed, *ended])
     hosts = {_host(event) for event in [*events, *left]}
-    if whole is None or len(hosts) < 2 or not any(whole.diagnoses.values()):
+    if whole is None or len(hosts) < 2 or not any(whole.causes.values()):
         return None
-    diagnosis = diagnose_ranks(whole.observations, whole.diagnoses, whole.groups, whole.world_size)
-    if diagnosis is None:
+    decision = decide(whole.observations, whole.causes, whole.world_size)
+    if decision is None:
         return None
     step = next((e.step for e in events if e.step is not None), None)
-    evidence = [Evidence(f"events/{EVENT}", step=step, value=f"observed on {', '.join(sorted(hosts))}")]
-    return as_finding(diagnosis, step, evidence), whole.world_size - len(whole.observations)
+    unobserved = whole.world_size - len(whole.observations)
+    return JointStall(events[0].time, step, describe(decision), tuple(sorted(hosts)), unobserved)

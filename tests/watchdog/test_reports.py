@@ -10,17 +10,11 @@ from typing import Any
 
 import pytest
 
+from backlight.processes import ProcessEnd
 from backlight.records import DiagnosisKind, Phase
 from backlight.store.read.run import open_run
-from backlight.watchdog.emit import (
-    ENDED,
-    RESUMED,
-    ReportedStall,
-    as_finding,
-    claim_of,
-    find_resolution,
-)
-from backlight.watchdog.observation import Diagnosis, ExitReason
+from backlight.watchdog.observation import ExitReason
+from backlight.watchdog.reports import ENDED, RESUMED, StallStart, as_finding, find_resolution
 from backlight.watchdog.shared_state import (
     RankStatus,
     SharedState,
@@ -28,6 +22,7 @@ from backlight.watchdog.shared_state import (
     StateSnapshot,
     read_state,
 )
+from backlight.watchdog.text import Diagnosis
 from ranks.launching import watching
 
 
@@ -60,11 +55,10 @@ def test_detail_does_not_repeat_the_title(claim: str, title: str, detail: str) -
         Diagnosis(DiagnosisKind.DEAD, Phase.BACKWARD, claim, "", "", confidence="high"), 0, ()
     )
     assert (finding.title, finding.detail) == (title, detail)
-    assert claim_of(finding).startswith(claim)
 
 
 def test_rank_moves_again_after_two_further_heartbeats(tmp_path: Path) -> None:
-    reported = ReportedStall(0.0, progress=5, failed_backwards=0)
+    reported = StallStart(0.0, progress=5, failed_backwards=0)
     assert find_resolution(reported, state(tmp_path, progress=5)) is None
     for _ in range(2):
         assert find_resolution(reported, state(tmp_path, progress=6)) is None
@@ -76,18 +70,19 @@ def test_rank_moves_again_after_two_further_heartbeats(tmp_path: Path) -> None:
     [
         ({"raised": 1}, {}, "ended that backward by an exception"),
         (
-            {"raised": 1, "status": RankStatus.FAILED}, {"exit_reason": ExitReason("KeyboardInterrupt", 0.0)},
+            {"raised": 1, "status": RankStatus.FAILED},
+            {"exit_reason": ExitReason("KeyboardInterrupt", "", 0.0)},
             "left its training by KeyboardInterrupt",
         ),
         ({"status": RankStatus.FAILED}, {}, "left its training by an exception"),
         ({"status": RankStatus.FINISHED}, {}, "has ended its training"),
-        ({}, {"ended": "killed by SIGKILL"}, "killed by SIGKILL without having moved again"),
+        ({}, {"end": ProcessEnd(signal.SIGKILL)}, "killed by SIGKILL without having moved again"),
     ],
 )  # fmt: skip
 def test_other_ends_of_a_stall_are_reported(
     change: dict[str, int], how: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    found = find_resolution(ReportedStall(0.0, 5, 0), state(tmp_path, progress=9, **change), **how)
+    found = find_resolution(StallStart(0.0, 5, 0), state(tmp_path, progress=9, **change), **how)
     assert found == (ENDED, words)
 
 

@@ -1,0 +1,177 @@
+"""The sentences of a diagnosis, by what keeps a rank or a job from progress. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from backlight.watchdog.diagnosis import What
+
+STARVED = "it is slow: it waits for a core most of the time, so its stacks do not show what it does"
+"""Why nothing follows from the stacks of a thread that hardly ran between them."""
+
+
+class Words(NamedTuple):
+    """Templates of claim, refutation and next check, of the values of :func:`_values`."""
+
+    claim: str
+    refuted_if: str
+    next_check: str
+
+
+_ONLY_SLOW = "it moves on by itself, so that what it waits for was only slow"
+_LATER = "a longer observation decides"
+_LONGER = "observe it for longer: --seconds 10"
+_ATTACH = "look for what the hosts do: `backlight attach PID`"
+_BATCHES = "compare the number of batches of the ranks"
+
+WORDS = {
+    What.ENDED: Words(
+        "rank {rank} {end}{at_step}", "the process with that id still runs the script",
+        "read the system log (dmesg) and the last lines that the rank printed",
+    ),
+    What.STOPPED: Words(
+        "rank {rank} (process {pid}) is stopped by a signal or a debugger",
+        "the state of process {pid} in /proc/{pid}/stat is not T", "continue it with `kill -CONT {pid}`",
+    ),
+    What.MOVES: Words("it moves{where}", "the step does not end", "attach again later"),
+    What.NAMED_WAIT: Words(
+        "rank {rank} makes no progress: {named}{after_at}; {seconds}", _ONLY_SLOW, "{fix}"
+    ),
+    What.SLOW_BACKWARD: Words(
+        "{speed}", "no node finishes any more{unless}", "wait for the ETA; then {change}"
+    ),
+    What.IN_COLLECTIVE: Words(
+        "rank {rank} waits in {call}{called_at}; {seconds}",
+        "the call returns without another rank having done anything",
+        "find out what the ranks do that are not in this call",
+    ),
+    What.SYNCHRONIZES: Words(
+        "rank {rank} waits in {function}(){at} for {issued_call}; {seconds}",
+        "that collective has completed, so that the wait is for something else",
+        "find out what the ranks do that have not issued this collective",
+    ),
+    What.OUTSIDE_BACKWARD: Words(
+        "step {step} does not reach backward: {outside}", "the step leaves {phase} by itself", "{look}"
+    ),
+    What.IDLE: Words(
+        "{thread} {waits}{holds}{where_idle}; {tail}", _ONLY_SLOW, "find out what should end this wait{line}"
+    ),
+    What.REDUCES: Words(
+        "{thread} waits in native code of backward, where it waits for {issued_call}{where_idle}; {tail}",
+        _ONLY_SLOW, "find out what should end this wait{line}",
+    ),
+    What.SPINS: Words(
+        "{thread} computes{inside}{holds}, without progress; {tail}", "the call at that line returns",
+        "find out what ends the loop at {at_which}",
+    ),
+    What.LONG_CALL: Words(
+        "one native call{inside} computes; {tail}", "a profile shows that the line is reached many times",
+        "check the sizes of the operands at {at_which}",
+    ),
+    What.LONG_OPERATION: Words(
+        "backward computes in {operation}; {tail}", "native stacks of two moments show different operations",
+        "check the sizes of its inputs and the number of threads",
+    ),
+    **{
+        what: Words(
+            f"backward did not finish in the time given; {why}; {{tail}}", "a later sample decides",
+            "take native stacks: install py-spy and allow tracing, or run `backlight attach PID`",
+        )
+        for what, why in {
+            What.STARVED_OF_LOCK: "it is starved of the interpreter lock by other threads of the process",
+            What.STARVED_OF_CORES: STARVED,
+            What.PAUSES: "it neither waits nor computes without a pause",
+            What.STACKS_DIFFER: "its stacks differ, or too few could be taken",
+            What.PYTHON_OR_NATIVE: "whether it runs Python or native code is not known",
+            What.WAITS_FOR_DEVICE: "the host waits; whether the device computes is not observable",
+            What.ONE_OR_MANY_OPERATIONS: "native code computes; one long operation and many short ones are "
+            "not distinguishable here{both_show}",
+        }.items()
+    },
+    What.NO_STACKS: Words("no stacks could be taken; CPU {cpu}", _LATER, _LONGER),
+    What.FEW_STACKS: Words(
+        "too few stacks could be taken to see whether it moves{at}; CPU {cpu}", _LATER, _LONGER
+    ),
+    What.STACK_CHANGES: Words(
+        "its stack changes between samples, so it moves{in_phase_now}{at}; CPU {cpu}",
+        "no step has ended after a while", _LONGER,
+    ),
+    What.STARVED: Words(f"{STARVED}; CPU {{cpu}}", _LATER, _LONGER),
+    What.WAITS: Words(
+        "{in_phase_}the main thread {waits}{holds}{at}; CPU {cpu}", "it moves on by itself",
+        "find out what should end this wait{at}",
+    ),
+    What.NATIVE_BACKWARD: Words(
+        "backward computes in native code{now_in}; whether nodes finish is not observable from outside; "
+        "CPU {cpu}", _LATER, _LONGER,
+    ),
+    What.COMPUTES: Words("it computes{holds}{at} in every sample{or_call}; CPU {cpu}", _LATER, _LONGER),
+    What.LEFT_BY_ERROR: Words(
+        "rank {ranks} has left its training{error}", "another rank has failed before",
+        "read the traceback of that rank",
+    ),
+    What.TRAINING_ENDED: Words(
+        "rank {ranks} has ended its training after step {step}", "that rank still takes part", _BATCHES
+    ),
+    What.TRAINING_FAILED: Words(
+        "rank {ranks} has left its training with an error after step {step}", "that rank still takes part",
+        _BATCHES,
+    ),
+    What.EXTRA_CALL: Words(
+        "rank {rank} makes a call that rank {others}, which have ended, do not make",
+        "the ranks that have ended have left a call out", "look for a call that only this rank makes",
+    ),
+    What.FAILED_TOGETHER: Words(
+        "{running}which rank is the cause is undetermined", "a rank is observed to have left before",
+        "read the tracebacks of the ranks in the order of their times",
+    ),
+    What.STRAGGLER: Words(
+        "rank {ranks} {doing} and moves; it is a straggler, not hung", "that rank never enters the call",
+        "compare the phases of that rank with those of the others",
+    ),
+    What.OTHER_CALL: Words(
+        "rank {rank} waits in {bare_call}, the other {count} wait in {usual}",
+        "the majority is at fault: a call that they all make by mistake",
+        "look for a call that only this rank makes, or does not make",
+    ),
+    What.ALL_WAIT: Words(
+        "all ranks wait, in calls that agree; which rank is the cause is undetermined",
+        "one rank is observed in another call", "find out what the ranks do that are not in this call",
+    ),
+    What.OPEN_RECORDS: Words(
+        "{num_ranks} of {count} recorded collectives have not completed, and no rank is missing in one; the "
+        "first: rank {first_rank}, {call}", "they complete by themselves", _ATTACH,
+    ),
+    What.ALL_COMPLETED: Words(
+        "all {count} recorded collectives of {num_ranks} ranks have completed, and the calls agree",
+        "a dump was written before the hang", _ATTACH,
+    ),
+    What.NO_RANK_DIFFERS: Words(
+        "no single rank differs from the others: {lines}", "a longer observation decides",
+        "take the dumps of the flight recorder: `backlight attach --flight-recorder DIR`",
+    ),
+    What.JOB_MOVES: Words(
+        "the job moves: the stacks of rank {span} change between samples", "no step has ended after a while",
+        "attach again later",
+    ),
+    What.NOT_COME: Words(
+        "ranks have not come to the rendezvous: {not_come}", "it moves on by itself", "{fix}"
+    ),
+}  # fmt: skip
+
+OUTSIDE = {
+    What.ENDED: Words(
+        "process {pid} {has_ended}", "/proc/{pid}/stat shows another state", "look at its parent process"
+    ),
+    What.STOPPED: Words(
+        "process {pid} is stopped by a signal or a debugger", "/proc/{pid}/stat shows another state",
+        "continue it with `kill -CONT {pid}`",
+    ),
+    What.NAMED_WAIT: Words("{named}{at_line}", "it moves on by itself", "{fix}"),
+}  # fmt: skip
+"""Words for a process that is not watched, where they differ."""
+
+HEADS = {What.SLOW_BACKWARD: "SLOW, not hung", What.OUTSIDE_BACKWARD: "PHASE {phase}"}
+"""What stands before the colon, where that is not the kind."""
+
+NAME_THEIR_RANK = {What.ENDED, What.STOPPED, What.NAMED_WAIT, What.IN_COLLECTIVE, What.SYNCHRONIZES}
