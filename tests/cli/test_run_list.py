@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import math
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,9 @@ from rich.console import Console
 
 import backlight
 from backlight.cli.render.run_list import print_runs
+from backlight.records import Evidence, Finding, RunStatus, Severity, Subject
+from backlight.store.format.manifest import Summary, read_manifest
+from backlight.store.format.schema import EVALUATED
 from backlight.store.read.run_list import ListedRun, list_runs
 from backlight.store.write.writer import RunWriter
 from cases import build, loop
@@ -166,3 +172,70 @@ def test_a_name_is_whole_and_what_has_no_space_is_left_out(tmp_path: Path) -> No
     assert headers[100] == ["run", "state", "started", "took", "steps", "loss", "findings"]
     assert headers[72] == ["run", "state", "started", "steps", "loss", "findings"]
     assert headers[60] == ["run", "state", "steps", "loss", "findings"]
+
+
+FINDINGS = tuple(
+    Finding(
+        severity=severity, title="A title", detail="A detail.", subject=Subject(parameter=name),
+        evidence=(Evidence("scalars/loss"),), fix="A fix", refuted_if="something else", rule="a_rule",
+    )
+    for severity, name in ((Severity.WARNING, "a"), (Severity.ERROR, "b"))
+)  # fmt: skip
+
+
+def summarised(path: Path, values: dict[str, float], *findings: Finding) -> ListedRun:
+    """Write a run whose manifest has a summary, and return what a list shows of it."""
+    with RunWriter.create(path) as writer:
+        writer.scalars(0, values)
+        for finding in findings:
+            writer.finding(finding)
+        writer.event(None, EVALUATED, {"findings": len(findings), "lacks": ""})
+    assert read_manifest(path).attempts[0].summary is not None
+    (listed,) = list_runs(path)
+    return listed
+
+
+@pytest.mark.parametrize("values", [{}, {"loss": math.nan}, {"loss": 0.5, "losses": 3.0, "loss/0": 0.5}])
+@pytest.mark.parametrize("findings", [(), FINDINGS])
+def test_a_summary_is_what_the_database_holds(
+    values: dict[str, float], findings: tuple[Finding, ...], tmp_path: Path
+) -> None:
+    listed = summarised(tmp_path / "run", values, *findings)
+    database = tmp_path / "run" / "attempt-000" / "rank-00000.db"
+    os.utime(database)  # now the database is read
+    assert repr(list_runs(tmp_path)) == repr([listed])  # NaN differs from itself
+    assert (listed.evaluated, listed.findings, listed.loss is None) == (
+        bool(values), len(findings), not values,  # without a step, nothing was there to evaluate
+    )  # fmt: skip
+
+
+def test_a_summary_counts_only_while_the_files_are_those_of_the_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    listed = summarised(run, {"loss": 0.5})
+    folder = run / "attempt-000"
+    database = folder / "rank-00000.db"
+    manifest = read_manifest(run)
+    summary = dataclasses.replace(manifest.attempts[0].summary or Summary(), loss=7.0)
+    for stated, loss in (
+        (summary, 7.0), (dataclasses.replace(summary, size=summary.size + 1), 0.5),
+        (dataclasses.replace(summary, changed=summary.changed + 1), 0.5),
+    ):  # fmt: skip
+        manifest.attempts[0].summary = stated
+        manifest.write(run)
+        assert list_runs(run) == [dataclasses.replace(listed, loss=loss)]
+    manifest.attempts[0].summary = summary
+    manifest.write(run)
+    for name in ("rank-00000.db-wal", "rank-00000.000001.db", "watchdog-host.db", "watchdog-host.db-wal"):
+        (folder / name).write_bytes(b"")
+        assert list_runs(run)[0].loss != 7.0, name
+        (folder / name).unlink()
+    assert list_runs(run)[0].loss == 7.0
+    manifest.attempts[0].progress.status = RunStatus.RUNNING
+    manifest.write(run)
+    assert list_runs(run)[0].loss == 0.5
+    manifest.attempts[0].progress.status = RunStatus.FINISHED
+    manifest.write(run)
+    aside = database.rename(tmp_path / "aside")
+    assert list_runs(run)[0].loss is None
+    database.symlink_to(aside)
+    assert "symbolic link" in list_runs(run)[0].problem

@@ -12,7 +12,7 @@ from backlight.store.export.files import ENDINGS
 from backlight.store.export.tables import long_table, scalars_table
 from backlight.store.format import column_codec
 from backlight.store.format.columnar import Index, RankIndex
-from backlight.store.format.manifest import AttemptEntry, Manifest, Progress
+from backlight.store.format.manifest import AttemptEntry, Manifest, Progress, Summary
 from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, HISTOGRAM, SCALARS, SERIES, TABLES
 from backlight.store.platform.process import ProcessIdentity
 from backlight.store.read.run import open_run
@@ -33,7 +33,9 @@ def test_page_describes_the_current_format_version() -> None:
     assert f"page size {PAGE_BYTES // 1024} KiB" in PAGE
 
 
-@pytest.mark.parametrize("record", [Manifest, AttemptEntry, Progress, ProcessIdentity, Index, RankIndex])
+@pytest.mark.parametrize(
+    "record", [Manifest, AttemptEntry, Progress, Summary, ProcessIdentity, Index, RankIndex]
+)
 def test_page_lists_every_manifest_field(record: type) -> None:
     assert missing([field.name for field in dataclasses.fields(record)]) == []
 

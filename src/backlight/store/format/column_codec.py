@@ -100,20 +100,34 @@ def decode(
     return np.concatenate(chunks)
 
 
+def decode_row(blob: bytes, kind: str, P: int, K: int) -> list[npt.NDArray[Any]]:
+    """Return all columns of one blob without sizes of a parameter table, each ``[P]``, as :func:`decode`."""
+    columns = []
+    for letter, start, size in _layout(blob[:K], len(blob), P, K, _LETTERS[kind].replace("n", "")):
+        part = np.frombuffer(blob, np.uint8, size, start).view(f"<{kind}{_WIDTHS.get(letter, 8)}")
+        columns.append(np.broadcast_to(part, P).astype(f"{kind}8"))
+    return columns
+
+
 def _parts(blobs: Sequence[bytes], P: int, K: int, wanted: int, allowed: str) -> Iterator[tuple[str, Bytes]]:
     """Yield letter and bytes ``[S, B]`` of one column for each run of blobs of one layout."""
-    for (head, size), group in itertools.groupby(blobs, key=lambda blob: (blob[:K], len(blob))):
-        letters = head.decode("latin-1")
-        if len(letters) != K or any(letter not in allowed for letter in letters):
-            msg = f"a row of a series starts with {head!r}, expected {K} letters of {allowed!r}"
-            raise RunFormatError(msg)
-        sizes = [{"c": 8, "n": 0}.get(letter, P * _WIDTHS.get(letter, 0)) for letter in letters]
-        if K + sum(sizes) != size:
-            msg = f"a row of a series has {size} bytes, expected {K + sum(sizes)} for {P} parameters"
-            raise RunFormatError(msg)
-        start = K + sum(sizes[:wanted])
-        rows_SL = np.frombuffer(b"".join(group), dtype=np.uint8).reshape(-1, size)
-        yield letters[wanted], np.ascontiguousarray(rows_SL[:, start : start + sizes[wanted]])
+    for (head, length), group in itertools.groupby(blobs, key=lambda blob: (blob[:K], len(blob))):
+        letter, start, size = _layout(head, length, P, K, allowed)[wanted]
+        rows_SL = np.frombuffer(b"".join(group), dtype=np.uint8).reshape(-1, length)
+        yield letter, np.ascontiguousarray(rows_SL[:, start : start + size])
+
+
+def _layout(head: bytes, length: int, P: int, K: int, allowed: str) -> list[tuple[str, int, int]]:
+    """Return letter, first byte and number of bytes of each column of a blob, by its first K bytes."""
+    letters = head.decode("latin-1")
+    if len(letters) != K or any(letter not in allowed for letter in letters):
+        msg = f"a row of a series starts with {head!r}, expected {K} letters of {allowed!r}"
+        raise RunFormatError(msg)
+    sizes = [{"c": 8, "n": 0}.get(letter, P * _WIDTHS.get(letter, 0)) for letter in letters]
+    if K + sum(sizes) != length:
+        msg = f"a row of a series has {length} bytes, expected {K + sum(sizes)} for {P} parameters"
+        raise RunFormatError(msg)
+    return list(zip(letters, itertools.accumulate(sizes, initial=K), sizes, strict=False))
 
 
 def _repeat(value: np.int64, S: int) -> Bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from backlight import clock
-from backlight.records import Record, RunStatus, to_json
+from backlight.records import Record, RunStatus, Severity, to_json
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import MANIFEST
 from backlight.store.format.schema import FORMAT_VERSION, READABLE_FORMATS
@@ -63,9 +63,31 @@ class Progress(Record):
         return RunStatus.RUNNING if alive else RunStatus.KILLED
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary(Record):
+    """What a list of runs shows of the database of a first rank, while that is as it was when it was closed.
+
+    ``size`` are its bytes and ``changed`` the time of its last change, in nanoseconds since the epoch. The
+    other fields are those of :class:`~backlight.store.read.run_list.ListedRun`; ``lacks`` is what was missing
+    when the rules were evaluated.
+    """
+
+    size: int = -1
+    changed: int = 0
+    loss: float | None = None
+    loss_label: str = "loss"
+    worst: Severity | None = None
+    findings: int = 0
+    evaluated: bool = False
+    lacks: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class AttemptEntry:
-    """One attempt; ``progress`` is that of the rank ``first``: 0, except in a part of a run."""
+    """One attempt; ``progress`` is that of the rank ``first``: 0, except in a part of a run.
+
+    ``summary`` is None unless all that a list shows of the attempt is in one database, and that is closed.
+    """
 
     index: int
     step_offset: int
@@ -78,6 +100,7 @@ class AttemptEntry:
     flush_interval: float = 1.0
     progress: Progress = field(default_factory=Progress)
     first: int = 0
+    summary: Summary | None = None
 
 
 @dataclass(slots=True)
@@ -102,10 +125,10 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check ``manifest.json``."""
     path = folder / MANIFEST
     try:
-        if not folder.is_dir():
-            what = "is a file" if folder.exists() else "there is no such folder"
-            raise RunFormatError(f"{folder}: {what}; expected a run directory")
         if not path.exists():
+            if not folder.is_dir():
+                what = "is a file" if folder.exists() else "there is no such folder"
+                raise RunFormatError(f"{folder}: {what}; expected a run directory")
             what = f"it has no {MANIFEST}" if any(folder.iterdir()) else "it is empty: no run began in it"
             raise RunFormatError(
                 f"{folder}: is not a backlight run ({what}); give the folder that --out named"

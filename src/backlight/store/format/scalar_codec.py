@@ -92,9 +92,7 @@ def decode(count: int, floats: bytes, integers: bytes) -> LoggedValues:
         plain = zlib.decompressobj().decompress(integers, _COLUMNS * (1 + 8 * count))
     except zlib.error as error:
         raise RunFormatError(f"a block of scalars cannot be decompressed: {error}") from None
-    names, deltas, in_order = (
-        column_codec.decode([plain], "i", count, _COLUMNS, column)[0] for column in range(_COLUMNS)
-    )
+    names, deltas, in_order = column_codec.decode_row(plain, "i", count, _COLUMNS)
     order, _ = _by_name(names)
     codes = in_order[order]
     is_narrow, is_wide = codes == _NARROW, codes == _WIDE

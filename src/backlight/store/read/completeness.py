@@ -28,14 +28,9 @@ def shortfall(attempts: Sequence[AttemptFiles], payloads: Payloads, *, is_damage
     return next(_reasons(attempts, payloads), otherwise)
 
 
-def shortfall_of_first(entry: AttemptEntry, last_step: int, evaluated: Mapping[str, Any] | None) -> str:
-    """Return what a run lacks by the progress of its first rank, and as :func:`shortfall` found at its end.
-
-    ``last_step`` is the last one that is in its files, ``evaluated`` the event of the evaluation at its end,
-    None where there was none.
-    """
-    first = _of_rank(entry, entry.first, entry.progress, last_step, is_last=True)
-    return first or visible((evaluated or {}).get("lacks", ""))
+def shortfall_of_first(entry: AttemptEntry, last_step: int) -> str:
+    """Return what a run lacks by the progress of its first rank; ``last_step`` is the last in its files."""
+    return _of_rank(entry, entry.first, entry.progress, last_step, is_last=True)
 
 
 def _reasons(attempts: Sequence[AttemptFiles], payloads: Payloads) -> Iterator[str]:

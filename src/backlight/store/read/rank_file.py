@@ -243,7 +243,8 @@ class RankFile:
         """Id, source and name of each scalar, in the order of their first use."""
         logged = [(i, source, name) for i, source, name in self._checked("scalar_name")]
         named = list(logged)
-        if self.last_event(THINNED) is not None:
+        # Fewer values are never thinned; no other event is looked for as long.
+        if self.last["scalar"] > step_bins.WHOLE_STEPS and self.last_event(THINNED) is not None:
             for kind, belongs in enumerate(step_bins.SOURCES, 1):
                 named += [
                     (i + kind * step_bins.BY_SOURCE, belongs, name)
@@ -294,9 +295,16 @@ class RankFile:
     def last_scalar(self, source: str, name: str) -> float | None:
         """Return the value of a scalar that was logged last, without reading the others; None without one."""
         for identifier in self.scalar_ids(source, name):
+            at = np.flatnonzero(self._last_block.names == identifier)
+            if len(at):
+                return float(self._last_block.values[at[-1]])
             if logged := self._last_scalars.get(identifier) or self.scalars(identifier).get(identifier):
                 return float(logged[1][-1])
         return None
+
+    @functools.cached_property
+    def _last_block(self) -> LoggedValues:
+        return scalar_blocks.read_last(self._snapshot, self.last["scalar"])
 
     @functools.cached_property
     def _last_scalars(self) -> dict[int, Logged]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
+import re
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,20 +15,26 @@ from typing import Any
 
 from backlight.records import Finding, RunStatus, Severity
 from backlight.store.errors import RunFormatError
-from backlight.store.format.manifest import AttemptEntry, Manifest, read_manifest
+from backlight.store.format.manifest import AttemptEntry, Manifest, Summary, read_manifest
 from backlight.store.format.names import (
     MANIFEST,
+    WATCHDOG_DATABASE,
     attempt_folder,
     columns_folders,
+    database_name,
+    parse_columns,
     parse_database,
     unmerged,
-    watchdog_files,
 )
 from backlight.store.format.schema import EVALUATED, WATCHDOG_RANK
 from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
 from backlight.store.read.completeness import shortfall_of_first
 from backlight.store.read.rank_file import RankFile, check_identity
 from backlight.store.read.snapshot import Snapshot
+from backlight.text import visible
+
+_ENDED = {RunStatus.FINISHED, RunStatus.FAILED}
+"""Statuses of attempts whose writer has closed its files."""
 
 
 class NoRunError(ValueError):
@@ -115,10 +126,7 @@ def _listed(path: Path) -> ListedRun:
     try:
         if not _is_run(path):
             return ListedRun(path, problem=f"{path}: is not a run")
-        manifest = read_manifest(path)
-        if not manifest.attempts:
-            return ListedRun(path, problem=f"{path}: no process has written to it")
-        return _summary(path, manifest)
+        return _summary(path, read_manifest(path))
     except (RunFormatError, OSError) as error:
         return ListedRun(path, problem=_reason(path, error))
 
@@ -130,30 +138,83 @@ def _reason(path: Path, error: RunFormatError | OSError) -> str:
 def _summary(path: Path, manifest: Manifest) -> ListedRun:
     newest = max(manifest.attempts, key=lambda entry: entry.index)
     state = newest.progress.status_now()
-    steps, loss, label, problem = newest.step_offset + newest.progress.step, None, "loss", ""
+    steps, problem = newest.step_offset + newest.progress.step, ""
+    summary = newest.summary if state in _ENDED and _is_unchanged(path, newest) else None
+    if summary is None:
+        try:
+            files = _newest_files(path, newest, manifest.run_id, live=state is RunStatus.RUNNING)
+        except (RunFormatError, OSError) as error:
+            files, problem = [], _reason(path, error)
+        summary = _summary_of(files)
+        if state not in _ENDED:  # these have stored their last step
+            steps = max(steps, *(file.last_step for file in files if file.rank != WATCHDOG_RANK), -1)
+    return ListedRun(
+        path, state, manifest.attempts[0].started, sum(map(_seconds, manifest.attempts)), steps + 1,
+        summary.loss, visible(summary.loss_label), summary.worst, summary.findings,
+        summary.evaluated and steps >= 0,  # without a step, nothing was there to evaluate
+        shortfall_of_first(newest, steps) or visible(summary.lacks), problem,
+    )  # fmt: skip
+
+
+def summary_of_closed(path: Path, entry: AttemptEntry, run_id: str) -> Summary | None:
+    """Return what a list shows of the database of an attempt that was just closed.
+
+    None where other files belong to it, where it cannot be read, or where something still changes it.
+    """
+    with contextlib.suppress(RunFormatError, OSError):
+        before = _state(path, entry)
+        if before is not None:
+            summary = _summary_of(_newest_files(path, entry, run_id, live=False))
+            if _state(path, entry) == before:
+                return dataclasses.replace(summary, size=before[0], changed=before[1])
+    return None
+
+
+def _is_unchanged(path: Path, entry: AttemptEntry) -> bool:
+    """Return whether the database is the only one of its attempt, and as it was when it was summarised."""
+    if entry.summary is None:
+        return False
+    with contextlib.suppress(OSError):
+        return _state(path, entry) == (entry.summary.size, entry.summary.changed)
+    return False
+
+
+def _state(path: Path, entry: AttemptEntry) -> tuple[int, int] | None:
+    """Return size and last change of the database of the first rank; None where a list needs more files."""
+    folder = f"{path}/{attempt_folder(entry.index)}"
+    database = database_name(entry.first)
+    for name in os.listdir(folder):  # noqa: PTH208 - names alone, for thousands of runs
+        if name != database and (parse_columns(name) is not None or _is_read(name, entry.first)):
+            return None
+    found = os.stat(f"{folder}/{database}", follow_symlinks=False)  # noqa: PTH116 - as above
+    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+
+
+def _is_read(name: str, first: int) -> bool:
+    """Return whether a file may hold what a list shows: of another process, or what SQLite keeps."""
+    span = parse_database(re.sub(r"-[a-z]+$", "", name))
+    return span[0] <= first if span is not None else WATCHDOG_DATABASE.match(name) is not None
+
+
+def _summary_of(files: Sequence[RankFile]) -> Summary:
     findings: list[Finding] = []
     evaluated: dict[str, Any] | None = None
-    try:
-        files = _newest_files(path, newest, manifest.run_id, live=state is RunStatus.RUNNING)
-    except (RunFormatError, OSError) as error:
-        files, problem = [], _reason(path, error)
+    loss, label = None, "loss"
     for file in files:
         findings += file.findings()
         if file.rank != WATCHDOG_RANK:
             evaluated = evaluated or file.last_event(EVALUATED)
             last = file.last_scalar("backlight", "loss")
-            if state not in {RunStatus.FINISHED, RunStatus.FAILED}:  # these have stored their last step
-                steps = max(steps, file.last_step)
             if last is not None:
                 loss, label = last, _loss_label(file)
     subjects = {
         (f.rule, f.subject.parameter, f.subject.module): f.severity for f in findings if not f.is_hint
     }
-    return ListedRun(
-        path, state, manifest.attempts[0].started, sum(map(_seconds, manifest.attempts)), steps + 1,
-        loss, label, max(subjects.values(), key=lambda severity: severity.rank, default=None), len(subjects),
-        evaluated is not None and steps >= 0,  # without a step, nothing was there to evaluate
-        shortfall_of_first(newest, steps, evaluated), problem,
+    worst = max(subjects.values(), key=lambda severity: severity.rank, default=None)
+    lacks = str((evaluated or {}).get("lacks", ""))
+    return Summary(
+        loss=loss, loss_label=label, worst=worst, findings=len(subjects), evaluated=evaluated is not None,
+        lacks=lacks,
     )  # fmt: skip
 
 
@@ -168,18 +229,19 @@ def _loss_label(file: RankFile) -> str:
 def _newest_files(path: Path, entry: AttemptEntry, run_id: str, *, live: bool) -> Sequence[RankFile]:
     """Return the newest database of the first rank of an attempt, and those of its watchdogs."""
     folder = path / attempt_folder(entry.index)
+    children = sorted(os.listdir(folder))  # noqa: PTH208 - names alone, for thousands of runs
     files: list[RankFile] = []
-    if columnar := columns_folders(folder):
+    if any(parse_columns(name) is not None for name in children) and (columnar := columns_folders(folder)):
         dataset = ColumnarDataset(columnar[-1])
         ranks = sorted(dataset.index.ranks, key=lambda index: index.rank)[:1]
         files += [
             ColumnarRank(dataset, rank, attempt=entry.index, step_offset=entry.step_offset) for rank in ranks
         ]
-    spans = {p.name: span for p in folder.iterdir() if (span := parse_database(p.name)) is not None}
+    spans = {name: span for name in children if (span := parse_database(name)) is not None}
     first = min((rank for rank, _, _ in spans.values()), default=0)
     names = unmerged((name, span) for name, span in spans.items() if span[0] == first and not files)
     wanted = [(folder / name, first) for name in names[-1:]]
-    wanted += [(file, WATCHDOG_RANK) for file in watchdog_files(folder)]
+    wanted += [(folder / name, WATCHDOG_RANK) for name in children if WATCHDOG_DATABASE.fullmatch(name)]
     for file, rank in wanted:
         snapshot = Snapshot(file, live=live and rank == first, hold=True)
         check_identity(file, snapshot.meta, rank, run_id, entry.launch)

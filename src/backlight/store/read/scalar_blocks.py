@@ -35,6 +35,17 @@ def read(snapshot: Snapshot, last: int, after: int) -> tuple[LoggedValues, int]:
     return LoggedValues.join(parts), max(missing, 0)
 
 
+def read_last(snapshot: Snapshot, last: int) -> LoggedValues:
+    """Return the values of the block with value ``last``, up to it; none where it is not sound."""
+    if has_blocks(snapshot):
+        with contextlib.suppress(RunFormatError):
+            rows = snapshot.rows(f"SELECT {_COLUMNS} FROM scalar WHERE id >= {last} ORDER BY id LIMIT 1")
+            for row in rows:
+                if (block := _block(row)) is not None:
+                    return block.between(0, last + 1 - row[1])
+    return LoggedValues.of([])
+
+
 def is_thinned(snapshot: Snapshot, after: int) -> bool:
     """Return whether a block behind the first ``after`` values holds fewer than it stands for."""
     if not has_blocks(snapshot):

@@ -5,8 +5,7 @@ Three ways, decided at each query:
 - Its writer lives on this machine: the file is opened read-only in place, through its existing shared
   memory, for one short read.
 - No process writes it and it has no write-ahead log: it is complete, and opened ``immutable``, which creates
-no
-  other file. Such a connection may be held as long as the file stays as it is.
+  no other file. Such a connection may be held as long as the file stays as it is.
 - No process is known to write it and there is a log: file and log are copied to a temporary folder and the
   copy is opened. ``immutable`` would silently leave out the rows in the log, and opening it in place would
   create files or move the log.
@@ -62,6 +61,8 @@ class Snapshot:
 
     def __init__(self, path: Path, *, live: bool = False, own: bool = False, hold: bool = False) -> None:
         self.path = path
+        self._uri = path.absolute().as_uri()
+        self._log = sibling(path, "-wal")
         self.live = live
         self._own = own
         self._hold = hold
@@ -179,14 +180,13 @@ class Snapshot:
             # SQLite would go on with the descriptors of this process, which may be files of the script now.
             self._copy = self._copied()
         if self._copy is None:
-            location = self.path.absolute().as_uri()
             if self.live and sibling(self.path, "-shm").exists():
-                return f"{location}?mode=ro", None
+                return f"{self._uri}?mode=ro", None
             # Never immutable while there is a log: its rows would be left out without an error.
-            if size_of(sibling(self.path, "-wal")) == 0:
+            if size_of(self._log) == 0:
                 stat = self.path.stat()
                 state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-                return f"{location}?mode=ro&immutable=1", None if self.live else state
+                return f"{self._uri}?mode=ro&immutable=1", None if self.live else state
             if self._own:
                 raise sqlite3.OperationalError("the log of this process has no shared memory")
             self._copy = self._copied()
@@ -213,17 +213,16 @@ class Snapshot:
 
     def _copied(self) -> Path:
         """Copy the database with its log so that the two belong together."""
-        log = sibling(self.path, "-wal")
         folder = private_copies.new_folder()
         weakref.finalize(self, private_copies.remove, folder, os.getpid())
         target = folder / self.path.name
         for _ in range(_TRIES):
-            before = _header(log)
+            before = _header(self._log)
             with target.open("wb") as file:
                 atomic_files.copy_into(self.path, file)
             with contextlib.suppress(FileNotFoundError), sibling(target, "-wal").open("wb") as file:
-                atomic_files.copy_into(log, file)
-            if before == _header(log):
+                atomic_files.copy_into(self._log, file)
+            if before == _header(self._log):
                 return target
         raise OSError("it changes faster than it can be copied; try again when its writer has less to do")
 

@@ -122,6 +122,15 @@ class Entry:
         self._cost_s = self._published - began
         self._stale = False
 
+    def end(self, status: RunStatus) -> None:
+        """Publish how the attempt ended, once its files are closed; an OSError passes through."""
+        self.progress.status, self.progress.ended = status, clock.unix_time()
+        if self.is_first:
+            from backlight.store.read.run_list import summary_of_closed  # noqa: PLC0415 - once, at the end
+
+            self.attempt.summary = summary_of_closed(self.path, self.attempt, self.manifest.run_id)
+        self.publish()
+
     def publish_document(self) -> None:
         """Write ``rank-NNNNN.json``; an OSError passes through."""
         head = {

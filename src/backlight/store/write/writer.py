@@ -432,9 +432,8 @@ class RunWriter:
                 if self.lost is None:
                     self._entry.progress.local = ""
                     self._entry.update(self._last_rows())
-            self._entry.progress.status, self._entry.progress.ended = status, clock.unix_time()
             with self._losing():
-                self._entry.publish()
+                self._entry.end(status)
 
     def discard(self) -> None:
         """Remove this attempt unless it is closed; a run from before is as it was. Raises nothing."""
