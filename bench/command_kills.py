@@ -46,7 +46,7 @@ for step in range(60):
     optimizer.step()
 """
 
-LEFT_OUT = ("left no data", "left no file")
+LEFT_OUT = ("left no data, it ended before its first flush", "left no file")
 """Ends of what a run states where a kill came before the first flush, or before a part was joined."""
 
 

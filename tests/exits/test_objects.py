@@ -212,6 +212,25 @@ with watch(model, optimizer):
         gc.collect()
         look(f"{workers} workers, collected", *found)
 """,
+    "gradients_that_no_step_follows": """
+model = Loud("model")
+with watch(model, None):
+    for number in range(3):
+        x = torch.randn(64, 8)
+        found = [weakref.ref(x)]
+        model(x).mean().backward()
+        del x
+        look(f"{number} gradients", *found)
+optimizer = sgd(model)
+with watch(model, optimizer):
+    train(model, optimizer)
+    for number in range(3):
+        x = torch.randn(64, 8)
+        found.append(weakref.ref(x))
+        model(x).mean().backward()
+        del x
+    look("after training", *found[:-1])  # the step of the last may come
+""",
     "two_optimizers_and_an_unused_layer": """
 generator, critic = Loud("generator"), Loud("critic")
 generator.unused = nn.Linear(8, 8)

@@ -37,31 +37,35 @@ LOADERS = 8
 
 @dataclass(eq=False)
 class _Given:
-    """The arguments of a call, by position and by name; hooks of its outputs refer to it."""
+    """What exists as long as the arguments of a call: hooks of its outputs refer to it.
+
+    ``random`` is the random state of the host, then of devices, ``deltas`` are the gradients of its outputs.
+    """
 
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    random: Sequence[Tensor] = ()
+    deltas: dict[int, Tensor] = field(default_factory=dict)
+
+
+_GONE = _Given()
 
 
 @dataclass(eq=False)
 class ForwardCall:
     """One call of an outermost module in a step, with weak references to that and what it was given.
 
-    ``deltas`` are the gradients of its outputs, by their number among the tensors that it returned; ``batch``
-    is the number of the batch of its loader, ``indices`` are the dataset indices of its samples, None where
-    not known. ``random`` is the random state of the host, then of ``devices``. ``losses`` are those of its
-    samples, where a loss function of torch has them.
+    ``batch`` is the number of the batch of its loader, ``indices`` are the dataset indices of its samples,
+    None where not known. ``losses`` are those of its samples, where a loss function of torch has them.
     """
 
     _module: weakref.ref[nn.Module]
     _given: weakref.ref[_Given]
     devices: Sequence[torch.device]
-    random: Sequence[Tensor]
     autocast: tuple[bool, torch.dtype]
     versions: list[int]
     batch: int | None = None
     indices: Sequence[int] | None = None
-    deltas: dict[int, Tensor] = field(default_factory=dict)
     losses: Tensor | None = None
     trouble: str = ""
     _kept: _Given | None = None
@@ -74,14 +78,22 @@ class ForwardCall:
     @property
     def args(self) -> Sequence[Any]:
         """Its arguments by position; empty where they are gone."""
-        given = self._given()
-        return () if given is None else given.args
+        return (self._given() or _GONE).args
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
         """Its arguments by name; empty where they are gone."""
-        given = self._given()
-        return {} if given is None else given.kwargs
+        return (self._given() or _GONE).kwargs
+
+    @property
+    def random(self) -> Sequence[Tensor]:
+        """The random state of the host, then of ``devices``; empty where the arguments are gone."""
+        return (self._given() or _GONE).random
+
+    @property
+    def deltas(self) -> Mapping[int, Tensor]:
+        """The gradients of its outputs, by their number among the tensors that it returned."""
+        return (self._given() or _GONE).deltas
 
     def is_gone(self) -> bool:
         """Return whether the module or its arguments are gone."""
@@ -92,7 +104,7 @@ class ForwardCall:
         self._kept = self._given()
 
     def release(self) -> None:
-        """Keep them no longer: an optimizer has changed the weights."""
+        """Keep them no longer: an optimizer has changed the weights, or none is about to."""
         self._kept = None
 
     def inputs(self) -> list[Tensor]:
@@ -106,8 +118,8 @@ class ForwardCall:
     def forget(self) -> None:
         """Drop every reference; hooks on its outputs may outlive the step."""
         if (given := self._given()) is not None:
-            given.args, given.kwargs = (), {}
-        self._kept, self.deltas, self.losses = None, {}, None
+            given.args, given.kwargs, given.random, given.deltas = (), {}, (), {}
+        self._kept = self.losses = None
 
 
 class StepInputs(Listener):
@@ -115,13 +127,15 @@ class StepInputs(Listener):
 
     ``scaler`` refers to the one in use, ``loss`` what the last backward began with, under its scale.
 
-    With ``keeps`` False only dataset indices are noted.
+    With ``keeps`` False only dataset indices are noted. With ``is_requested`` arguments are kept whatever the
+    number of forward passes is: the step is known to come.
     """
 
     every_step = False
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.keeps = keeps
+        self.is_requested = False
         self.calls: list[ForwardCall] = []
         self.scaler: Callable[[], Any] | None = None
         self.loss: Tensor | None = None
@@ -130,6 +144,7 @@ class StepInputs(Listener):
         self._given: list[tuple[int, Sequence[int] | None]] = []
         self._held = 0
         self._unseen = 0
+        self._most = 1  # forward passes of a step so far
 
     def restart(self) -> None:
         """Drop what is held: a step begins, or nothing more is wanted of this one."""
@@ -160,7 +175,7 @@ class StepInputs(Listener):
         arguments = _Given(args, kwargs)
         where = weakref.ref(unwrapped(module)), weakref.ref(arguments)
         if not self.keeps:
-            self.calls.append(ForwardCall(*where, (), (), (False, torch.float32), [], *known))
+            self.calls.append(ForwardCall(*where, (), (False, torch.float32), [], *known))
             return
         found = [x for _, x in tensors((tuple(args), dict(kwargs)))]
         device = found[0].device.type if found else "cpu"
@@ -169,10 +184,12 @@ class StepInputs(Listener):
         # Those of the inputs, and of a model that moves them.
         held = [x.device for x in (*found, *islice(module.parameters(), 1))]
         devices = [where for where in dict.fromkeys(held) if is_accelerator(where)]
-        random = random_states(devices)
-        call = ForwardCall(*where, devices, random, autocast, versions, *known)
+        arguments.random = random_states(devices)
+        call = ForwardCall(*where, devices, autocast, versions, *known)
         self.calls.append(call)
         self._inside = call, arguments
+        if not self._may_keep():
+            self._release()
 
     def forward_outputs(self, module: nn.Module, result: Any) -> None:
         """Wait for the gradients of what the outermost call returned.
@@ -189,7 +206,7 @@ class StepInputs(Listener):
             if self._held > HELD_BYTES:
                 call.trouble = "the outputs of its forward passes are too large to hold their gradients"
                 return
-            output.register_hook(partial(_arrived, call, given, number))  # type: ignore[no-untyped-call]  # torch's
+            output.register_hook(partial(_arrived, given, number))  # type: ignore[no-untyped-call]  # torch's
 
     def forward_end(self) -> None:
         """An outermost call is over."""
@@ -201,8 +218,9 @@ class StepInputs(Listener):
         """Take the losses of single samples, if one forward belongs to this backward."""
         self.loss = roots[0].detach() if len(roots) == 1 and roots[0].numel() == 1 else None
         new, self._unseen = self.calls[self._unseen :], len(self.calls)
-        for call in new:
-            call.keep()
+        if self._may_keep():
+            for call in new:
+                call.keep()
         if self.keeps and len(new) == len(roots) == 1:
             try:
                 new[0].losses = single_losses(roots[0].grad_fn)
@@ -213,6 +231,17 @@ class StepInputs(Listener):
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave it to the script how long the batch exists; another optimizer may follow."""
+        self._most = max(self._most, len(self.calls))
+        self._release()
+
+    def _may_keep(self) -> bool:
+        """Return whether a step may be about to come that has as many forward passes as there are now.
+
+        A script that computes gradients for something else may never make one.
+        """
+        return self.is_requested or (len(self.calls) <= self._most and bool(HUB.optimizers.alive()))
+
+    def _release(self) -> None:
         for call in self.calls:
             call.release()
 
@@ -226,12 +255,12 @@ class StepInputs(Listener):
         return 1.0 if found is None else float(found)
 
 
-def _arrived(call: ForwardCall, given: _Given, number: int, delta: Tensor) -> None:
+def _arrived(given: _Given, number: int, delta: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     if count_modes():
         with outside_modes():
-            _arrived(call, given, number, delta)
+            _arrived(given, number, delta)
         return
-    kept = call.deltas.get(number)
-    call.deltas[number] = delta.detach() if kept is None else kept + delta.detach()
+    kept = given.deltas.get(number)
+    given.deltas[number] = delta.detach() if kept is None else kept + delta.detach()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -339,6 +341,48 @@ def test_shares_are_those_of_one_backward_per_sample(name: str) -> None:
             torch.set_rng_state(state)
             loss = functional.cross_entropy(model(x), y, reduction="none")[one["sample"]]
         assert one["loss"] == pytest.approx(float(loss))
+
+
+def test_a_backward_that_no_step_follows_keeps_no_batch() -> None:
+    model, inputs, forwards = nn.Linear(4, 2), StepInputs(), Forwards()
+    HUB.add(inputs)
+    forwards.follow([model])
+
+    def alive(*backwards: weakref.ref[Tensor]) -> list[bool]:
+        return [reference() is not None for reference in backwards]
+
+    def backward() -> weakref.ref[Tensor]:
+        x = torch.randn(8, 4)
+        model(x).sum().backward()
+        return weakref.ref(x)
+
+    try:
+        assert alive(backward()) == [False]  # there is no optimizer
+        assert not inputs.calls[0].deltas
+        assert not inputs.calls[0].random
+        inputs.restart()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        first = backward()
+        assert alive(first) == [True]  # its step may come
+        assert alive(first, backward()) == [False, False]
+        optimizer.step()  # it was accumulated: from here on two are expected
+        inputs.restart()
+        first, second = backward(), backward()
+        assert alive(first, second) == [True, True]
+        assert alive(first, second, backward()) == [False, False, False]
+        optimizer.step()
+        inputs.restart()
+        inputs.is_requested = True
+        assert alive(*[backward() for _ in range(5)]) == [True] * 5
+        optimizer.step()
+        inputs.restart()
+        inputs.is_requested = False
+        del optimizer
+        gc.collect()
+        assert alive(backward()) == [False]
+    finally:
+        forwards.leave()
+        HUB.remove(inputs)
 
 
 ON_TWO_RANKS = """

@@ -8,12 +8,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from backlight import atomic_files
 from backlight.cli.app import main
-from backlight.store.errors import RunFormatError
+from backlight.store.errors import RunFormatError, StoreError
+from backlight.store.maintenance import columnar
+from backlight.store.maintenance import compact as compact_module
 from backlight.store.maintenance.compact import compact
 from backlight.store.maintenance.merge_hosts import merge_hosts
 from backlight.store.platform import atomic_json
@@ -189,6 +193,46 @@ def test_rows_in_the_log_of_a_killed_run_survive_a_hostile_journal(
         assert state_of(outside) == before
     left = {path.name for path in (run / "attempt-000").iterdir()}
     assert left == {"rank-00000.json", "columns-000000"}, "no side file outlives its database"
+
+
+MOMENTS = {
+    compact_module: (
+        "refuse_links", "locked", "_compact", "open_attempt", "_refuse_running", "_compact_attempt", "_sweep",
+        "_merge_logs", "_pieces", "write_piece", "_to_columns", "write_dataset", "_remove_replaced",
+        "_finish",
+    ),
+    columnar._Conversion: ("run", "_lists", "_verify"),
+    atomic_files: ("copy", "replacing", "temporary_name", "sync_file", "publish"),
+}  # fmt: skip
+"""Functions before which a folder is replaced by a link."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="folders cannot be held open here")
+@pytest.mark.parametrize("name", ["", "attempt-000", "attempt-000/arrays", "attempt-000/.columns-*.tmp"])
+@pytest.mark.parametrize("moment", [(owner, name) for owner, names in MOMENTS.items() for name in names])
+def test_a_folder_that_becomes_a_link_while_it_is_compacted_leads_nowhere(
+    moment: tuple[Any, str], name: str, tmp_path: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = written(tmp_path / "run")
+    (run / f"{DATABASE}-wal").write_bytes(b"")
+    shutil.copyfile(run / DATABASE, outside / "folder/rank-00000.db")
+    for file in ("gradient.parquet", "manifest.json", "rank-00000.db-wal"):
+        (outside / "folder" / file).write_text("private")
+    target = outside / {"": "other", "attempt-000": "other/attempt-000"}.get(name, "folder")
+    owner, function = moment
+    original, before = getattr(owner, function), state_of(outside)
+
+    def swapping(*arguments: Any, **named: Any) -> Any:
+        for number, folder in enumerate([run] if not name else run.glob(name)):
+            if not folder.is_symlink():
+                folder.rename(tmp_path / f"aside-{number}")
+                folder.symlink_to(target)
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(owner, function, swapping)
+    with contextlib.suppress(StoreError):
+        compact(run)
+    assert state_of(outside) == before
 
 
 def test_links_are_refused_by_name(tmp_path: Path, outside: Path) -> None:

@@ -101,7 +101,8 @@ class SpikeSamplesMonitor(Monitor):
     def on_step_start(self, step: int) -> None:
         """Drop what is held of the step before."""
         self._inputs.restart()
-        self._inputs.keeps = not self._on_accelerator or step in self._requested
+        self._inputs.is_requested = self.wants_step(step)
+        self._inputs.keeps = not self._on_accelerator or self._inputs.is_requested
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
         """Decompose the step if its gradients or its loss leap."""

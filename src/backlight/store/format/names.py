@@ -111,9 +111,8 @@ def unmerged(spans: Iterable[tuple[str, Span]]) -> list[str]:
     return [name for name, _ in kept]
 
 
-def pieces(attempt: Path) -> list[tuple[int, Path]]:
-    """Return rank and path of the pieces in an attempt's folder that no merged one replaces, in order."""
-    arrays = attempt / ARRAYS
+def pieces(arrays: Path) -> list[tuple[int, Path]]:
+    """Return rank and path of the pieces in a folder of arrays that no merged one replaces, in order."""
     if not arrays.is_dir():
         return []
     found = {p.name: span for p in arrays.iterdir() if (span := parse_piece(p.name)) is not None}

@@ -25,6 +25,7 @@ from backlight.store.format.columnar import (
 from backlight.store.format.names import columns_folders, columns_name, parse_columns
 from backlight.store.format.schema import COUNTED, SERIES, SeriesSchema
 from backlight.store.platform import atomic_json
+from backlight.store.platform.filesystem import pinned
 from backlight.store.read import frames, join_ranks
 from backlight.store.read.attempt_files import AttemptFiles
 from backlight.store.read.columnar import ColumnarDataset
@@ -55,12 +56,13 @@ def write_dataset(opened: AttemptFiles, every: int | None, advance: Advance) -> 
     temporary = atomic_files.temporary_name(target)
     temporary.mkdir()
     try:
-        _Conversion(opened, temporary, every, advance).run()
+        with pinned(temporary) as folder:
+            _Conversion(opened, folder, every, advance).run()
+            for path in folder.iterdir():
+                atomic_files.sync_file(path)
         losses = [loss for file in opened.files for loss in file.losses]
         if losses:  # copying the rest would hide the loss
             raise RunFormatError(losses[0])
-        for path in temporary.iterdir():
-            atomic_files.sync_file(path)
         atomic_files.publish(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -3,25 +3,31 @@
 Each step leaves a run that opens: SQLite itself moves a log into its file, a new file or dataset is verified
 and complete before it is renamed, and what it replaces is removed last. After an interruption at any point,
 compaction can be run again.
+
+Who may write to a run can replace its folders by links at any moment. Each is held open while it is changed,
+and its files are created, renamed and removed below what is open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import socket
 import sqlite3
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from backlight import atomic_files
 from backlight.records import RunStatus
-from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
+from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError, StoreError
 from backlight.store.format.hdf5_pieces import Filters, merged, read_piece, write_piece
-from backlight.store.format.manifest import Manifest, Progress, read_manifest
+from backlight.store.format.manifest import Progress, read_manifest
 from backlight.store.format.names import (
     ARRAYS,
+    attempt_folder,
     columns_folders,
     database_name,
     document_name,
@@ -36,7 +42,7 @@ from backlight.store.format.names import (
 from backlight.store.format.schema import COUNTED
 from backlight.store.maintenance.columnar import Advance, write_dataset
 from backlight.store.platform import atomic_json
-from backlight.store.platform.filesystem import folder_size, is_locked, locked, refuse_links
+from backlight.store.platform.filesystem import folder_size, is_locked, locked, pinned, refuse_links
 from backlight.store.read.attempt_files import AttemptFiles, open_attempt
 from backlight.store.read.columnar import ColumnarRank
 from backlight.store.read.rank_file import check_identity
@@ -75,27 +81,46 @@ def compact(
     RunWriteError
         If the file system refuses.
     """
-    path = Path(path)
     if every is not None and every < 1:
         raise ValueError(f"every is {every}, expected at least 1")
     result = Compaction()
-    read_manifest(path)
-    refuse_links(path)
+    read_manifest(Path(path))
     try:
-        with locked(path):
-            manifest = read_manifest(path)
-            opened = [open_attempt(path, entry, manifest.run_id) for entry in manifest.attempts]
-            for attempt in opened:
-                _refuse_running(path, attempt, force=force)
-            result.before = folder_size(path)
-            for attempt in opened:
-                _compact_attempt(path, attempt, manifest, every, advance, result)
-            _sweep(path)
-            manifest.write(path)
-            result.after = folder_size(path)
+        with _held(Path(path), result, links=True) as run:
+            refuse_links(run)
+            with locked(run):
+                _compact(run, result, every, force, advance)
     except (OSError, sqlite3.Error) as error:
         raise RunWriteError(f"{path}: cannot be compacted: {error}; what was recorded still opens") from error
     return result
+
+
+@contextlib.contextmanager
+def _held(folder: Path, result: Compaction, *, links: bool = False) -> Iterator[Path]:
+    """Hold a folder open, and yield a path below which its files are; notes and errors have its name."""
+    with pinned(folder, links=links) as path:
+        try:
+            yield path
+        except (StoreError, OSError, sqlite3.Error) as error:
+            kind = OSError if isinstance(error, OSError) else type(error)
+            raise kind(str(error).replace(f"{path}", f"{folder}")) from error
+        finally:
+            result.notes = [note.replace(f"{path}", f"{folder}") for note in result.notes]
+
+
+def _compact(path: Path, result: Compaction, every: int | None, force: bool, advance: Advance) -> None:
+    manifest = read_manifest(path)
+    opened = [open_attempt(path, entry, manifest.run_id) for entry in manifest.attempts]
+    for attempt in opened:
+        _refuse_running(path, attempt, force=force)
+    result.before = folder_size(path)
+    for attempt in opened:
+        if attempt.folder.is_dir():
+            with _held(attempt.folder, result) as folder:
+                _compact_attempt(folder, attempt, every, advance, result)
+    _sweep(path)
+    manifest.write(path)
+    result.after = folder_size(path)
 
 
 def _refuse_running(path: Path, attempt: AttemptFiles, *, force: bool) -> None:
@@ -111,16 +136,10 @@ def _refuse_running(path: Path, attempt: AttemptFiles, *, force: bool) -> None:
 
 
 def _compact_attempt(
-    path: Path,
-    attempt: AttemptFiles,
-    manifest: Manifest,
-    every: int | None,
-    advance: Advance,
-    result: Compaction,
+    folder: Path, attempt: AttemptFiles, every: int | None, advance: Advance, result: Compaction
 ) -> None:
-    folder = attempt.folder
-    if not folder.is_dir():
-        return
+    name = attempt.folder.name
+    attempt.folder = folder
     _sweep(folder)
     for watchdog in watchdog_files(folder):
         try:
@@ -129,15 +148,17 @@ def _compact_attempt(
             # A watchdog may outlive the process that it watched, and its file is independent of the others.
             result.notes.append(str(error))
     for rank, progress in attempt.progress.items():
-        _recover_local(folder, rank, progress, manifest.run_id, attempt.entry.launch, result)
+        _recover_local(folder, rank, progress, attempt.run_id, attempt.entry.launch, result)
         try:
             _merge_logs(folder, rank)
         except (RunFormatError, sqlite3.DatabaseError) as error:
             result.notes.append(str(error))
-        _pieces(folder, rank, result)
-    _to_columns(path, attempt, every, advance, result)
+        if (folder / ARRAYS).is_dir():
+            with _held(folder / ARRAYS, result) as arrays:
+                _pieces(arrays, rank, result)
+    _to_columns(attempt, every, advance, result)
     for rank, progress in attempt.progress.items():
-        _finish(path, folder, rank, progress)
+        _finish(folder, name, rank, progress)
         if rank != attempt.entry.first:
             document = atomic_json.read_document(folder / document_name(rank))
             document["progress"] = progress
@@ -190,15 +211,14 @@ def _merge_logs(folder: Path, rank: int) -> None:
         _merge_log(folder / name)
 
 
-def _to_columns(
-    path: Path, attempt: AttemptFiles, every: int | None, advance: Advance, result: Compaction
-) -> None:
+def _to_columns(attempt: AttemptFiles, every: int | None, advance: Advance, result: Compaction) -> None:
     """Replace the databases of an attempt, or its dataset where steps are thinned, by a columnar dataset."""
-    opened = open_attempt(path, attempt.entry, attempt.run_id)
+    folder = attempt.folder
+    opened = open_attempt(folder.parent, attempt.entry, attempt.run_id, folder=folder)
     away = [rank for rank, progress in attempt.progress.items() if progress.local]
     is_done = every is None and all(isinstance(file, ColumnarRank) for file in opened.files)
     if is_done or not opened.files:
-        _remove_replaced(opened.folder, opened)
+        _remove_replaced(folder, opened)
         return
     reason = ""
     if importlib.util.find_spec("pyarrow") is None:
@@ -215,9 +235,11 @@ def _to_columns(
         except RunFormatError as error:
             reason = str(error)
     if reason:
-        result.notes.append(f"{opened.folder.name}: its files stay as they are: {reason}")
+        name = attempt_folder(attempt.entry.index)
+        result.notes.append(f"{name}: its files stay as they are: {reason}")
         return
-    _remove_replaced(opened.folder, open_attempt(path, attempt.entry, attempt.run_id))
+    opened = open_attempt(folder.parent, attempt.entry, attempt.run_id, folder=folder)
+    _remove_replaced(folder, opened)
 
 
 def _remove_replaced(folder: Path, opened: AttemptFiles) -> None:
@@ -249,13 +271,10 @@ def _remove_side_files(path: Path) -> None:
         sibling(path, suffix).unlink(missing_ok=True)
 
 
-def _pieces(folder: Path, rank: int, result: Compaction) -> None:
+def _pieces(arrays: Path, rank: int, result: Compaction) -> None:
     """Merge neighbouring pieces of arrays up to the largest size."""
-    arrays = folder / ARRAYS
-    if not arrays.is_dir():
-        return
     _sweep(arrays)
-    mine = [path for owner, path in pieces(folder) if owner == rank]
+    mine = [path for owner, path in pieces(arrays) if owner == rank]
     for path in arrays.iterdir():
         span = parse_piece(path.name)
         if span is not None and span[0] == rank and path not in mine:
@@ -271,15 +290,15 @@ def _pieces(folder: Path, rank: int, result: Compaction) -> None:
             try:
                 write_piece(whole, merged([stack for p in group for stack in read_piece(p)]), Filters())
             except RunFormatError as error:
-                result.notes.append(f"{arrays.name} of {folder.name} stay as they are: {error}")
+                result.notes.append(f"{arrays}: its files stay as they are: {error}")
             else:
                 for old in group:
                     old.unlink()
         group = [] if piece is None else [piece]
 
 
-def _finish(path: Path, folder: Path, rank: int, progress: Progress) -> None:
-    """Set how the attempt ended, and the last rows of the files as they are now."""
+def _finish(folder: Path, name: str, rank: int, progress: Progress) -> None:
+    """Set how the attempt ended, and the last rows of the files as they are now; ``name`` is the folder's."""
     if progress.status is RunStatus.RUNNING:
         progress.status = RunStatus.KILLED
         progress.ended = progress.updated
@@ -287,17 +306,17 @@ def _finish(path: Path, folder: Path, rank: int, progress: Progress) -> None:
     for child in sorted(folder.iterdir()):
         span = parse_database(child.name)
         if span is not None and span[0] == rank:
+            key = f"{name}/{child.name}"
             try:
                 snapshot = Snapshot(child)
                 rows = {t: snapshot.rows(f"SELECT max(id) FROM {t}")[0][0] for t in COUNTED}
             except RunFormatError:
                 # The stated rows of a damaged file stay: they are the measure of the loss.
-                key = child.relative_to(path).as_posix()
                 rows = dict(progress.files.get(key, {}))
-            files[child.relative_to(path).as_posix()] = {t: int(n) for t, n in rows.items() if n}
-    for owner, piece in pieces(folder):
+            files[key] = {t: int(n) for t, n in rows.items() if n}
+    for owner, piece in pieces(folder / ARRAYS):
         if owner == rank:
-            files[piece.relative_to(path).as_posix()] = {"bytes": piece.stat().st_size}
+            files[f"{name}/{ARRAYS}/{piece.name}"] = {"bytes": piece.stat().st_size}
     progress.files = files
 
 

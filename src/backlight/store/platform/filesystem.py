@@ -41,6 +41,7 @@ STALE_CLAIM_S = 600.0
 
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.ntfs-3g", "fuse.exfat", "fuse.fuse-overlayfs", "fuse.overlayfs"})
 _MOUNTS = Path("/proc/self/mountinfo")
+_DESCRIPTORS = Path("/proc/self/fd")
 
 
 def file_system_type(path: Path) -> str:
@@ -87,6 +88,28 @@ def refuse_links(run: Path) -> None:
             if path.is_symlink():
                 msg = f"{path}: is a symbolic link, expected a folder; copy what it points to into the run"
                 raise RunFormatError(f"{msg}, or remove it")
+
+
+@contextlib.contextmanager
+def pinned(folder: Path, *, links: bool = False) -> Iterator[Path]:
+    """Yield a path to a folder that stays the same one, whatever takes its name meanwhile.
+
+    With ``links`` the folder may be a link. Where the system has no such paths (``/proc``), it is the name.
+
+    Raises
+    ------
+    OSError
+        If it is no folder.
+    """
+    if not _DESCRIPTORS.is_dir():
+        yield folder
+        return
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    descriptor = os.open(folder, flags if links else flags | os.O_NOFOLLOW)
+    try:
+        yield _DESCRIPTORS / str(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def is_locked(path: Path) -> bool:

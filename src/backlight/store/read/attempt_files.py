@@ -69,9 +69,12 @@ class AttemptFiles:
         return tuple(sorted({file.rank for file in self.files}))
 
 
-def open_attempt(run: Path, entry: AttemptEntry, run_id: str) -> AttemptFiles:
-    """Open the files of one attempt of ``run``; those of another run are left out and stated as losses."""
-    out = AttemptFiles(entry, run / attempt_folder(entry.index), run_id)
+def open_attempt(run: Path, entry: AttemptEntry, run_id: str, *, folder: Path | None = None) -> AttemptFiles:
+    """Open the files of one attempt of ``run``; those of another run are left out and stated as losses.
+
+    ``folder`` is another path to the folder of the attempt, where one is held open.
+    """
+    out = AttemptFiles(entry, folder or run / attempt_folder(entry.index), run_id)
     out.progress[entry.first] = entry.progress
     if not out.folder.is_dir():
         out.losses.append(f"attempt {entry.index}: its folder {out.folder.name} is missing")
@@ -351,7 +354,7 @@ def _stacks(
     for i in range(_ARRAY_TRIES):
         out: list[tuple[int, Stack]] = []
         problems = []
-        for rank, path in pieces(opened.folder):
+        for rank, path in pieces(opened.folder / ARRAYS):
             try:
                 out += [(rank, stack) for stack in read_piece(path, name, values=values)]
             except RunFormatError as error:

@@ -81,10 +81,10 @@ class Replay:
         self, call: ForwardCall, gradients: Mapping[int, Tensor], names: Mapping[int, str], scale: float
     ) -> None:
         self._call, self._scale = call, scale
-        if call.trouble or not call.deltas:
-            raise ReplayError(call.trouble or "no gradient reached its outputs")
-        if call.is_gone():
-            raise ReplayError("its module, or what that was given, is gone")
+        if call.trouble or call.is_gone():
+            raise ReplayError(call.trouble or "its module, or what that was given, is gone")
+        if not call.deltas:
+            raise ReplayError("no gradient reached its outputs")
         if call.was_changed():
             raise ReplayError("its inputs were changed in place after it")
         inputs = [x for x in call.inputs() if x.dim()]
