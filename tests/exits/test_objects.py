@@ -229,7 +229,7 @@ with watch(model, optimizer):
         found.append(weakref.ref(x))
         model(x).mean().backward()
         del x
-    look("after training", *found[:-1])  # the step of the last may come
+    look("after training", *found)
 """,
     "two_optimizers_and_an_unused_layer": """
 generator, critic = Loud("generator"), Loud("critic")

@@ -144,12 +144,14 @@ class StepInputs(Listener):
         self._given: list[tuple[int, Sequence[int] | None]] = []
         self._held = 0
         self._unseen = 0
-        self._most = 1  # forward passes of a step so far
+        self._usual = 1, 1  # forward passes of the two steps before: some loops alternate
 
     def restart(self) -> None:
         """Drop what is held: a step begins, or nothing more is wanted of this one."""
         for call in self.calls:
             call.forget()
+        if self.calls:
+            self._usual = self._usual[1], len(self.calls)
         self.calls, self._inside, self._depth = [], None, 0
         self._held = self._unseen = 0
         self.scaler = self.loss = None
@@ -231,7 +233,6 @@ class StepInputs(Listener):
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave it to the script how long the batch exists; another optimizer may follow."""
-        self._most = max(self._most, len(self.calls))
         self._release()
 
     def _may_keep(self) -> bool:
@@ -239,7 +240,7 @@ class StepInputs(Listener):
 
         A script that computes gradients for something else may never make one.
         """
-        return self.is_requested or (len(self.calls) <= self._most and bool(HUB.optimizers.alive()))
+        return self.is_requested or (len(self.calls) <= max(self._usual) and bool(HUB.optimizers.alive()))
 
     def _release(self) -> None:
         for call in self.calls:

@@ -307,6 +307,7 @@ def test_shares_are_those_of_one_backward_per_sample(name: str) -> None:
     model, x = ZOO[name]()
     model, x, y = model.double(), x.double(), torch.randint(0, 3, (7,))
     inputs, forwards = StepInputs(), Forwards()
+    inputs.is_requested = True  # there is no optimizer
     HUB.add(inputs)
     forwards.follow([model])
     state = torch.get_rng_state()
@@ -365,8 +366,8 @@ def test_a_backward_that_no_step_follows_keeps_no_batch() -> None:
         first = backward()
         assert alive(first) == [True]  # its step may come
         assert alive(first, backward()) == [False, False]
-        optimizer.step()  # it was accumulated: from here on two are expected
-        inputs.restart()
+        optimizer.step()
+        inputs.restart()  # it was accumulated: now two are expected
         first, second = backward(), backward()
         assert alive(first, second) == [True, True]
         assert alive(first, second, backward()) == [False, False, False]
@@ -374,7 +375,6 @@ def test_a_backward_that_no_step_follows_keeps_no_batch() -> None:
         inputs.restart()
         inputs.is_requested = True
         assert alive(*[backward() for _ in range(5)]) == [True] * 5
-        optimizer.step()
         inputs.restart()
         inputs.is_requested = False
         del optimizer
