@@ -1,4 +1,4 @@
-"""What the report of a long run costs: seconds to write, megabytes, seconds until it is ready.
+"""What the report of a long run costs: seconds to write, megabytes of page and memory, seconds to open.
 
 The run is synthetic, with one spike and one NaN injected in it; the bench checks that both are still in
 the page. Opening is timed by the page itself, from the start of the navigation to its mark
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,6 +61,24 @@ def opening(page: Path, times: int) -> list[float]:
             driver.quit()
 
 
+MEASURED = """
+import atexit, pathlib
+def peak():
+    print(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+atexit.register(peak)
+from backlight.cli.app import main
+main()
+"""
+"""Runs a command, and prints its peak memory in KB last."""
+
+
+def report_memory(run: Path, target: Path) -> float:
+    """Return the peak memory of `backlight report` in a process of its own, in MB."""
+    command = [sys.executable, "-c", MEASURED, "report", str(run), "-o", str(target)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(done.stdout.split()[-1]) / 1e3
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(
@@ -67,7 +86,7 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, default=42, help="12 parameters each, and 3 besides")
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--times", type=int, default=5, help="openings in a browser")
     options = parser.parse_args()
     spike, broken = options.steps // 2 + 17, options.steps * 9 // 10
     plan = Plan(
@@ -96,7 +115,8 @@ def main() -> None:
         high = frames.extremes["rms"].high[:, 9]
         kept = np.nanmax(high) == run.frame("gradient", "rms").values[spike, 9]
         bad = frames.extremes["rms"].broken[:, 5].sum() == options.steps - broken
-        opened = opening(target, options.times)
+        memory = report_memory(path, Path(folder) / "again.html")
+        opened = opening(target, options.times) if options.times else []
         size = target.stat().st_size / 1e6
     raw = len(names) * options.steps * len(COLUMNS) * 8 * 4 / 3 / 1e6
     table = Table(title=f"report of {len(names)} parameters x {options.steps:,} steps")
@@ -106,8 +126,11 @@ def main() -> None:
     table.add_row("size of the page", f"{size:.2f} MB")
     table.add_row("the same columns unreduced, as base64", f"{raw:,.0f} MB")
     table.add_row("ranges of steps in the heat map", f"{len(frames.buckets):,}")
-    table.add_row("open, cold browser", f"{opened[0]:.2f} s")
-    table.add_row(f"open again, median of {len(opened) - 1}", f"{statistics.median(opened[1:]):.2f} s")
+    table.add_row("peak memory of `backlight report`", f"{memory:,.0f} MB")
+    if opened:
+        table.add_row("open, cold browser", f"{opened[0]:.2f} s")
+    if opened[1:]:
+        table.add_row(f"open again, median of {len(opened) - 1}", f"{statistics.median(opened[1:]):.2f} s")
     table.add_row("injected spike still in the page", "yes" if kept else "NO")
     table.add_row("injected NaN steps still counted", "yes" if bad else "NO")
     Console().print(table)
