@@ -48,6 +48,9 @@ extern "C" void simulated_launch(int device, const char* kernel, int64_t blocks,
         for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
           if (name == "measure_rows") {
             measure_rows(table.data(), a[1], reinterpret_cast<double*>(at(a[2])), a[3]);
+          } else if (name == "digest_rows") {
+            auto* digests = reinterpret_cast<long long*>(at(a[2]));
+            digest_rows(table.data(), a[1], digests, reinterpret_cast<double*>(at(a[3])));
           } else if (name == "keep_rows") {
             keep_rows(table.data(), a[1], at(a[2]));
           } else {

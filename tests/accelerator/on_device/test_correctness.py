@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import simulated
 import torch
-from launch_counts import MOST_LAUNCHES, gpt_steps
+from launch_counts import MOST_LAUNCHES, gpt_steps, launches
 from torch import nn
 
 import backlight
-from backlight.measure.stats import fused_rows
+from backlight.measure.stats import compiled_rows, fused_rows
+from backlight.monitors.correctness.instrument.replicas import DigestReader
 from backlight.monitors.correctness.instrument.samples import PendingCopies, Snapshot, first_values, sampled
 from faults.silent import FAULTS
 
@@ -101,3 +103,22 @@ def test_values_are_copied_behind_the_stream_that_makes_them() -> None:
     copies.settle(wait=False)
     copies.settle(wait=True)
     assert values[1] == [4, 4, 4, 4]
+
+
+def test_digests_of_the_fused_pass_are_those_of_the_eager_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_rows, "_OF_DEVICE", {})
+    shapes = ((1,), (7, 9), (300, 5), (70_000,), (2, 65_536))
+    given = [torch.randn(shape).to(dtype).to("sim") for shape in shapes for dtype in compiled_rows.DTYPES]
+    given += [given[1].double(), given[3].t(), torch.tensor([-0.0, torch.nan, torch.inf]).to("sim")]
+    given.append(torch.arange(9, device="sim"))
+    eager_values, eager = DigestReader().read(given)
+    expected = eager(*[value.cpu().numpy() for value in eager_values])
+    monkeypatch.setitem(fused_rows.LOADERS, "sim", simulated.load_kernels)
+    fused_rows.fused_rows(torch.device("sim:0")).wait()
+    reader = DigestReader()
+    reader.read(given[:15])
+    assert launches(lambda: reader.read(given[:15])) == 3  # one per type; their addresses are there
+    values, fused = reader.read(given)
+    digests, norms = fused(*[value.cpu().numpy() for value in values])
+    assert np.array_equal(digests, expected[0])
+    assert np.allclose(norms, expected[1], rtol=1e-3, equal_nan=True)

@@ -29,7 +29,7 @@ from backlight.measure.stats.cuda_kernels import Launch
 EXIT_TIMEOUT_S = 10.0
 """Seconds that the exit of the process waits for a compiler at work, whose library must not end before it."""
 
-KERNELS = ("measure_rows", "keep_rows", "compare_rows")
+KERNELS = ("measure_rows", "digest_rows", "keep_rows", "compare_rows")
 """Names of the kernels of ``rows.cu``."""
 
 LOADERS: dict[str, Callable[[torch.device, bytes, Sequence[str]], Launch]] = {"cuda": cuda_kernels.load}
@@ -47,6 +47,13 @@ def entry(tensor: Tensor | None, step: int, count: int, row: int) -> Entry:
     if tensor is None:
         return 0, 0, step, count, row
     return tensor.data_ptr(), DTYPES.index(tensor.dtype), step, count, row
+
+
+def _in_rows(values: Sequence[Tensor]) -> tuple[list[Entry], list[int]]:
+    """Return the entries of whole tensors, and how many rows each has."""
+    rows = [-(-tensor.numel() // ROW) for tensor in values]
+    first = np.cumsum([0, *rows]).tolist()
+    return [entry(t, 1, t.numel(), row) for t, row in zip(values, first, strict=False)], rows
 
 
 class AddressTable:
@@ -92,14 +99,23 @@ class FusedRows(CompiledPass):
         Returns float64 ``[N, 6]``, column after column in memory, in the order of ``statistics.COLUMNS``, for
         each row of at most :data:`ROW` scalars; and how many of the rows belong to each tensor.
         """
-        counts = [tensor.numel() for tensor in values]
-        rows = [-(-count // ROW) for count in counts]
-        first = np.cumsum([0, *rows]).tolist()
-        entries = [entry(t, 1, count, row) for t, count, row in zip(values, counts, first, strict=False)]
-        out = torch.empty((_NUMBERS, first[-1]), dtype=torch.float64, device=self._device)
+        entries, rows = _in_rows(values)
+        out = torch.empty((_NUMBERS, sum(rows)), dtype=torch.float64, device=self._device)
         table = self._tables.setdefault(values[0].dtype, AddressTable())
-        self._launch("measure_rows", table, entries, (out.data_ptr(), first[-1]), first[-1])
+        self._launch("measure_rows", table, entries, (out.data_ptr(), sum(rows)), sum(rows))
         return out.t(), rows
+
+    def digest(self, table: AddressTable, values: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[int]]:
+        """Return the sums of the words and of the squared scalars of each row of tensors, as for ``measure``.
+
+        They are int64 ``[N]`` and float64 ``[N]``: words are signed integers of the size of a scalar, which
+        wrap around at 32 bits. The third result is how many rows each tensor has.
+        """
+        entries, rows = _in_rows(values)
+        digests = torch.empty(sum(rows), dtype=torch.int64, device=self._device)
+        squares = torch.empty(sum(rows), dtype=torch.float64, device=self._device)
+        self._launch("digest_rows", table, entries, (digests.data_ptr(), squares.data_ptr()), sum(rows))
+        return digests, squares, rows
 
     def keep(self, table: AddressTable, entries: Sequence[Entry], kept: Tensor) -> Tensor:
         """Copy the sampled weights into the rows of ``kept``, and return it."""

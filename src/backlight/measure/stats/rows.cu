@@ -119,6 +119,40 @@ extern "C" __global__ void measure_rows(const Entry *table, long long entries, d
     }
 }
 
+/* Write the sum of the words of each row, as signed integers that wrap around, and that of its squares. */
+extern "C" __global__ void digest_rows(const Entry *table, long long entries, long long *digests, double *squares)
+{
+    __shared__ unsigned words[THREADS];
+    __shared__ double parts[THREADS];
+    const long long row = blockIdx.x;
+    const Entry e = *entry_of(table, entries, row);
+    const long long begin = (row - e.row) * ROW, count = e.count - begin < ROW ? e.count - begin : ROW;
+    EACH_THREAD {
+        unsigned sum = 0;
+        double square = 0;
+        for (long long i = begin + t; i < begin + count; i += THREADS) {
+            const unsigned bits = bits_at((const char *)e.address, e.kind, i);
+            const double value = __uint_as_float(bits);
+            sum += e.kind == FLOAT32 ? bits : (unsigned)(int)((const short *)e.address)[i];
+            square += value * value;
+        }
+        words[t] = sum;
+        parts[t] = square;
+    }
+    __syncthreads();
+    for (int half = THREADS / 2; half; half /= 2) {
+        EACH_THREAD if (t < half) {
+            words[t] += words[t + half];
+            parts[t] += parts[t + half];
+        }
+        __syncthreads();
+    }
+    EACH_THREAD if (t == 0) {
+        digests[row] = (int)words[0];
+        squares[row] = parts[0];
+    }
+}
+
 /* Copy the sampled weights into rows of THREADS. */
 extern "C" __global__ void keep_rows(const Entry *table, long long entries, char *kept)
 {

@@ -247,13 +247,12 @@ class GradientUse(Check):
 
     @staticmethod
     def _sampled(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, _Gradient]:
-        found = {}
-        for optimizer in optimizers:
-            parameters = parameters_of(optimizer)
-            for parameter in thinned(parameters, MAX_PARAMETERS):
-                if (one := _Gradient.of(parameter)) is not None:
-                    found[id(parameter)] = one
-        return found
+        return {
+            id(parameter): gradient
+            for optimizer in optimizers
+            for parameter in thinned(parameters_of(optimizer), MAX_PARAMETERS)
+            if (gradient := _Gradient.of(parameter)) is not None
+        }
 
     def _flags(self, gradients: Iterable[_Gradient]) -> _Flags:
         return _Flags(self, [gradient.same() for gradient in gradients])
@@ -357,24 +356,16 @@ class GradientUse(Check):
         each = [*self._cleared, last]
         self._fresh = {}
         self._restart()
-        self.when_known(lambda: self._report_discarded(step, each, names, is_meant, lines))
 
-    def _report_discarded(
-        self,
-        step: int,
-        cleared: Sequence[Callable[[], bool] | None],
-        names: Sequence[str],
-        is_meant: bool,
-        lines: int,
-    ) -> None:
-        """Report the backward passes whose gradients were cleared; with them go those of earlier ones."""
-        backwards = len(cleared)
-        ends = [number for number, test in enumerate(cleared, start=1) if test is not None and test()]
-        discarded = max(ends, default=0)
-        if discarded == backwards:
-            self.report(facts.ClearedBeforeStep(step, Names.of(names)))
-        elif discarded and not is_meant:
-            self.report(facts.DiscardedBackwards(step, discarded, backwards, lines))
+        def report() -> None:
+            cleared = [number for number, test in enumerate(each, start=1) if test is not None and test()]
+            discarded = max(cleared, default=0)  # gradients of earlier ones were cleared with them
+            if discarded == len(each):
+                self.report(facts.ClearedBeforeStep(step, Names.of(names)))
+            elif discarded and not is_meant:
+                self.report(facts.DiscardedBackwards(step, discarded, len(each), lines))
+
+        self.when_known(report)
 
 
 def next_node() -> int | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from backlight.capture.parameters import local
 from backlight.capture.replicas import replicas, wrappers
 from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
+from backlight.measure.stats.compiled_rows import DTYPES, is_plain
+from backlight.measure.stats.fused_rows import AddressTable, fused_rows
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.model import replicas as facts
 from backlight.records import Layout
@@ -26,13 +29,51 @@ if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
     from backlight.capture.transfers import Transfer
 
+Digested = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Digests and norms of tensors, ``[P]`` each."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digests_and_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return ``[2, P]``: the digest of each tensor of one device, and the bits of its fp32 norm."""
-    with torch.no_grad():
-        return torch.stack((_digests(tensors), _norms(tensors)))
+class DigestReader:
+    """Reads digests and norms of whole tensors: in one launch per type where a fused pass is compiled."""
+
+    def __init__(self) -> None:
+        self._tables: dict[torch.dtype, AddressTable] = {}
+
+    def read(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[..., Digested]]:
+        """Return values on the device of ``tensors``, and what the host makes of them."""
+        rest = list(range(len(tensors)))
+        values: list[Tensor] = []
+        fused = fused_rows(tensors[0].device)
+        parts: list[tuple[list[int], list[int]]] = []  # tensors, and how many rows each has
+        for dtype in DTYPES if fused is not None else ():
+            group = [n for n in rest if tensors[n].dtype is dtype and is_plain(tensors[n])]
+            if fused is None or not group or not fused.is_ready():
+                continue
+            table = self._tables.setdefault(dtype, AddressTable())
+            found = fused.attempt(partial(fused.digest, table, [tensors[n] for n in group]))
+            if found is not None:
+                values += found[:2]
+                parts.append((group, found[2]))
+                rest = [n for n in rest if n not in group]
+        if fused is not None and not fused.is_ready():
+            fused.request()
+        if rest:
+            with torch.no_grad():
+                values += [_digests([tensors[n] for n in rest]), _norms([tensors[n] for n in rest])]
+
+        def finish(*arrays: NDArray[np.generic]) -> Digested:
+            digests_P, norms_P = np.zeros(len(tensors), np.int64), np.zeros(len(tensors), np.float32)
+            for (group, rows), sums, squares in zip(parts, arrays[::2], arrays[1::2], strict=False):
+                starts = np.cumsum([0, *rows[:-1]])
+                digests_P[group] = np.add.reduceat(sums, starts).astype(np.int32)
+                norms_P[group] = np.sqrt(np.add.reduceat(squares, starts))
+            if rest:
+                digests_P[rest], norms_P[rest] = arrays[-2:]
+            return digests_P, norms_P
+
+        return values, finish
 
 
 def _digests(tensors: Sequence[Tensor]) -> Tensor:
@@ -47,9 +88,11 @@ def _digests(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return ``[P]``: the bits of the fp32 norm of each tensor."""
+    """Return ``[P]``: the fp32 norm of each tensor, not rounded to its type: other ranks may use the pass."""
     floating = [_floating(one) for one in tensors]
-    return torch.stack([n.float() for n in torch._foreach_norm(floating, 2)]).view(torch.int32).long()
+    has_doubles = any(one.dtype is torch.float64 for one in floating)
+    widest = torch.float64 if has_doubles else torch.float32
+    return torch.stack([n.float() for n in torch._foreach_norm(floating, 2, dtype=widest)])
 
 
 def _floating(tensor: Tensor) -> Tensor:
@@ -77,6 +120,7 @@ class ReplicaDigests(Check):
         self._step = -1  # whose weights have been read
         self._is_unsynced = False
         self._is_off = self.run.world_size < 2
+        self._readers = {moment: DigestReader() for moment in facts.MOMENTS}
 
     def forward_begin(self) -> None:
         """Read the weights of this step."""
@@ -163,17 +207,17 @@ class ReplicaDigests(Check):
         ]
         if not rows:
             return
-        table = digests_and_norms([one for _, one in rows])
+        values, digests_of = self._readers[moment].read([one for _, one in rows])
         step, size, backwards, unsynced = self.step, len(tensors), self._backwards, self._is_unsynced
+        here = [row for row, _ in rows]
 
-        def store(known: NDArray[np.generic]) -> None:
+        def store(*arrays: NDArray[np.generic]) -> None:
             digests_P, norms_P = np.zeros(size, np.int64), np.full(size, facts.ABSENT, np.float32)
-            here = [row for row, _ in rows]
-            digests_P[here] = known[0].astype(np.int64)
-            norms_P[here] = facts.norms_of(known[1])
-            self.record(facts.Digests(step, moment, backwards, unsynced, *facts.encoded(digests_P, norms_P)))
+            digests_P[here], norms_P[here] = digests_of(*arrays)
+            content = facts.encoded(digests_P, norms_P)
+            self.record(facts.Digests(step, moment, backwards, unsynced, *content))
 
-        self.when_known(store, table)
+        self.when_known(store, *values)
 
 
 def _comparable(parameter: Tensor) -> Tensor | None:
@@ -202,6 +246,7 @@ class TransferDigests(Check):
     def _start(self) -> None:
         self._step = -1
         self._calls: Counter[str] = Counter()
+        self._reader = DigestReader()
 
     def transferred(self, transfer: Transfer) -> None:
         """Read the tensors of a transfer."""
@@ -223,12 +268,14 @@ class TransferDigests(Check):
         form = tuple(f"{one.numel()} {str(one.dtype).removeprefix('torch.')}" for one in tensors[:4])
         call, end, channel, number = transfer.call, transfer.end, transfer.channel, transfer.number
 
-        def store(known: NDArray[np.generic]) -> None:
+        values, digests_of = self._reader.read(tensors)
+
+        def store(*arrays: NDArray[np.generic]) -> None:
+            digests_P, norms_P = digests_of(*arrays)
             # Tensors that changed places count as a difference.
-            order = np.arange(1, known.shape[1] + 1)
-            digest = int((known[0].astype(np.int64) * order).sum())
-            norm = float(np.sqrt(np.square(facts.norms_of(known[1]).astype(np.float64)).sum()))
+            digest = int((digests_P * np.arange(1, len(digests_P) + 1)).sum())
+            norm = float(np.sqrt(np.square(norms_P.astype(np.float64)).sum()))
             coded = f"{digest & 2**64 - 1:x}"
             self.record(facts.Transferred(step, call, end, channel, number, form, coded, norm))
 
-        self.when_known(store, digests_and_norms(tensors))
+        self.when_known(store, *values)

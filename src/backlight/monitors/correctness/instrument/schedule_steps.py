@@ -29,9 +29,7 @@ class ScheduleSteps(Check):
     def _start(self) -> None:
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of schedules
         self._reported: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._optimizer_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._optimizer_steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._epoch: tuple[int, int, int] | None = None  # sampler, batches, and number of the batch
         self._epochs: dict[int, int] = {}
         self._has_loaded = False

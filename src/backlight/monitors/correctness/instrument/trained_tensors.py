@@ -43,12 +43,10 @@ class TrainedTensors(Check):
     def _start(self) -> None:
         self._has_backward = False
         self._others: dict[int, Seen] = {}  # at the last look
-        self._lines: weakref.WeakKeyDictionary[torch.optim.Optimizer, SourceLine] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._lines = weakref.WeakKeyDictionary[torch.optim.Optimizer, SourceLine]()
         self._trained, self._frozen = TensorSet(), TensorSet()  # at some look
         self._untied: set[tuple[str, ...]] = set()
-        self._copies: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of trained models
+        self._copies = weakref.WeakSet[nn.Module]()  # of trained models
         self._outside: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # reported ones, and their model
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -71,27 +69,24 @@ class TrainedTensors(Check):
         if FIRST_LOOKS <= self.step < FIRST_STEPS:
             return
         held = {id(p) for one in HUB.optimizers.known() for p in parameters_of(one)}
-        step = self.step
         parts: set[int] = set()
         replaced: set[int] = set()
         for model in holding(HUB.seen.roots(), {id(p) for p in own}):
             lost = [(name, module) for name, module in unregistered(model) if trained(module, held)]
             if lost:
                 names = [name for name, _ in lost]
-                self.report(facts.Unregistered(step, kind_of(model), Names.of(names)))
+                self.report(facts.Unregistered(self.step, kind_of(model), Names.of(names)))
                 parts |= {id(module) for _, module in lost}
             self._note_frozen(model)
-            if self._report_replaced(optimizer, model, held, step):
+            if self._report_replaced(optimizer, model, held):
                 replaced.add(id(model))
-            if not step:
+            if not self.step:
                 self._report_shared(model)
-        self._report_joined(held, step)
-        self._report_untied(own, step)
-        self._report_others(optimizer, own, held, step, parts, replaced)
+        self._report_joined(held)
+        self._report_untied(own)
+        self._report_others(optimizer, own, held, parts, replaced)
 
-    def _report_replaced(
-        self, optimizer: torch.optim.Optimizer, model: nn.Module, held: set[int], step: int
-    ) -> bool:
+    def _report_replaced(self, optimizer: torch.optim.Optimizer, model: nn.Module, held: set[int]) -> bool:
         lost = [n for n in named_parameters(model) if _is_trained(n.parameter, held)]
         unused = [p for p in parameters_of(optimizer) if p.requires_grad and p.grad is None]
         if not lost or not unused:
@@ -101,7 +96,7 @@ class TrainedTensors(Check):
         if stale:
             names = [self.name_of(n.parameter) or n.name for n in lost]
             kind, line = type(optimizer).__name__, str(self._lines.get(optimizer, ""))
-            self.report(facts.Replaced(step, kind, Names.of(names), line, len(stale)))
+            self.report(facts.Replaced(self.step, kind, Names.of(names), line, len(stale)))
         return bool(stale)
 
     def _note_frozen(self, model: nn.Module) -> None:
@@ -109,11 +104,11 @@ class TrainedTensors(Check):
             if not named.parameter.requires_grad:
                 self._frozen.add(named.parameter)
 
-    def _report_joined(self, held: set[int], step: int) -> None:
+    def _report_joined(self, held: set[int]) -> None:
         """Report that an optimizer now holds what was reported as outside of all."""
         joined = [key for key, (ref, _) in self._outside.items() if key in held and ref() is not None]
         for model, amount in Counter(self._outside.pop(key)[1] for key in joined).items():
-            self.report(facts.Joined(step, model, amount))
+            self.report(facts.Joined(self.step, model, amount))
 
     def _report_frozen(self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor]) -> None:
         names, gradients = [], []
@@ -138,7 +133,7 @@ class TrainedTensors(Check):
 
         self.when_known(report, *flags)
 
-    def _report_untied(self, own: Sequence[torch.Tensor], step: int) -> None:
+    def _report_untied(self, own: Sequence[torch.Tensor]) -> None:
         trained = {id(p) for p in own if p.grad is not None}
         models = holding(HUB.seen.roots(), trained)
         for pair, setting in [*((pair, "") for pair in HUB.seen.untied()), *by_configuration(models)]:
@@ -146,7 +141,7 @@ class TrainedTensors(Check):
             is_new = tuple(names) not in self._untied
             if is_new and len(names) == 2 and all(names) and all(id(one) in trained for one in pair):
                 self._untied.add(tuple(names))
-                self.report(facts.Untied(step, Names.of(names), setting))
+                self.report(facts.Untied(self.step, Names.of(names), setting))
 
     def _report_shared(self, model: nn.Module) -> None:
         for name, container in walk(model):
@@ -167,10 +162,10 @@ class TrainedTensors(Check):
         optimizer: torch.optim.Optimizer,
         own: Sequence[torch.Tensor],
         held: set[int],
-        step: int,
         parts: set[int],
         replaced: set[int],
     ) -> None:
+        step = self.step
         is_idle = all(p.grad is None for p in own)
         if is_idle:
             HUB.seen.scan()  # a copy registers nothing
@@ -206,9 +201,8 @@ class TrainedTensors(Check):
                 modes = {name: module.training for name, module in walk(model)}
                 is_evaluated = not any(modes.get(one.named.module) for one in new)
                 is_unfrozen = any(one.named.parameter in self._frozen for one in new)
-                nothing = Names((), 0)
-                left_out = facts.LeftOut(step, kind_of(model), is_loaded, nothing, is_evaluated, is_unfrozen)
-                self._report_left(model, new, left_out)
+                more = (is_loaded, Names((), 0), is_evaluated, is_unfrozen)
+                self._report_left(model, new, facts.LeftOut(step, kind_of(model), *more))
 
     def _note_copy(self, model: nn.Module, own: Sequence[torch.Tensor]) -> None:
         """Note that a model has the weights of a trained one, as the target network of an agent does."""
@@ -229,10 +223,7 @@ class TrainedTensors(Check):
             self._copies.add(model)
 
     def _report_left(
-        self,
-        model: nn.Module,
-        new: Sequence[Left],
-        fact: facts.OutsideModel | facts.LeftOut,
+        self, model: nn.Module, new: Sequence[Left], fact: facts.OutsideModel | facts.LeftOut
     ) -> None:
         """Report parameters with a gradient that no optimizer holds, unless the script updates them."""
         looks = [(one.before, one.now) for one in new]

@@ -77,11 +77,6 @@ def encoded(digests_P: NDArray[np.int64], norms_P: NDArray[np.float32]) -> tuple
     return folded.tobytes().hex(), norms_P.astype(np.float32).tobytes().hex()
 
 
-def norms_of(bits_P: NDArray[np.generic]) -> NDArray[np.float32]:
-    """Return the norms ``[P]`` whose bits were copied as integers."""
-    return bits_P.astype(np.int64).astype(np.int32).view(np.float32)
-
-
 def _of_last_attempt(run: Run) -> list[Fact]:
     """Return the facts of the first ranks of the last attempt, as they were stored; empty for one rank."""
     if not run.attempts or len(run.attempts[-1].ranks) < 2:
